@@ -21,6 +21,8 @@ help: ## Show the targets
 
 demo: $(STAMP) ## Train the example agent (about three minutes)
 	$(BIN)/agentrl train examples/staff/run.toml
+	$(BIN)/agentrl view --run staff --export runs/staff/staff.html
+	@echo "Open runs/staff/staff.html in a browser, or look at the store itself: $(BIN)/agentrl view --run staff --open"
 
 SANDBOX := $(if $(filter 0,$(shell id -u)),user,unshare)
 

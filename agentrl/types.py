@@ -103,13 +103,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Sampling(Record, frozen=True):
-    """Sampling parameters. In a rollout: defaults for those that the agent does not set."""
+    """Sampling parameters. In a rollout: defaults for those that the agent does not set, and with
+    `force` temperature, top_p and top_k whatever it sets."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     max_tokens: int | None = None
     seed: int | None = None
+    force: bool = False
 
 
 class Branch(Record, frozen=True):

@@ -124,6 +124,7 @@ async def _attempt_runner(
         policies=config.policies,
         remote=has_no_own_policy(config),
         rules=role_rules(config, root),
+        as_sent=config.policy.messages == "as_sent",
     )
     await asyncio.to_thread(gateway.start)
     try:

@@ -69,6 +69,9 @@ class PolicyConfig(Section, frozen=True):
     build: str = ""  # "file.py:name": called as (directory, seed) to make `model` if it is absent
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
+    # Its chat template may leave out messages of some roles. adapt: they are sent in roles that it
+    # shows, and a call of which it would lose text is refused. as_sent: the template decides.
+    messages: Literal["adapt", "as_sent"] = "adapt"
     lora: LoraConfig = LoraConfig()
 
 

@@ -1,8 +1,8 @@
 """A bench file: the tasks and presets that are compared, and the runs that this takes.
 
 Every run is a piece: a task, a preset, a learning rate and a seed. Learning rates are chosen by one
-rule for all: of `lrs` the one with the largest mean area under the curve on `tuning_seeds`, which
-are not among the `seeds` that are reported.
+rule for all: of `lrs` the one with the highest mean score over the evaluations (the area under the
+curve) of `tuning_seeds`, which are not among the `seeds` that are reported.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import msgspec
@@ -74,7 +74,7 @@ class Result(msgspec.Struct, frozen=True):
     seed: int
     curve: list[tuple[float, float]]  # training rollouts so far, score
     seconds: float
-    failed: float  # rollouts without success
+    failed: float  # rollouts without an outcome, those of evaluations too
     version: str  # of this library
 
 
@@ -133,7 +133,7 @@ class BenchPlan:
         for one in self.tuning([pair]):
             if one.digest not in self.done:
                 return None
-            areas[one.name[2]] += area(self.done[one.digest].curve)
+            areas[one.name[2]] += fmean(score for _, score in self.done[one.digest].curve)
         return max(grid, key=areas.__getitem__)
 
     def reported(self, pairs: Iterable[Pair], seeds: Iterable[int]) -> Iterator[Piece]:
@@ -158,12 +158,6 @@ def read_bench(file: Path) -> Bench:
     if both := set(bench.seeds) & set(bench.tuning_seeds):
         raise ConfigError(f"{file}: seeds {sorted(both)} are tuned on, so they cannot be reported")
     return bench
-
-
-def area(curve: list[tuple[float, float]]) -> float:
-    """The mean score over a run, its evaluations joined by straight lines."""
-    parts = [(b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(curve)]
-    return sum(parts) / (curve[-1][0] - curve[0][0])
 
 
 def _digest(config: RunConfig, named: Iterable[str], *more: str) -> str:

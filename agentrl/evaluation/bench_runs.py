@@ -8,19 +8,16 @@ after its last committed step.
 from __future__ import annotations
 
 import asyncio
-import gc
 import multiprocessing
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from agentrl import __version__
 from agentrl.config import RunConfig
@@ -30,6 +27,8 @@ from agentrl.loading import load_attribute
 from agentrl.processes import PARENT, allow_files, die_with_parent, environment
 from agentrl.store import open_store
 from agentrl.types import StepRow
+
+FORK = multiprocessing.get_context("fork")
 
 
 def read_results(file: Path) -> dict[str, Result]:
@@ -45,11 +44,11 @@ def read_results(file: Path) -> dict[str, Result]:
 
 def run_pieces(
     pieces: Iterable[Piece], done: dict[str, Result], file: Path, *, until: float
-) -> int:
+) -> None:
     """Run the pieces that are not in `done`, one after the other, and add them to it and to the
     file. None is started that would end after `until`, by time.monotonic(), if it took as long as
-    the longest so far. Returns how many were run. Raises TrainingError where one fails."""
-    console, count, longest = Console(soft_wrap=True, highlight=False), 0, 0.0
+    the longest so far. Raises TrainingError where one fails."""
+    longest = 0.0
     for one in (one for one in pieces if one.digest not in done):
         started = time.monotonic()
         if started + longest > until:
@@ -60,16 +59,14 @@ def run_pieces(
         torn = file.is_file() and not file.read_bytes().endswith(b"\n")
         with file.open("ab") as lines:
             lines.write(b"\n" * torn + msgspec.json.encode(row) + b"\n")
-        count, longest = count + 1, max(longest, row.seconds)
-        change = f"{row.curve[0][1]:.3f} to {row.curve[-1][1]:.3f}"
-        console.print("{} {} lr {:g} seed {}:".format(*one.name), f"{change}, {row.seconds:.0f} s")
-    return count
+        longest = max(longest, row.seconds)
+        change = f"{row.curve[0][1]:.3f} to {row.curve[-1][1]:.3f}, {row.seconds:.0f} s"
+        print("{} {} lr {:g} seed {}:".format(*one.name), change, flush=True)
 
 
 def run_piece(config: RunConfig) -> None:
     """Train in an algorithm process, with a runner process. Raises TrainingError if it fails."""
-    # Threads of tiny models wait for each other longer than they compute. Torch reads this when it
-    # is imported.
+    # Read when torch is imported: threads of tiny models mostly wait for each other.
     os.environ |= {"OMP_NUM_THREADS": "1"} | environment()
     import openai  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
@@ -77,16 +74,13 @@ def run_piece(config: RunConfig) -> None:
     from agentrl.algorithms.train.main import main as algorithm
     from agentrl.runners.main import main as runner
 
-    gc.freeze()  # what is not touched is not copied
     allow_files()
     logs = Path(config.output, "logs")
     logs.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("fork")
+    started = {"algorithm": (algorithm, config), "runner-0": (runner, config.store, config.name)}
     processes = [
-        context.Process(target=_child, args=(logs / "algorithm.log", algorithm, config)),
-        context.Process(
-            target=_child, args=(logs / "runner-0.log", runner, config.store, config.name)
-        ),
+        FORK.Process(target=_child, args=(logs / f"{name}.log", *call))
+        for name, call in started.items()
     ]
     try:
         for process in processes:
@@ -127,10 +121,10 @@ def result(one: Piece, seconds: float) -> Result:
         elif one.measure and (row.step % config.eval.every == 0 or row.step == config.steps):
             saved = Path(config.output, "checkpoints").glob(f"{row.step:06d}*")
             policy = max(saved) if row.step else Path(config.policy.model)
-            with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as apart:
-                curve.append((spent, apart.submit(_measure, one, policy).result()))
+            with FORK.Pool(1) as apart:
+                curve.append((spent, apart.apply(_measure, (one, policy))))
         spent += row.metrics.get("rollouts", 0.0)
-        failed += row.metrics.get("rollouts/failed", 0.0)
+        failed += row.metrics.get("rollouts/failed", 0) + row.metrics.get("eval/score_missing", 0)
     shutil.rmtree(config.output)
     return Result(one.digest, *one.name, curve, round(seconds, 1), failed, __version__)
 

@@ -109,8 +109,9 @@ class Pages:
         values["pool"] = any(name.startswith(ELO) for name in values["names"])
         values["at"] = recent[-1].at if recent else state.created
         values["last"] = {name: value for row in recent for name, value in row.metrics.items()}
-        found = {} if live else await self.store.series(run, SHOWN, points=POINTS)
-        values["shown"] = [name for name in SHOWN if found.get(name)]
+        wanted = [*SHOWN, *({query["metric"]} - set(SHOWN) if "metric" in query else ())]
+        found = {} if live else await self.store.series(run, wanted, points=POINTS)
+        values["shown"] = [name for name in wanted if found.get(name)]
         values["series"] = {name: records.finite(points) for name, points in found.items()}
         values["curves"] = {name: records.curve(points) for name, points in found.items()}
         return Page("run.html", run, values | await self._groups(run, {}, 12))

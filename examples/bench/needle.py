@@ -19,8 +19,8 @@ ROOMS = [
     "attic", "bath", "cellar", "den", "garage", "hall",
     "kitchen", "library", "office", "pantry", "porch", "study",
 ]  # fmt: skip
-COLOURS = ["red", "blue", "green", "white", "black", "grey"]
-LENGTH = 10  # rooms of a house
+COLOURS = ["red", "blue", "green", "white"]
+LENGTH = 8  # rooms of a house
 HOUSES = 48
 TURN = tool("turn", "number", NUMBERS)
 BEST, RANDOM = 1.0, 1 / 4
@@ -57,7 +57,7 @@ def house(number: int) -> dict[str, Any]:
     """Every colour is as frequent, and so is every place of the safe in the first houses."""
     dice = random.Random(number)
     rooms = dice.sample(ROOMS, LENGTH - 1)
-    rooms.insert(number % LENGTH, f"safe {COLOURS[number % len(COLOURS)]}")
+    rooms.insert(number % LENGTH, f"safe {COLOURS[number // LENGTH % len(COLOURS)]}")
     return {"id": str(number), "input": {"rooms": rooms}}
 
 
@@ -68,4 +68,4 @@ heldout = [house(number) for number in range(1000, 1064)]
 def build1(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train + heldout, 0.0, folder, seed)
+    build(agent, best, train + heldout, 0.15, folder, seed)

@@ -91,6 +91,9 @@ class CommandExecutor(SandboxExecutor):
         if self.preset is not None:
             asked, context = prompt_of(input_of(active)), self.agent.context
             known = places(self.gateway, active.key, home, asked, context)
+            if "\0" in asked or len(asked.encode()) > contract.LARGEST_VARIABLE:
+                why = f"the task is too long for an argument of {self.preset.program}, or has a NUL"
+                raise FailedAttemptError(ErrorKind.AGENT, why)
             self.preset.write_files(known)
             argv = [*argv, *self.preset.arguments(known), *self.agent.args]
             env |= self.preset.environment(known, works_in) | self.agent.env

@@ -68,16 +68,23 @@ class ModelRequest:
         """Options that its API has and that have no effect here."""
         return [] if self.translation is None else self.translation.left_out
 
-    def encode(self, route: Route, defaults: Sampling, *, capture: bool) -> tuple[bytes, Sampling]:
+    def encode(
+        self, route: Route, defaults: Sampling, *, capture: bool, room: int | None = None
+    ) -> tuple[bytes, Sampling]:
         """The body for that server, and the sampling parameters that are in force there.
 
-        `defaults` are those of the rollout; an endpoint that is not trained keeps its own."""
+        `defaults` are those of the rollout; an endpoint that is not trained keeps its own. `room`:
+        tokens that fit behind the prompt, if the agent asks for more."""
         body = self.fields | {"model": route.model or self.model}
         if capture:
             body["return_token_ids"] = True
             if not self.asks_logprobs:
                 body["logprobs"] = 1 if self.dialect is TEXT else True
         sampling = _fill_sampling(body, None if route.frozen else defaults, self.index)
+        if room:
+            body.pop("max_completion_tokens", None)
+            body["max_tokens"] = room
+            sampling = msgspec.structs.replace(sampling, max_tokens=room)
         return msgspec.json.encode(body), sampling
 
     def restore_fields(self, part: ResponseChunk) -> bytes:
@@ -140,8 +147,8 @@ def _dicts(found: Json) -> list[dict[str, Json]]:
 
 
 def _fill_sampling(body: Fields, defaults: Sampling | None, index: int) -> Sampling:
-    """Fill the parameters that the agent does not set, if there are defaults; returns those in
-    force. `index` is that of the request within its attempt."""
+    """Fill the parameters that the agent does not set, or that are forced, if there are defaults;
+    returns those in force. `index` is that of the request within its attempt."""
     asked = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
     limit = value(body, "max_completion_tokens")
     limit = value(body, "max_tokens") if limit is None else limit
@@ -150,6 +157,10 @@ def _fill_sampling(body: Fields, defaults: Sampling | None, index: int) -> Sampl
             limit = body["max_tokens"] = defaults.max_tokens
         filling = {"temperature": defaults.temperature, "top_p": defaults.top_p}
         filling |= {"top_k": defaults.top_k} if defaults.top_k else {}
+        if defaults.force:
+            for name in ("temperature", "top_p", "top_k"):
+                body.pop(name, None)
+                asked[name] = None
         if defaults.seed is not None:  # equal calls of one attempt are still independent
             filling["seed"] = defaults.seed + index
         for name, default in filling.items():

@@ -17,7 +17,14 @@ from agentrl.runners.dialects.base import Body, ConversationMemory
 from agentrl.runners.gateway.attribution import AttemptRegistry, CallOrigin, RefusedError
 from agentrl.runners.gateway.handler import CallHandler, translate_error
 from agentrl.runners.gateway.routing import Route, Router
-from agentrl.runners.gateway.upstream import Upstream, UpstreamError, forwarded_headers, read
+from agentrl.runners.gateway.upstream import (
+    RENDERED,
+    PromptSize,
+    Upstream,
+    UpstreamError,
+    forwarded_headers,
+    read,
+)
 from agentrl.store.base import Store
 
 LARGEST = 256 * 2**20  # bytes of a request
@@ -26,7 +33,6 @@ KNOWN = [f"POST /v1/{dialect.route}" for dialect in DIALECTS]
 KNOWN += ["POST /v1/messages/count_tokens", "POST /v1/embeddings", "POST /v1/traces"]
 KNOWN += ["POST /v1beta/models/MODEL:generateContent (streamGenerateContent, countTokens)"]
 KNOWN += ["POST /v1/logs", "POST /v1/metrics", "GET /v1/models", "GET /v1/models/MODEL"]
-RENDERED = ("model", "messages", "tools", "chat_template_kwargs")  # what a prompt is made of
 UNREADABLE = "invalid_body"
 # The gateway has repeated what made sense, so the agent's SDK need not.
 FINAL = {"x-should-retry": "false"}
@@ -195,15 +201,6 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     return answer
 
 
-class _Count(msgspec.Struct):
-    """The part that is read of the answer of vLLM and the embedded server to /tokenize."""
-
-    count: int
-
-
-_count = msgspec.json.Decoder(_Count)
-
-
 # -- calls that are routed and repeated like any other, but not recorded ---------------------------
 
 
@@ -235,11 +232,12 @@ async def count_tokens(
     it the request for a chat completion; `field` names the number in the answer."""
     raw = await read_body(request)
     chat = prompt_of(msgspec.json.decode(raw, type=Body), caller.attempt.memory)
-    chat = {name: chat[name] for name in RENDERED if name in chat}
     model = str(chat.get("model") or "")
 
     async def once(route: Route) -> web.StreamResponse:
-        body = msgspec.json.encode(chat | {"model": route.model or model})
+        asked = {name: chat[name] for name in RENDERED if name in chat}
+        asked |= {"messages": await upstream.adapt(route, chat["messages"])}
+        body = msgspec.json.encode(asked | {"model": route.model or model})
         server = route._replace(base_url=route.base_url.removesuffix("/v1"))
         try:
             async with upstream.post(server, "tokenize", body, request.headers) as reply:
@@ -252,7 +250,7 @@ async def count_tokens(
             words = translate_error(dialect, status, found)
             return web.Response(status=status, body=words, content_type="application/json")
         try:
-            return web.json_response({field: _count.decode(found).count})
+            return web.json_response({field: msgspec.json.decode(found, type=PromptSize).count})
         except msgspec.DecodeError:
             raise _not_countable(route) from None
 

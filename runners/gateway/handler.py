@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from aiohttp import web
 from agentrl.errors import StoreError
 from agentrl.http_server import read_body
 from agentrl.runners.dialects import Dialect
-from agentrl.runners.dialects.base import data_event
+from agentrl.runners.dialects.base import CHAT, data_event
 from agentrl.runners.gateway import replay
 from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
 from agentrl.runners.gateway.capture import ModelRequest, ModelResponse, read_chunk, read_request
@@ -68,6 +69,7 @@ class CallHandler:
         self._started = 0.0  # of the latest try, in unix seconds
         self._sent_at = 0.0  # the same moment by the monotonic clock
         self._sampling = Sampling()  # in force where the call was sent
+        self._room: int | None = None  # tokens that fit behind the prompt; 0: as many as asked for
         self._response: web.StreamResponse | None = None  # once the agent has the first byte
         self._read_so_far: tuple[ModelResponse, Route, str] | None = None  # by the agent
         self._rows: list[Transition] | None = None  # the answer as it is, or will be, stored
@@ -185,10 +187,21 @@ class CallHandler:
         call = self._request
         if route.text is not None:
             return await self._send_recorded(route, replay.fixed_answer(route.text, call))
-        defaults = self._active.attempt.rollout.sampling
-        body, self._sampling = call.encode(route, defaults, capture=capture)
-        headers = self._http_request.headers
+        defaults, headers = self._active.attempt.rollout.sampling, self._http_request.headers
+        if self._dialect.api == CHAT.api:
+            sent = await self._upstream.adapt(route, call.messages)
+            if sent is not call.messages:
+                call = replace(call, fields=call.fields | {"messages": sent})
+        body, self._sampling = call.encode(route, defaults, capture=capture, room=self._room)
+        limit = self._upstream.max_lengths.get(route.base_url)
+        if limit and len(body) + (self._sampling.max_tokens or 0) > limit and not self._room:
+            self._room = await self._find_room(route, call)
+            body, self._sampling = call.encode(route, defaults, capture=capture, room=self._room)
         async with self._upstream.post(route, self._dialect.api, body, headers) as reply:
+            if reply.status == 400 and self._room is None and not route.frozen:
+                self._room = await self._find_room(route, call)
+                if self._room:
+                    return await self._try_route(route, capture=capture)
             if reply.status != 200:  # the agent's own mistake, in the server's words
                 words = translate_error(self._dialect, reply.status, await read(reply))
                 said = words[:LONGEST_REFUSAL].decode(errors="replace")
@@ -201,6 +214,23 @@ class CallHandler:
             if call.stream:
                 return await self._stream(route, stream(reply), reply.headers)
             return await self._whole(route, await read(reply), reply.headers)
+
+    async def _find_room(self, route: Route, call: ModelRequest) -> int:
+        """The number of tokens that the prompt leaves for an answer, if the call asks for more than
+        that; else 0. vLLM refuses such a call, though the agent cannot know the prompt's length."""
+        if self._dialect.api != CHAT.api or not (asked := self._sampling.max_tokens):
+            return 0
+        try:
+            size = await self._upstream.prompt_size(route, call.fields)
+        except LookupError:
+            return 0
+        if size is None or size.max_model_len is None:
+            return 0
+        room = size.max_model_len - size.count
+        if not 0 < room < asked:
+            return 0
+        self._upstream.max_lengths[route.base_url] = size.max_model_len
+        return room
 
     async def _whole(
         self, route: Route, raw: bytes, headers: Mapping[str, str]

@@ -39,31 +39,21 @@ def _holds(rule: RoleRule, request: ModelRequest, headers: Mapping[str, str], ra
     if rule.model and not fnmatchcase(request.model, rule.model):
         return False
     leading = next((m for m in request.messages if m.get("role") in SYSTEM), {})
-    if rule.system and not fnmatchcase(_first_text(leading), f"{rule.system}*"):
+    if rule.system and not fnmatchcase(_texts(leading)[0], f"{rule.system}*"):
         return False
     last = request.messages[-1] if request.messages else {}
-    if rule.prompt and not fnmatchcase(_last_text(last), f"{rule.prompt}*"):
+    said = _texts(last)[-1] if last.get("role") == "user" else ""
+    if rule.prompt and not fnmatchcase(said, f"{rule.prompt}*"):
         return False
     body = msgspec.json.decode(raw, type=dict[str, Any]) if rule.field else {}
     return all(_field_matches(body, key, pattern) for key, pattern in rule.field.items())
 
 
-def _first_text(message: Mapping[str, Json]) -> str:
-    texts = _texts(message)
-    return texts[0] if texts else ""
-
-
-def _last_text(message: Mapping[str, Json]) -> str:
-    texts = _texts(message) if message.get("role") == "user" else []
-    return texts[-1] if texts else ""
-
-
 def _texts(message: Mapping[str, Json]) -> list[str]:
     content = message.get("content")
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list) else []
-    return [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
+    parts = content if isinstance(content, list) else [{"text": content}]
+    found = (part.get("text") for part in parts if isinstance(part, dict))
+    return [text for text in found if isinstance(text, str)] or [""]
 
 
 def _field_matches(body: Json, key: str, pattern: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import aiohttp
+import msgspec
 from multidict import CIMultiDict
 
 from agentrl.runners.gateway.attribution import CallOrigin, ModelCall, RefusedError
+from agentrl.runners.gateway.prompt_rule import Messages, PromptRule, find_rule, is_plain
 from agentrl.runners.gateway.routing import Route, Router
 
+log = logging.getLogger("agentrl.runner")
 T = TypeVar("T")
 BACKOFF = 0.05  # seconds before the first repetition; doubles
 LONGEST = 1.0  # seconds between repetitions
@@ -50,6 +54,20 @@ HOP_BY_HOP |= {"transfer-encoding", "upgrade", "x-api-key", "x-goog-api-key", "x
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
 
 
+RENDERED = ("messages", "tools", "chat_template_kwargs")  # what a prompt is made of
+PROBE = {"x-agentrl-probe": "1"}
+
+
+class PromptSize(msgspec.Struct):
+    """The part that is read of the answer of vLLM and the embedded server to /tokenize."""
+
+    count: int
+    max_model_len: int | None = None  # tokens of prompt and completion
+
+
+_size = msgspec.json.Decoder(PromptSize)
+
+
 @dataclass(eq=False)
 class UpstreamError(Exception):
     """The policy server failed a call."""
@@ -65,8 +83,11 @@ class UpstreamError(Exception):
 class Upstream:
     """Posts calls to the server that a router names. Lives on one event loop."""
 
-    def __init__(self, router: Router) -> None:
-        self.router = router
+    def __init__(self, router: Router, *, as_sent: bool = False) -> None:
+        """`as_sent`: messages go to policies as they come, whatever their templates show."""
+        self.router, self._as_sent = router, as_sent
+        self._rules: dict[str, asyncio.Task[PromptRule]] = {}  # by base URL
+        self.max_lengths: dict[str, int] = {}  # base URL -> tokens, of servers that refused more
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             headers={"accept-encoding": "identity"},  # compressing a local hop is a loss
@@ -91,6 +112,48 @@ class Upstream:
             self._give_token_ids.add(route.base_url)
         elif route.frozen:
             self._refused_at[route.base_url] = time.monotonic()
+
+    async def adapt(self, route: Route, messages: Messages) -> Messages:
+        """Messages as the route's chat template shows them. The first call of each server finds out
+        which rule that needs. Raises UntranslatableError for text that it would lose."""
+        if route.frozen or self._as_sent or is_plain(messages):
+            return messages
+        finding = self._rules.get(route.base_url)
+        if finding is None or (finding.done() and (finding.cancelled() or finding.exception())):
+            finding = asyncio.create_task(self._find_rule(route))
+            self._rules[route.base_url] = finding
+        return (await asyncio.shield(finding)).apply(messages)
+
+    async def _find_rule(self, route: Route) -> PromptRule:
+        async def count(messages: Messages) -> int | None:
+            try:
+                size = await self.prompt_size(route, {"messages": messages})
+            except UpstreamError as error:
+                if error.status != 500:
+                    raise
+                size = None  # an error of the template
+            return None if size is None else size.count
+
+        try:
+            return await find_rule(count, route.policy)
+        except LookupError as error:
+            log.warning("policy %s: messages go as they come, because %s", route.policy, error)
+            return PromptRule()
+
+    async def prompt_size(self, route: Route, chat: Mapping[str, object]) -> PromptSize | None:
+        """How long a prompt is; None where its server refuses it. Raises LookupError where the
+        server does not tell, and as `post` does."""
+        body = {name: chat[name] for name in RENDERED if name in chat} | {"model": route.model}
+        server = route._replace(base_url=route.base_url.removesuffix("/v1"))
+        async with self.post(server, "tokenize", msgspec.json.encode(body), PROBE) as reply:
+            found = await read(reply)
+            if reply.status in (400, 422):
+                return None
+            try:
+                return _size.decode(found)
+            except msgspec.DecodeError:
+                why = f"{server.base_url}/tokenize does not tell how long a prompt is"
+                raise LookupError(why) from None
 
     async def retry(
         self,

@@ -110,18 +110,17 @@ async def check(
         await store.publish(
             PolicyVersion(run=RUN, policy="policy", version=0, base_url=url, model="m")
         )
-        gateway = Gateway(store, RUN, rules=preset.match)
+        log = RequestLog()
+        gateway = Gateway(store, RUN, rules=preset.match, watch=log.watch)
         await asyncio.to_thread(gateway.start)
         stack.push_async_callback(asyncio.to_thread, gateway.close)
-        log = RequestLog(gateway.base_url.removesuffix("/v1"))
-        shown = await stack.enter_async_context(log.serving())
         config = RunConfig(
             agent=AgentConfig(harness=name, command=[program], env=dict(env or {})),
             workspace=WorkspaceConfig(source="task.files", folder=str(folder)),
             runner=RunnerConfig(concurrency=concurrency),
         )
-        executor = CommandExecutor(config.agent, config.runner, root=root, gateway=f"{shown}/v1")
-        workspaces = Workspaces(config, root=root, gateway=shown)
+        executor = CommandExecutor(config.agent, config.runner, root=root, gateway=gateway.base_url)
+        workspaces = Workspaces(config, root=root, gateway=gateway.base_url)
         for started in (executor, workspaces):
             await started.start()
             stack.push_async_callback(started.close)

@@ -1,20 +1,16 @@
-"""A proxy in front of the gateway that keeps every request of a program, refused ones too."""
+"""Keeps every request of a program, refused ones too."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
-import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from agentrl.http_server import listen
 from agentrl.types import Json
-
-HOP = {"host", "content-length", "transfer-encoding", "connection", "accept-encoding"}
 
 
 @dataclass(slots=True)
@@ -42,41 +38,21 @@ class SeenRequest:
 
 
 class RequestLog:
-    """Passes every request on to `target`, an URL without a path, and streams the answer back."""
+    """Of a gateway, as its `watch`."""
 
-    def __init__(self, target: str) -> None:
-        self.target = target
+    def __init__(self) -> None:
         self.seen: list[SeenRequest] = []
 
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
-        """Listens inside the block, which is given the URL."""
-        app = web.Application(client_max_size=2**28)
-        app.router.add_route("*", "/{path:.*}", self._pass_on)
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
-            self._session = session
-            runner, url = await listen(app, "127.0.0.1", 0)
-            try:
-                yield url
-            finally:
-                await runner.cleanup()
-
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        raw, body, method = await request.read(), {}, request.method
+    @web.middleware
+    async def watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        raw, body = await request.read(), {}
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             body = msgspec.json.decode(raw, type=dict)
-        one = SeenRequest(time.time(), f"{method} {request.path_qs}", len(raw), body)
+        path = f"{request.method} {request.path_qs}"
+        one = SeenRequest(time.time(), path, len(raw), body)
         self.seen.append(one)
-        url, headers = self.target + request.path_qs, _passed(request.headers)
-        async with self._session.request(method, url, data=raw, headers=headers) as reply:
-            one.status = reply.status
-            answer = web.StreamResponse(status=reply.status, headers=_passed(reply.headers))
-            await answer.prepare(request)
-            async for part in reply.content.iter_any():
-                one.error += part.decode(errors="replace") if reply.status >= 400 else ""
-                await answer.write(part)
+        answer = await handler(request)
+        one.status = answer.status
+        if answer.status >= 400 and isinstance(answer, web.Response):
+            one.error = answer.text or ""
         return answer
-
-
-def _passed(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() not in HOP}

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
@@ -112,8 +113,8 @@ def summary(curves: Array, base: Array, budget: float) -> dict[str, Any]:
 
 
 def curves_of(plan: BenchPlan, task: str, preset: str) -> tuple[float, dict[int, Array]]:
-    """Learning rate, and the normalised curve of each seed that is done; none before the learning
-    rate is chosen."""
+    """Learning rate, and the normalised curve of each seed that is done, without rollouts that had
+    no outcome; none before the learning rate is chosen."""
     lr = plan.learning_rate((task, preset))
     if lr is None:
         return 0.0, {}
@@ -123,6 +124,10 @@ def curves_of(plan: BenchPlan, task: str, preset: str) -> tuple[float, dict[int,
     for seed in bench.seeds:
         row = plan.done.get(plan.piece((task, preset), lr, seed).digest)
         if row is not None:
+            if row.failed:
+                print(
+                    f"{task} {preset} seed {seed}: {row.failed:g} rollouts failed", file=sys.stderr
+                )
             scores = on_grid(row.curve, budget, points)
             found[seed] = (scores - about.random) / (about.best - about.random)
     return lr, found

@@ -16,7 +16,6 @@ from agentrl.evaluation.bench import (
     BenchTask,
     Piece,
     Result,
-    area,
     read_bench,
 )
 from tests.benchmarks.learning import (
@@ -72,7 +71,6 @@ def test_one_seed_has_no_interval_and_noise_has_a_wide_one() -> None:
 
 def test_curves_are_read_between_their_points() -> None:
     assert on_grid([(0, 0.0), (100, 1.0)], 100, 5).tolist() == [0, 0.25, 0.5, 0.75, 1]
-    assert area([(0, 0.0), (100, 1.0), (400, 1.0)]) == pytest.approx(0.875)
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ class FakeModel:
 
     answer: Callable[[Body], dict[str, Any]] = echo
     knows_tokens: bool = True
+    max_length: int | None = None
     version: str | None = "7"
     requests: list[Body] = field(default_factory=list)
     headers: list[Any] = field(default_factory=list)
@@ -85,6 +86,8 @@ class FakeModel:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if upstream.PROBE.items() <= {k.lower(): v for k, v in request.headers.items()}.items():
+            return self.tokenize(body)
         self.requests.append(body)
         self.headers.append(request.headers)
         if self.script:
@@ -92,11 +95,15 @@ class FakeModel:
             if scripted is not None:
                 return scripted
         if request.path == "/tokenize":
-            return web.json_response({"count": len(ids(json.dumps(body["messages"])))})
+            return self.tokenize(body)
         headers = {} if self.version is None else {"x-policy-version": self.version}
         if body.get("stream"):
             return await self.stream(request, body, headers)
         return web.json_response(self.whole(body, request.path), headers=headers)
+
+    def tokenize(self, body: Body) -> web.Response:
+        size = {"count": len(ids(json.dumps(body["messages"]))), "max_model_len": self.max_length}
+        return web.json_response(size)
 
     def whole(self, body: Body, path: str) -> Body:
         message = self.answer(body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 def filled_store(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> str:
     folder = tmp_path_factory.mktemp("view")
     url = f"sqlite:///{folder / 'store.db'}"
-    asyncio.run(filled.fill(url, folder, tiny_model_dir))
+    filled.finish(filled.fill(url, folder, tiny_model_dir))
     return url
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from msgspec import to_builtins
 
@@ -160,10 +164,16 @@ async def fill(url: str, folder: Path, model: Path | None, steps: int = STEPS) -
             )
             await store.publish(version)
         queued = NewRollout(
-            id="run/queued/0", run=RUN, group="run/queued", index=0, task={}, step=9
+            id="run/queued/0", run=RUN, group="run/queued", index=0, task={}, step=9, priority=-1
         )
         await store.enqueue([queued])
         await store.open_run("empty", {})
+
+
+def finish(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine, in a thread: Playwright keeps a loop running in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
 def start(*arguments: str, **env: str) -> tuple[subprocess.Popen[str], str]:

@@ -1,6 +1,5 @@
 "use strict";
-// Every page works without this file, except curves with a cursor, colours of tokens, live updates
-// and single keys. Text of agents is only ever set as textContent.
+// Without this file pages lack only colours, cursors, updates and keys. Agents' text is textContent.
 const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 const make = (tag, text, name) => {
@@ -29,7 +28,6 @@ function columns(lines) {
 }
 
 const short = value => (value == null ? "" : String(+value.toPrecision(3)));
-
 /** A colour of the page as one that a canvas understands. */
 function colour(name) {
   const probe = make("i");
@@ -71,40 +69,25 @@ function draw(figure, lines, labels) {
   charts.set(figure, {plot, lines});
 }
 
-function drawAll(root = document) {
-  const all = json($("#series", root)), labels = json($("#labels", root));
+function drawAll() {
+  const all = json($("#series")), labels = json($("#labels"));
   if (!all) return;
-  for (const figure of $$(".chart", root)) {
+  for (const figure of $$(".chart")) {
     const name = figure.dataset.name;
-    draw(figure, labels ? all[name] : [all[name] || []], labels || [name]);
+    draw(figure, labels ? all[name] : [all[name]], labels || [name]);
   }
-  for (const button of $$(".metric", root)) button.addEventListener("click", () => addChart(button.dataset.name));
 }
-
-async function addChart(name) {
-  if ($$(".chart").some(figure => figure.dataset.name === name)) return;
-  const found = await (await fetch(seriesUrl([name], -1))).json();
-  const figure = make("figure", undefined, "chart"), caption = make("figcaption", name + " ");
-  figure.dataset.name = name;
-  caption.append(make("b", "", "now"));
-  figure.append(caption, make("div", undefined, "plot"));
-  $(".charts").append(figure);
-  draw(figure, [found[name] || []], [name]);
-}
-
-const seriesUrl = (names, after) =>
-  `/series/${path(document.body.dataset.run)}?after=${after}&` + names.map(n => `name=${encodeURIComponent(n)}`).join("&");
 
 /** Ask for the points after those that are drawn, and add them. */
 async function extendCharts() {
   const drawn = [...charts].filter(([figure]) => figure.isConnected);
   if (!drawn.length || $("#labels")) return;
   const last = ([, chart]) => chart.lines[0].at(-1)?.[0] ?? -1;
-  const names = drawn.map(([figure]) => figure.dataset.name);
-  const found = await (await fetch(seriesUrl(names, Math.min(...drawn.map(last))))).json();
+  const names = drawn.map(([figure]) => `name=${encodeURIComponent(figure.dataset.name)}`).join("&");
+  const after = Math.min(...drawn.map(last));
+  const found = await (await fetch(`/series/${path(document.body.dataset.run)}?after=${after}&${names}`)).json();
   for (const [figure, chart] of drawn) {
-    const from = chart.lines[0].at(-1)?.[0] ?? -1;
-    const fresh = (found[figure.dataset.name] || []).filter(p => p[0] > from);
+    const fresh = (found[figure.dataset.name] || []).filter(p => p[0] > last([figure, chart]));
     if (!fresh.length) continue;
     chart.lines[0].push(...fresh);
     chart.plot.setData(columns(chart.lines));
@@ -114,29 +97,24 @@ async function extendCharts() {
 
 // -- tokens: values are asked for and painted when a call comes into view ------------------------
 const BINS = 8, values = new WeakMap(), asked = new WeakSet();
-let shade = "p", held = null, waiting = [], seen = null;
+let shade = "p", held = null, waiting = [], seen = null, scales = {};
 
 const at = (list, i) => (list.length === 0 ? null : list.length === 1 ? list[0] : list[i]);
 const blocks = () => $$(".tokens");
 
 function classOf(data, i) {
   if (shade === "none") return "";
-  if (shade === "p") {
-    const logp = at(data.logp, i);
-    const bin = logp == null ? 0 : Math.round((1 - Math.exp(logp)) * BINS);
-    return bin ? "d" + bin : "";
-  }
-  const value = at(data[shade], i);
+  const value = at(data[shade === "p" ? "logp" : shade], i);
   if (!value) return "";
+  if (shade === "p") return "d" + Math.round((1 - Math.exp(value)) * BINS);
   return (value > 0 ? "u" : "d") + Math.max(1, Math.min(BINS, Math.ceil(Math.abs(value) / scale() * BINS)));
 }
 
-let scales = {};
 /** The largest absolute value of the measure among the calls that are loaded. */
 function scale() {
   if (!scales[shade]) {
     let most = 1e-12;
-    for (const block of blocks()) for (const v of values.get(block)?.[shade] ?? []) if (v != null) most = Math.max(most, Math.abs(v));
+    for (const block of blocks()) for (const v of values.get(block)?.[shade] ?? []) most = Math.max(most, Math.abs(v));
     scales[shade] = most;
   }
   return scales[shade];
@@ -161,18 +139,13 @@ function paint(block) {
 async function load(calls) {
   const todo = calls.filter(block => !asked.has(block));
   for (const block of todo) asked.add(block);
-  const fetched = [];
-  for (const block of todo) {
-    const own = block.nextElementSibling;
-    if (own?.classList.contains("values")) values.set(block, json(own));
-    else fetched.push(block);
-  }
-  if (fetched.length) {
-    const query = fetched.map(block => `call=${block.dataset.call}`).join("&");
+  if (exported) for (const block of todo) values.set(block, json(block.nextElementSibling));
+  else if (todo.length) {
+    const query = todo.map(block => `call=${block.dataset.call}`).join("&");
     const answer = await fetch(`/tokens/${path($(".rollout").dataset.rollout)}?${query}`);
     if (!answer.ok) return;
     const found = await answer.json();
-    for (const block of fetched) values.set(block, found[block.dataset.call]);
+    for (const block of todo) values.set(block, found[block.dataset.call]);
   }
   if (todo.length) scales = {};
   for (const block of blocks()) if (block.inView) paint(block);
@@ -182,11 +155,11 @@ async function load(calls) {
 function legend() {
   const place = $("#legend");
   if (!place) return;
-  const words = {p: "the more orange, the less probable it was", none: ""};
-  place.textContent = words[shade] ?? `blue: made likelier, orange underlined: less likely, up to ±${scale().toPrecision(3)}`;
+  const signed = () => `blue: made likelier, orange underlined: less likely, up to ±${scale().toPrecision(3)}`;
+  place.textContent = {p: "the more orange, the less probable it was", none: ""}[shade] ?? signed();
 }
 
-function watchTokens(root = document) {
+function watchTokens() {
   held = null;
   scales = {};
   seen?.disconnect();
@@ -199,11 +172,11 @@ function watchTokens(root = document) {
     }
     if (waiting.length) load(waiting.splice(0));
   }, {rootMargin: "500px"});
-  for (const block of $$(".tokens", root)) seen.observe(block);
+  for (const block of blocks()) seen.observe(block);
   const calls = new IntersectionObserver(found => {
     for (const one of found) $(`.outline a[href="#${one.target.id}"]`)?.classList.toggle("here", one.isIntersecting);
   }, {rootMargin: "-120px 0px -60% 0px"});
-  for (const call of $$(".call", root)) calls.observe(call);
+  for (const call of $$(".call")) calls.observe(call);
   legend();
   if (location.hash) openHash();
 }
@@ -229,7 +202,6 @@ function inspect(span) {
   const i = [...block.children].indexOf(span), logp = at(data.logp, i), list = make("dl");
   const row = (name, value) => list.append(make("dt", name), make("dd", value));
   const meter = make("meter");
-  meter.max = 1;
   meter.value = logp == null ? 0 : Math.exp(logp);
   meter.setAttribute("aria-label", "probability");
   row("probability", figures(logp == null ? null : Math.exp(logp)));
@@ -239,8 +211,8 @@ function inspect(span) {
   row("token id", data.ids[i]);
   row("call, token", `${block.dataset.call}, ${i}`);
   const text = data.text[i] === "" ? "part of the next character" : data.text[i].replace(/\n/g, "↵").replace(/ /g, "␣");
-  const lost = data.advantage.length && at(data.advantage, i) == null ? [make("p", "not in the loss", "cut")] : [];
-  place.replaceChildren(make("span", text, "token"), meter, list, ...lost);
+  place.replaceChildren(make("span", text, "token"), meter, list);
+  if (data.advantage.length && at(data.advantage, i) == null) place.append(make("p", "not in the loss", "cut"));
 }
 
 function hold(span, scroll) {
@@ -326,9 +298,9 @@ $("#help-open")?.addEventListener("click", KEYS["?"]);
 function follow() {
   const status = $("#live"), channel = new BroadcastChannel("agentrl-live");
   let busy = false, missed = false;
-  const say = (text, on) => {
+  const say = text => {
     status.textContent = text;
-    status.classList.toggle("on", on);
+    status.classList.toggle("on", text === "live");
   };
   async function refresh() {
     if (busy || document.hidden) { missed = true; return; }
@@ -339,25 +311,19 @@ function follow() {
       url.searchParams.set("live", "1");
       const [answer] = await Promise.all([fetch(url), extendCharts()]);
       if (answer.ok) replaceParts(new DOMParser().parseFromString(await answer.text(), "text/html"));
-      status.classList.remove("beat");
-      void status.offsetWidth;
-      status.classList.add("beat");
-      status.dataset.updates = +(status.dataset.updates || 0) + 1;
-      say("live", true);
-    } catch { say("offline, trying again", false); } finally { busy = false; }
+      status.animate([{opacity: 0.3}, {opacity: 1}], 600);
+      say("live");
+    } catch { say("offline, trying again"); } finally { busy = false; }
     if (missed && !document.hidden) refresh();
   }
-  const hear = what => {
-    if (what === "change") refresh();
-    else say(what === "hello" ? "live" : what, what === "hello");
-  };
+  const hear = what => (what === "change" ? refresh() : say(what));
   channel.onmessage = event => hear(event.data);
   document.addEventListener("visibilitychange", () => { if (!document.hidden && missed) refresh(); });
   const tell = what => { channel.postMessage(what); hear(what); };
-  say("live", true);
+  say("live");
   navigator.locks.request("agentrl-live", () => new Promise(() => {
     const source = new EventSource("/events");
-    source.addEventListener("hello", () => tell("hello"));
+    source.addEventListener("hello", () => tell("live"));
     source.addEventListener("change", () => tell("change"));
     source.addEventListener("lost", event => tell(event.data));
     source.onerror = () => tell("offline, trying again");
@@ -370,8 +336,7 @@ function replaceParts(fresh) {
     const next = $(`[data-live="${old.dataset.live}"]`, fresh);
     if (!next) continue;
     if (old.dataset.live === "calls") {
-      const more = $$(".call", next).slice($$(".call", old).length);
-      for (const call of more) {
+      for (const call of $$(".call", next).slice($$(".call", old).length)) {
         old.append(document.adoptNode(call));
         for (const block of $$(".tokens", call)) seen.observe(block);
       }
@@ -383,10 +348,7 @@ function replaceParts(fresh) {
 
 // -- an exported run: pages are unpacked from the file when they are opened ----------------------
 const chunks = new Map();
-function visit(url) {
-  if (exported) location.hash = url;
-  else location.href = url;
-}
+const visit = url => (exported ? (location.hash = url) : (location.href = url));
 
 async function unpack(n) {
   if (!chunks.has(n)) {
@@ -408,8 +370,8 @@ async function openPage() {
     const page = new DOMParser().parseFromString((await unpack(index[bare]))[bare], "text/html");
     for (const child of [...page.body.childNodes]) main.append(document.adoptNode(child));
   }
-  drawAll(main);
-  watchTokens(main);
+  drawAll();
+  watchTokens();
   if (hash) document.getElementById(hash)?.scrollIntoView();
   else scrollTo(0, 0);
   main.focus();
@@ -434,6 +396,5 @@ if (exported) {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const [figure, chart] of charts) draw(figure, chart.lines, json($("#labels")) || [figure.dataset.name]);
 });
-addEventListener("resize", () => {
-  for (const [figure, chart] of charts) chart.plot.setSize({width: $(".plot", figure).clientWidth, height: 150});
-});
+addEventListener("resize", () => charts.forEach((chart, figure) =>
+  chart.plot.setSize({width: $(".plot", figure).clientWidth, height: 150})));

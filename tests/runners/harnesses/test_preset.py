@@ -94,6 +94,15 @@ async def test_success_without_a_call_is_a_failed_rollout(bench: Bench, odd: Pat
     assert rollout.failure.kind is ErrorKind.NO_CALL
 
 
+async def test_a_task_that_no_argument_can_hold_is_one_sentence(bench: Bench, odd: Path) -> None:
+    started = executor(bench, odd)
+    await started.start()
+    for rollout in await bench.run(started, {"input": "x" * 200_000}, {"input": "a\0b"}):
+        assert rollout.failure is not None
+        assert "too long for an argument of odd, or has a NUL" in rollout.failure.message
+    await started.close()
+
+
 async def test_the_error_that_a_harness_prints_is_the_failure(bench: Bench, odd: Path) -> None:
     program = PROGRAM.replace(
         "print(json.dumps(seen))", "sys.exit(print('error: too long\\nbye') or 3)"

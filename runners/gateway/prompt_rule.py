@@ -1,0 +1,150 @@
+"""In which roles a policy's chat template shows the text of messages, found by probes.
+
+Templates leave out roles that they do not know, without an error, and training would learn on a
+prompt without its instructions. The policy server renders the prompts, so it is asked to tokenize
+probes: a text is in the prompt if it makes it longer. Always true: messages that a template shows
+are sent as they are; what it shows in no role is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from agentrl.processes import PHASE
+from agentrl.runners.dialects.base import Body, UntranslatableError, objects, text
+
+log = logging.getLogger("agentrl.runner")
+Messages = list[Body]
+Count = Callable[
+    [Messages], Awaitable[int | None]
+]  # prompt tokens; None: the template refuses them
+WORDS = [str(number) for number in range(100, 164)]  # at least a token each, with any tokenizer
+INSTRUCTIONS = ("system", "developer")
+USER, CALL = {"role": "user", "content": "1"}, {"name": "f", "arguments": "{}"}
+CALLS = [{"id": "call_1", "type": "function", "function": CALL}]
+CALLED: Body = {"role": "assistant", "content": None, "tool_calls": CALLS}
+
+# Conversations in which a text must be seen, by what it is.
+LEADING, LATER = "instructions at the beginning", "instructions after the beginning"
+BESIDE, RESULT = "text beside a tool call", "the result of a tool"
+PROBES: dict[str, list[Callable[[str], Messages]]] = {
+    LEADING: [
+        lambda said: [_by("developer", said), _by("developer", "1"), USER],
+        lambda said: [_by("system", "1"), _by("developer", said), USER],
+        lambda said: [_by("system", said), USER],
+    ],
+    LATER: [
+        lambda said: [USER, _by("developer", said), USER],
+        lambda said: [USER, _by("system", said), USER],
+    ],
+    BESIDE: [lambda said: [USER, CALLED | {"content": said}, _result("1"), USER]],
+    RESULT: [lambda said: [USER, CALLED, _result(said), USER]],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRule:
+    """How the messages of an agent are sent to a policy."""
+
+    leading: str = ""  # role of the message that all instructions at the beginning become
+    later: str = ""  # role of instructions after the beginning; in both, empty: as they are sent
+    split: bool = False  # text beside tool calls is a message before them
+    lost: frozenset[str] = frozenset()  # what the template shows in no way
+
+    def apply(self, messages: Messages) -> Messages:
+        """Raises UntranslatableError for a message of which the template would lose the text."""
+        if self == PromptRule():
+            return messages
+        roles = [message.get("role") for message in messages]
+        start = next((i for i, role in enumerate(roles) if role not in INSTRUCTIONS), len(roles))
+        made = messages[:start]
+        if self.leading and roles[:start] not in ([], [self.leading]):
+            parts = [_text(message, index) for index, message in enumerate(made)]
+            made = [_by(self.leading, "\n\n".join(filter(None, parts)))]
+        for index, message in enumerate(messages):
+            if (what := _what(message, index < start)) in self.lost and _text(message, index):
+                raise UntranslatableError(
+                    f"messages[{index}]",
+                    f"the chat template of the policy does not show {what}; choose a model whose"
+                    ' template does, or leave it out with policy.messages = "as_sent"',
+                )
+            if index >= start and self.later and what == LATER:
+                message = message | {"role": self.later}
+            if index >= start and self.split and what == BESIDE:
+                made.append({k: v for k, v in message.items() if k != "tool_calls"})
+                message = message | {"content": None}
+            made += [message] if index >= start else []
+        return made
+
+    def describe(self) -> str:
+        said = [f"{LEADING} become one {self.leading} message"] if self.leading else []
+        said += [f"{LATER} become {self.later} messages"] if self.later else []
+        said += [f"{BESIDE} becomes a message before it"] if self.split else []
+        said += [f"{what} is refused" for what in sorted(self.lost)]
+        return "; ".join(said) or "all roles as they come"
+
+
+def is_plain(messages: Messages) -> bool:
+    """Whether every template shows these: words of user and assistant."""
+    return all(
+        message.get("role") in ("user", "assistant") and _what(message, False) != BESIDE
+        for message in messages
+    )
+
+
+async def find_rule(count: Count, policy: str) -> PromptRule:
+    """The rule of a policy, by its server's counts of prompt tokens."""
+
+    async def shows(what: str, rule: PromptRule) -> bool:
+        rule = replace(rule, lost=frozenset())
+        for probe in PROBES[what]:
+            long, short = (rule.apply(probe(said)) for said in (" ".join(WORDS), "1"))
+            sizes = await count(long), await count(short)
+            if sizes[0] is None or sizes[1] is None or sizes[0] - sizes[1] < len(WORDS) // 2:
+                return False
+        return True
+
+    async def first(what: str, *rules: PromptRule) -> PromptRule:
+        for each in rules:
+            if await shows(what, each):
+                return each
+        return replace(rules[0], lost=rules[0].lost | {what})
+
+    sizes = [await count([_by("user", said)]) for said in (" ".join(WORDS), "1")]
+    rule = PromptRule()
+    if None in sizes or (sizes[0] or 0) - (sizes[1] or 0) < len(WORDS) // 2:
+        log.warning(
+            "policy %s: its tokenizer does not tell which messages its prompts show", policy
+        )
+        return rule
+    rule = await first(LEADING, *(replace(rule, leading=role) for role in ("", "system", "user")))
+    rule = await first(LATER, *(replace(rule, later=role) for role in ("", "system", "user")))
+    rule = await first(BESIDE, rule, replace(rule, split=True))
+    rule = await first(RESULT, rule)
+    log.log(PHASE, "messages to policy %s: %s", policy, rule.describe())
+    return rule
+
+
+def _what(message: Body, leading: bool) -> str:
+    if message.get("role") in INSTRUCTIONS:
+        return LEADING if leading else LATER
+    if message.get("role") == "tool":
+        return RESULT
+    return BESIDE if message.get("tool_calls") and message.get("content") else ""
+
+
+def _by(role: str, said: str) -> Body:
+    return {"role": role, "content": said}
+
+
+def _result(said: str) -> Body:
+    return {"role": "tool", "tool_call_id": "call_1", "content": said}
+
+
+def _text(message: Body, index: int) -> str:
+    content, where = message.get("content"), f"messages[{index}].content"
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(text(part.get("text"), where) for part in objects(content, where))

@@ -1,0 +1,271 @@
+"""Nothing that an agent says is lost in the prompt, whatever roles the policy's template knows."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jinja2
+import pytest
+from aiohttp import web
+
+from agentrl.processes import PHASE
+from agentrl.runners import dialects
+from agentrl.runners.dialects import UntranslatableError
+from agentrl.runners.dialects.base import ConversationMemory
+from agentrl.runners.gateway.capture import ModelRequest, read_request
+from agentrl.runners.gateway.prompt_rule import PromptRule, find_rule
+from agentrl.runners.gateway.server import Gateway
+from tests.runners.harnesses.stored import HARNESSES, stored
+from tests.runners.harnesses.templates import QWEN25, TEMPLATES, render, text_of
+
+DEVELOPER = {"role": "developer", "content": "be brief"}
+USER = {"role": "user", "content": "hello"}
+SYSTEM = {"role": "system", "content": "be kind"}
+
+
+async def rule_of(template: str) -> PromptRule:
+    async def count(messages: list[dict[str, Any]]) -> int | None:
+        try:
+            return len(render(template, messages).split())
+        except jinja2.TemplateError:
+            return None
+
+    return await find_rule(count, "policy")
+
+
+@cache
+def requests() -> list[tuple[str, ModelRequest]]:
+    """All stored requests as chat completions."""
+    found = []
+    for harness in HARNESSES:
+        for request in stored(harness):
+            dialect = dialects.of(request.path)
+            if dialect is dialects.google.DIALECT:
+                dialect = dialects.google.dialect("policy", stream=False)
+            raw = json.dumps(request.body).encode()
+            call = read_request(dialect, raw, ConversationMemory(), 0)
+            found.append((f"{harness} {request.call}", call))
+    return found
+
+
+def lost(template: str, rule: PromptRule, call: ModelRequest) -> list[str]:
+    """The beginnings of messages that are not in the rendered prompt."""
+    prompt = render(template, rule.apply(call.messages), call.tools)
+    starts = [text_of(message)[:200].strip() for message in call.messages]
+    return [start for start in starts if start not in prompt]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_every_message_of_every_harness_is_in_the_prompt(name: str) -> None:
+    rule = await rule_of(TEMPLATES[name])
+    assert rule.lost == frozenset()
+    assert len(requests()) > 30
+    for about, call in requests():
+        assert lost(TEMPLATES[name], rule, call) == [], about
+
+
+def test_without_a_rule_instructions_are_lost() -> None:
+    losing = {
+        about.partition(" ")[0] for about, call in requests() if lost(QWEN25, PromptRule(), call)
+    }
+    assert losing == {"codex"}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("qwen2.5", PromptRule(leading="system", later="system")),
+        ("qwen3", PromptRule(leading="system", later="system")),
+        ("qwen3.5", PromptRule(leading="system", later="user")),
+        ("llama3", PromptRule(split=True)),
+    ],
+)
+async def test_the_rule_of_a_template(name: str, rule: PromptRule) -> None:
+    assert await rule_of(TEMPLATES[name]) == rule
+
+
+def test_what_a_rule_does() -> None:
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    rule = PromptRule(leading="system", later="user", split=True)
+    calls = [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
+    both = {"role": "assistant", "content": "wait", "tool_calls": calls}
+    parts = SYSTEM | {
+        "content": [{"type": "text", "text": "be"}, {"type": "text", "text": " kind"}]
+    }
+    assert rule.apply([DEVELOPER, parts, USER, DEVELOPER, both]) == [
+        {"role": "system", "content": "be brief\n\nbe kind"},
+        USER,
+        {"role": "user", "content": "be brief"},
+        {"role": "assistant", "content": "wait"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ]
+    assert rule.apply([SYSTEM | {"name": "x"}, USER]) == [SYSTEM | {"name": "x"}, USER]
+    with pytest.raises(UntranslatableError, match=r"messages\[1\]"):
+        rule.apply([DEVELOPER, {"role": "system", "content": [image]}])
+
+
+# -- in front of a server --------------------------------------------------------------------------
+
+
+async def ask(gateway: Gateway, active: Any, *messages: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {active.key}"}
+    async with httpx.AsyncClient(base_url=gateway.base_url, headers=headers, timeout=20) as http:
+        body = {"model": "m", "messages": messages, "max_tokens": 4}
+        return await http.post("/chat/completions", json=body)
+
+
+def uses(bench: Any, template: str) -> list[Any]:
+    """The fake model counts the tokens of prompts by this template; returns what it counted."""
+    counted: list[Any] = []
+
+    def tokenize(body: Any) -> web.Response:
+        counted.append(body["messages"])
+        try:
+            return web.json_response({"count": len(render(template, body["messages"]).split())})
+        except jinja2.TemplateError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+
+    bench.model.tokenize = tokenize
+    return counted
+
+
+async def test_a_policy_reads_what_its_template_would_lose(
+    bench: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(PHASE, "agentrl.runner")
+    counted = uses(bench, QWEN25)
+    active = bench.gateway.register(await bench.attempt())
+    assert (await ask(bench.gateway, active, USER)).status_code == 200
+    assert counted == []  # any template shows that
+    assert (await ask(bench.gateway, active, DEVELOPER, SYSTEM, USER)).status_code == 200
+    merged = {"role": "system", "content": "be brief\n\nbe kind"}
+    assert bench.model.requests[-1]["messages"] == [merged, USER]
+    asked = len(counted)
+    assert (await ask(bench.gateway, active, DEVELOPER, USER)).status_code == 200
+    assert len(counted) == asked  # once per server
+    assert caplog.text.count("instructions at the beginning become one system message") == 1
+    trace = await bench.store.trace(active.attempt.rollout.id)
+    assert trace.transitions[1].messages == [DEVELOPER, SYSTEM, USER]  # as the agent sent them
+    headers = {"x-api-key": active.key}
+    body = {"model": "m", "messages": [USER, SYSTEM, USER], "system": "be brief"}
+    async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:
+        assert (await http.post("/messages/count_tokens", json=body)).status_code == 200
+    assert counted[-1][0]["role"] == "system"
+
+
+async def test_text_that_would_vanish_is_refused(bench: Any) -> None:
+    """A template that shows what is said last loses all instructions."""
+    uses(bench, "{{ messages[-1].role }} {{ messages[-1].content }}")
+    active = bench.gateway.register(await bench.attempt())
+    refused = await ask(bench.gateway, active, SYSTEM, USER)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert message.startswith("messages[0]: the chat template of the policy does not show")
+    assert 'policy.messages = "as_sent"' in message
+    assert bench.model.requests == []
+
+
+async def test_messages_go_as_they_come_if_the_run_file_says_so(bench: Any) -> None:
+    uses(bench, QWEN25)
+    gateway = Gateway(bench.store, "test", as_sent=True)
+    gateway.start()
+    try:
+        active = gateway.register(await bench.attempt())
+        assert (await ask(gateway, active, DEVELOPER, USER)).status_code == 200
+        assert bench.model.requests[-1]["messages"] == [DEVELOPER, USER]
+    finally:
+        gateway.close()
+
+
+async def test_a_server_that_does_not_count(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
+    bench.model.tokenize = lambda body: web.Response(status=404)
+    active = bench.gateway.register(await bench.attempt())
+    assert (await ask(bench.gateway, active, DEVELOPER, USER)).status_code == 200
+    assert bench.model.requests[-1]["messages"] == [DEVELOPER, USER]
+    assert "messages go as they come" in caplog.text
+
+
+async def test_the_embedded_server_shows_a_developer(store: Any, tiny_llama_dir: Path) -> None:
+    from agentrl.algorithms.engines.embedded.server import EmbeddedServer
+    from agentrl.algorithms.model.load import load_model
+    from agentrl.types import NewRollout, PolicyVersion
+
+    model, tokenizer = load_model(str(tiny_llama_dir), "float32", "cpu")
+    tokenizer.chat_template = QWEN25
+    server = EmbeddedServer(model, tokenizer, name="tiny")
+    await server.start()
+    gateway = Gateway(store, "test")
+    try:
+        async with server.updating():
+            await server.publish(1)
+        version = PolicyVersion(
+            run="test", policy="policy", version=1, base_url=server.base_url, model=server.model
+        )
+        await store.publish(version)
+        gateway.start()
+        await store.enqueue([NewRollout(id="r", run="test", group="g", index=0, task={})])
+        (attempt,) = await store.claim(1, runner="x", lease=60.0, run="test")
+        active = gateway.register(attempt)
+        assert (await ask(gateway, active, DEVELOPER, USER)).status_code == 200
+        (row,) = (await store.trace("r")).transitions
+        assert "be brief" in tokenizer.decode(row.prompt)
+    finally:
+        gateway.close()
+        await server.close()
+
+
+# -- sampling --------------------------------------------------------------------------------------
+
+
+async def test_max_tokens_are_those_that_fit(bench: Any) -> None:
+    """As vLLM does it: a prompt and max_tokens beyond the context are refused."""
+    bench.model.max_length = 100
+    answered = bench.model.whole
+
+    async def strict(request: web.Request, body: Any) -> web.Response | None:
+        wanted = body.get("max_tokens") or body.get("max_completion_tokens")
+        if len(json.dumps(body["messages"])) + wanted > 100:
+            return web.json_response({"error": {"message": "too long"}}, status=400)
+        return web.json_response(answered(body, request.path))
+
+    bench.model.then(*[strict] * 4)
+    active = bench.gateway.register(await bench.attempt())
+    size = len(json.dumps([USER]))
+    headers = {"authorization": f"Bearer {active.key}"}
+    async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:
+        body = {"model": "m", "messages": [USER], "max_completion_tokens": 64000}
+        for _ in range(2):
+            assert (await http.post("/chat/completions", json=body)).status_code == 200
+        assert len(bench.model.requests) == 3  # only the first call is refused
+        sent = bench.model.requests[-1]
+        assert (sent["max_tokens"], "max_completion_tokens" in sent) == (100 - size, False)
+        body["messages"] = [USER | {"content": "x" * 100}]
+        assert (await http.post("/chat/completions", json=body)).status_code == 400
+    trace = await bench.store.trace(active.attempt.rollout.id)
+    assert [row.sampling.max_tokens for row in trace.transitions] == [100 - size] * 2
+
+
+@pytest.mark.parametrize("force", [False, True])
+async def test_sampling_may_be_forced(bench: Any, force: bool) -> None:
+    from agentrl.types import Sampling
+
+    sampling = Sampling(temperature=0.7, force=force)
+    active = bench.gateway.register(await bench.attempt(sampling=sampling))
+    headers = {"authorization": f"Bearer {active.key}"}
+    async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:
+        asked = {"temperature": 0, "top_p": 0.5, "top_k": 3, "max_tokens": 9}
+        await http.post("/chat/completions", json={"model": "m", "messages": [USER]} | asked)
+    sent = bench.model.requests[0]
+    (row,) = (await bench.store.trace(active.attempt.rollout.id)).transitions
+    if force:
+        assert (sent["temperature"], sent["top_p"], sent.get("top_k", 0)) == (0.7, 1.0, 0)
+    else:
+        assert (sent["temperature"], sent["top_p"], sent["top_k"]) == (0, 0.5, 3)
+    assert sent["max_tokens"] == 9
+    assert row.sampling.temperature == sent["temperature"]
+    assert row.sampling.top_p == sent["top_p"]
+    assert row.sampling.top_k == sent.get("top_k", 0)
