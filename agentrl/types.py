@@ -145,15 +145,13 @@ class NewRollout(Record, frozen=True):
 
 
 class Attempt(Record, frozen=True):
-    """One try at a rollout: a lease. `id` is the 32-hex-digit OpenTelemetry trace id.
-
-    With `ran`, an earlier attempt ran the agent and its trace is this one's now: only score it."""
+    """One try at a rollout: a lease. `id` is the 32-hex-digit OpenTelemetry trace id."""
 
     id: str
     rollout: NewRollout
     fence: int  # 1 for the first attempt of a rollout; only the highest fence may write
     lease_until: float  # unix seconds
-    ran: AgentRun | None = None
+    ran: Json = None  # of an earlier attempt, whose trace is this one's now: only score it
 
 
 class Transition(Record, frozen=True):
@@ -227,21 +225,8 @@ class FailureCount(Record, frozen=True):
     message: str
 
 
-class AgentRun(Record, frozen=True):
-    """What an agent did, kept until it is scored: then a runner that dies costs no second run."""
-
-    result: Json = None
-    failure: Failure | None = None  # of time, calls or tokens; it is scored all the same
-    rewards: list[Reward] = []  # its own, about spans of its calls
-    calls: int = 0  # that were stored
-    files: bytes | None = None  # what it changed in its workspace
-
-
 class Outcome(Record, frozen=True):
-    """How an attempt ended. Exactly one of `failure` (failed) or none (succeeded).
-
-    With `ran` it has not ended: its agent has, whose spans these are, and it goes on to be scored.
-    """
+    """How an attempt ended. Exactly one of `failure` (failed) or none (succeeded)."""
 
     attempt: str
     fence: int
@@ -250,7 +235,7 @@ class Outcome(Record, frozen=True):
     spans: list[Span] = []
     failure: Failure | None = None
     retry: bool = False  # try again with the next fence while attempts are left
-    ran: AgentRun | None = None
+    ran: Json = None  # it has not ended: its agent has, and did this, which is still to be scored
 
 
 class Rollout(Record, frozen=True):

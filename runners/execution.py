@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from agentrl import threads
@@ -35,10 +36,10 @@ from agentrl.runners.workspace.sources import WorkspaceError
 from agentrl.store.base import Store
 from agentrl.types import (
     DIFF,
-    AgentRun,
     Attempt,
     ErrorKind,
     Failure,
+    Json,
     Outcome,
     Reward,
     Scope,
@@ -48,6 +49,16 @@ from agentrl.types import (
 
 log = logging.getLogger("agentrl.runner")
 LONGEST_DIFF = 20_000  # characters that are stored of what an agent has changed
+
+
+class AgentRun(msgspec.Struct):
+    """What an agent did, kept until it is scored: then a runner that dies costs no second run."""
+
+    result: Json
+    failure: Failure | None  # of time, calls or tokens; it is scored all the same
+    rewards: list[Reward]  # its own, about spans of its calls
+    calls: int  # that were stored
+    files: bytes | None  # what it changed in its workspace
 
 
 class Stages:
@@ -120,14 +131,17 @@ class AttemptRunner:
         self, active: ActiveAttempt, stages: Stages, opened: list[Workspace]
     ) -> Outcome:
         attempt, ran = active.attempt, ExecutionResult()
+        kept = None if attempt.ran is None else msgspec.convert(attempt.ran, AgentRun)
         active.extend(math.inf)
         try:
             if self.workspaces is not None:
                 async with stages.prepare:
-                    workspace = await self.workspaces.prepare(attempt.rollout.task, attempt.ran)
+                    workspace = await self.workspaces.prepare(
+                        attempt.rollout.task, kept and kept.files
+                    )
                 opened.append(workspace)
                 active.place = workspace.place
-            if (kept := attempt.ran) is not None:
+            if kept is not None:
                 self.gateway.unregister(active)
                 active.stored = kept.calls
                 ran = ExecutionResult(
@@ -164,7 +178,14 @@ class AttemptRunner:
         try:
             fence = active.attempt.fence
             await self.store.finish(
-                [Outcome(attempt=active.id, fence=fence, spans=ran.spans, ran=kept)]
+                [
+                    Outcome(
+                        attempt=active.id,
+                        fence=fence,
+                        spans=ran.spans,
+                        ran=msgspec.to_builtins(kept),
+                    )
+                ]
             )
         except (Invalid, WorkspaceError) as error:
             log.warning("attempt %s would be run again: %s", active.id, error)

@@ -110,7 +110,7 @@ def attempt(row: Row, id: str, fence: int, lease_until: float) -> types.Attempt:
     """The lease of a rollout's row."""
     sampling = msgspec.json.decode(row["sampling"], type=types.Sampling)
     rollout = record(types.NewRollout, row, sampling=sampling, **_rollout_fields(row))
-    ran = row["ran"] and msgspec.json.decode(row["ran"], type=types.AgentRun)
+    ran = from_json(row["ran"])
     return types.Attempt(id=id, rollout=rollout, fence=fence, lease_until=lease_until, ran=ran)
 
 

@@ -41,7 +41,7 @@ from agentrl.runners.workspace.sources import (
     no_space_or,
     write_files,
 )
-from agentrl.types import AgentRun, Json, Task
+from agentrl.types import Json, Task
 
 FOLDERS = ("repo", "home", "tmp", "io")
 LARGEST_OUTPUT = 2**20  # bytes of what a test prints
@@ -155,8 +155,8 @@ class Workspaces:
                     f" {tried.stderr.strip() or tried.status}; choose another"
                 )
 
-    async def prepare(self, task: Task, ran: AgentRun | None = None) -> Workspace:
-        """A copy of the source, or where an agent `ran` the files as that left them. Raises
+    async def prepare(self, task: Task, changed: bytes | None = None) -> Workspace:
+        """A copy of the source, with the changes that `Workspace.packed` gave. Raises
         WorkspaceError."""
         source: Json = self.config.source
         if source.startswith("task."):
@@ -167,9 +167,9 @@ class Workspaces:
         try:
             async with asyncio.timeout(self.config.timeout):
                 workspace = await self._copy_of(source)
-                if ran is not None and ran.files is not None:
+                if changed is not None:
                     try:
-                        await threads.call(unpack, workspace.path, ran.files)
+                        await threads.call(unpack, workspace.path, changed)
                     except BaseException:
                         await self.remove(workspace)
                         raise
