@@ -137,7 +137,7 @@ class AttemptRunner:
             if self.workspaces is not None:
                 async with stages.prepare:
                     workspace = await self.workspaces.prepare(
-                        attempt.rollout.task, kept and kept.files
+                        attempt.rollout.task, kept.files if kept else None
                     )
                 opened.append(workspace)
                 active.place = workspace.place
