@@ -11,6 +11,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from agentrl import types
 from agentrl.errors import Invalid
@@ -59,8 +60,17 @@ def groups(
     limit: int = 50,
 ) -> list[GroupRow]:
     limits.check_positive("limit", limit)
+    few = step is not None or trained is not None
+    if purpose is None and not few:  # the index has the groups of each purpose in order
+        both = [
+            groups(conn, run, purpose=one, state=state, before=before, limit=limit)
+            for one in types.Purpose
+        ]
+        return sorted(chain(*both), key=lambda group: group.id, reverse=True)[:limit]
+    name = None if purpose is None else purpose.value
     filters = {
-        "purpose": None if purpose is None else purpose.value,
+        "purpose": None if few else name,
+        "of_purpose": name if few else None,
         "step": step,
         "trained": trained,
         "state": state,

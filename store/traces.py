@@ -143,14 +143,16 @@ def rollouts(
         "after": after,
     }
     given = [SQL[f"rollouts_{name}"] for name, value in filters.items() if value is not None]
-    if state not in (None, types.RolloutState.SUCCEEDED):
+    unsuccessful = state not in (None, types.RolloutState.SUCCEEDED)
+    if unsuccessful:
         given.append(SQL["rollouts_unsuccessful"])
+    few = group is None and (step is not None or trained is not None or unsuccessful)
     if after is not None and conn.execute(SQL["rollout"], (after,)).fetchone() is None:
         raise NotFound(f"There is no rollout {after!r} any more: begin with the first page.")
     query = joined(
         SQL["rollouts"],
         *given,
-        SQL["rollouts_sorted"],
+        SQL["rollouts_few_sorted" if few else "rollouts_sorted"],
         *([] if limit is None else [SQL["rollouts_limit"]]),
     )
     found = conn.execute(query, {**filters, "run": run, "limit": limit}).fetchall()

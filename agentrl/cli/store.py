@@ -35,8 +35,9 @@ def store() -> None:
     "--keys",
     "file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="File with a line admin:KEY, runner:KEY or runner@RUN:KEY for each key, with"
-    " ;until=YYYY-MM-DD if it expires. Changes hold without a restart.",
+    help="File with a line for each key: admin:KEY, runner:KEY or reader:KEY, for one run only"
+    " runner@RUN:KEY or reader@RUN:KEY, with ;until=YYYY-MM-DD if it expires. Changes hold without"
+    " a restart.",
 )
 @click.option("--max-body", default=64, show_default=True, help="MiB of one request.")
 def serve(url: str, host: str, port: int, file: Path | None, max_body: int) -> None:
@@ -44,8 +45,8 @@ def serve(url: str, host: str, port: int, file: Path | None, max_body: int) -> N
 
     Keys come from --keys or the variable AGENTRL_STORE_KEYS, never from the command line, which
     every user of the machine can read. Without keys only this machine can be served. A key of
-    scope runner claims, records and ends rollouts; admin may do everything. Clients open
-    http://KEY@HOST:PORT, or http://HOST:PORT with the key in AGENTRL_STORE_KEY."""
+    scope runner claims, records and ends rollouts; reader only reads; admin may do everything.
+    Clients open http://KEY@HOST:PORT, or http://HOST:PORT with the key in AGENTRL_STORE_KEY."""
     try:
         from agentrl.store.http.keys import VARIABLE, KeyFile, Keys
         from agentrl.store.http.serve import run

@@ -9,7 +9,11 @@ OPERATIONS = {
     "larger": "max(a, b)",
     "smaller": "min(a, b)",
 }
-NAMES = ("add", "calc", "join", "mix", "pick", "fold", "blend", "merge", "pair", "link")
+NAMES = (
+    *("add", "calc", "join", "mix", "pick", "fold", "blend", "fuse", "chain", "match", "apply"),
+    *("reduce", "solve", "count", "weigh", "score", "rate", "merge", "pair", "link"),
+)
+HELD_OUT = 3  # the last names
 
 
 def task(word: str, name: str) -> dict:
@@ -22,5 +26,5 @@ def task(word: str, name: str) -> dict:
     }
 
 
-train = [task(word, name) for word in OPERATIONS for name in NAMES[:7]]
-heldout = [task(word, name) for word in OPERATIONS for name in NAMES[7:]]
+train = [task(word, name) for word in OPERATIONS for name in NAMES[:-HELD_OUT]]
+heldout = [task(word, name) for word in OPERATIONS for name in NAMES[-HELD_OUT:]]

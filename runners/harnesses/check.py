@@ -111,7 +111,7 @@ async def check(
             PolicyVersion(run=RUN, policy="policy", version=0, base_url=url, model="m")
         )
         log = RequestLog()
-        gateway = Gateway(store, RUN, rules=preset.match, watch=log.watch)
+        gateway = Gateway(store, RUN, rules=preset.match, as_sent=True, watch=log.watch)
         await asyncio.to_thread(gateway.start)
         stack.push_async_callback(asyncio.to_thread, gateway.close)
         config = RunConfig(

@@ -13,7 +13,7 @@ import hmac
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import sha256
@@ -50,6 +50,14 @@ class KeyGrant:
     run: str = ""  # the only run that it may use; empty: all
     until: float = math.inf  # unix seconds
     secret: bytes = field(default=b"", repr=False)  # of its claims; see `Claims`
+
+
+ADMINISTRATOR = KeyGrant(KeyScope.ADMIN)
+
+
+@lru_cache(1024)
+def with_secret(caller: KeyGrant, secret: bytes) -> KeyGrant:
+    return replace(caller, secret=secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ class Keys:
         """What the sender of this header may do; None for a missing, unknown or expired key. Every
         key is compared, so that the time does not reveal how much of a key was right."""
         if not self._known:
-            return KeyGrant(KeyScope.ADMIN)
+            return ADMINISTRATOR
         kind, _, secret = authorization.partition(b" ")
         found = None
         for key, caller in self._known:

@@ -12,7 +12,6 @@ many transactions: a repeat after a restart does, and reports, what was left to 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import re
 import time
@@ -32,9 +31,16 @@ from starlette.types import Receive, Scope, Send
 from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
-from agentrl.store.http.keys import Claims, KeyFile, KeyGrant, Keys, is_for_this_machine
+from agentrl.store.http.keys import (
+    Claims,
+    KeyFile,
+    KeyGrant,
+    Keys,
+    is_for_this_machine,
+    with_secret,
+)
 from agentrl.store.http.request_limits import BodyReader
-from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
+from agentrl.store.http.wire import ENCODE, JSON, VERBS, KeyScope, Verb
 from agentrl.store.writer import IdempotentCall, start_call
 
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()
@@ -88,7 +94,9 @@ class StoreApp:
     async def _answer(
         self, verb: Verb | None, headers: dict[bytes, bytes], receive: Receive, send: Send
     ) -> None:
-        kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+        kind = headers.get(b"content-type", b"").decode("latin-1")
+        if kind not in ENCODE:
+            kind = kind.partition(";")[0].strip().lower()
         form = kind if kind in ENCODE else JSON
         try:
             caller = self._admit(headers)
@@ -107,8 +115,9 @@ class StoreApp:
             out = ENCODE[form](wire.Refusal(error=refused))
         except ConnectionAbortedError:
             return
-        sent = {"content-type": form, "content-length": str(len(out)), **MORE.get(status, {})}
-        lines = [(name.encode(), value.encode()) for name, value in sent.items()]
+        lines = [(b"content-type", form.encode()), (b"content-length", b"%d" % len(out))]
+        if more := MORE.get(status):
+            lines += [(name.encode(), value.encode()) for name, value in more.items()]
         await send({"type": "http.response.start", "status": status, "headers": lines})
         await send({"type": "http.response.body", "body": out})
 
@@ -123,7 +132,9 @@ class StoreApp:
                 401,
                 "The key is missing, unknown or expired: send it as `Authorization: Bearer KEY`.",
             )
-        return dataclasses.replace(caller, secret=headers.get(CLAIM_SECRET, b""))
+        if caller.scope is not KeyScope.RUNNER:
+            return caller
+        return with_secret(caller, headers.get(CLAIM_SECRET, b""))
 
     async def _call(
         self,

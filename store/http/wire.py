@@ -48,7 +48,8 @@ RUNNERS |= {"run", "trace", "policies", "cursor", "wait"}
 READERS = frozenset({"run", "runs", "rollouts", "groups", "search", "trace", "attempts", "credits"})
 READERS |= {"steps", "metric_names", "series", "counts", "failures", "policies"}
 READERS |= {"cursor", "wait", "settled", "stats"}
-"""Verbs that a runner's or a reader's key may call; an administrator's may call all."""
+SCOPES = {KeyScope.RUNNER: RUNNERS, KeyScope.READER: READERS}
+"""Verbs that a key of a scope may call; an administrator's may call all."""
 ONCE = {"open_run", "enqueue", "cancel", "prune", "vacuum"}
 """Verbs whose repeat would do no harm but answer differently, or would take as long again: the
 client sends a key with each call, and the server answers a key it knows with the same answer."""
@@ -65,14 +66,9 @@ class Verb:
     result: Any  # the type
     doc: str
     waits: bool  # up to its `timeout`
+    scopes: tuple[KeyScope, ...]  # of keys that may call it
     decoders: dict[str, Decode]  # of arguments, by content type
     results: dict[str, Decode]
-
-    @property
-    def scopes(self) -> list[KeyScope]:
-        """Of keys that may call it."""
-        some = {KeyScope.RUNNER: RUNNERS, KeyScope.READER: READERS}
-        return [*(scope for scope in some if self.name in some[scope]), KeyScope.ADMIN]
 
     @property
     def once(self) -> bool:
@@ -100,6 +96,7 @@ def _verb(name: str) -> Verb:
         result=types["return"],
         doc=inspect.getdoc(method) or "",
         waits="timeout" in types,
+        scopes=tuple(scope for scope in KeyScope if name in SCOPES.get(scope, {name})),
         decoders=decoders(arguments),
         results=decoders(types["return"]) | ({MSGPACK: _unpacked} if name == "trace" else {}),
     )

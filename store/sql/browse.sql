@@ -41,6 +41,10 @@ with page as materialized (
 -- name: group_purpose
 and purpose = :purpose
 
+-- Of the groups of one step; the plus keeps SQLite from reading all groups of the purpose.
+-- name: group_of_purpose
+and +purpose = :of_purpose
+
 -- name: group_step
 and step = :step
 

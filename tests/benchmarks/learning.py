@@ -189,6 +189,15 @@ def shown(interval: list[float]) -> str:
     return f"{one} ({low} to {high})"
 
 
+def finite(value: Any) -> Any:
+    """The same with None where a level is never reached, as JSON has no infinity."""
+    if isinstance(value, dict):
+        return {key: finite(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [finite(x) for x in value]
+    return value if not isinstance(value, float) or isfinite(value) else None
+
+
 def figure(bench: Bench, found: Summary, path: Path) -> None:
     """The curves over training rollouts, a plot for each task."""
     from matplotlib.figure import Figure
@@ -218,7 +227,7 @@ def main() -> None:
     if options.figure is not None and found:
         figure(bench, found, options.figure)
     if options.json:
-        print(json.dumps({"tasks": headline(bench, found), "presets": found}))
+        print(json.dumps(finite({"tasks": headline(bench, found), "presets": found})))
     else:
         print(markdown(found))
 

@@ -22,6 +22,8 @@ from tests.benchmarks.learning import (
     FILE,
     baseline_of,
     bootstrap,
+    figure,
+    finite,
     headline,
     interquartile_mean,
     markdown,
@@ -120,7 +122,7 @@ def test_a_piece_is_known_by_all_that_decides_it(plan: BenchPlan) -> None:
     assert elsewhere.piece(pair, 1e-3, 0).digest in digests
 
 
-def test_the_table_has_normalised_scores_and_ratios(plan: BenchPlan) -> None:
+def test_the_table_has_normalised_scores_and_ratios(plan: BenchPlan, tmp_path: Path) -> None:
     found = summarise(plan)
     rows = found["chain"]
     assert rows["broadcast"]["final"][0] == pytest.approx(np.mean([0.75, 0.875, 1.0]))
@@ -129,6 +131,9 @@ def test_the_table_has_normalised_scores_and_ratios(plan: BenchPlan) -> None:
     assert headline(plan.bench, found)["chain"]["preset"] == "gigpo"
     assert "| gigpo | 0.002 | 2 | 1.00 (1.00 to 1.00) |" in markdown(found)
     assert baseline_of(plan.bench, "chain") == "broadcast"
+    assert finite({"a": [inf, 1.0]}) == {"a": [None, 1.0]}
+    figure(plan.bench, found, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 def test_a_bench_file_that_cannot_be_is_refused(tmp_path: Path) -> None:

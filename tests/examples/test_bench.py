@@ -152,7 +152,7 @@ def bench_file(folder: Path, text: str) -> Path:
 
 def bench(file: Path, *options: str) -> str:
     command = ["-m", "agentrl", "bench", str(file), "--results", str(file.with_suffix(".jsonl"))]
-    ran = warm.run(*command, *options, cwd=file.parent, timeout=110)
+    ran = warm.run(*command, *options, cwd=file.parent, timeout=850)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
@@ -201,13 +201,15 @@ def test_a_bench_is_run_once_and_goes_on(tiny_model_dir: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_small_bench_learns(tmp_path: Path) -> None:
     """What continuous integration runs of the benchmark."""
     text = FILE.read_text().replace("rollouts = 1536", "rollouts = 384")
-    text = text.replace("lrs = [1e-3, 2e-3, 4e-3]", "lrs = [4e-3]")
+    text = text.replace("lrs = [1e-3, 2e-3, 4e-3]", "lrs = [2e-3]")
+    text = text.replace("evaluations = 8", "evaluations = 2")
     file = bench_file(tmp_path, text)
-    bench(file, "--tasks", "chain-2", "--presets", "broadcast,gigpo", "--seeds", "0")
+    bench(file, "--tasks", "chain-4", "--presets", "broadcast,gigpo", "--seeds", "0")
     rows = [json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines()]
     assert [row["preset"] for row in rows] == ["broadcast", "gigpo"]
     for row in rows:
-        assert row["curve"][-1][1] > row["curve"][0][1] + 0.2
+        assert row["curve"][-1][1] > row["curve"][0][1] + 0.15

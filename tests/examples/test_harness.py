@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from agentrl.config import RunConfig, WorkspaceConfig
+from agentrl.config import RunConfig, WorkspaceConfig, load
+from agentrl.loading import load_attribute
+from agentrl.runners.harnesses.preset import load_preset
 from agentrl.runners.workspace.folders import Workspaces
 from tests.examples.parts import EXAMPLES, modules
 from tests.runners.harnesses.stored import stored
@@ -18,6 +20,14 @@ from tests.runners.harnesses.stored import stored
 def parts() -> Any:
     with modules("harness", "tasks", "verifier") as found:
         yield found
+
+
+def test_its_run_file_is_right_for_both_harnesses() -> None:
+    for name in ("codex", "pi"):
+        changes = [f"name={name}", f"agent.harness={name}", f"policy.build=policy.py:{name}"]
+        config = load(EXAMPLES / "harness" / "run.toml", changes)
+        assert load_preset(config.agent.harness, Path()).program == name
+        assert callable(load_attribute(config.policy.build, Path(config.root), key="policy.build"))
 
 
 def test_held_out_names_are_in_no_training_task(parts: Any) -> None:

@@ -1,3 +1,6 @@
+-- name: group_of_purpose
+and purpose = :of_purpose
+
 -- name: with_text
 and (
     strpos(r.error_message, :words) > 0

@@ -14,3 +14,6 @@ order by t.seq;
 
 -- name: spans
 select * from spans where attempt_id = ? order by started_at, seq;
+
+-- name: rollouts_few_sorted
+order by r.group_id, r.position, r.seq

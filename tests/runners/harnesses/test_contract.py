@@ -56,6 +56,20 @@ async def test_a_call_is_answered_and_recorded_exactly(
     assert list(call.logprobs) == [-0.5] * len(ids(SAID))
 
 
+async def test_a_side_call_is_learned_from_only_by_a_policy_that_it_is_mapped_to(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """Batches hold the calls of a policy's own name."""
+    title = next(one for one in stored("opencode") if one.role == "side")
+    bench.gateway.attempts.rules = load_preset("opencode", tmp_path).match
+    for mapped, policy in (({}, "policy@side"), ({"side": "policy"}, "policy")):
+        bench.gateway.router.roles = mapped
+        active = bench.gateway.register(await bench.attempt(), sealed=True)
+        assert (await send(bench, active, title)).status_code == 200
+        trace = await bench.store.trace(active.attempt.rollout.id)
+        assert [(call.role, call.policy) for call in trace.transitions] == [("side", policy)]
+
+
 @pytest.mark.parametrize("harness", HARNESSES)
 def test_no_sentence_of_a_harness_is_stored(harness: str) -> None:
     for request in stored(harness):
