@@ -151,6 +151,7 @@ class Attempt(Record, frozen=True):
     rollout: NewRollout
     fence: int  # 1 for the first attempt of a rollout; only the highest fence may write
     lease_until: float  # unix seconds
+    ran: Json = None  # of an earlier attempt, whose trace is this one's now: only score it
 
 
 class Transition(Record, frozen=True):
@@ -234,6 +235,7 @@ class Outcome(Record, frozen=True):
     spans: list[Span] = []
     failure: Failure | None = None
     retry: bool = False  # try again with the next fence while attempts are left
+    ran: Json = None  # it has not ended: its agent has, and did this, which is still to be scored
 
 
 class Rollout(Record, frozen=True):

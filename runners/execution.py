@@ -12,14 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from agentrl import threads
-from agentrl.config import AgentConfig, RetriesConfig
-from agentrl.errors import ConfigError
+from agentrl.config import AgentConfig, RetriesConfig, RunnerConfig
+from agentrl.errors import ConfigError, Invalid
 from agentrl.runners.executors import ExecutionResult, Executor
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.replay import recording
@@ -31,10 +34,64 @@ from agentrl.runners.tracing import core as tracing
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.runners.workspace.sources import WorkspaceError
 from agentrl.store.base import Store
-from agentrl.types import DIFF, Attempt, ErrorKind, Failure, Outcome, Reward, Scope, Span, Trace
+from agentrl.types import (
+    DIFF,
+    Attempt,
+    ErrorKind,
+    Failure,
+    Json,
+    Outcome,
+    Reward,
+    Scope,
+    Span,
+    Trace,
+)
 
 log = logging.getLogger("agentrl.runner")
 LONGEST_DIFF = 20_000  # characters that are stored of what an agent has changed
+
+
+class AgentRun(msgspec.Struct):
+    """What an agent did, kept until it is scored: then a runner that dies costs no second run."""
+
+    result: Json
+    failure: Failure | None  # of time, calls or tokens; it is scored all the same
+    rewards: list[Reward]  # its own, about spans of its calls
+    calls: int  # that were stored
+    files: bytes | None  # what it changed in its workspace
+
+
+class Stages:
+    """Prepare, run, score: how many attempts of a runner are in each of them at a time."""
+
+    def __init__(self, runner: RunnerConfig, slots: int, on_free: Callable[[], None]) -> None:
+        """`slots` attempts run at a time; `on_free` is called when one leaves its slot to be
+        scored."""
+        self.prepare = asyncio.Semaphore(runner.prepare or slots)
+        self.run = asyncio.Semaphore(slots)
+        self.scored_apart = bool(runner.score)
+        self.score = asyncio.Semaphore(runner.score) if runner.score else self.run
+        self._ahead, self._behind = slots + runner.prepare, 2 * runner.score
+        self._on_free = on_free
+        self._before, self._after = set[str](), set[str]()  # attempts before and after their run
+
+    @property
+    def free(self) -> int:
+        """How many more attempts may be claimed; those that wait to be scored hold them up."""
+        return self._ahead - len(self._before) - max(0, len(self._after) - self._behind)
+
+    def enter(self, attempt: Attempt) -> None:
+        scored_only = attempt.ran is not None and self.scored_apart
+        (self._after if scored_only else self._before).add(attempt.id)
+
+    def leave_slot(self, attempt: str) -> None:
+        self._before.discard(attempt)
+        self._after.add(attempt)
+        self._on_free()
+
+    def leave(self, attempt: str) -> None:
+        self._before.discard(attempt)
+        self._after.discard(attempt)
 
 
 @dataclass(slots=True)
@@ -56,28 +113,84 @@ class AttemptRunner:
         if self.verifier.wants_workspace and self.workspaces is None:
             raise ConfigError("the verifier asks for the workspace; set workspace.source")
 
-    async def run(self, active: ActiveAttempt) -> Outcome:
+    async def run(self, active: ActiveAttempt, stages: Stages) -> Outcome:
         """How the attempt ended. Cancelling it stops the agent and raises CancelledError. In both
         cases nothing is left of its workspace, unless the run file says so."""
-        workspace, outcome, ran = None, None, ExecutionResult()
+        outcome, opened = None, list[Workspace]()
         try:
-            if self.workspaces is not None:
-                workspace = await self.workspaces.prepare(active.attempt.rollout.task)
-                active.place = workspace.place
-                active.extend(active.attempt.rollout.timeout)
-            ran = await self.run_agent(active)
-            if workspace is not None:
-                ran = replace(ran, spans=await _with_diff(ran.spans, workspace))
-            outcome = await self._score(active, ran, workspace)
-        except WorkspaceError as error:
-            failure = Failure(kind=ErrorKind.WORKSPACE, message=str(error))
-            outcome = self._failed(active, ran, failure)
+            outcome = await self._through_stages(active, stages, opened)
         finally:
-            if workspace is not None and self.workspaces is not None:
-                failed = outcome is not None and outcome.failure is not None
+            for workspace in opened:
+                assert self.workspaces is not None
                 name = f"{active.attempt.rollout.id}-{active.attempt.fence}"
+                failed = outcome is not None and outcome.failure is not None
                 await self.workspaces.remove(workspace, failed=failed, name=name)
         return outcome
+
+    async def _through_stages(
+        self, active: ActiveAttempt, stages: Stages, opened: list[Workspace]
+    ) -> Outcome:
+        attempt, ran = active.attempt, ExecutionResult()
+        kept = None if attempt.ran is None else msgspec.convert(attempt.ran, AgentRun)
+        active.extend(math.inf)
+        try:
+            if self.workspaces is not None:
+                async with stages.prepare:
+                    workspace = await self.workspaces.prepare(
+                        attempt.rollout.task, kept.files if kept else None
+                    )
+                opened.append(workspace)
+                active.place = workspace.place
+            if kept is not None:
+                self.gateway.unregister(active)
+                active.stored = kept.calls
+                ran = ExecutionResult(
+                    result=kept.result, failure=kept.failure, rewards=kept.rewards
+                )
+            else:
+                async with stages.run:
+                    active.extend(attempt.rollout.timeout)
+                    ran = await self.run_agent(active)
+                    for workspace in opened:
+                        ran = replace(ran, spans=await _with_diff(ran.spans, workspace))
+                    if not (stages.scored_apart and self._is_scored(active, ran)):
+                        return await self._score(active, ran, *opened)
+                active.extend(math.inf)
+                stages.leave_slot(active.id)
+                ran = await self._keep_run(active, ran, *opened)
+            async with stages.score:
+                return await self._score(active, ran, *opened)
+        except WorkspaceError as error:
+            return self._failed(active, ran, Failure(kind=ErrorKind.WORKSPACE, message=str(error)))
+
+    async def _keep_run(
+        self, active: ActiveAttempt, ran: ExecutionResult, workspace: Workspace | None = None
+    ) -> ExecutionResult:
+        """Store what is to be scored, so that no other runner runs the agent again. What remains of
+        it here is without the spans, which the store has now."""
+        kept = AgentRun(
+            result=as_json(ran.result),
+            failure=ran.failure,
+            rewards=ran.rewards,
+            calls=active.stored,
+            files=None if workspace is None else await threads.call(workspace.packed),
+        )
+        try:
+            fence = active.attempt.fence
+            await self.store.finish(
+                [
+                    Outcome(
+                        attempt=active.id,
+                        fence=fence,
+                        spans=ran.spans,
+                        ran=msgspec.to_builtins(kept),
+                    )
+                ]
+            )
+        except (Invalid, WorkspaceError) as error:
+            log.warning("attempt %s would be run again: %s", active.id, error)
+            return ran
+        return replace(ran, spans=[])
 
     async def run_agent(self, active: ActiveAttempt) -> ExecutionResult:
         """What the agent did, and how it failed if it did. No call comes after this."""
@@ -125,19 +238,28 @@ class AttemptRunner:
         message = f"the task of rollout {rollout.id} has no 'input' to give to the agent"
         return ExecutionResult(failure=Failure(kind=ErrorKind.AGENT, message=message))
 
+    def _is_scored(self, active: ActiveAttempt, ran: ExecutionResult) -> bool:
+        """Whether the verifier sees what the agent did."""
+        return ran.failure is None or (
+            self.limits.partial == "score" and self._is_partial(active, ran.failure)
+        )
+
+    def _is_partial(self, active: ActiveAttempt, failure: Failure) -> bool:
+        """Whether a trace that was cut short is the last of its rollout."""
+        cut = failure.kind in (ErrorKind.TIMEOUT, ErrorKind.LIMIT) and bool(active.stored)
+        return cut and not self._is_retried(active.attempt, failure)
+
     async def _score(
-        self, active: ActiveAttempt, ran: ExecutionResult, workspace: Workspace | None
+        self, active: ActiveAttempt, ran: ExecutionResult, workspace: Workspace | None = None
     ) -> Outcome:
-        if ran.failure is None:
+        if (failure := ran.failure) is None:
             return await self._verified(active, ran, workspace)
-        outcome = self._failed(active, ran, ran.failure)
-        partial = ran.failure.kind in (ErrorKind.TIMEOUT, ErrorKind.LIMIT) and active.stored
-        if not partial or outcome.retry or self.limits.partial == "drop":
-            return outcome
-        if self.limits.partial == "zero":
-            return replace(outcome, rewards=[Reward(value=0.0, source="runner")])
+        if not self._is_scored(active, ran):
+            outcome = self._failed(active, ran, failure)
+            zero = self.limits.partial == "zero" and self._is_partial(active, failure)
+            row = Reward(value=0.0, source="runner")
+            return replace(outcome, rewards=[row]) if zero else outcome
         scored = await self._verified(active, ran, workspace)
-        failure = ran.failure
         if scored.failure is not None:
             message = f"{failure.message}; and it was not scored: {scored.failure.message}"
             failure = replace(failure, message=message, traceback=scored.failure.traceback)
@@ -162,7 +284,8 @@ class AttemptRunner:
         if trace is None and any(row.scope is not Scope.ROLLOUT for row in rewards):
             trace = await self.store.trace(rollout.id)
         try:
-            rewards = resolve_targets(rewards, trace, ran.spans)
+            spans = [*(trace.spans if trace else ()), *ran.spans]
+            rewards = resolve_targets(rewards, trace, spans)
         except VerifierError as error:
             return self._failed(active, ran, failure_of(ErrorKind.VERIFIER, error))
         return _outcome(active, ran, rewards=rewards)
@@ -187,12 +310,16 @@ class AttemptRunner:
 
     def _failed(self, active: ActiveAttempt, ran: ExecutionResult, failure: Failure) -> Outcome:
         """A failed attempt. It has no reward, except `agent.error_reward` if the agent failed."""
-        attempt, limit = active.attempt, getattr(self.retries, failure.kind.value)
-        left = attempt.fence < attempt.rollout.max_attempts
-        retry, rewards = left and (limit is None or attempt.fence <= limit), []
+        retry, rewards = self._is_retried(active.attempt, failure), []
         if failure.kind is ErrorKind.AGENT and self.error_reward is not None and not retry:
             rewards = [Reward(value=self.error_reward, source="runner")]
         return _outcome(active, ran, rewards=rewards, failure=failure, retry=retry)
+
+    def _is_retried(self, attempt: Attempt, failure: Failure) -> bool:
+        limit = getattr(self.retries, failure.kind.value)
+        return attempt.fence < attempt.rollout.max_attempts and (
+            limit is None or attempt.fence <= limit
+        )
 
     def _no_call(self, active: ActiveAttempt, ran: ExecutionResult) -> Failure:
         """The failure of an attempt in which no model of the run was called: there is nothing to

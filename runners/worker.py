@@ -1,6 +1,7 @@
 """Claims rollouts, runs an attempt of each and ends it in the store.
 
-Owns: one task for each attempt in progress, at most `concurrency` of them running an agent.
+Owns: one task for each attempt in progress, at most `concurrency` of them running an agent. With
+`prepare` more are claimed ahead, with `score` those that have run leave their place.
 Always true: an attempt ends in exactly one way: its outcome is stored; the worker returns it to the
 queue, because it was told to stop and the attempt did not end within `drain`; or its lease expires.
 An attempt that has lost its lease is stopped, and its outcome is not written.
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 
 from agentrl.config import RunnerConfig
 from agentrl.errors import Invalid, StoreError
-from agentrl.runners.execution import AttemptRunner
+from agentrl.runners.execution import AttemptRunner, Stages
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.types import Attempt, ErrorKind, Failure, Outcome
 
@@ -46,7 +47,7 @@ class Worker:
         self._execution = execution
         self._store, self._gateway = execution.store, execution.gateway
         limit = execution.executor.limit
-        self._slots = config.concurrency if limit is None else min(limit, config.concurrency)
+        slots = config.concurrency if limit is None else min(limit, config.concurrency)
         self._running: dict[str, tuple[asyncio.Task[None], ActiveAttempt]] = {}
         self._being_stored: dict[str, asyncio.Task[None]] = {}  # ended, outcome not yet durable
         self._outcomes: list[Outcome] = []
@@ -54,6 +55,7 @@ class Worker:
         self._failed: BaseException | None = None
         self._stopped = False
         self._changed = asyncio.Event()  # a slot is free, or it is time to stop
+        self._stages = Stages(config, slots, self._changed.set)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set, wait `drain` seconds for the attempts that run, then return the
@@ -83,8 +85,8 @@ class Worker:
 
     async def _claim_and_start(self, stop: asyncio.Event) -> None:
         self._changed.clear()
-        free = self._slots - len(self._running)
-        if not free:
+        free = self._stages.free
+        if free <= 0:
             await self._changed.wait()
             return
         if not self._gateway.router.ready:
@@ -102,15 +104,17 @@ class Worker:
             return
         for attempt in attempts:
             active = self._gateway.register(attempt, sealed=self._execution.executor.sealed)
+            self._stages.enter(attempt)
             task = asyncio.create_task(self._attempt(active), name=f"attempt-{active.id}")
             self._running[active.id] = task, active
             task.add_done_callback(self._note_failure)
 
     async def _attempt(self, active: ActiveAttempt) -> None:
         try:
-            outcome = await self._execution.run(active)
+            outcome = await self._execution.run(active, self._stages)
         finally:
             task, _ = self._running.pop(active.id)
+            self._stages.leave(active.id)
             self._changed.set()
         self._being_stored[active.id] = task  # a slot is free, and the lease is still kept
         try:

@@ -141,7 +141,9 @@ class Store(Protocol):
         ...
 
     async def finish(self, outcomes: Sequence[types.Outcome]) -> list[bool]:
-        """End attempts, each with its rewards and spans in the same transaction.
+        """End attempts, each with its rewards and spans in the same transaction. An outcome with
+        `ran` ends only the agent's part: the attempt stays live, and whoever gets the rollout next,
+        should this runner die or stop, claims an attempt with that `ran` and the trace of this one.
 
         False where the attempt was no longer live; its rows are then kept as late. A repeat of
         an accepted outcome is True. With `retry`, the rollout is queued again while it has

@@ -89,6 +89,10 @@ def claim(
         }
         tx.conn.execute(SQL["start_rollout"], columns)
         tx.conn.execute(SQL["start_attempt"], columns)
+        if row["ran"] is not None:
+            taken = {"attempt": columns["attempt"], "before": row["attempt_id"]}
+            tx.conn.execute(SQL["take_transitions"], taken)
+            tx.conn.execute(SQL["take_spans"], taken)
         tx.add_counts(row["run_id"], queued=-1, running=1)
         tx.add_event(row["run_id"], "rollout", row["id"])
         claimed.append(rows.attempt(row, columns["attempt"], columns["fence"], tx.now + lease))
@@ -278,10 +282,15 @@ def _finish(tx: Transaction, outcome: types.Outcome) -> bool:
         and row["lease_until"] > tx.now
         and row["fence"] == outcome.fence
     )
+    if outcome.ran is not None and live:
+        ran = rows.to_json(outcome.ran, f"The run of attempt {outcome.attempt}")
+        tx.conn.execute(SQL["keep_run"], {"ran": ran, "id": row["id"]})
     traces.add_outcome(tx, outcome, late=not live)
     if not live:
         tx.add_event(row["run_id"], "attempt", outcome.attempt)
         return False
+    if outcome.ran is not None:
+        return True
     failed = outcome.failure is not None
     state = types.AttemptState.FAILED if failed else types.AttemptState.SUCCEEDED
     _end_attempt(tx, row, state, outcome.failure, mark)
@@ -290,6 +299,7 @@ def _finish(tx: Transaction, outcome: types.Outcome) -> bool:
         # Given back by a runner that stops, which is not the fault of the rollout.
         _requeue(tx, row, "requeue_free", together=row["together"])
     elif outcome.retry and row["attempts"] < row["max_attempts"]:
+        tx.conn.execute(SQL["keep_run"], {"ran": None, "id": row["id"]})  # the agent runs again
         _requeue(tx, row)
     else:
         final = types.RolloutState.FAILED if failed else types.RolloutState.SUCCEEDED

@@ -110,7 +110,8 @@ def attempt(row: Row, id: str, fence: int, lease_until: float) -> types.Attempt:
     """The lease of a rollout's row."""
     sampling = msgspec.json.decode(row["sampling"], type=types.Sampling)
     rollout = record(types.NewRollout, row, sampling=sampling, **_rollout_fields(row))
-    return types.Attempt(id=id, rollout=rollout, fence=fence, lease_until=lease_until)
+    ran = from_json(row["ran"])
+    return types.Attempt(id=id, rollout=rollout, fence=fence, lease_until=lease_until, ran=ran)
 
 
 def rollout(row: Row, rewards: list[types.Reward]) -> types.Rollout:

@@ -174,7 +174,11 @@ class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
     """Settings of runners with every executor. auto: command if the agent is one, else async."""
 
     processes: Natural = 1  # 0: runners are started elsewhere
-    concurrency: Count = 64  # rollouts at a time in one process
+    concurrency: Count = 64  # rollouts at a time in one process, of which agents run
+    prepare: Natural = 0  # more rollouts that are claimed, and whose workspaces are made, ahead
+    # Rollouts that are scored at a time beside those that run; should the runner die, the next one
+    # only scores them. 0: each is scored in the place in which it ran.
+    score: Natural = 0
     lease: Seconds = 15.0  # without a heartbeat, until a rollout is given to another runner
     drain: NonNegative = 5.0  # seconds that rollouts have to finish when their runner is stopped
     memory_mb: Natural = 0  # of one process (pool, command) or of all of a rollout; 0: no limit

@@ -155,8 +155,12 @@ def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
 def task_folder(task: bytes, place: AgentPlace | None = None) -> Iterator[Path]:
     """A folder of one attempt, with its task in it: that of its workspace, or one of its own."""
     if place is not None:
-        Path(place.private, TASK).write_bytes(task)
-        place.give(place.private)
+        try:
+            Path(place.private, TASK).write_bytes(task)
+            place.give(place.private)
+        except OSError as error:
+            message = f"cannot write to the workspace: {error.strerror}"
+            raise FailedAttemptError(ErrorKind.WORKSPACE, message) from None
         yield place.private
         return
     with tempfile.TemporaryDirectory(prefix="agentrl-", ignore_cleanup_errors=True) as name:

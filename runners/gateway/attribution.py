@@ -116,7 +116,7 @@ class ActiveAttempt:
             self.ended[asked.key] = (*self.ended.get(asked.key, ()), asked.number)
 
     def extend(self, seconds: float) -> None:
-        """Give the verifier its own time limit."""
+        """Begin a stage with a time limit of its own; `math.inf` while it waits for one."""
         self.deadline = time.monotonic() + seconds
 
 

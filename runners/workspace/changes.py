@@ -5,10 +5,17 @@ from __future__ import annotations
 
 import difflib
 import filecmp
+import io
 import os
+import shutil
+import tarfile
 from pathlib import Path
 
+from agentrl.runners.workspace import cleaner
+from agentrl.runners.workspace.sources import WorkspaceError, no_space_or
+
 LARGEST = 2**20  # bytes of a file whose lines `diff` shows
+LARGEST_PACK = 4 * 2**20  # bytes of the changed files that are kept until they are scored
 NOT_COMPARED = {".git", "__pycache__", ".pytest_cache"}
 
 
@@ -30,6 +37,64 @@ def diff(old: Path, new: Path) -> str:
         lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
         parts += [line if line.endswith("\n") else f"{line}\n" for line in lines]
     return "".join(parts)
+
+
+def carry_over(old: Path, new: Path, copy: Path) -> None:
+    """Make the changes from `old` to `new` in `copy`, a copy of `old`."""
+    changed, after = changes(old, new), files_of(new)
+    _delete(copy, changed)
+    for name in changed:
+        if name in after:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(after[name], copy / name, follow_symlinks=False)
+
+
+def pack(old: Path, new: Path) -> bytes:
+    """The changes as an archive: the names of the files, then those that are still there. Raises
+    WorkspaceError where they cannot be read or are too large."""
+    try:
+        return _pack(changes(old, new), files_of(new))
+    except OSError as error:
+        raise no_space_or(error, "read") from None
+
+
+def _pack(changed: list[str], after: dict[str, Path]) -> bytes:
+    size = sum(after[name].lstat().st_size for name in changed if name in after)
+    if size > LARGEST_PACK:
+        raise WorkspaceError(f"its changed files have {size} bytes, over {LARGEST_PACK}")
+    buffer, names = io.BytesIO(), "\0".join(changed).encode(errors="surrogateescape")
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
+        head = tarfile.TarInfo("changed")
+        head.size = len(names)
+        archive.addfile(head, io.BytesIO(names))
+        for name in changed:
+            if name in after:
+                archive.add(after[name], name, recursive=False)
+    return buffer.getvalue()
+
+
+def unpack(copy: Path, packed: bytes) -> None:
+    """Make the changes of `pack` in a copy of what they are changes to."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            head, *files = archive.getmembers()
+            names = archive.extractfile(head)
+            assert names is not None
+            _delete(copy, names.read().decode(errors="surrogateescape").split("\0"))
+            archive.extractall(copy, files, filter="tar")
+    except OSError as error:
+        raise no_space_or(error, "copy") from None
+
+
+def _delete(copy: Path, changed: list[str]) -> None:
+    """First all that was there before, so that no name leads through a link of the agent's."""
+    known = files_of(copy)
+    for name in changed:
+        if name in known:
+            known[name].unlink()
+    for name in changed:
+        if (folder := copy / name).is_dir():  # a file has taken its place
+            cleaner.remove(folder)
 
 
 def files_of(folder: Path) -> dict[str, Path]:

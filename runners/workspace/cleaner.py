@@ -6,6 +6,7 @@ A small process imports this module: use nothing but the standard library here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -22,7 +23,8 @@ def remove(folder: Path) -> None:
         for parent, folders, _ in os.walk(folder):
             for name in folders:
                 if not os.path.islink(path := os.path.join(parent, name)):  # noqa: PTH114, PTH118
-                    os.chmod(path, 0o700)  # noqa: PTH101
+                    with contextlib.suppress(OSError):
+                        os.chmod(path, 0o700)  # noqa: PTH101
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -19,20 +19,20 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from agentrl import threads
-from agentrl.config import RunConfig
+from agentrl.config import ContainerRunnerConfig, RunConfig
 from agentrl.errors import ConfigError
+from agentrl.runners.executors.container import CLI_VARIABLES
 from agentrl.runners.executors.contract import passed_environment
 from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import AgentPlace
 from agentrl.runners.harnesses.preset import private_folders
 from agentrl.runners.workspace import cleaner
-from agentrl.runners.workspace.changes import changes, diff, files_of
+from agentrl.runners.workspace.changes import carry_over, diff, pack, unpack
 from agentrl.runners.workspace.sandbox import Sandbox
 from agentrl.runners.workspace.sources import (
     Template,
@@ -84,31 +84,23 @@ class Workspace:
         """What the agent changed, as a unified diff; binary and large files by name."""
         return diff(self.template.folder, self.path)
 
+    def packed(self) -> bytes:
+        """The changes, from which `prepare` makes the same files again. Raises WorkspaceError where
+        they are too large."""
+        return pack(self.template.folder, self.path)
+
     async def fresh(self, files: Mapping[str, Json] | None = None) -> Workspace:
         """A new copy of what the agent was given, with its changes, and `files` over them: hidden
         tests that no agent has seen. It is removed with this workspace. Raises WorkspaceError."""
         copy = await self._of.copy(self.template)
         self._copies.append(copy.folder)
-        await threads.call(partial(self._carry_over, copy, files or {}))
-        return copy
-
-    def _carry_over(self, copy: Workspace, files: Mapping[str, Json]) -> None:
-        """What is gone is deleted first: then no name leads through a link of either side."""
         try:
-            before, after = files_of(copy.path), files_of(self.path)
-            changed = changes(copy.path, self.path)
-            for name in before.keys() & changed:
-                before[name].unlink()
-            for name in [name for name in changed if name in after]:
-                target = copy.path / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                if target.is_dir():
-                    cleaner.remove(target)
-                shutil.copy2(after[name], target, follow_symlinks=False)
-            write_files(copy.path, files)
-            self._of.sandbox.give(copy.folder)
+            await threads.call(carry_over, self.template.folder, self.path, copy.path)
+            await threads.call(write_files, copy.path, files or {})
+            await threads.call(self._of.sandbox.give, copy.folder)
         except OSError as error:
             raise no_space_or(error, "copy") from None
+        return copy
 
     async def run(
         self, argv: Sequence[str], *, timeout: float = 60.0, env: Mapping[str, str] | None = None
@@ -128,6 +120,8 @@ class Workspaces:
         self._everybody = Path(settings.folder or tempfile.gettempdir()).resolve()
         self._everybody /= f"agentrl-workspaces-{os.getuid()}"
         self.folder = self._everybody / f"{os.getpid()}-{os.urandom(4).hex()}"
+        runner = config.runner
+        self._container = runner.container if isinstance(runner, ContainerRunnerConfig) else None
         self._memory, self._count = config.runner.memory_mb * 2**20, 0
         hidden = [self._everybody, *_answers(config, root)]
         self.sandbox = Sandbox(settings, root.resolve(), gateway, hidden)
@@ -161,8 +155,9 @@ class Workspaces:
                     f" {tried.stderr.strip() or tried.status}; choose another"
                 )
 
-    async def prepare(self, task: Task) -> Workspace:
-        """Raises WorkspaceError."""
+    async def prepare(self, task: Task, changed: bytes | None = None) -> Workspace:
+        """A copy of the source, with the changes that `Workspace.packed` gave. Raises
+        WorkspaceError."""
         source: Json = self.config.source
         if source.startswith("task."):
             key = source.removeprefix("task.")
@@ -171,7 +166,14 @@ class Workspaces:
             source = task[key]
         try:
             async with asyncio.timeout(self.config.timeout):
-                return await self._copy_of(source)
+                workspace = await self._copy_of(source)
+                if changed is not None:
+                    try:
+                        await threads.call(unpack, workspace.path, changed)
+                    except BaseException:
+                        await self.remove(workspace)
+                        raise
+                return workspace
         except TimeoutError:
             message = f"a workspace was not ready after {self.config.timeout:g} s"
             raise WorkspaceError(message) from None
@@ -202,8 +204,11 @@ class Workspaces:
         keep = self.config.keep
         if name and (keep == "always" or (keep == "failed" and failed)):
             kept = self._kept / name.replace("/", "_")
-            await threads.call(_move, workspace.folder, kept)
-            log.info("kept the workspace of %s in %s", name, kept)
+            try:
+                await threads.call(_move, workspace.folder, kept)
+                log.info("kept the workspace of %s in %s", name, kept)
+            except OSError as error:
+                log.warning("the workspace of %s is not kept: %s", name, error)
         for folder in (workspace.folder, *workspace._copies):
             await asyncio.shield(threads.call(cleaner.remove, folder))
         await self._templates.release(workspace.template)
@@ -226,7 +231,12 @@ class Workspaces:
             env=passed_environment(()) | dict(workspace.place.env) | dict(env),
             folder=str(workspace.path),
         )
-        if self._memory:
+        if self._container is not None:
+            name, own = f"agentrl-{os.urandom(8).hex()}", {**workspace.place.env, **env}
+            prefix = self.sandbox.in_container(self._container, name, workspace.folder, own)
+            spec["argv"], spec["env"] = [*prefix, *argv], passed_environment(CLI_VARIABLES)
+            spec["after"] = [self._container.cli, "rm", "--force", name]
+        elif self._memory:
             spec["memory"] = self._memory
         fds = [os.open(os.devnull, os.O_RDONLY), await stdout.open(), await stderr.open()]
         process = await self._launcher.launch(spec, fds)

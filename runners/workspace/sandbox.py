@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import pwd
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
 from agentrl.config import WorkspaceConfig
+from agentrl.config.infrastructure import ContainerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.workspace import confine
 
@@ -45,6 +46,17 @@ class Sandbox:
         if self.kind == "bubblewrap":
             program += self._bubblewrap(str(folder), str(works_in))
         return [*program, *argv]
+
+    def in_container(
+        self, container: ContainerConfig, name: str, folder: Path, env: Mapping[str, str]
+    ) -> list[str]:
+        """Begins the command line of a program in a container of the agent's image, which has no
+        network. Its working directory is PWD."""
+        argv = [container.cli, "run", "--rm", "--init", "--name", name, "--network", "none"]
+        argv += ["--volume", f"{folder}:{folder}", "--workdir", env["PWD"]]
+        for key, value in env.items():
+            argv += ["--env", f"{key}={value}"]
+        return [*argv, *container.options, container.image]
 
     def give(self, folder: Path) -> None:
         """Make the files of a folder those of the user that programs run as."""

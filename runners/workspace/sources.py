@@ -119,6 +119,8 @@ def _build(source: Json, folder: Path, root: Path, owner: tuple[int, int] | None
                     os.chown(Path(parent, name), *owner, follow_symlinks=False)
     except OSError as error:
         raise no_space_or(error, "make") from None
+    except ValueError as error:  # a name or a text that no file can have
+        raise WorkspaceError(f"cannot make a workspace: {error}") from None
 
 
 def _check_out(source: str, folder: Path, root: Path) -> None:

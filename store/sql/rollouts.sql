@@ -40,6 +40,16 @@ insert into attempts (
     :attempt, :rollout, :run, :fence, 'running', :runner, :claim_id, :lease, :lease_until, :now
 );
 
+-- name: keep_run
+update rollouts set ran = :ran where id = :id;
+
+-- name: take_transitions
+-- Of the attempt that ran the agent, by the one that scores it.
+update transitions set attempt_id = :attempt where attempt_id = :before and late = 0;
+
+-- name: take_spans
+update spans set attempt_id = :attempt where attempt_id = :before and late = 0;
+
 -- name: lock_claim
 select null;  -- there is one writer
 
@@ -129,7 +139,7 @@ where id = :id;
 
 -- name: end_rollout
 update rollouts
-set state = :state, result = :result, seconds = :seconds,
+set state = :state, result = :result, seconds = :seconds, ran = null,
     error_kind = :kind, error_message = :message, error_traceback = :traceback
 where id = :id;
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from openai import AsyncOpenAI, OpenAI, PermissionDeniedError
 
-from agentrl.config import AgentConfig
+from agentrl.config import AgentConfig, RetriesConfig
 from agentrl.types import ErrorKind, RolloutState
 
 Partial = Literal["score", "zero", "drop"]
@@ -41,12 +41,19 @@ def value(rollout: Any) -> float | None:
 async def test_a_trace_without_an_end_is_worth_what_the_run_file_says(
     bench: Any, partial: Partial, reward: float | None
 ) -> None:
-    limits = AgentConfig(partial=partial)
+    limits = AgentConfig(partial=partial, max_calls=1)
     verify = lambda result, trace: 0.7 * len(trace.transitions) * (result is None)  # noqa: E731
-    (rollout,) = await bench.run(slow, {"input": "x"}, verifier=verify, limits=limits, timeout=0.5)
-    assert (rollout.state, rollout.failure.kind) == (RolloutState.FAILED, ErrorKind.TIMEOUT)
+    (rollout,) = await bench.run(endless, {"input": "x"}, verifier=verify, limits=limits)
+    assert (rollout.state, rollout.failure.kind) == (RolloutState.FAILED, ErrorKind.LIMIT)
     assert value(rollout) == reward
     assert len((await bench.store.trace(rollout.id)).transitions) == 1
+
+
+async def test_what_an_agent_did_before_its_time_was_up_is_scored(bench: Any) -> None:
+    limits = AgentConfig(partial="score")
+    (rollout,) = await bench.run(slow, {"input": "x"}, limits=limits, timeout=3.0)
+    assert (rollout.state, rollout.failure.kind) == (RolloutState.FAILED, ErrorKind.TIMEOUT)
+    assert value(rollout) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -107,18 +114,16 @@ async def test_without_a_call_there_is_nothing_to_score(bench: Any) -> None:
 
 
 async def test_a_verifier_that_needs_a_result_says_so(bench: Any) -> None:
-    limits = AgentConfig(partial="score")
+    limits = AgentConfig(partial="score", max_calls=1)
     verify = lambda result: result["answer"]  # noqa: E731
-    (rollout,) = await bench.run(slow, {"input": "x"}, verifier=verify, limits=limits, timeout=0.5)
-    assert rollout.failure.kind is ErrorKind.TIMEOUT
+    (rollout,) = await bench.run(endless, {"input": "x"}, verifier=verify, limits=limits)
+    assert rollout.failure.kind is ErrorKind.LIMIT
     assert "it was not scored: TypeError" in rollout.failure.message
     assert value(rollout) is None
 
 
 async def test_what_is_tried_again_is_not_scored(bench: Any) -> None:
-    from agentrl.config import RetriesConfig
-
-    limits, retries = AgentConfig(partial="zero"), RetriesConfig(timeout=1)
-    (rollout,) = await bench.run(slow, {"input": "x"}, limits=limits, retries=retries, timeout=0.5)
+    limits, retries = AgentConfig(partial="zero", max_calls=1), RetriesConfig(limit=1)
+    (rollout,) = await bench.run(endless, {"input": "x"}, limits=limits, retries=retries)
     assert rollout.attempts == 2
     assert rollout.reward() == 0.0

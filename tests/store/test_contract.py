@@ -298,6 +298,47 @@ async def test_a_late_writer_changes_nothing(store, kit, clock):
     assert (await store.counts("run")).transitions == 1
 
 
+async def test_what_ran_is_scored_by_whoever_claims_it_next(store, kit, clock):
+    await store.enqueue(kit.group("a", 1))
+    (old,) = await claim(store, lease=10)
+    await store.add_transitions([kit.call(old, [1], [2]), kit.call(old, [1, 2], [3], index=1)])
+    ran = {"result": "é", "calls": [2]}
+    left = Outcome(attempt=old.id, fence=old.fence, ran=ran)
+    assert await store.finish([left]) == [True]
+    assert await store.finish([left]) == [True]
+    assert await store.heartbeat([old.id], lease=10) == [old.id]
+    assert (await store.counts("run")).running == 1
+    clock.now += 10
+    (new,) = await claim(store)
+    assert (new.fence, new.ran) == (2, ran)
+    assert await store.add_transitions([kit.call(old, [1], [9], index=2)]) == [False]
+    assert await store.finish([left, kit.good(old, 9.0)]) == [False, False]
+    assert await store.heartbeat([old.id], lease=10) == []
+    assert await store.finish([kit.good(new, 1.0)]) == [True]
+    ((rollout,),) = [group.rollouts for group in await store.claim_groups("run", 1, 1)]
+    assert (rollout.attempt, rollout.reward()) == (new.id, 1.0)
+    assert [call.completion.tolist() for call in rollout.transitions] == [[2], [3]]
+    assert {call.attempt for call in rollout.transitions} == {new.id}
+    assert (await store.counts("run")).transitions == 2
+
+
+async def test_what_ran_is_run_again_if_its_runner_asks_for_it(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (first,) = await claim(store)
+    await store.add_transitions([kit.call(first, [1], [2])])
+    await store.finish([Outcome(attempt=first.id, fence=1, ran={"calls": 1})])
+    stopped = Failure(kind=ErrorKind.LOST_RUNNER, message="stopped")
+    await store.finish([Outcome(attempt=first.id, fence=1, failure=stopped, retry=True)])
+    (second,) = await claim(store)
+    assert second.ran == {"calls": 1}  # given back: it is only to be scored
+    broken = Failure(kind=ErrorKind.VERIFIER, message="broken")
+    await store.finish([Outcome(attempt=second.id, fence=2, failure=broken, retry=True)])
+    (third,) = await claim(store)
+    assert (third.fence, third.ran) == (3, None)
+    trace = await store.trace(third.rollout.id)
+    assert (trace.attempt, trace.transitions) == (third.id, [])
+
+
 async def test_a_lease_that_ran_out_writes_nothing_even_if_nobody_took_over(store, kit, clock):
     await store.enqueue(kit.group("a", 1))
     (attempt,) = await claim(store, lease=10)

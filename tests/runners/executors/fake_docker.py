@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 
-VALUED = ("--name", "--env", "--env-file", "--network", "--add-host", "--workdir")
+VALUED = ("--name", "--env", "--env-file", "--network", "--add-host", "--workdir", "--volume")
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +27,8 @@ def run(argv: list[str]) -> int:
         option = argv.pop(0)
         value = argv.pop(0) if option in VALUED else option.partition("=")[2]
         if option == "--env":
-            env[value] = os.environ[value]
+            name, given, said = value.partition("=")
+            env[name] = said if given else os.environ[name]
         if option == "--env-file":
             with open(value) as file:  # noqa: PTH123
                 env |= dict(line.rstrip("\n").split("=", 1) for line in file)

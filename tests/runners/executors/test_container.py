@@ -13,6 +13,7 @@ import pytest
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.runners.executors.factory import make_executor
+from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import ErrorKind
 
 OUTSIDE = {"host": "0.0.0.0", "executor": "container"}
@@ -56,6 +57,41 @@ async def test_what_docker_is_asked(
     told = " ".join(run)
     assert not [secret for secret in ("hush", rollout.result["OPENAI_API_KEY"]) if secret in told]
     assert "PATH" not in run
+
+
+async def test_a_workspace_is_mounted_and_tested_in_a_container(
+    bench: Any, docker: Path, tmp_path: Path
+) -> None:
+    data = {
+        "name": "test",
+        "agent": {"command": [sys.executable, "-Sc", PRINT]},
+        "runner": {**OUTSIDE, "container": {"image": "me/agent:1", "network": "host"}},
+        "workspace": {"source": "task.files", "sandbox": "container", "folder": str(tmp_path)},
+    }
+    config, url = resolve(data, source="test"), bench.gateway.base_url
+    executor = make_executor(config, root=tmp_path, gateway=url, runner="test")
+    spaces = Workspaces(config, root=tmp_path, gateway=url)
+    await executor.start()
+    await spaces.start()
+
+    async def verify(workspace: Workspace) -> float:
+        done = await workspace.run([sys.executable, "-Sc", PRINT])
+        return float(json.loads(done.stdout)["HOME"] == str(workspace.home))
+
+    try:
+        task = {"input": "x", "files": {"a": "x"}}
+        (rollout,) = await bench.run(executor, task, verifier=verify, workspaces=spaces)
+    finally:
+        await executor.close()
+        await spaces.close()
+    assert rollout.failure is None
+    assert rollout.reward() == 1.0
+    agent, tests = (line for line in asked(docker) if line[0] == "run")
+    folder = str(Path(rollout.result["HOME"]).parent)
+    for line in (agent, tests):
+        assert line[line.index("--volume") + 1] == f"{folder}:{folder}"
+        assert line[line.index("--workdir") + 1] == f"{folder}/repo"
+    assert tests[tests.index("--network") + 1] == "none"
 
 
 async def test_the_agents_variables_are_not_those_of_docker(

@@ -193,6 +193,7 @@ async def test_a_sandbox_reaches_the_gateway_and_its_folder_only(
         ({"files": "git:project@nowhere"}, {}, "nowhere"),
         ({"files": {"../out": "x"}}, {}, "is no name of a file"),
         ({"files": {"a": 1}}, {}, "has no text"),
+        ({"files": {"a\0b": ""}}, {}, "null byte"),
         ({}, {"source": "task.repo"}, "the task has no 'repo'"),
     ],
 )

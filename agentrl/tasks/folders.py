@@ -1,0 +1,87 @@
+"""Tasks of other projects' formats, from files on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ConfigError
+from agentrl.types import Json
+
+NOT_FILES = ("Dockerfile", "docker-compose.yaml")
+LOGS = re.compile(r"/logs/verifier\b")
+TESTS = re.compile(r"(?<![\w./}])/tests\b")
+
+
+def harbor(folder: str) -> list[dict[str, Json]]:
+    """The Harbor tasks in a folder: `instruction.md`, `task.toml`, `environment/`, `tests/test.sh`.
+
+    The files of the environment are the workspace; no image is built, so what its Dockerfile
+    installs must be on this machine. Paths /tests and /logs/verifier are made relative. Raises
+    ConfigError where there is no such task."""
+    found = sorted(Path(folder).glob("**/task.toml"))
+    if not found:
+        raise ConfigError(f"{folder} has no Harbor task: a folder with a task.toml")
+    return [_harbor(file.parent) for file in found]
+
+
+def _harbor(folder: Path) -> dict[str, Json]:
+    try:
+        about = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+        tests = {
+            f"tests/{name}": LOGS.sub(".logs/verifier", TESTS.sub("tests", text))
+            for name, text in _texts(folder / "tests").items()
+        }
+        return {
+            "id": folder.name,
+            "input": (folder / "instruction.md").read_text(encoding="utf-8"),
+            "files": {
+                name: text
+                for name, text in _texts(folder / "environment").items()
+                if name not in NOT_FILES
+            },
+            "tests": tests | {".logs/verifier/.keep": ""},
+            "test_command": ["bash", "tests/test.sh"],
+            "test_timeout": float(about.get("verifier", {}).get("timeout_sec", 60.0)),
+            "reward_file": ".logs/verifier/reward.txt",
+        }
+    except (OSError, ValueError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{folder} is no Harbor task: {error}") from None
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in files}
+
+
+def swe(file: str, repositories: str, *, python: str = "python3") -> list[dict[str, Json]]:
+    """The tasks of a JSONL file with the fields of SWE-bench (`instance_id`, `repo`, `base_commit`,
+    `problem_statement`, `test_patch`, `FAIL_TO_PASS`, `PASS_TO_PASS`), whose repositories are
+    `repositories`/OWNER__NAME on this machine. `python` runs pytest with what they need."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    try:
+        return [_swe(json.loads(line), repositories, python) for line in lines if line.strip()]
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{file} is no file of SWE-style tasks: {error!r}") from None
+
+
+def _swe(row: dict[str, Any], repositories: str, python: str) -> dict[str, Json]:
+    must = [name for key in ("FAIL_TO_PASS", "PASS_TO_PASS") for name in _listed(row.get(key))]
+    files = sorted(set(re.findall(r"^\+\+\+ b/(\S+\.py)$", row["test_patch"], re.MULTILINE)))
+    folder = Path(repositories, row["repo"].replace("/", "__"))
+    return {
+        "id": row["instance_id"],
+        "input": row["problem_statement"],
+        "files": f"git:{folder}@{row['base_commit']}",
+        "test_patch": row["test_patch"],
+        "test_command": [python, "-m", "pytest", "-rA", "-p", "no:cacheprovider", *files],
+        "must_pass": must,
+    }
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    """Some files have the list as JSON in a text."""
+    return json.loads(value) if isinstance(value, str) else value or []

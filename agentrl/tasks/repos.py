@@ -1,0 +1,184 @@
+"""Repositories with one bug, made without a network: a function is mutated in its module, and only
+bugs that a hidden check sees become tasks. `train` and `heldout` are of the standard library."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from agentrl.errors import ConfigError
+from agentrl.types import Json
+
+CALL_SECONDS = 0.2  # for all cases of one mutant: a loop without an end is a bug that is seen
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.And: ast.Or, ast.Or: ast.And},
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
+    **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
+}
+# Function -> arguments of its hidden calls. Of a function's bugs none is in both sets.
+TRAIN: dict[str, list[tuple[Any, ...]]] = {
+    "colorsys:hls_to_rgb": [(0.6, 0.4, 0.5), (0, 1, 0), (0.1, 0.7, 1), (0.5, 0.5, 0.2)],
+    "textwrap:dedent": [(" a\n  b",), ("\ta\n\tb\n",), ("x",), ("  a\n\n  b\n",)],
+    "heapq:nsmallest": [(2, [3, 1, 2]), (0, [1]), (5, [2, 1]), (1, [4, 3])],
+    "statistics:median": [([1, 3, 2],), ([1, 2, 3, 4],), ([5],)],
+    "fnmatch:translate": [("*.py",), ("[!a]?",), ("a[b",), ("[a-c]",)],
+    "colorsys:rgb_to_hsv": [(0.2, 0.4, 0.6), (1, 0, 0), (0, 0, 0), (0.5, 0.5, 0.2)],
+    "posixpath:commonpath": [(["/a/b/c", "/a/b/d"],), (["a/b"],), (["a", "b"],), (["/", "/x"],)],
+}
+HELDOUT: dict[str, list[tuple[Any, ...]]] = {
+    "shlex:quote": [("a b",), ("",), ("it's",), ("plain",)],
+    "string:capwords": [("a b",), (" x  y",), ("a-b", "-")],
+    "calendar:monthrange": [(2024, 2), (2023, 12), (1900, 2), (2000, 2)],
+}
+# Reads a module, texts of one of its functions and calls as JSON; writes what each text answers.
+CHILD = f"""
+import json, resource, signal, sys
+def late(*_): raise TimeoutError
+def answers(text, name, cases):
+    space = dict(whole)
+    def call(case):
+        try:
+            return repr(eval(name, space)(*eval(case)))
+        except TimeoutError:
+            raise
+        except Exception as error:
+            return "raises " + type(error).__name__
+    signal.setitimer(signal.ITIMER_VIRTUAL, {CALL_SECONDS})  # of its own time, on any machine
+    try:
+        exec(text, space)
+        return [call(case) for case in cases]
+    except TimeoutError:
+        return ["does not end"]
+    except BaseException as error:
+        return ["raises " + type(error).__name__]
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+signal.signal(signal.SIGVTALRM, late)
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+asked, whole = json.load(sys.stdin), {{"__name__": "mutant"}}
+exec(compile(asked["whole"], "mutant", "exec"), whole)
+sys.stdout.write(json.dumps([answers(t, asked["name"], asked["cases"]) for t in asked["texts"]]))
+"""
+TEST = """import unittest
+
+from {module} import {name}
+
+CASES = [
+{cases}]
+
+
+def answer(case):
+    try:
+        return repr({name}(*case))
+    except Exception as error:
+        return "raises " + type(error).__name__
+
+
+class Hidden(unittest.TestCase):
+{methods}"""
+
+
+def train() -> list[dict[str, Json]]:
+    return [task for path, cases in TRAIN.items() for task in bugs(path, cases)]
+
+
+def heldout() -> list[dict[str, Json]]:
+    return [task for path, cases in HELDOUT.items() for task in bugs(path, cases)]
+
+
+def bugs(function: str, cases: Sequence[tuple[Any, ...]]) -> list[dict[str, Json]]:
+    """A task for each bug of one place in `function`, "module:name", that changes an answer to one
+    of the `cases`, tuples of arguments that Python literals can say. `files` has the module, under
+    another name, `tests` the hidden ones. Raises ConfigError for a function that is not written in
+    Python."""
+    module, _, name = function.partition(":")
+    try:
+        whole = inspect.getsource(importlib.import_module(module))
+        mutants = list(_mutants(whole, name))
+    except (ImportError, TypeError, OSError) as error:
+        raise ConfigError(f"{function!r} is no function with a Python source: {error}") from None
+    asked = {"whole": whole, "name": name, "cases": [repr(case) for case in cases]}
+    asked["texts"] = ["", *(text for text, _ in mutants)]
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", CHILD],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=60 + 10 * CALL_SECONDS * len(mutants),
+        check=True,
+    )
+    wanted, *given = json.loads(done.stdout)
+    seen = [
+        (source, said) for (_, source), said in zip(mutants, given, strict=True) if said != wanted
+    ]
+    return [
+        _task(f"{module}_{name}", name, number, source, cases, wanted, said)
+        for number, (source, said) in enumerate(seen)
+    ]
+
+
+def _task(
+    file: str,
+    name: str,
+    number: int,
+    source: str,
+    cases: Sequence[tuple[Any, ...]],
+    wanted: list[str],
+    said: list[str],
+) -> dict[str, Json]:
+    wrong = next(
+        (n for n, pair in enumerate(zip(wanted, said, strict=False)) if len(set(pair)) > 1), 0
+    )
+    methods = "".join(
+        f"    def test_{n}(self):\n        self.assertEqual(answer(CASES[{n}]), {answer!r})\n\n"
+        for n, answer in enumerate(wanted)
+    )
+    listed = "".join(f"    {case!r},\n" for case in cases)
+    call = f"{name}({', '.join(map(repr, cases[wrong]))})"
+    return {
+        "id": f"{file}/{number}",
+        "input": f"{file}.py has one bug, in the function {name}. For example, {call} must give"
+        f" {wanted[wrong]}. Fix it.",
+        "files": {f"{file}.py": source},
+        "tests": {
+            "test_hidden.py": TEST.format(module=file, name=name, cases=listed, methods=methods)
+        },
+    }
+
+
+def _mutants(whole: str, name: str) -> Iterator[tuple[str, str]]:
+    """The function with one place changed, and its module with that: all other lines as they were.
+    Raises TypeError where the module has no such function."""
+    nodes = [node for node in ast.parse(whole).body if isinstance(node, ast.FunctionDef)]
+    function = next((node for node in nodes if node.name == name), None)
+    if function is None:
+        raise TypeError("its module does not define it")
+    lines = whole.splitlines(keepends=True)
+    first = min([function.lineno, *(place.lineno for place in function.decorator_list)]) - 1
+    head, tail = lines[:first], lines[function.end_lineno :]
+    for place, _ in enumerate(ast.walk(function)):
+        changed = copy.deepcopy(function)
+        if _change(list(ast.walk(changed))[place]):
+            text = ast.unparse(ast.fix_missing_locations(changed)) + "\n"
+            yield text, "".join([*head, text, *tail])
+
+
+def _change(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPS:
+        node.op = SWAPS[type(node.op)]()  # type: ignore[assignment]
+    elif isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+        node.ops[0] = SWAPS[type(node.ops[0])]()  # type: ignore[call-overload]
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        node.value += 1
+    elif isinstance(node, ast.If):
+        node.test = ast.UnaryOp(ast.Not(), node.test)
+    else:
+        return False
+    return True

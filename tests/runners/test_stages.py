@@ -1,0 +1,135 @@
+"""Prepare, run, score: each at its own pace, and none twice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import Any
+
+from agentrl.runners.executors.factory import make_executor
+from agentrl.runners.workspace.folders import Workspace, Workspaces
+from agentrl.types import RolloutState
+from tests.runners.test_partial import ask
+from tests.runners.workspace.conftest import configured
+
+
+class Pace:
+    """Counts who is in which stage; each takes so many seconds."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.seconds, self.now, self.most = seconds, Counter[str](), Counter[str]()
+        self.total = 0  # the most that were in any stage
+        self.beside = set[str]()  # stages that were busy while both slots ran
+
+    async def stage(self, name: str) -> None:
+        self.now[name] += 1
+        self.most[name] = max(self.most[name], self.now[name])
+        self.total = max(self.total, self.now.total())
+        if self.now["run"] == 2:
+            self.beside |= {stage for stage, busy in self.now.items() if busy}
+        await asyncio.sleep(self.seconds[name])
+        self.now[name] -= 1
+
+
+class FakeSpaces:
+    def __init__(self, pace: Pace) -> None:
+        self.pace, self.open = pace, 0
+
+    async def prepare(self, task: Any, ran: Any = None) -> Any:
+        await self.pace.stage("prepare")
+        self.open += 1
+        return self
+
+    async def remove(self, workspace: Any, **how: Any) -> None:
+        self.open -= 1
+
+    def diff(self) -> str:
+        return ""
+
+    def packed(self) -> bytes:
+        return b""
+
+    place = None
+
+
+async def run_at(bench: Any, pace: Pace, rollouts: int, **runner: int) -> float:
+    """Seconds that the rollouts took."""
+
+    async def agent(text: str) -> None:
+        await ask(text)
+        await pace.stage("run")
+
+    async def verify(result: Any) -> float:
+        await pace.stage("score")
+        return 1.0
+
+    spaces = FakeSpaces(pace)
+    began = time.monotonic()
+    found = await bench.run(
+        agent, *({"input": "x"} for _ in range(rollouts)), verifier=verify, workspaces=spaces,
+        **runner,
+    )  # fmt: skip
+    assert [rollout.reward() for rollout in found] == [1.0] * rollouts
+    assert spaces.open == 0
+    return time.monotonic() - began
+
+
+async def test_agents_run_while_others_are_prepared_and_scored(bench: Any) -> None:
+    pace = Pace(prepare=0.1, run=0.2, score=0.1)
+    await run_at(bench, pace, 10, concurrency=2, prepare=2, score=2)
+    assert pace.most == {"prepare": 2, "run": 2, "score": 2}
+    assert pace.beside == {"prepare", "run", "score"}
+
+
+async def test_without_stages_a_rollout_keeps_its_slot_to_its_end(bench: Any) -> None:
+    pace = Pace(prepare=0.02, run=0.02, score=0.02)
+    await run_at(bench, pace, 6, concurrency=2)
+    assert max(pace.most.values()) == 2
+    assert pace.total == 2
+
+
+async def test_one_that_was_given_back_is_scored_and_not_run_again(
+    bench: Any, tmp_path: Any
+) -> None:
+    code = "call('x'); open('made', 'w').write('by the agent'); os.unlink('old'); print('said')"
+    config = configured(tmp_path, code)
+    url = bench.gateway.base_url
+    spaces = Workspaces(config, root=tmp_path, gateway=url)
+    executor = make_executor(config, root=tmp_path, gateway=url, runner="test")
+    await executor.start()
+    await spaces.start()
+    seen, scoring = [], asyncio.Event()
+
+    async def hang(workspace: Workspace) -> float:
+        scoring.set()
+        await asyncio.sleep(60)
+        return 0.0
+
+    def verify(workspace: Workspace, trace: Any, result: Any) -> float:
+        names = sorted(path.name for path in workspace.path.iterdir())
+        seen.append((names, (workspace.path / "made").read_text(), result, len(trace.transitions)))
+        return 0.5
+
+    try:
+        await bench.enqueue({"input": "x", "files": {"old": "x"}})
+        how: dict[str, Any] = {"workspaces": spaces, "score": 1, "drain": 0.0}
+        stop = asyncio.Event()
+        working = asyncio.create_task(bench.worker(executor, hang, **how).run(stop))
+        await scoring.wait()
+        stop.set()
+        await working
+        stop = asyncio.Event()
+        working = asyncio.create_task(bench.worker(executor, verify, **how).run(stop))
+        assert await bench.store.settled("g-r0", timeout=20.0)
+        stop.set()
+        await working
+        assert [path.name for path in spaces.folder.iterdir()] == ["templates"]
+    finally:
+        await executor.close()
+        await spaces.close()
+    (rollout,) = await bench.store.rollouts("test")
+    assert (rollout.state, rollout.reward()) == (RolloutState.SUCCEEDED, 0.5)
+    assert seen == [([".git", "made"], "by the agent", "said", 1)]
+    assert len(bench.model.requests) == 1
+    assert rollout.attempts == 2
