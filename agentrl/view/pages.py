@@ -287,7 +287,7 @@ class Pages:
         """Curves; one that the run does not have costs nothing and is empty."""
         known = await self.store.metric_names(run)
         wanted = [name for name in names if name in known]
-        return dict.fromkeys(names, []) | await self.store.series(run, wanted, points=points)
+        return {name: [] for name in names} | await self.store.series(run, wanted, points=points)
 
     async def _recent(self, state: RunState, steps: int) -> list[StepRow]:
         return await self.store.steps(state.run, after=max(state.step - 1 - steps, -1))
