@@ -123,7 +123,8 @@ async def _pages(
             for values in tokens.values() if redacted else ():
                 cast(RedactedStore, redacted).hide_tokens(values)
             yield f"/rollout/{id}", _content(page, tokens_of=tokens)
-            yield f"/lanes/{id}", _content(await pages.lanes(id))
+            if len(page.values["roles"]) > 1:
+                yield f"/lanes/{id}", _content(await pages.lanes(id))
     for step in sorted(steps):
         yield f"/step/{step}/{run}", _content(await pages.step(run, step))
 
