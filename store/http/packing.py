@@ -16,7 +16,7 @@ from agentrl.types import Json, Record, Trace, Transition
 NONE = -1
 
 
-class Link(Record, frozen=True, array_like=True):
+class CallLink(Record, frozen=True, array_like=True):
     """What a call takes from earlier ones, by their places in the trace; -1: nothing."""
 
     tokens: int = NONE  # its prompt begins with all tokens of that call
@@ -29,11 +29,11 @@ class PackedTrace(Record, frozen=True):
     """A trace whose calls are without what their links say."""
 
     trace: Trace
-    links: list[Link]
+    links: list[CallLink]
 
 
 def pack(trace: Trace) -> PackedTrace:
-    calls, links = list[Transition](), list[Link]()
+    calls, links = list[Transition](), list[CallLink]()
     nodes: list[TreeNode] = []  # of calls with tokens; `seq` is the place
     chats: list[list[Json]] = []
     sent: list[int] = []  # the first call of each set of tools
@@ -45,7 +45,7 @@ def pack(trace: Trace) -> PackedTrace:
         tools = next((i for i in sent if trace.transitions[i].tools == call.tools), NONE)
         if tools == NONE:
             sent.append(place)
-        links.append(Link(NONE if parent is None else parent.seq, chat, shared, tools))
+        links.append(CallLink(NONE if parent is None else parent.seq, chat, shared, tools))
         if whole := prompt + to_blob(call.completion):
             nodes.append(TreeNode(place, len(whole), digest(whole)))
         chats.append([*call.messages, *([] if call.answer is None else [call.answer])])
