@@ -133,4 +133,6 @@ async def test_a_client_made_at_import_has_the_gateways_key(
     with environment("http://127.0.0.1:1/v1", ["GEMINI_*"]):
         assert os.environ["GEMINI_API_KEY"] == "the user's own"
         assert os.environ["OPENAI_API_KEY"] == "agentrl"
+        assert "OPENAI_ORG_ID" not in os.environ
+    assert os.environ["OPENAI_ORG_ID"] == "the user's own"
     assert "ready_client" not in sys.modules
