@@ -1,9 +1,9 @@
 # Two commands: `make demo` trains the example agent, `make test` runs every test that needs neither
 # verl nor vLLM; `make test-engines` installs those two (3 GB) and runs the rest.
 # PYTHON chooses the interpreter the virtual environment is made from, WORKERS how many processes run
-# the tests; a test starts processes of its own, so that two keep two cores busy.
+# the tests: a test starts processes of its own and waits for them, and three keep two cores busy.
 PYTHON ?= python3
-WORKERS ?= 2
+WORKERS ?= 3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
