@@ -14,6 +14,8 @@ import msgspec
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import Json
 
+_entered: set[str] = set()  # folders of runs that this process has loaded files from
+
 
 def load_attribute(path: str, root: Path, *, key: str) -> Any:
     """The object that `path` names; a file is looked up under `root`, which joins `sys.path`.
@@ -32,8 +34,7 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
         loaded = sys.modules.get(source)
         if loaded is not None and getattr(loaded, "__file__", None) != str(file):
             del sys.modules[source]  # another run's file of the same name
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    _enter(str(folder))
     try:
         module = importlib.import_module(source)
     except ImportError as error:
@@ -44,6 +45,18 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
         public = [item for item in vars(module) if not item.startswith("_")]
         raise ConfigError(f"{key} = {path!r}: it has no {name!r}; {nearest(name, public)}")
     return getattr(module, name)
+
+
+def _enter(folder: str) -> None:
+    """Put a run's folder first in `sys.path`. Modules of other runs' folders are forgotten where
+    this folder has a file of the same name: its files mean their neighbours by `import tasks`."""
+    if sys.path[:1] != [folder]:
+        sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
+    for file in Path(folder).glob("*.py"):
+        origin = Path(getattr(sys.modules.get(file.stem), "__file__", None) or file)
+        if origin != file and str(origin.parent) in _entered:
+            del sys.modules[file.stem]
+    _entered.add(folder)
 
 
 def import_error(what: str, error: Exception) -> ConfigError:

@@ -18,6 +18,16 @@ def test_files_of_one_name_in_two_folders(tmp_path: Path) -> None:
         assert load_attribute("same_name.py:value", tmp_path / name, key="k") == name
 
 
+def test_a_file_means_its_own_neighbours(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same_neighbour.py").write_text(f"value = {name!r}\n")
+        (tmp_path / name / f"asks_{name}.py").write_text("from same_neighbour import value\n")
+    for name in ("one", "two", "one"):
+        assert load_attribute(f"asks_{name}.py:value", tmp_path / name, key="k") == name
+        assert load_attribute("same_neighbour.py:value", tmp_path / name, key="k") == name
+
+
 @pytest.mark.parametrize(
     ("source", "path", "message"),
     [
