@@ -4,7 +4,6 @@ bugs that a hidden check sees become tasks. `train` and `heldout` are of the sta
 from __future__ import annotations
 
 import ast
-import copy
 import importlib
 import inspect
 import json
@@ -163,18 +162,20 @@ def _mutants(whole: str, name: str) -> Iterator[tuple[str, str]]:
     lines = whole.splitlines(keepends=True)
     first = min([function.lineno, *(place.lineno for place in function.decorator_list)]) - 1
     head, tail = lines[:first], lines[function.end_lineno :]
-    for place, _ in enumerate(ast.walk(function)):
-        changed = copy.deepcopy(function)
-        if _change(list(ast.walk(changed))[place]):
-            text = ast.unparse(ast.fix_missing_locations(changed)) + "\n"
+    for node in list(ast.walk(function)):
+        before = dict(vars(node))
+        if _change(node):
+            text = ast.unparse(ast.fix_missing_locations(function)) + "\n"
+            vars(node).update(before)
             yield text, "".join([*head, text, *tail])
 
 
 def _change(node: ast.AST) -> bool:
+    """Make a bug of a node by giving it other fields; False where it is no place for one."""
     if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPS:
         node.op = SWAPS[type(node.op)]()  # type: ignore[assignment]
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
-        node.ops[0] = SWAPS[type(node.ops[0])]()  # type: ignore[call-overload]
+        node.ops = [SWAPS[type(node.ops[0])](), *node.ops[1:]]  # type: ignore[list-item]
     elif isinstance(node, ast.Constant) and type(node.value) is int:
         node.value += 1
     elif isinstance(node, ast.If):

@@ -64,7 +64,7 @@ def parse_results(text: str) -> dict[str, bool]:
     if SUMMARY in text:
         rows = [(name, said) for said, name in PYTEST.findall(text.rpartition(SUMMARY)[2])]
     else:
-        rows = [(f"{where}", said) for _, where, said in UNITTEST.findall(text)]
+        rows = [(where, said) for _, where, said in UNITTEST.findall(text)]
     good, skipped = ("PASSED", "XFAIL", "ok", "expected failure"), ("SKIPPED", "skipped")
     return {name: said in good for name, said in rows if said not in skipped}
 

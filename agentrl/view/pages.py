@@ -110,7 +110,7 @@ class Pages:
         values["at"] = recent[-1].at if recent else state.created
         values["last"] = {name: value for row in recent for name, value in row.metrics.items()}
         wanted = [*SHOWN, *({query["metric"]} - set(SHOWN) if "metric" in query else ())]
-        found = {} if live else await self._series(run, wanted)
+        found = {} if live else await self._series(run, wanted, known=values["names"])
         values["shown"] = [name for name in wanted if found.get(name)]
         values["series"] = {name: records.finite(points) for name, points in found.items()}
         values["curves"] = {name: records.curve(points) for name, points in found.items()}
@@ -283,9 +283,13 @@ class Pages:
             raise NotFound(f"there is no run {run!r} in this store")
         return state
 
-    async def _series(self, run: str, names: list[str], points: int = POINTS) -> Values:
-        """Curves; one that the run does not have costs nothing and is empty."""
-        known = await self.store.metric_names(run)
+    async def _series(
+        self, run: str, names: list[str], points: int = POINTS, known: list[str] | None = None
+    ) -> Values:
+        """Curves; one that the run does not have costs nothing and is empty. `known`: the names
+        of the run's metrics, asked for if None."""
+        if known is None:
+            known = await self.store.metric_names(run)
         wanted = [name for name in names if name in known]
         return {name: [] for name in names} | await self.store.series(run, wanted, points=points)
 

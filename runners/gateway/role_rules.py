@@ -6,8 +6,9 @@ of sub-agents. None of them says so in a way that the others share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -23,10 +24,16 @@ def role_of_request(
     rules: Sequence[RoleRule], request: ModelRequest, headers: Mapping[str, str], raw: bytes
 ) -> str | None:
     """The role of the first rule that holds; `raw` is the body as the agent sent it."""
-    return next((rule.role for rule in rules if _holds(rule, request, headers, raw)), None)
+    body = cache(partial(msgspec.json.decode, raw, type=dict[str, Any]))  # of 80 kB, for few rules
+    return next((rule.role for rule in rules if _holds(rule, request, headers, body)), None)
 
 
-def _holds(rule: RoleRule, request: ModelRequest, headers: Mapping[str, str], raw: bytes) -> bool:
+def _holds(
+    rule: RoleRule,
+    request: ModelRequest,
+    headers: Mapping[str, str],
+    body: Callable[[], dict[str, Any]],
+) -> bool:
     for name, pattern in rule.header.items():
         if name not in headers or not fnmatchcase(headers[name], pattern):
             return False
@@ -45,8 +52,7 @@ def _holds(rule: RoleRule, request: ModelRequest, headers: Mapping[str, str], ra
     said = _texts(last)[-1] if last.get("role") == "user" else ""
     if rule.prompt and not fnmatchcase(said, f"{rule.prompt}*"):
         return False
-    body = msgspec.json.decode(raw, type=dict[str, Any]) if rule.field else {}
-    return all(_field_matches(body, key, pattern) for key, pattern in rule.field.items())
+    return all(_field_matches(body(), key, pattern) for key, pattern in rule.field.items())
 
 
 def _texts(message: Mapping[str, Json]) -> list[str]:

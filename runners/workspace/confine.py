@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypedDict
 
@@ -174,10 +175,10 @@ def _check(result: int, path: str = "") -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path or None)
 
 
-def _in_child(work: object) -> NoReturn:
+def _in_child(work: Callable[[], int]) -> NoReturn:
     status = 126
     try:
-        status = work()  # type: ignore[operator]
+        status = work()
     except OSError as error:
         os.write(2, f"cannot confine the program: {error}\n".encode())
     finally:

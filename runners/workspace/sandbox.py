@@ -15,6 +15,7 @@ from agentrl.config import WorkspaceConfig
 from agentrl.config.infrastructure import ContainerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.workspace import confine
+from agentrl.runners.workspace.sources import change_owner
 
 
 class Sandbox:
@@ -60,10 +61,7 @@ class Sandbox:
 
     def give(self, folder: Path) -> None:
         """Make the files of a folder those of the user that programs run as."""
-        if self.owner is not None:
-            for parent, folders, names in os.walk(folder):
-                for name in (".", *folders, *names):
-                    os.chown(Path(parent, name), *self.owner, follow_symlinks=False)
+        change_owner(folder, self.owner)
 
     def _bubblewrap(self, folder: str, works_in: str) -> list[str]:
         argv = ["bwrap", "--die-with-parent", "--unshare-pid", "--ro-bind", "/", "/"]

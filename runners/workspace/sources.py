@@ -113,10 +113,7 @@ def _build(source: Json, folder: Path, root: Path, owner: tuple[int, int] | None
         _git(["commit", "--quiet", "--allow-empty", "--no-verify", "--message=start"], folder)
         if files > PACK:
             _git(["repack", "-adq"], folder)
-        if owner is not None:
-            for parent, folders, names in os.walk(folder):
-                for name in (".", *folders, *names):
-                    os.chown(Path(parent, name), *owner, follow_symlinks=False)
+        change_owner(folder, owner)
     except OSError as error:
         raise no_space_or(error, "make") from None
     except ValueError as error:  # a name or a text that no file can have
@@ -158,6 +155,14 @@ def write_files(folder: Path, files: Mapping[str, Json]) -> None:
         elif file.is_dir():
             cleaner.remove(file)
         file.write_text(text, encoding="utf-8")
+
+
+def change_owner(folder: Path, owner: tuple[int, int] | None) -> None:
+    """Make the files of a folder those of a user and a group; nothing for None."""
+    if owner is not None:
+        for parent, folders, names in os.walk(folder):
+            for name in (".", *folders, *names):
+                os.chown(Path(parent, name), *owner, follow_symlinks=False)
 
 
 def no_space_or(error: OSError, verb: str) -> WorkspaceError:
