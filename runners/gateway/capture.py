@@ -220,7 +220,7 @@ class SampledChoice:
     def has_content(self) -> bool:
         return any(said for name, said in self.message.items() if name != "role")
 
-    def transition(self, version: int | None, **known: Any) -> Transition:
+    def transition(self, version: int | None = None, **known: Any) -> Transition:
         """The stored form. Without exact ids it is kept, marked inexact. `version` made the first
         token, unless the choice itself names another."""
         return Transition(

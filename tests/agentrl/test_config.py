@@ -71,7 +71,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         (
             "[algorithm]\noverlap = 'none'\nmax_staleness = 1",
             [],
-            r"overlap = 'none' .* max_staleness = 1 asks for that; remove one",
+            r"overlap = 'none' .*max_staleness = 1 asks for that; remove one",
         ),
         (
             "[algorithm]\noverlap = 'in_flight'\nmax_staleness = 1",

@@ -958,7 +958,7 @@ async def test_a_conversation_comes_back_exactly(store, kit):
         ),
     ]
     assert await store.add_transitions(calls[:3]) == [True] * 3
-    assert await store.add_transitions(calls[2:]) == [True] * 3
+    assert await store.add_transitions(calls[2:]) == [True] * 4
     trace = await store.trace("a/0")
     assert trace.transitions == calls
     assert (await store.counts("run")).transitions == 6
