@@ -303,7 +303,7 @@ class Credit(Record, frozen=True):
     psi: Float32  # coefficient of the log-prob's gradient
 
 
-class Judgement(Record, frozen=True):
+class StepReward(Record, frozen=True):
     """A reward that a training step gave to one of its rollouts, or to a call or role of one."""
 
     rollout: str
@@ -322,7 +322,7 @@ class StepCommit(Record, frozen=True):
     metrics: dict[str, float]
     discarded: list[str] = []  # groups that are settled by this step without being trained
     credits: list[Credit] = []  # of calls of `groups`
-    judgements: list[Judgement] = []  # of rollouts of `groups`
+    rewards: list[StepReward] = []  # of rollouts of `groups`
 
 
 class RunState(Record, frozen=True):
