@@ -79,15 +79,14 @@ class Store(Protocol):
         ...
 
     async def claim_groups(
-        self, run: str, epoch: int, n: int, *, timeout: float | None = None
+        self, run: str, epoch: int, n: int, *, ordered: bool = False, timeout: float | None = None
     ) -> list[types.Group]:
-        """The oldest `n` settled, untrained training groups of the run, by id, with rollouts,
+        """The first `n` settled, untrained training groups of the run, by id, with rollouts,
         rewards and the transitions of each rollout's last attempt. Settled: every rollout is
-        terminal, failures included. Waits until `n` are settled; returns fewer only when
-        `timeout` seconds have passed.
-
-        A repeat returns first what this epoch claimed and has not committed. Raises Fenced, also
-        while it waits, if `epoch` is old; NotFound for an unknown run; Invalid unless `n` > 0."""
+        terminal, failures included. Waits until `n` are settled, `ordered`: until the first `n` of
+        all untrained groups are; returns fewer only when `timeout` seconds have passed. A repeat
+        returns first what this epoch claimed and has not committed. Raises Fenced, also while it
+        waits, if `epoch` is old; NotFound for an unknown run; Invalid unless `n` > 0."""
         ...
 
     async def publish(self, version: types.PolicyVersion, *, epoch: int | None = None) -> None:

@@ -104,12 +104,12 @@ class SqlStore:
     rewind = _writing(maintenance.rewind)
 
     async def claim_groups(
-        self, run: str, epoch: int, n: int, *, timeout: float | None = None
+        self, run: str, epoch: int, n: int, *, ordered: bool = False, timeout: float | None = None
     ) -> list[types.Group]:
         limits.check_positive("n", n)
 
         def claim(tx: Transaction, last: bool) -> list[str] | None:
-            return training.claim_groups(tx, run, epoch, n, last=last)
+            return training.claim_groups(tx, run, epoch, n, ordered=ordered, last=last)
 
         ids = await self._until(GROUPS, claim, timeout)
         return await self._readers.read(partial(traces.groups, run=run, ids=ids))

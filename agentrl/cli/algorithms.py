@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from math import ceil
 from pathlib import Path
 
 import click
@@ -79,8 +80,9 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
             settings.preset, settings.options, streams=ALL_STREAMS, root=Path(config.root)
         )
         own = {row.transition: row for row in credits if row.policy == policy}
+        oldest = team.steps_learned(config, policy, step or 0) - ceil(settings.max_staleness)
         explanation = explain(
-            algo, groups, min_group=settings.min_group, credits=own, policy=policy
+            algo, groups, min_group=settings.min_group, credits=own, policy=policy, oldest=oldest
         )
         if config.policies:
             lines.append(f"policy {policy}")

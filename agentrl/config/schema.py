@@ -180,6 +180,9 @@ class AlgorithmConfig(Section, frozen=True):
     minibatches: Count = 1  # optimizer steps a batch is split into
     epochs: Count = 1  # passes over a batch
     lr: Positive = 1e-6
+    # Effective sample size of the weights against the sampler, as a share of the tokens, below
+    # which lr falls in proportion (VCPO, arXiv 2602.17616); costs a forward of the batch.
+    lr_ess: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # none: lr does not fall
     warmup: Natural = 0  # steps of linear learning-rate warm-up
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after it
     min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule

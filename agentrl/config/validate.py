@@ -280,9 +280,13 @@ def _staleness(config: RunConfig) -> Iterator[str]:
             f"engine.keys = {keys!r}: weights change while no call runs, unless algorithm.overlap "
             "= 'in_flight'; remove it"
         )
+    grows = algorithm.branching.kind != "none" or algorithm.counterfactual.stand_ins
     for key in ("order", "close_at", "group_deadline"):
-        if getattr(algorithm, key) != getattr(AlgorithmConfig(), key):
-            yield f"algorithm.{key}: not in this version; remove it"
+        if grows and getattr(algorithm, key) != getattr(AlgorithmConfig(), key):
+            yield (
+                f"algorithm.{key}: rollouts join a group when all of its own have ended, with "
+                "algorithm.branching or counterfactual; leave one of them out"
+            )
     if algorithm.order == "asked" and algorithm.stale != "withhold":
         yield (
             f"algorithm.stale = {algorithm.stale!r}: groups that are trained in the order asked "

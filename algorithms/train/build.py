@@ -14,7 +14,7 @@ from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.presets.registry import check_group
+from agentrl.algorithms.presets.registry import check_group, check_staleness
 from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
 from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import resampling_reward
@@ -90,6 +90,7 @@ def load_algorithm(config: RunConfig) -> Algo:
         settings.preset, settings.options, streams=streams, root=Path(config.root)
     )
     check_group(settings, algo)
+    check_staleness(settings, algo)
     factory.refuse_unused_settings(config, algo)
     return counterfactuals.with_optional_reward(settings.counterfactual, algo)
 

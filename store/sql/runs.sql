@@ -24,10 +24,17 @@ select id from groups
 where run_id = ? and purpose = 'train' and state = 'claimed'
 order by id limit ?;
 
+-- name: last_of_first_groups
+select max(id) as id from (
+    select id from groups
+    where run_id = :run and purpose = 'train' and state in ('open', 'settled', 'claimed')
+    order by id limit :n
+) as untrained;
+
 -- name: settled_groups
 select id from groups
-where run_id = ? and purpose = 'train' and state = 'settled'
-order by id limit ?;
+where run_id = :run and purpose = 'train' and state = 'settled' and id <= coalesce(:until, id)
+order by id limit :n;
 
 -- name: claim_group
 update groups set state = 'claimed', claimed_epoch = :epoch where id = :group;
