@@ -144,8 +144,8 @@ def _built(name: str) -> Algo:
 def _line(name: str, function: object) -> str:
     """A preset with the fields that it sets besides credit; a modifier with those it changes."""
     modifier = name.startswith("+")
-    algo = _built("reinforce" + name if modifier else name)
-    base = presets.make("reinforce", {}) if modifier else Algo(algo.credit)
+    algo = _built("grpo" + name if modifier else name)
+    base = presets.make("grpo", {}) if modifier else Algo(algo.credit)
     words = {"credit": "credit", "gates": "gates", "penalties": "penalties", "agg": "average",
              "keep": "filter"}  # fmt: skip
     fields = [word for key, word in words.items() if getattr(algo, key) != getattr(base, key)]

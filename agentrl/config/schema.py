@@ -46,6 +46,8 @@ class TasksConfig(Section, frozen=True):
     # Of training: each task once an epoch, or drawn by its success rate, most often tasks that are
     # solved half of the time. Outcomes must be from 0 to 1 for this.
     order: Literal["shuffle", "difficulty"] = "shuffle"
+    # Mean outcome from which a task is drawn no more (ScaleRL, arXiv 2510.13786).
+    solved: Positive | None = None  # none: every task is drawn again
 
 
 class VerifierConfig(Section, frozen=True):

@@ -54,6 +54,8 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _lora(config.policy.lora)
     yield from _schedule(config.algorithm)
     yield from _staleness(config)
+    if config.tasks.solved is not None and config.tasks.order == "difficulty":
+        yield "tasks.solved leaves out what tasks.order = 'difficulty' draws seldom; choose one"
     yield from _policies(config)
     yield from _stand_ins(config)
     yield from selfplay.problems(config)

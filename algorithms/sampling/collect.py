@@ -5,10 +5,9 @@ same rollouts, and the store ignores those it has. Groups that were claimed and 
 claimed again. So a step trains the same groups however often it is started, unless
 `algorithm.order = "ready"` lets it take groups of later steps that ended first.
 
-Groups are numbered, and which numbers have been asked for follows from the committed steps alone:
-see `groups_asked`. A step takes as many numbers as it adds; what it asks for in the place of others
-it also takes. So of the groups asked for, those that no step has trained or discarded are never
-more than (max_staleness + 1) x groups, whenever a process was killed.
+How many groups may be asked for follows from the counts of the store: see `room`. So of the groups
+asked for, those that no step has trained or discarded are never more than (max_staleness + 1) x
+groups, whenever a process was killed; what is asked for in the place of others comes on top.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, floor, isfinite, isnan
+from math import floor, isfinite, isnan
 from statistics import fmean
 
 from agentrl.algorithms.credit.core import SPREAD
@@ -30,12 +29,12 @@ from agentrl.algorithms.sampling.stragglers import (
     close_groups_during,
     is_stale,
 )
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
+from agentrl.algorithms.sampling.task_sampler import TaskSampler, group_number
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
 from agentrl.store.limits import LARGEST_REWARD, ROUNDING
-from agentrl.types import Group, Transition
+from agentrl.types import Counts, Group, Purpose, Transition
 
 log = logging.getLogger(__name__)
 ROUNDS = 10  # of replacements; verl's max_num_gen_batches
@@ -127,10 +126,11 @@ class Collector:
     async def ask(self, step: int) -> None:
         """Request the groups of this step and of the steps that may be prefetched. Branches join
         this step's groups before they are claimed."""
-        size, last = self.config.algorithm.groups, groups_asked(self.config, step)
-        steps = range(step, ceil(last / size))
-        asked = [rollout for ahead in steps for rollout in self.tasks.rollouts(ahead)]
-        await self.store.enqueue(asked[: (last - step * size) * self.config.algorithm.group_size])
+        free = room(self.config, step, await self.store.counts(self.config.name))
+        if free > 0:
+            last = await self.store.groups(self.config.name, purpose=Purpose.TRAIN, limit=1)
+            first = 1 + group_number(last[0].id) if last else 0
+            await self.store.enqueue(self.tasks.groups(first, free))
         await request_branches(self.store, self.config, self.tasks.rollouts(step))
 
     def is_informative(self, group: Group) -> bool:
@@ -144,15 +144,16 @@ class Collector:
         return max(values) - min(values) > SPREAD * max(map(abs, values))
 
 
-def groups_asked(config: RunConfig, step: int) -> int:
-    """How many groups have been asked for, replacements aside, when `step` steps are committed:
-    max_staleness steps more than the next one trains, up to the end of the run.
+def room(config: RunConfig, step: int, counts: Counts) -> int:
+    """How many more groups may be asked for before a step is trained, so that those that no step
+    has trained or discarded are (max_staleness + 1) x groups, or what the run has still to train.
 
-    Group n is trained by step n // groups, so no token of it is older than ceil(max_staleness)
-    updates."""
+    Trained in the order asked, no group then waits for more than max_staleness steps, rounded up,
+    so no token of it is older than as many updates."""
     size = config.algorithm.groups
     ahead = floor(config.algorithm.max_staleness * size + 1e-9)  # 0.29 * 100 is 28.999...
-    return min((step + 1) * size + ahead, config.steps * size)
+    most = min(size + ahead, (config.steps - step) * size)
+    return most - counts.groups_open - counts.groups_settled
 
 
 def resampling_reward(config: AlgorithmConfig, algo: Algo) -> str | None:

@@ -35,6 +35,21 @@ async def evaluate_upstreams(config: RunConfig) -> None:
         await store.log(config.name, 0, {ENDED: 1.0}, epoch=state.epoch)
 
 
+async def evaluate_due(
+    store: Store, config: RunConfig, epoch: int, step: int, heldout: list[dict[str, Json]]
+) -> None:
+    """Held-out scores after `step` steps, where the run file asks for them."""
+    settings = config.eval
+    outer = step in (0, config.steps)
+    if not heldout or not (outer or (settings.every and step % settings.every == 0)):
+        return
+    limit = settings.tasks if outer else settings.curve_tasks
+    temperatures = {"score": settings.temperature}
+    if outer and settings.sampled:
+        temperatures["sampled"] = 1.0
+    await evaluate_heldout(store, config, epoch, step, heldout[: limit or None], temperatures)
+
+
 async def evaluate_heldout(
     store: Store,
     config: RunConfig,

@@ -98,8 +98,8 @@ def is_stale(config: RunConfig, rollouts: Iterable[Rollout], step: int) -> bool:
 
 
 def cancelled_metrics(config: RunConfig, groups: Sequence[Group], step: int) -> dict[str, float]:
-    """rollouts/cancelled, groups/closed_early: which had some. tokens/wasted: sampled by them, or by
-    groups that are replaced because they got too old. Empty where nothing was cancelled."""
+    """rollouts/cancelled, groups/closed_early: which had some. tokens/wasted: sampled by them,
+    or by groups that are replaced as too old. Empty where nothing was cancelled."""
     replaced = config.algorithm.stale == "cancel"
     cancelled, closed, wasted = 0, 0, 0
     for group in groups:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import ceil
 
 import msgspec
 import torch
@@ -39,6 +40,10 @@ class TaskDifficulty:
         outcomes = torch.tensor([row.reward() for row in rollouts], dtype=torch.float64)
         _, self.means.values = self.means.read([task_name(row.task) for row in rollouts], outcomes)
 
+    def mean(self, task: Task) -> float:
+        """Its mean outcome so far; 0 for a task never seen."""
+        return self.means.values.get(task_name(task), (0.0, 0))[0]
+
     def weight(self, task: Task) -> float:
         """p (1 - p) of the rate p at which it is solved, in (0, 1/4]: that of a task never seen is
         1/2, and one success and one failure are added to what was seen of the others."""
@@ -51,6 +56,11 @@ class TaskDifficulty:
         return random.Random(seed).choices(tasks, [self.weight(task) for task in tasks], k=n)
 
 
+def group_number(id: str) -> int:
+    """Its number, or that of the group before it for one that was asked for in another's place."""
+    return int(id.rpartition("/")[2].partition(".")[0])
+
+
 def task_name(task: Task) -> str:
     """Its `id`, or without one a digest of its content."""
     if "id" in task:
@@ -61,8 +71,8 @@ def task_name(task: Task) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TaskSampler:
-    """Training tasks in a shuffled order that changes every epoch or, with `difficulty`, drawn by
-    how often they were solved so far.
+    """Training tasks in a shuffled order that changes every epoch, or drawn by how often they were
+    solved so far; `difficulty` knows that.
 
     greedy: whether the first rollout of each group is asked for at temperature 0, as a baseline.
     pool: who plays whom, in games."""
@@ -78,29 +88,50 @@ class TaskSampler:
         epoch, position = divmod(index, len(self.tasks))
         return self.tasks[_order(f"{self.config.seed}/{epoch}", len(self.tasks))[position]]
 
+    @property
+    def by_difficulty(self) -> TaskDifficulty | None:
+        return self.difficulty if self.config.tasks.solved is None else None
+
+    def unsolved(self, task: dict[str, Json], number: int) -> dict[str, Json]:
+        """The task, or where it is solved (`tasks.solved`) another that is not, if there is one."""
+        solved, difficulty = self.config.tasks.solved, self.difficulty
+        if solved is None or difficulty is None or difficulty.mean(task) < solved:
+            return task
+        left = [other for other in self.tasks if difficulty.mean(other) < solved]
+        return left[number % len(left)] if left else task
+
     def rollouts(self, step: int) -> list[NewRollout]:
         """`groups` x `group_size` rollouts that training step `step` compares."""
         size = self.config.algorithm.groups
         numbers = range(step * size, (step + 1) * size)
-        tasks = [self.task(number) for number in numbers]
-        if self.difficulty is not None:
-            tasks = self.difficulty.draw(self.tasks, f"{self.config.seed}/{step}", size)
+        if self.by_difficulty is not None:
+            tasks = self.by_difficulty.draw(self.tasks, f"{self.config.seed}/{step}", size)
+        else:
+            tasks = [self.unsolved(self.task(number), number) for number in numbers]
         return [
             rollout
             for number, task in zip(numbers, tasks, strict=True)
             for rollout in self._group(f"{number:07d}", task, step)
         ]
 
+    def groups(self, first: int, n: int) -> list[NewRollout]:
+        """The rollouts of `n` groups from number `first` on."""
+        size, each = self.config.algorithm.groups, self.config.algorithm.group_size
+        steps = range(first // size, ceil((first + n) / size))
+        rollouts = [rollout for step in steps for rollout in self.rollouts(step)]
+        return rollouts[first % size * each :][: n * each]
+
     def replacements(self, step: int, round: int, n: int) -> list[NewRollout]:
         """The first `n` groups that a step may ask for in a round of replacements, of tasks in an
         order of its own. By name they come after the groups of the step and before the next's."""
         last = (step + 1) * self.config.algorithm.groups - 1
         seed = f"{self.config.seed}/{step}/{round}"
-        if self.difficulty is not None:
-            tasks = self.difficulty.draw(self.tasks, seed, n)
+        if self.by_difficulty is not None:
+            tasks = self.by_difficulty.draw(self.tasks, seed, n)
         else:
             order = _order(seed, len(self.tasks))
             tasks = [self.tasks[order[number % len(order)]] for number in range(n)]
+            tasks = [self.unsolved(task, number) for number, task in enumerate(tasks)]
         return [
             rollout
             for number, task in enumerate(tasks)

@@ -114,8 +114,8 @@ def make_policies(
 
 
 def make_difficulty(tasks: TasksConfig, policies: PolicySet) -> TaskDifficulty | None:
-    """The tasks' difficulty, if tasks are drawn by it; it is saved with the run."""
-    if tasks.order != "difficulty":
+    """The tasks' difficulty, if it decides what is drawn; it is saved with the run."""
+    if tasks.order != "difficulty" and tasks.solved is None:
         return None
     difficulty = TaskDifficulty()
     policies.memory.parts[DIFFICULTY] = difficulty.means

@@ -74,7 +74,9 @@ class Updater:
         check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
-        algo = staleness.withhold(algo, batch, turn - ceil(self.config.algorithm.max_staleness))
+        oldest = turn - ceil(self.config.algorithm.max_staleness)
+        old = staleness.token_lag(batch, oldest) > 0
+        algo = staleness.withhold(algo, batch, oldest)
         batch, streams = score_batch(algo, self.learner, replace(batch, memory=recall.columns))
         streams = {**streams, **self.staleness_streams(algo, batch, turn)}
         values = critic_targets.critic_terms(algo, batch, clip=self.config.critic.clip)
@@ -86,6 +88,7 @@ class Updater:
             **taken,
             **metrics.batch_metrics(groups, batch, self.policy),
             **metrics.staleness(step, groups, self.policy, version=turn),
+            "staleness/withheld": float(old.sum()),
             **(critic_targets.value_metrics(values) if values else {}),
             **measured,
             **held,

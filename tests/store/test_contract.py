@@ -538,6 +538,22 @@ async def test_claim_groups_waits_for_all_it_asked_for(store, kit):
         assert [group.id for group in await waiting] == ["a", "b"]
 
 
+async def test_groups_that_are_claimed_in_order_wait_for_the_first(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    slow = await claim(store)
+    for group in ("b", "c", "d"):
+        await settle(store, kit, group)
+    assert [g.id for g in await store.claim_groups("run", 1, 2, ordered=True, timeout=0)] == []
+    waiting = asyncio.create_task(store.claim_groups("run", 1, 2, ordered=True))
+    await store.finish([kit.good(attempt) for attempt in slow])
+    async with asyncio.timeout(SOON):
+        assert [group.id for group in await waiting] == ["a", "b"]
+    assert len(await store.claim_groups("run", 1, 2, ordered=True, timeout=0)) == 2
+    assert [g.id for g in await store.claim_groups("run", 1, 3, ordered=True)] == ["a", "b", "c"]
+    await store.commit_step(kit.step(0, ["a", "b"], discarded=["c"]))
+    assert [g.id for g in await store.claim_groups("run", 1, 1, ordered=True)] == ["d"]
+
+
 async def test_claim_groups_takes_what_there_is_at_the_timeout(store, kit):
     await settle(store, kit, "a")
     assert len(await store.claim_groups("run", 1, 2, timeout=0.01)) == 1

@@ -206,17 +206,23 @@ def test_groups_that_teach_nothing() -> None:
 
 
 def test_staleness_counts_sampled_tokens() -> None:
-    calls = [call("a", 3, version=2), call("b", 1, version=5), call("c", 9, version=None)]
+    calls = [
+        call("a", 3, version=2, spans=[(0, 2), (1, 4)]),
+        call("b", 1, version=5),
+        call("c", 9, version=None),
+    ]
     old, new = (
         Group(id=str(step), run="r", step=step, rollouts=[rollout("a", [], *part)])
         for step, part in ((3, calls[:1]), (5, calls[1:]))
     )
-    lags = [5 - 2] * 3 + [5 - 5]
+    lags = [5 - 2, 5 - 4, 5 - 4, 5 - 5]
     assert staleness(5, [old, new]) == {
         "staleness/steps_mean": 1,
         "staleness/steps_max": 2,
         "staleness/version_mean": fmean(lags),
+        "staleness/version_p95": max(lags),
         "staleness/version_max": max(lags),
+        "staleness/mixed": 1,
     }
 
 
