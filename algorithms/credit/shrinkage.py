@@ -43,6 +43,5 @@ def variance_components(x: Tensor, wide: Tensor, narrow: Tensor) -> tuple[float,
 
 def reliability(count: Tensor, within: float, between: float) -> Tensor:
     """[U] how much of a mean of `count` values is signal, in [0, 1]."""
-    if between == 0:
-        return torch.zeros_like(count)
-    return count * between / (count * between + within)
+    signal = count * between
+    return torch.where(signal > 0, signal / (signal + within), 0.0)

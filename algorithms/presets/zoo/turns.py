@@ -156,12 +156,13 @@ def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) 
         value = mean + trust * (after - mean)
         x = received + gamma * torch.where(following >= 0, value[following], 0.0)
         mean = mean_by(x, state)[0]
-    base = mean_by(x, group, rollout)[0]
-    for wide, narrow in ((group, turn), (turn, state)):
-        others, count = mean_by(x, narrow, rollout)
-        base += reliability(count, *variance_components(x, wide, narrow)) * (others - base)
-    alone = mean_by(x, group, rollout)[1] == 0
-    advantage[known] = torch.where(alone, 0.0, x - base)
+    # Sums of other turns may hold what this call led to, so only returns stand in for its own turn.
+    base, others = mean_by(returns[known], group, rollout)
+    same, count = mean_by(x, turn, rollout)
+    base = torch.where(count > 0, same, base)
+    same, count = mean_by(x, state, rollout)
+    base += reliability(count, *variance_components(x, turn, state)) * (same - base)
+    advantage[known] = torch.where(others > 0, x - base, 0.0)
     return advantage
 
 
