@@ -133,8 +133,8 @@ def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) 
 
     The value of a state is the mean of the same sum over the group's calls in this state (batch
     TD(0): Sutton and Barto, Reinforcement Learning, 2018, 6.3), drawn to the mean return of the
-    calls with the same history as far as histories are seen to matter. Of groups, turns and states
-    each baseline is drawn to the wider one as far as the narrower do not differ."""
+    calls with the same history as far as histories are seen to matter; the baseline is that of
+    others in the state, drawn to others of the turn as far as states do not differ."""
     returns = turns.Returns(reward, gamma)(batch)
     known = (~returns.isnan()).nonzero().squeeze(1)
     advantage = torch.full_like(returns, torch.nan)
@@ -170,7 +170,8 @@ def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) 
 @preset("batch-td", clip=PPO_CLIP, kl=True)
 def batch_td(reward: str, *, gamma: Discount = 1.0) -> Algo:
     """Calls compared by what they received and the value of the state they led to, which is learned
-    from the group alone by batch TD. Where states do not show what was done before, by returns."""
+    from the group alone by batch TD; where states do not show what was done before, by returns.
+    States as in arXiv 2505.10978."""
     return Algo(GroupRelative(BatchTd(reward, gamma), base="none"))
 
 
