@@ -394,15 +394,3 @@ class Stats(Record, frozen=True):
     bytes: int
     free: int
     cursor: int
-
-
-class Pruned(Record, frozen=True):
-    """Numbers of rows that a prune removed, or would remove."""
-
-    rollouts: int = 0
-    attempts: int = 0
-    transitions: int = 0
-    spans: int = 0
-    rewards: int = 0
-    events: int = 0
-    bytes: int = 0  # of tokens, log-probs, messages and spans

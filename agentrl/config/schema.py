@@ -76,6 +76,15 @@ class PolicyConfig(Section, frozen=True):
     lora: LoraConfig = LoraConfig()
 
 
+class WarmupConfig(Section, frozen=True):
+    """Supervised fine-tuning of all weights of the policy before the run's first step."""
+
+    data: str = ""  # "file.jsonl" or "file.py:name": {"messages": [...], "tools": [...]}; none: no
+    steps: Count = 100
+    batch: Count = 16  # conversations in an optimizer step, drawn at random
+    lr: Positive = 1e-5  # after a linear rise over a tenth of the steps it falls linearly to 0
+
+
 class MemberConfig(Section, frozen=True):
     """One of several policies: its roles, its weights, and what differs from the run's tables."""
 
@@ -328,6 +337,7 @@ class RunConfig(Section, frozen=True):
     tasks: TasksConfig = TasksConfig()
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()
+    warmup: WarmupConfig = WarmupConfig()
     policies: dict[str, MemberConfig] = {}  # by name; none: one, of the name "policy"
     team: TeamConfig = TeamConfig()
     sampling: Sampling = Sampling()
@@ -358,7 +368,11 @@ class RunConfig(Section, frozen=True):
         return str(directory) if directory.is_dir() else name
 
     def model_path(self) -> str:
-        """The policy's model: a directory, which `policy.build` may have made, or a hub name."""
+        """The policy's model: a directory, which `policy.build` or the warm-up may have made, or a
+        hub name."""
+        warmed = Path(self.output, "warmup")
+        if self.warmup.data and warmed.is_dir():
+            return str(warmed)
         own = self.path(self.policy.model) if self.policy.model else Path(self.output, "policy")
         return str(own) if own.is_dir() else self.policy.model
 

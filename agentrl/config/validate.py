@@ -24,6 +24,7 @@ from agentrl.config.schema import (
     MemberConfig,
     RunConfig,
     TeamConfig,
+    WarmupConfig,
 )
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
@@ -58,6 +59,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from selfplay.problems(config)
     yield from _sinks(config.metrics.sinks)
     yield from _workspace(config)
+    yield from _warmup(config)
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:
@@ -119,6 +121,18 @@ def _workspace(config: RunConfig) -> Iterator[str]:
         yield (
             f"workspace.sandbox = {sandbox!r} with runner.executor = {kind!r}: a container is the "
             "sandbox of what runs in one, and of nothing else; set both or neither"
+        )
+
+
+def _warmup(config: RunConfig) -> Iterator[str]:
+    if not config.warmup.data:
+        if config.warmup != WarmupConfig():
+            yield "[warmup] is nothing without `data`, the conversations to imitate"
+        return
+    if config.policies or config.policy.lora.rank:
+        yield (
+            "[warmup] trains all weights of the run's one policy, and this run trains adapters or "
+            "several; make a run of its own for it, whose <output>/warmup is their policy.model"
         )
 
 
