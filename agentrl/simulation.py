@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from itertools import count
 from math import ceil, exp, floor, log
 
-TURN_SIGMA = 0.3  # of the number of calls of a rollout
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -27,7 +25,7 @@ class Workload:
     group_size: int
     ready: bool = False  # groups are trained as they end, not as they were asked for
     slots: int  # rollouts at a time
-    calls: float  # of a rollout
+    calls: float  # of a rollout, mean: the whole number below or above, as its task wants
     tokens: float  # of a call
     token_sigma: float = 0.0
     tool: float = 0.0  # between two calls
@@ -137,25 +135,24 @@ class Simulation:
         while self.queue and self.running < work.slots:
             self.running += 1
             rollout = self.queue.popleft()
-            calls = lognormal(work.calls, TURN_SIGMA, self.seed, rollout, "calls")
-            self.call(rollout, max(1, round(calls)))
+            share = random.Random(repr((self.seed, rollout[0]))).random()
+            self.call(rollout, 1, max(1, floor(work.calls + share)))
 
-    def call(self, rollout: tuple[int, int], left: int) -> None:
-        """left: calls of the rollout, with this one."""
+    def call(self, rollout: tuple[int, int], number: int, last: int) -> None:
         if self.held is not None:
-            self.held.append(lambda: self.call(rollout, left))
+            self.held.append(lambda: self.call(rollout, number, last))
             return
         self.begun.setdefault(rollout, len(self.committed))
-        work, key = self.work, (self.seed, rollout, left)
+        work, key = self.work, (self.seed, *rollout, number)
         self.debt += work.prompt / work.engines
         tokens = max(1.0, lognormal(work.tokens, work.token_sigma, *key, "tokens"))
 
         def answered() -> None:
-            if left == 1:
+            if number == last:
                 self.finish(rollout)
             else:
-                tool = lognormal(work.tool, work.tool_sigma, *key, "tool")
-                self.after(tool, lambda: self.call(rollout, left - 1))
+                tool = lognormal(work.tool, work.tool_sigma, *key)
+                self.after(tool, lambda: self.call(rollout, number + 1, last))
 
         heapq.heappush(self.calls, (self.progress + tokens, next(self.order), answered))
 

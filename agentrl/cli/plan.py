@@ -27,10 +27,9 @@ SIZES = {
 
 def _sizes(command: Any) -> Any:
     for name, (default, about) in reversed(SIZES.items()):
-        given = {"default": default, "show_default": bool(default), "required": default is None}
-        command = click.option(f"--{name}", type=click.FloatRange(min=0), help=about, **given)(
-            command
-        )
+        given: dict[str, Any] = {"required": True} if default is None else {"default": default}
+        number = click.FloatRange(min=0)
+        command = click.option(f"--{name}", type=number, help=about, **given)(command)
     return command
 
 

@@ -64,7 +64,8 @@ class Costs:
     per_token: float = 2e-5  # and for each token that it is fed
     update: float = 0.6
     tool: tuple[float, float] | None = (0.2, 1.5)
-    length: tuple[float, float, int, int] | None = None  # mean, sigma, least, most; none: as it ends
+    length: tuple[float, float, int, int] | None = None
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,9 @@ class VirtualRun:
         # What is measured:
         self.committed: list[float] = []  # when each step was
         self.done: list[tuple[float, float]] = []  # when each rollout ended, and its reward
-        self.calls: list[tuple[int, TokenUpdate]] = []  # of rollouts in order of their end: fed
+        self.calls: list[tuple[GenerationRequest, TokenUpdate]] = []  # that were trained
+        self.weights = [self.snapshot()]  # by version
+        self.pauses: list[float] = []  # seconds of wall clock
         self.max_lag = 0  # of tokens that were trained
         self.fed, self.computing = 0, 0.0
 
@@ -185,22 +188,29 @@ class VirtualRun:
         for request, update in updates:
             play = self.owners.pop(request)
             play.calls.append((request, update))
-            text, calls = parse(self.codec.decode(update.tokens))
-            if self.costs.tool and update.finish == "stop" and calls and len(play.calls) < CALLS:
-                functions = [{"type": "function", "function": asdict(c.function)} for c in calls]
-                play.messages.append(
-                    {"role": "assistant", "content": text, "tool_calls": functions}
-                )
-                found = self.look_up(calls[0].function.arguments)
-                play.messages.append({"role": "tool", "content": found})
+            if self.costs.length:  # nothing to learn, but something to train
+                play.reward = float(update.tokens[0] % 2)
+                goes_on = len(play.calls) < self.costs.calls
+            else:
+                goes_on = self.answer(play, update)
+            if goes_on and self.costs.tool:
                 key = self.seed, play.group, play.new.index, len(play.calls)
                 self.after(lognormal(*self.costs.tool, *key), partial(self.call, play))
             else:
-                right = not calls and text.strip() == play.new.task["answer"]
-                play.reward = float(update.finish == "stop" and right)
-                if self.costs.length:  # nothing to learn, but something to train
-                    play.reward = float(update.tokens[0] % 2)
                 self.finish(play)
+
+    def answer(self, play: Play, update: TokenUpdate) -> bool:
+        """Look up what was asked for, or score the answer. Returns whether a call follows."""
+        text, calls = parse(self.codec.decode(update.tokens))
+        if update.finish == "stop" and calls and len(play.calls) < CALLS:
+            functions = [{"type": "function", "function": asdict(call.function)} for call in calls]
+            play.messages.append({"role": "assistant", "content": text, "tool_calls": functions})
+            found = self.look_up(calls[0].function.arguments)
+            play.messages.append({"role": "tool", "content": found})
+            return True
+        right = not calls and text.strip() == play.new.task["answer"]
+        play.reward = float(update.finish == "stop" and right)
+        return False
 
     def look_up(self, arguments: str) -> str:
         try:
@@ -220,11 +230,14 @@ class VirtualRun:
         self.learn()
 
     # -- the engine
+    def run_commands(self) -> None:
+        while not self.engine.commands.empty():
+            self.engine.commands.get()()
+
     def kick(self) -> None:
         """Begin a step of the engine, unless one runs."""
         engine = self.engine
-        while not engine.commands.empty():
-            engine.commands.get()()
+        self.run_commands()
         if self.stepping or not (engine.rows.n or engine.waiting):
             return
         self.stepping = True
@@ -271,20 +284,25 @@ class VirtualRun:
             self.policies.update(self.version, groups)
         self.note_lags(groups)
         self.version += 1
-        weights = self.learned.state_dict()
+        self.weights.append(weights := self.snapshot())
 
         @torch.no_grad()
         def copy_weights() -> None:
             for name, weight in self.served.state_dict().items():
                 weight.copy_(weights[name])
 
-        self.engine.swap(0, self.version, copy_weights, keep=self.mode.keep)
+        swap = self.engine.swap(0, self.version, copy_weights, keep=self.mode.keep)
+        self.run_commands()
+        self.pauses.append(swap.result())
         self.committed.append(self.now)
         held, self.held, self.batch, self.updating = self.held or (), None, [], False
         for play in held:
             self.call(play)
         self.go_on()
         self.kick()
+
+    def snapshot(self) -> dict[str, Any]:
+        return {name: weight.clone() for name, weight in self.learned.state_dict().items()}
 
     def note_lags(self, groups: list[Group]) -> None:
         oldest = self.version - ceil(self.mode.ahead)
@@ -297,7 +315,7 @@ class VirtualRun:
         rollouts = []
         for play in sorted(plays, key=lambda play: play.new.index):
             new = play.new
-            self.calls += [(len(request.prompt), update) for request, update in play.calls]
+            self.calls += play.calls
             calls = [
                 Transition(
                     id=f"{new.id}/{number}",
@@ -355,7 +373,7 @@ class VirtualRun:
             slots=self.slots,
             calls=total / (len(self.committed) * self.groups * self.width),
             tokens=float(sizes.mean()),
-            token_sigma=float(np.log(sizes).std()),
+            token_sigma=float(np.sqrt(np.log1p(sizes.var() / sizes.mean() ** 2))),
             tool=mean,
             tool_sigma=sigma,
             decode=costs.step,
