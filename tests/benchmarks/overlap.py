@@ -31,7 +31,7 @@ from tests.benchmarks.virtual_run import STAFF, Costs, Mode, VirtualRun, make_po
 
 PRESETS = ("grpo+tis", "scalerl", "dppo-tv")
 SYNC, DRAINED1, FLIGHT1, FLIGHT4 = Mode(), Mode(1.0), Mode(1.0, True), Mode(4.0, True)
-LONG = Costs(tool=None, length=(180.0, 0.9, 64, 512))
+LONG = Costs(tool=None, length=(96.0, 0.9, 1, 512))  # median 64
 AGENT = Path(__file__).with_name("slow_agent.py")
 
 

@@ -49,7 +49,7 @@ def test_where_sampling_takes_no_time_a_step_trains_what_was_sampled_that_many_u
     """The oracle is a loop, which samples groups in the batches in which they are asked for."""
     costs = Costs(step=0.0, per_row=0.0, per_token=0.0, update=1.0, length=(8.0, 0.5, 4, 24))
     changed = SMALL | {"slots": 99, "costs": costs, "steps": 4}
-    flight = VirtualRun(tiny_model_dir, Mode(ahead, True), **changed).run()
+    flight = VirtualRun(tiny_model_dir, Mode(ahead, True, asked=True), **changed).run()
     oracle = VirtualRun(tiny_model_dir, Mode(ahead), **changed)
     oracle.learn = lambda: None  # type: ignore[method-assign]
     for step in range(4):

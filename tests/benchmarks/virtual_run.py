@@ -70,11 +70,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Mode:
-    """in_flight: else calls end before an update, and others wait."""
+    """in_flight: else calls end before an update, and others wait. asked: groups are trained in the
+    order in which they were asked for, else as they end."""
 
     ahead: float = 0.0
     in_flight: bool = False
     keep: bool = False
+    asked: bool = False
 
 
 @dataclass(eq=False)
@@ -261,7 +263,9 @@ class VirtualRun:
 
     # -- the learner
     def learn(self) -> None:
-        ready = [n for n in sorted(self.ended) if len(self.ended[n]) == self.width][: self.groups]
+        first = self.version * self.groups
+        numbers = range(first, first + self.groups) if self.mode.asked else sorted(self.ended)
+        ready = [n for n in numbers if len(self.ended[n]) == self.width][: self.groups]
         if self.batch or len(ready) < self.groups:
             return
         self.batch = [self.ended.pop(number) for number in ready]
