@@ -6,6 +6,7 @@ next start continues after the last committed step. It does not know which algor
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,8 @@ class TrainingLoop:
             collected = await self.collector.collect(step)  # claims the groups of the step
             claimed = time.monotonic()
             async with self.serving.updating():
-                metrics = self.policies.update(step, collected.groups)  # credit, packing, gradients
+                # Credit, packing, gradients. In a thread: this loop has servers to attend to.
+                metrics = await asyncio.to_thread(self.policies.update, step, collected.groups)
                 metrics |= collected.metrics
                 metrics["time/learner_idle"] = claimed - updated
                 metrics["time/sampler_idle"] = self.serving.idle_seconds()
