@@ -173,8 +173,8 @@ class AlgorithmConfig(Section, frozen=True):
     # With order = "ready", of tokens that got too old: keep the reward for the group's baseline and
     # learn nothing from the tokens, or cancel the whole group and ask for another.
     stale: Literal["withhold", "cancel"] = "withhold"
-    close_at: Count | None = None  # rollouts with a reward that end their group; none: group_size
-    # Seconds after a group's first rollout was claimed; then min_group with a reward end it.
+    close_at: Count | None = None  # successful rollouts that end their group; none: group_size
+    # Seconds after a group's first rollout was claimed; then min_group successful ones end it.
     group_deadline: Seconds | None = None
     dynamic_sampling: bool | None = None  # replace groups of equal reward; none: as the preset does
     max_rounds: Count | None = None  # of replacing; then the step has fewer groups. Default 10

@@ -172,6 +172,24 @@ def test_staleness_counts_the_updates_of_the_policy() -> None:
     assert measured["planner/staleness/version_max"] == 1
 
 
+@pytest.mark.parametrize(("ahead", "withheld"), [(0, True), (0.5, False)])
+def test_a_policy_withholds_what_is_too_old_by_its_own_updates(
+    ahead: float, withheld: bool
+) -> None:
+    tables = {"max_staleness": ahead, "preset": "grpo+tis"}
+    whole, learners = recording(config(team={"schedule": "alternating"}, steps=8, algorithm=tables))
+    fresh = shared("g", 1.0, 0.0)
+    rows = [
+        replace(row, transitions=[replace(call, version=2) for call in row.transitions])
+        for row in fresh.rollouts
+    ]
+    whole.update(5, [replace(fresh, rollouts=rows)])  # the solver's third step, so lag 0
+    measured = whole.update(6, [replace(fresh, rollouts=rows)])  # the planner's fourth, lag 1
+    assert learners["solver"].coefficients[0].any()
+    assert bool(learners["planner"].batches) is not withheld
+    assert (measured["planner/staleness/withheld"] > 0) is withheld
+
+
 def test_counts_are_added_and_measurements_kept_apart() -> None:
     measured = merge_policies(
         {"rollouts": 8.0},
