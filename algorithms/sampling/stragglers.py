@@ -49,7 +49,7 @@ async def _close_groups(store: Store, config: RunConfig) -> None:
         for row in await _open_groups(store, config):
             if await is_complete(store, config, row, begun, time.time()):
                 await store.cancel(row.rollouts)
-        await store.wait(await store.cursor(), timeout=PAUSE)
+        await asyncio.sleep(PAUSE)
 
 
 async def is_complete(
