@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -305,6 +307,10 @@ async def test_only_what_has_learned_is_published(
     class Server:
         base_url, model = "http://x/v1", "m"
 
+        @asynccontextmanager
+        async def updating(self) -> AsyncIterator[None]:
+            yield
+
         async def publish(self, version: int, policy: str) -> None:
             published.append((policy, version))
 
@@ -314,6 +320,12 @@ async def test_only_what_has_learned_is_published(
     for versions in ((0, 0), (1, 0), (1, 0), (1, 1)):
         await serving.publish(dict(zip(TWO, versions, strict=True)))
     assert published == [("planner", 1), ("solver", 1)]
+    clock = iter(range(100))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    async with serving.updating():  # the clock reads 0; idle_seconds reads it twice
+        assert serving.idle_seconds() == 1
+    async with serving.updating():
+        assert serving.idle_seconds() > 1  # the rest of the update before, too
 
 
 def test_weights_change_in_flight_only_where_the_server_can(
