@@ -71,6 +71,9 @@ class Parts:
     async def updating(self) -> AsyncIterator[None]:
         yield
 
+    def idle_seconds(self) -> float:
+        return 0.0
+
     async def publish(self, versions: dict[str, int]) -> None:
         self.call()
         self.served.append(versions["policy"])
