@@ -81,7 +81,7 @@ def label_command(name: str, url: str, test: float, conflicts: Any, **spec: Any)
 @share
 @conflicts
 def import_command(name: str, source: str, url: str, test: float, conflicts: Any) -> None:
-    """Make data set NAME of SOURCE: FILE.jsonl, FILE.parquet or hf:OWNER/NAME[@REVISION][:SPLIT]."""
+    """Make data set NAME of SOURCE: file.jsonl, file.parquet or hf:OWNER/NAME[@REV][:SPLIT]."""
 
     async def fill(store: Store, made: Draft) -> None:
         for row in read_rows(source):
