@@ -32,12 +32,12 @@ class Draft:
     sides: list[Side] = field(default_factory=list)  # not stored yet
     known: set[str] = field(default_factory=set)
 
-    def side(self, calls: Sequence[Transition], rollout: str | None = None, **part: Any) -> str:
-        """The digest of a side: of its own calls or, with the id of a rollout, of part of it."""
-        digest = digest_of(calls)
+    def side(self, made: Sequence[Transition], rollout: str | None = None, **part: Any) -> str:
+        """The digest of a side of these calls: its own or, of a rollout, `part` of it."""
+        digest = digest_of(made)
         if digest not in self.known:
             self.known.add(digest)
-            own = list(calls) if rollout is None else []
+            own = list(made) if rollout is None else []
             self.sides.append(Side(digest=digest, rollout=rollout, own=own, **part))
         return digest
 

@@ -124,6 +124,15 @@ class DatasetCollector:
                     f"{kinds or 'no items'}, and algorithm.preset = {self.updater.algo.name!r} "
                     f"learns from items of kind {kind}; none can be used"
                 )
+            good = sum(item.label == 1 for item in self.items[split])
+            bad = sum(item.label == 0 for item in self.items[split])
+            if good and bad and not 1 / 3 < good / bad < 3 and split == data.split:
+                log.warning(
+                    "%d items are good and %d are not: let algorithm.options.desirable and "
+                    "undesirable make up for it (arXiv 2402.01306)",
+                    good,
+                    bad,
+                )
             places = range(len(self.items[split]) if scorer else 0)
             for first in places[::CHUNK]:
                 groups = await self._groups(split, places[first : first + CHUNK], 0)
@@ -203,6 +212,9 @@ class DatasetCollector:
             return "that the chat template does not render, or renders by rewriting earlier turns"
         if limit and any(len(call.prompt) + len(call.completion) > limit for call in known):
             return f"longer than the {limit} tokens that the model reads"
+        bos = self.loaded.tokenizer.bos_token_id
+        if bos is not None and list(known[0].prompt[:2]) == [bos, bos]:
+            return "that begin with BOS twice: the chat template adds one, and the text has another"
         if not any(call.completion for call in known):
             return "with a side without sampled tokens"
         group = Group(id=name, run="", step=0, rollouts=[_rollout(name, name, known, {})])

@@ -166,7 +166,9 @@ def test_aot_compares_sorted_margins_of_all_pairs() -> None:
 @pytest.mark.parametrize("closer", [1.0, -1.0])
 def test_kto_reads_the_kl_of_completions_of_other_prompts(closer: float) -> None:
     batch = batch_of(with_mismatched(pairs(2)))
-    assert batch.rollouts == ["0/0", "0/1", "0/0~", "0/1~", "1/0", "1/1", "1/0~", "1/1~"]
+    assert batch.rollouts == [
+        "0/0", "0/1", "0/0~1/1", "0/1~0/0", "1/0", "1/1", "1/0~0/1", "1/1~1/0",
+    ]  # fmt: skip
     p, q = columns(batch)
     q = p + closer * (q - p)
     leaf = p.clone().requires_grad_()
