@@ -75,7 +75,10 @@ def add_row(draft: Draft, row: dict[str, Any]) -> None:
         fields |= {"rejected": digests[1]} if len(digests) > 1 else {}
         draft.add(kind, msgspec.json.encode(prompt), digests[0], **fields)
 
-    if "chosen" in row and "rejected" in row:
+    if (labelled := _labelled_steps(row)) is not None:
+        question, texts, labels = labelled
+        add("steps", _messages(question, "user"), "\n".join(texts), steps=list(map(float, labels)))
+    elif "chosen" in row and "rejected" in row:
         chosen, rejected = row["chosen"], row["rejected"]
         if not prompt and isinstance(chosen, list):
             size = _common(chosen, rejected)
@@ -88,29 +91,12 @@ def add_row(draft: Draft, row: dict[str, Any]) -> None:
             draft.counts["ties, or the worse side first"] += 1
             return
         add("pair", prompt, chosen, rejected, margin=margin)
-    elif "completions" in row and "labels" in row:
-        text = "\n".join(map(_text, row["completions"]))
-        add("steps", prompt, text, steps=list(map(float, row["labels"])))
     elif "completion" in row and "label" in row:
         add("label", prompt, row["completion"], label=float(row["label"]))
     elif "completions" in row:
         ranked = sorted(row["completions"], key=lambda one: one["rank"])
         for worse in ranked[1:]:
             add("pair", prompt, ranked[0]["completion"], worse["completion"])
-    elif "question" in row and "label" in row:
-        steps = [
-            step["completions"][step.get("chosen_completion") or 0]
-            for step in row["label"]["steps"]
-        ]
-        text = "\n".join(step["text"] for step in steps)
-        question = _messages(row["question"]["problem"], "user")
-        add("steps", question, text, steps=[float((step["rating"] or 0) > 0) for step in steps])
-    elif "input" in row and "label" in row:
-        first, *rest = row["input"].split(STEP)[:-1]
-        question, _, start = first.partition(" Step 1:")
-        marks = [part.strip()[-1] == "+" for part in row["label"].split("\n") if part.strip()]
-        text = "\n".join(part.strip() for part in (f"Step 1:{start}", *rest))
-        add("steps", _messages(question, "user"), text, steps=list(map(float, marks)))
     elif "messages" in row:
         said = row["messages"]
         size = next((i for i, m in enumerate(said) if m["role"] == "assistant"), len(said))
@@ -153,6 +139,22 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
     except ImportError as error:
         raise ConfigError(f"{error.name} is missing: pip install 'agentrl[data]'") from None
     parquet.write_table(pa.Table.from_pylist(list(rows)), path)
+
+
+def _labelled_steps(row: dict[str, Any]) -> tuple[Any, list[str], list[Any]] | None:
+    """Question, steps and whether each is right: TRL's, PRM800K's or Math-Shepherd's columns."""
+    if "completions" in row and "labels" in row:
+        return row.get("prompt", []), list(map(_text, row["completions"])), row["labels"]
+    if "question" in row and "label" in row:
+        said = [s["completions"][s.get("chosen_completion") or 0] for s in row["label"]["steps"]]
+        right = [(step["rating"] or 0) > 0 for step in said]
+        return row["question"]["problem"], [step["text"] for step in said], right
+    if "input" in row and "label" in row:
+        first, *rest = row["input"].split(STEP)[:-1]
+        question, _, start = first.partition(" Step 1:")
+        marks = [line.strip()[-1] == "+" for line in row["label"].split("\n") if line.strip()]
+        return question, [part.strip() for part in (f"Step 1:{start}", *rest)], marks
+    return None
 
 
 def _messages(said: Any, role: str) -> list[Message]:

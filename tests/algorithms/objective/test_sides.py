@@ -173,7 +173,7 @@ def test_kto_reads_the_kl_of_completions_of_other_prompts(closer: float) -> None
     q = p + closer * (q - p)
     leaf = p.clone().requires_grad_()
     one = {u: One(leaf[own], q[own]) for u in range(8) if (own := batch.token_rollout == u).any()}
-    kl = max(0.0, float(sum(one[u].h for u in (2, 3, 6, 7)) / 4))
+    kl = max(0.0, float(sum(one[u].h.detach() for u in (2, 3, 6, 7)) / 4))
     assert (kl > 0) == (closer > 0)
     good = [1 - torch.sigmoid(0.1 * (one[u].h - kl)) for u in (1, 5)]
     bad = [1.5 * (1 - torch.sigmoid(0.1 * (kl - one[u].h))) for u in (0, 4)]

@@ -117,7 +117,7 @@ async def test_what_cannot_be_trained_whole_is_left_out_and_counted(
     foreign = Side(digest="f", own=[_with_token(foreign.own[0], 9999)])
     text = Transition(
         id="t", attempt="a", index=0, exact=False, prompt=int32(), completion=int32(),
-        logprobs=float32(), messages=[{"role": "user"}], answer={"role": "assistant"},
+        logprobs=float32(), messages=[], answer={"role": "assistant", "content": "a"},
     )  # fmt: skip
     unknown = Side(digest="u", own=[text])
     good, other = side(dice, [5, 6], 2), side(dice, [5, 6], 3)
