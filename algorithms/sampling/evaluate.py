@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -36,14 +36,24 @@ async def evaluate_upstreams(config: RunConfig) -> None:
 
 
 async def evaluate_due(
-    store: Store, config: RunConfig, epoch: int, step: int, heldout: list[dict[str, Json]]
+    store: Store,
+    config: RunConfig,
+    epoch: int,
+    step: int,
+    heldout: list[dict[str, Json]],
+    offline: Callable[[int, int], Awaitable[None]] | None = None,
 ) -> None:
-    """Held-out scores after `step` steps, where the run file asks for them."""
+    """Held-out scores after `step` steps, where the run file asks for them. offline: evaluates what
+    a data set holds out, given the step and the most items."""
     settings = config.eval
     outer = step in (0, config.steps)
-    if not heldout or not (outer or (settings.every and step % settings.every == 0)):
+    if not (outer or (settings.every and step % settings.every == 0)):
         return
     limit = settings.tasks if outer else settings.curve_tasks
+    if offline is not None:
+        await offline(step, limit)
+    if not heldout:
+        return
     temperatures = {"score": settings.temperature}
     if outer and settings.sampled:
         temperatures["sampled"] = 1.0

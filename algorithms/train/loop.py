@@ -16,6 +16,7 @@ from agentrl.algorithms.sampling.collect import Collected, Collector
 from agentrl.algorithms.sampling.evaluate import evaluate_due
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.train.empty_steps import check_empty_steps, failure_counts, is_empty
+from agentrl.algorithms.train.offline import DatasetCollector
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
@@ -34,7 +35,7 @@ class TrainingLoop:
     state: RunState
     policies: PolicySet
     serving: PolicyServers
-    collector: Collector
+    collector: Collector | DatasetCollector
     heldout: list[dict[str, Json]]
     lock: FolderLock
     snapshots: SnapshotStore | None = None  # None: without a pool of opponents
@@ -74,7 +75,8 @@ class TrainingLoop:
     async def commit_empty(self, step: int, collected: Collected, metrics: Metrics) -> None:
         """Commit the failure counts of a step without one usable rollout. It trains no group and
         writes no checkpoint, so the one before it stays the last."""
-        groups = [*collected.groups, *collected.discarded]
+        stored = collected.groups if collected.stored else []
+        groups = [*stored, *collected.discarded]
         await self.store.commit_step(
             StepCommit(
                 run=self.config.name,
@@ -101,7 +103,7 @@ class TrainingLoop:
                 run=self.config.name,
                 epoch=self.state.epoch,
                 step=step,
-                groups=[group.id for group in collected.groups],
+                groups=[group.id for group in collected.groups if collected.stored],
                 discarded=[group.id for group in collected.discarded],
                 credits=self.policies.credits(step),
                 rewards=self.policies.step_rewards(step),
@@ -118,4 +120,6 @@ class TrainingLoop:
 
     async def evaluate(self, step: int) -> None:
         """Held-out scores after `step` steps, where the run file asks for them."""
-        await evaluate_due(self.store, self.config, self.state.epoch, step, self.heldout)
+        offline = self.collector.evaluate if isinstance(self.collector, DatasetCollector) else None
+        given = self.store, self.config, self.state.epoch, step, self.heldout
+        await evaluate_due(*given, offline)
