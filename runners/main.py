@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from aiohttp.typedefs import Middleware
+
 from agentrl.config import RunConfig, agent_env, from_store
 from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.errors import StoreError
@@ -91,7 +93,7 @@ async def start_runner(
         ending = asyncio.create_task(watch) if watch else None
         root, name = root or Path(config.root), name or f"{socket.gethostname()}-{os.getpid()}"
         verifier = config.verifier.path if verifier is None else verifier
-        started = _attempt_runner(store, run, config, root, name, agent, verifier)
+        started = attempt_runner(store, run, config, root, name, agent, verifier)
         try:
             async with started as execution:
                 if ready is not None:
@@ -104,7 +106,7 @@ async def start_runner(
 
 
 @contextlib.asynccontextmanager
-async def _attempt_runner(
+async def attempt_runner(
     store: Store,
     run: str,
     config: RunConfig,
@@ -112,8 +114,9 @@ async def _attempt_runner(
     name: str,
     agent: object,
     verifier: Callable[..., Any] | str,
+    watch: Middleware | None = None,
 ) -> AsyncIterator[AttemptRunner]:
-    """Gateway, agent and verifier of a run, started."""
+    """Gateway, agent and verifier of a run, started; `watch` sees every request of the agent."""
     gateway = Gateway(
         store,
         run,
@@ -125,6 +128,7 @@ async def _attempt_runner(
         remote=has_no_own_policy(config),
         rules=role_rules(config, root),
         as_sent=config.policy.messages == "as_sent",
+        watch=watch,
     )
     await asyncio.to_thread(gateway.start)
     try:

@@ -197,6 +197,8 @@ class CallHandler:
         if limit and len(body) + (self._sampling.max_tokens or 0) > limit and not self._room:
             self._room = await self._find_room(route, call)
             body, self._sampling = call.encode(route, defaults, capture=capture, room=self._room)
+        if not route.frozen:
+            self._warn_of_sampling(route, defaults)
         async with self._upstream.post(route, self._dialect.api, body, headers) as reply:
             if reply.status == 400 and self._room is None and not route.frozen:
                 self._room = await self._find_room(route, call)
@@ -230,7 +232,23 @@ class CallHandler:
         if not 0 < room < asked:
             return 0
         self._upstream.max_lengths[route.base_url] = size.max_model_len
+        self._upstream.warn_once(
+            "policy %s: an answer has at most the %d tokens that its prompt leaves, and the agent"
+            " asks for %d",
+            *(route.policy, room, asked),
+        )
         return room
+
+    def _warn_of_sampling(self, route: Route, defaults: Sampling) -> None:
+        wanted, used = msgspec.structs.asdict(defaults), msgspec.structs.asdict(self._sampling)
+        names = ("temperature", "top_p", "top_k", "max_tokens")
+        other = [name for name in names if wanted[name] not in (None, used[name])]
+        if other and not self._room:
+            self._upstream.warn_once(
+                "policy %s: the agent overrules the run file's sampling with %s; sampling.force ="
+                " true would keep the run file's temperature, top_p and top_k",
+                *(route.policy, ", ".join(f"{name} = {used[name]}" for name in other)),
+            )
 
     async def _whole(
         self, route: Route, raw: bytes, headers: Mapping[str, str]

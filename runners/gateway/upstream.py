@@ -39,21 +39,11 @@ RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked again for what
 
 # Between the agent and us, or between us and the server; everything else passes through.
 HOP_BY_HOP = {"accept-encoding", "authorization", "connection", "content-length"}
-HOP_BY_HOP |= {
-    "content-encoding",
-    "date",
-    "host",
-    "keep-alive",
-    "proxy-authorization",
-    "server",
-    "te",
-    "trailer",
-}
-HOP_BY_HOP |= {"transfer-encoding", "upgrade", "x-api-key", "x-goog-api-key", "x-policy-version"}
+HOP_BY_HOP |= {"content-encoding", "date", "host", "keep-alive", "proxy-authorization", "server"}
+HOP_BY_HOP |= {"te", "trailer", "transfer-encoding", "upgrade"}
+HOP_BY_HOP |= {"x-api-key", "x-goog-api-key", "x-policy-version"}
 # For the policies that are trained only; a frozen endpoint may belong to anybody.
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
-
-
 RENDERED = ("messages", "tools", "chat_template_kwargs")  # what a prompt is made of
 PROBE = {"x-agentrl-probe": "1"}
 
@@ -97,6 +87,13 @@ class Upstream:
         )
         self._give_token_ids: set[str] = set()  # base URLs of servers that gave token ids
         self._refused_at: dict[str, float] = {}  # base URL -> time.monotonic() of its refusal
+        self._warned: set[str] = set()
+
+    def warn_once(self, message: str, *args: object) -> None:
+        """Say what holds for most calls at the first of them."""
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning(message, *args)
 
     def gives_token_ids(self, route: Route) -> bool | None:
         """Whether the server gives token ids; None while that is not known."""

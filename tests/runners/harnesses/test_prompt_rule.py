@@ -221,7 +221,7 @@ async def test_the_embedded_server_shows_a_developer(store: Any, tiny_llama_dir:
 # -- sampling --------------------------------------------------------------------------------------
 
 
-async def test_max_tokens_are_those_that_fit(bench: Any) -> None:
+async def test_max_tokens_are_those_that_fit(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
     """As vLLM does it: a prompt and max_tokens beyond the context are refused."""
     bench.model.max_length = 100
     answered = bench.model.whole
@@ -247,10 +247,13 @@ async def test_max_tokens_are_those_that_fit(bench: Any) -> None:
         assert (await http.post("/chat/completions", json=body)).status_code == 400
     trace = await bench.store.trace(active.attempt.rollout.id)
     assert [row.sampling.max_tokens for row in trace.transitions] == [100 - size] * 2
+    assert caplog.text.count(f"at most the {100 - size} tokens that its prompt leaves") == 1
 
 
 @pytest.mark.parametrize("force", [False, True])
-async def test_sampling_may_be_forced(bench: Any, force: bool) -> None:
+async def test_sampling_may_be_forced(
+    bench: Any, force: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     from agentrl.types import Sampling
 
     sampling = Sampling(temperature=0.7, force=force)
@@ -258,9 +261,12 @@ async def test_sampling_may_be_forced(bench: Any, force: bool) -> None:
     headers = {"authorization": f"Bearer {active.key}"}
     async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:
         asked = {"temperature": 0, "top_p": 0.5, "top_k": 3, "max_tokens": 9}
-        await http.post("/chat/completions", json={"model": "m", "messages": [USER]} | asked)
+        for _ in range(2):
+            await http.post("/chat/completions", json={"model": "m", "messages": [USER]} | asked)
     sent = bench.model.requests[0]
-    (row,) = (await bench.store.trace(active.attempt.rollout.id)).transitions
+    row, _ = (await bench.store.trace(active.attempt.rollout.id)).transitions
+    said = "overrules the run file's sampling with temperature = 0.0, top_p = 0.5, top_k = 3; "
+    assert caplog.text.count(said) == (not force)
     if force:
         assert (sent["temperature"], sent["top_p"], sent.get("top_k", 0)) == (0.7, 1.0, 0)
     else:
