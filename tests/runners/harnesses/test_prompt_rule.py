@@ -13,13 +13,11 @@ import pytest
 from aiohttp import web
 
 from agentrl.processes import PHASE
-from agentrl.runners import dialects
 from agentrl.runners.dialects import UntranslatableError
-from agentrl.runners.dialects.base import ConversationMemory
-from agentrl.runners.gateway.capture import ModelRequest, read_request
+from agentrl.runners.gateway.capture import ModelRequest
 from agentrl.runners.gateway.prompt_rule import PromptRule, find_rule
 from agentrl.runners.gateway.server import Gateway
-from tests.runners.harnesses.stored import HARNESSES, stored
+from tests.runners.harnesses.stored import HARNESSES, as_chat, stored
 from tests.runners.harnesses.templates import QWEN25, TEMPLATES, render, text_of
 
 DEVELOPER = {"role": "developer", "content": "be brief"}
@@ -40,16 +38,11 @@ async def rule_of(template: str) -> PromptRule:
 @cache
 def requests() -> list[tuple[str, ModelRequest]]:
     """All stored requests as chat completions."""
-    found = []
-    for harness in HARNESSES:
-        for request in stored(harness):
-            dialect = dialects.of(request.path)
-            if dialect is dialects.google.DIALECT:
-                dialect = dialects.google.dialect("policy", stream=False)
-            raw = json.dumps(request.body).encode()
-            call = read_request(dialect, raw, ConversationMemory(), 0)
-            found.append((f"{harness} {request.call}", call))
-    return found
+    return [
+        (f"{harness} {request.call}", as_chat(request))
+        for harness in HARNESSES
+        for request in stored(harness)
+    ]
 
 
 def lost(template: str, rule: PromptRule, call: ModelRequest) -> list[str]:
