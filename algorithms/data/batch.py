@@ -68,6 +68,7 @@ class Batch:
     symbols: Tensor = field(default_factory=_unknown)
     # Remembered values of each unit, by name of the `RememberedColumn`: see `state`.
     memory: Mapping[str, Tensor] = field(default_factory=dict)
+    token_version: Tensor = field(default_factory=_unknown)  # int64 [N], that sampled it; -1: ?
 
     @property
     def n_tokens(self) -> int:
