@@ -130,39 +130,25 @@ async def attempt_runner(
         as_sent=config.policy.messages == "as_sent",
         watch=watch,
     )
-    await asyncio.to_thread(gateway.start)
-    try:
-        with environment(gateway.base_url, config.agent.pass_env):
-            url, settings = gateway.base_url, config.agent
-            executor = make_executor(config, root=root, gateway=url, runner=name, agent=agent)
-            scores = verifiers.load(verifier, config.verifier.rewards, root)
-            asyncio.get_running_loop().set_default_executor(DaemonThreads())
-            if config.runner.framework_spans:
-                tracing.instrument_frameworks()
-            workspaces = None
-            if config.workspace.source:
-                workspaces = Workspaces(config, root=root, gateway=url)
-            try:
-                await executor.start()
-                if workspaces is not None:
-                    await workspaces.start()
-                yield AttemptRunner(
-                    store,
-                    gateway,
-                    executor,
-                    scores,
-                    settings.error_reward,
-                    settings.retries,
-                    settings.calls_optional,
-                    limits=settings,
-                    workspaces=workspaces,
-                )
-            finally:
-                await executor.close()
-                if workspaces is not None:
-                    await workspaces.close()
-    finally:
-        await asyncio.to_thread(gateway.close)
+    async with contextlib.AsyncExitStack() as stack:
+        await asyncio.to_thread(gateway.start)
+        stack.push_async_callback(asyncio.to_thread, gateway.close)
+        url = gateway.base_url
+        stack.enter_context(environment(url, config.agent.pass_env))
+        executor = make_executor(config, root=root, gateway=url, runner=name, agent=agent)
+        scores = verifiers.load(verifier, config.verifier.rewards, root)
+        asyncio.get_running_loop().set_default_executor(DaemonThreads())
+        if config.runner.framework_spans:
+            tracing.instrument_frameworks()
+        workspaces = None
+        if config.workspace.source:
+            workspaces = Workspaces(config, root=root, gateway=url)
+            stack.push_async_callback(workspaces.close)
+        stack.push_async_callback(executor.close)
+        await executor.start()
+        if workspaces is not None:
+            await workspaces.start()
+        yield AttemptRunner(store, gateway, executor, scores, config.agent, workspaces)
 
 
 async def _stop_at_end(store: Store, run: str, steps: int, stop: asyncio.Event) -> None:

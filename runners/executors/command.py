@@ -20,7 +20,13 @@ from agentrl.runners.executors.contract import FailedAttemptError, SandboxExecut
 from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.runners.harnesses.preset import Preset, load_preset, places, prompt_of, version_of
+from agentrl.runners.harnesses.preset import (
+    Preset,
+    load_preset,
+    private_folders,
+    prompt_of,
+    version_of,
+)
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Json
 
@@ -89,14 +95,16 @@ class CommandExecutor(SandboxExecutor):
             works_in, home = place.folder, Path(place.env["HOME"])
             env |= {**place.env, "AGENTRL_ROOT": str(self.folder)} | self.agent.env
         if self.preset is not None:
-            asked, context = prompt_of(input_of(active)), self.agent.context
-            known = places(self.gateway, active.key, home, asked, context)
+            asked, known = prompt_of(input_of(active)), {"url": self.gateway, "key": active.key}
             if "\0" in asked or len(asked.encode()) > contract.LARGEST_VARIABLE:
                 why = f"the task is too long for an argument of {self.preset.program}, or has a NUL"
                 raise FailedAttemptError(ErrorKind.AGENT, why)
-            self.preset.write_files(known)
-            argv = [*argv, *self.preset.arguments(known), *self.agent.args]
-            env |= self.preset.environment(known, works_in) | self.agent.env
+            context = self.agent.context
+            preset = self.preset.filled(home=home, prompt=asked, context=context, **known)
+            home.mkdir(parents=True, exist_ok=True)
+            preset.write_files(home)
+            argv = [*argv, *preset.argv, *self.agent.args]
+            env |= private_folders(str(home), works_in) | preset.env | self.agent.env
         if place is not None:
             place.give(home)
             argv = [*place.prefix, *argv]

@@ -19,7 +19,7 @@ from itertools import takewhile
 
 import msgspec
 
-from agentrl.runners.dialects.base import TEXT
+from agentrl.runners.dialects.base import TEXT, data_event
 from agentrl.runners.gateway.capture import ModelRequest, value
 from agentrl.runners.gateway.routing import Route
 from agentrl.store.base import Store
@@ -107,9 +107,9 @@ async def stream(rows: Sequence[Transition], call: ModelRequest) -> AsyncIterato
             if calls := delta.get("tool_calls"):
                 delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
         for part in (choice | {"finish_reason": None}, last):
-            yield _event(body | {"choices": [part]})
+            yield data_event(body | {"choices": [part]})
     if options.get("include_usage"):
-        yield _event(body | {"choices": [], "usage": usage})
+        yield data_event(body | {"choices": [], "usage": usage})
     yield b"data: [DONE]\n\n"
 
 
@@ -167,7 +167,3 @@ def _tokens(row: Transition, text: bool) -> dict[str, Json]:
         pairs = zip(names, row.logprobs, strict=True)
         logprobs = {"content": [{"token": name, "logprob": x, **rest} for name, x in pairs]}
     return {"token_ids": row.completion.tolist(), "logprobs": logprobs}
-
-
-def _event(body: dict[str, Json]) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -184,8 +184,7 @@ class Upstream:
             if self.router.find(model, role, seats) is None:
                 active.failures[asked.number] = self.router.why_not_served(role, seats)
             try:
-                async with self.router.route(model, role, seats) as route:
-                    value = await once(route)
+                value = await once(await self.router.route(model, role, seats))
             except UpstreamError as error:
                 active.failures[asked.number] = error.message
                 pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))

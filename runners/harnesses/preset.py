@@ -13,11 +13,12 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from agentrl.config import RoleRule, RunConfig
 from agentrl.errors import ConfigError
@@ -60,22 +61,19 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         return str(Path(found).absolute())
 
-    def arguments(self, known: Mapping[str, str]) -> list[str]:
-        return [_fill(text, known) for text in self.argv]
+    def filled(self, *, url: str, key: str, home: Path, prompt: str, context: int) -> Preset:
+        """With texts for the places; `url` ends in /v1."""
+        known = {"url": url, "root": url.removesuffix("/v1"), "key": key, "home": str(home)}
+        known |= {"prompt": prompt, "context": str(context)}
+        fill = partial(PLACE.sub, lambda found: known[found[1]])
+        env, files = ({k: fill(v) for k, v in texts.items()} for texts in (self.env, self.files))
+        return replace(self, argv=[*map(fill, self.argv)], env=env, files=files)
 
-    def environment(self, known: Mapping[str, str], repository: Path) -> dict[str, str]:
-        """Its own variables, and those that keep it in the folders of the attempt."""
-        own = {name: _fill(text, known) for name, text in self.env.items()}
-        return private_folders(known["home"], repository) | own
-
-    def write_files(self, known: Mapping[str, str]) -> None:
+    def write_files(self, home: Path) -> None:
         """Makes HOME with its configuration in it."""
-        home = Path(known["home"])
-        home.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
-            file = home / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(_fill(text, known), encoding="utf-8")
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).write_text(text, encoding="utf-8")
 
     def was_tested(self, version: str) -> bool:
         if self.tested is None:
@@ -94,18 +92,6 @@ def private_folders(home: str, repository: Path) -> dict[str, str]:
         "XDG_STATE_HOME": f"{home}/.local/state",
         "XDG_CACHE_HOME": f"{home}/.cache",
         "PWD": str(repository),
-    }
-
-
-def places(url: str, key: str, home: Path, prompt: str, context: int) -> dict[str, str]:
-    """What the texts of a preset are filled with; `url` ends in /v1."""
-    return {
-        "prompt": prompt,
-        "url": url,
-        "root": url.removesuffix("/v1"),
-        "key": key,
-        "home": str(home),
-        "context": str(context),
     }
 
 
@@ -162,10 +148,6 @@ def _typed(data: Any, name: str) -> Preset:
         return msgspec.convert(data, Preset)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{KEY} = {name!r}: {error}") from None
-
-
-def _fill(text: str, known: Mapping[str, str]) -> str:
-    return PLACE.sub(lambda found: known[found[1]], text)
 
 
 def _numbers(version: str) -> list[int]:

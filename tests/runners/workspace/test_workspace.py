@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import ConfigError
+from agentrl.runners.workspace import changes
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import ErrorKind, RolloutState
 from tests.runners.workspace.conftest import configured
@@ -102,6 +103,15 @@ async def test_the_verifier_gets_the_files_and_a_fresh_copy(play: Any) -> None:
     (rollout,) = await play(FIX, {"files": FILES}, verifier=verify)
     assert rollout.failure is None
     assert rollout.reward() == 1.0
+
+
+async def test_changes_that_are_too_large_to_keep_are_scored_all_the_same(
+    play: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(changes, "LARGEST_PACK", 1)
+    (rollout,) = await play(FIX, {"files": FILES}, score=1)
+    assert (rollout.failure, rollout.reward()) == (None, 1.0)
+    assert "would be run again: its changed files have" in caplog.text
 
 
 async def test_links_of_an_agent_lead_nowhere(play: Any, tmp_path: Path) -> None:
@@ -239,6 +249,7 @@ async def test_a_workspace_is_kept_if_asked(play: Any, tmp_path: Path) -> None:
 RUNNER = """
 import asyncio, sys
 from pathlib import Path
+from agentrl.runners.workspace import changes
 from agentrl.runners.workspace.folders import Workspaces
 from tests.runners.workspace.conftest import configured
 async def main():
