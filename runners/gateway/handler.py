@@ -226,10 +226,8 @@ class CallHandler:
             size = await self._upstream.prompt_size(route, call.fields)
         except LookupError:
             return 0
-        if size is None or size.max_model_len is None:
-            return 0
-        room = size.max_model_len - size.count
-        if not 0 < room < asked:
+        room = (size.max_model_len or 0) - size.count
+        if size.max_model_len is None or not 0 < room < asked:
             return 0
         self._upstream.max_lengths[route.base_url] = size.max_model_len
         self._upstream.warn_once(

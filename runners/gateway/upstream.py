@@ -55,6 +55,14 @@ class PromptSize(msgspec.Struct):
     max_model_len: int | None = None  # tokens of prompt and completion
 
 
+@dataclass(eq=False)
+class RefusedPromptError(LookupError):
+    """A policy server does not render a prompt: its status and words."""
+
+    status: int
+    words: bytes
+
+
 _size = msgspec.json.Decoder(PromptSize)
 
 
@@ -124,12 +132,13 @@ class Upstream:
     async def _find_rule(self, route: Route) -> PromptRule:
         async def count(messages: Messages) -> int | None:
             try:
-                size = await self.prompt_size(route, {"messages": messages})
+                return (await self.prompt_size(route, {"messages": messages})).count
+            except RefusedPromptError:
+                return None
             except UpstreamError as error:
                 if error.status != 500:
                     raise
-                size = None  # an error of the template
-            return None if size is None else size.count
+                return None  # an error of the template
 
         try:
             return await find_rule(count, route.policy)
@@ -137,15 +146,18 @@ class Upstream:
             log.warning("policy %s: messages go as they come, because %s", route.policy, error)
             return PromptRule()
 
-    async def prompt_size(self, route: Route, chat: Mapping[str, object]) -> PromptSize | None:
-        """How long a prompt is; None where its server refuses it. Raises LookupError where the
-        server does not tell, and as `post` does."""
-        body = {name: chat[name] for name in RENDERED if name in chat} | {"model": route.model}
+    async def prompt_size(
+        self, route: Route, chat: Mapping[str, object], headers: Mapping[str, str] = PROBE
+    ) -> PromptSize:
+        """How long a prompt is. Raises RefusedPromptError where its server refuses it, LookupError
+        where the server does not tell, and as `post` does."""
+        body = {name: chat[name] for name in RENDERED if name in chat}
+        body["model"] = route.model or chat.get("model", "")
         server = route._replace(base_url=route.base_url.removesuffix("/v1"))
-        async with self.post(server, "tokenize", msgspec.json.encode(body), PROBE) as reply:
+        async with self.post(server, "tokenize", msgspec.json.encode(body), headers) as reply:
             found = await read(reply)
             if reply.status in (400, 422):
-                return None
+                raise RefusedPromptError(reply.status, found)
             try:
                 return _size.decode(found)
             except msgspec.DecodeError:
