@@ -34,18 +34,7 @@ from agentrl.runners.tracing import core as tracing
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.runners.workspace.sources import WorkspaceError
 from agentrl.store.base import Store
-from agentrl.types import (
-    DIFF,
-    Attempt,
-    ErrorKind,
-    Failure,
-    Json,
-    Outcome,
-    Reward,
-    Scope,
-    Span,
-    Trace,
-)
+from agentrl.types import DIFF, Attempt, ErrorKind, Failure, Json, Outcome, Reward, Span, Trace
 
 log = logging.getLogger("agentrl.runner")
 LONGEST_DIFF = 20_000  # characters that are stored of what an agent has changed
@@ -263,7 +252,7 @@ class AttemptRunner:
             raise
         except Exception as error:  # noqa: BLE001 - the user's verifier is a boundary
             return self._failed(active, ran, failure_of(ErrorKind.VERIFIER, error))
-        if trace is None and any(row.scope is not Scope.ROLLOUT for row in rewards):
+        if trace is None and any(row.target for row in rewards):
             trace = await self.store.trace(rollout.id)
         try:
             spans = [*(trace.spans if trace else ()), *ran.spans]

@@ -21,7 +21,7 @@ from agentrl.runners.gateway.upstream import (
     RefusedPromptError,
     Upstream,
     UpstreamError,
-    forwarded_headers,
+    forwarded,
     read,
 )
 from agentrl.store.base import Store
@@ -209,7 +209,7 @@ async def embeddings(
     async def once(route: Route) -> web.StreamResponse:
         body = msgspec.json.encode(fields | {"model": route.model or model})
         async with upstream.post(route, "embeddings", body, request.headers) as reply:
-            headers = forwarded_headers(reply.headers)
+            headers = forwarded(reply.headers)
             return web.Response(status=reply.status, body=await read(reply), headers=headers)
 
     return await _unrecorded(upstream, caller, raw, model, "embeddings", once)

@@ -29,13 +29,7 @@ from agentrl.runners.gateway.capture import ModelRequest, ModelResponse, read_ch
 from agentrl.runners.gateway.replay import CUT, RECORD
 from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.gateway.routing import Route
-from agentrl.runners.gateway.upstream import (
-    Upstream,
-    UpstreamError,
-    forwarded_headers,
-    read,
-    stream,
-)
+from agentrl.runners.gateway.upstream import Upstream, UpstreamError, forwarded, read, stream
 from agentrl.store.base import Store
 from agentrl.types import SIDE, Sampling, Transition
 
@@ -261,7 +255,7 @@ class CallHandler:
         if not answer.choices:
             raise _malformed(route, "an answer without choices")
         await self._store_response(answer, route, headers.get("x-policy-version", ""))
-        return web.Response(body=body, headers=forwarded_headers(headers))
+        return web.Response(body=body, headers=forwarded(headers))
 
     async def _stream(
         self, route: Route, parts: AsyncIterator[bytes], headers: Mapping[str, str]
@@ -297,7 +291,7 @@ class CallHandler:
     async def _send(self, data: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
         try:
             if self._response is None:
-                self._response = web.StreamResponse(headers=forwarded_headers(headers))
+                self._response = web.StreamResponse(headers=forwarded(headers))
                 await self._response.prepare(self._http_request)
             await self._response.write(data)
         except ConnectionError as error:

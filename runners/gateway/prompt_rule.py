@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from agentrl.processes import PHASE
-from agentrl.runners.dialects.base import Body, UntranslatableError, objects, text
+from agentrl.runners.dialects.base import Body, UntranslatableError, joined
 
 log = logging.getLogger("agentrl.runner")
 Messages = list[Body]
@@ -140,4 +140,4 @@ def _text(message: Body, index: int) -> str:
     content, where = message.get("content"), f"messages[{index}].content"
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(text(part.get("text"), where) for part in objects(content, where))
+    return joined(content, where)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 
@@ -74,16 +75,9 @@ def recorded_calls(calls: Sequence[Transition], branch: Branch) -> Recording:
 def fixed_answer(text: str, call: ModelRequest) -> list[Transition]:
     """A fixed answer as if it were recorded, for every choice that is asked for; it has no tokens.
     What is stored of the call is read from the answer."""
-    row = Transition(
-        id=str(call.index),
-        attempt="",
-        index=0,
-        prompt=int32(),
-        completion=int32(),
-        logprobs=float32(),
-        exact=False,
-        answer={"role": "assistant", "content": text},
-    )
+    said = {"role": "assistant", "content": text}
+    nothing: Any = {"prompt": int32(), "completion": int32(), "logprobs": float32()}
+    row = Transition(str(call.index), "", 0, **nothing, exact=False, answer=said)
     return [row] * (value(call.fields, "n") or 1)
 
 

@@ -223,7 +223,7 @@ class Upstream:
                 final=True,
             )
         url = f"{route.base_url}/{api}"
-        sent = forwarded_headers(headers)
+        sent = forwarded(headers)
         if route.frozen:
             for name in PRIVATE:
                 sent.popall(name, None)
@@ -279,7 +279,7 @@ def _too_large(what: str, limit: int) -> UpstreamError:
     return UpstreamError(f"{message}; limit max_tokens or n", final=True)
 
 
-def forwarded_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
+def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """The headers of a message without those of a single connection."""
     return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in HOP_BY_HOP)
 

@@ -8,10 +8,10 @@ versions it was tested with, and the rules that find the calls which are not the
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shutil
+import subprocess
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from agentrl import threads
 from agentrl.config import RoleRule, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.plugins import load_plugin
@@ -85,14 +86,9 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def private_folders(home: str, repository: Path) -> dict[str, str]:
     """Variables that keep a program in the folders of its attempt. A shell or a wrapper may leave
     PWD stale, and some programs believe it."""
-    return {
-        "HOME": home,
-        "XDG_CONFIG_HOME": f"{home}/.config",
-        "XDG_DATA_HOME": f"{home}/.local/share",
-        "XDG_STATE_HOME": f"{home}/.local/state",
-        "XDG_CACHE_HOME": f"{home}/.cache",
-        "PWD": str(repository),
-    }
+    own = {"CONFIG": "config", "DATA": "local/share", "STATE": "local/state", "CACHE": "cache"}
+    xdg = {f"XDG_{name}_HOME": f"{home}/.{folder}" for name, folder in own.items()}
+    return {"HOME": home, "PWD": str(repository)} | xdg
 
 
 def load_preset(name: str, root: Path) -> Preset:
@@ -121,18 +117,13 @@ def prompt_of(task_input: Json) -> str:
 async def version_of(program: str, home: Path) -> str:
     """What `program --version` prints of a version; empty where it prints none in time."""
     env = {"PATH": os.environ.get("PATH", ""), "HOME": str(home)}
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        program, "--version", env=env, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
-    )
+    how: Any = {"env": env, "timeout": VERSION_TIMEOUT, "stdin": subprocess.DEVNULL}
+    how |= {"capture_output": True, "check": False, "errors": "replace"}
     try:
-        async with asyncio.timeout(VERSION_TIMEOUT):
-            stdout, stderr = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+        done = await threads.call(partial(subprocess.run, [program, "--version"], **how))
+    except subprocess.TimeoutExpired:
         return ""
-    found = VERSION.search((stdout or stderr).decode(errors="replace"))
+    found = VERSION.search(done.stdout or done.stderr)
     return found[0] if found else ""
 
 

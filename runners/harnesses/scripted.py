@@ -70,16 +70,11 @@ class ScriptedModel:
         said = answer({"messages": call.messages, "tools": call.tools}, f"call_{number}")
         # The number makes equal answers different, so that one cannot be taken for another.
         tokens = _tokens(said) + int32([number])
-        row = Transition(
-            id=str(number),
-            attempt="",
-            index=number,
-            prompt=_tokens([call.messages, call.tools]),
-            completion=tokens,
-            logprobs=float32([-self._random.random() for _ in tokens]),
-            finish="tool_calls" if "tool_calls" in said else "stop",
-            answer=said,
-        )
+        prompt = _tokens([call.messages, call.tools])
+        logprobs = float32([-self._random.random() for _ in tokens])
+        finish = "tool_calls" if "tool_calls" in said else "stop"
+        known: Any = {"prompt": prompt, "completion": tokens, "logprobs": logprobs}
+        row = Transition(str(number), "", number, **known, finish=finish, answer=said)
         self.served.append(row)
         if not call.stream:
             return web.Response(body=replay.whole([row], call), content_type="application/json")

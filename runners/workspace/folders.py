@@ -32,16 +32,10 @@ from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, Supe
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import AgentPlace
 from agentrl.runners.harnesses.preset import private_folders
-from agentrl.runners.workspace import cleaner
+from agentrl.runners.workspace import cleaner, sources
 from agentrl.runners.workspace.changes import carry_over, diff, pack, unpack
 from agentrl.runners.workspace.sandbox import Sandbox
-from agentrl.runners.workspace.sources import (
-    Template,
-    Templates,
-    WorkspaceError,
-    no_space_or,
-    write_files,
-)
+from agentrl.runners.workspace.sources import Template, Templates, WorkspaceError, no_space_or
 from agentrl.types import Json, Task
 
 FOLDERS = ("repo", "home", "tmp", "io")
@@ -97,7 +91,7 @@ class Workspace:
 
         def change(repository: Path) -> None:
             carry_over(self.template.folder, self.path, repository)
-            write_files(repository, files or {})
+            sources.write_files(repository, files or {})
 
         copy = await self._of.copy(self.template, change)
         self._copies.append(copy.folder)

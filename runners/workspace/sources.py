@@ -23,16 +23,9 @@ from agentrl.types import Json
 MOST = 64  # templates on disk that no workspace is a copy of
 GIT_TIMEOUT = 300.0  # seconds
 # The user's own settings, hooks and filters have no say in what agents and tests see.
-GIT = {
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_CONFIG_GLOBAL": os.devnull,
-    "GIT_AUTHOR_NAME": "agentrl",
-    "GIT_AUTHOR_EMAIL": "agentrl@localhost",
-    "GIT_AUTHOR_DATE": "2000-01-01T00:00:00Z",
-    "GIT_COMMITTER_NAME": "agentrl",
-    "GIT_COMMITTER_EMAIL": "agentrl@localhost",
-    "GIT_COMMITTER_DATE": "2000-01-01T00:00:00Z",
-}
+GIT = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
+WHO = {"NAME": "agentrl", "EMAIL": "agentrl@localhost", "DATE": "2000-01-01T00:00:00Z"}
+GIT |= {f"GIT_{role}_{k}": v for role in ("AUTHOR", "COMMITTER") for k, v in WHO.items()}
 
 
 class WorkspaceError(AgentRLError):
