@@ -121,15 +121,10 @@ class CallHandler:
             return await self._upstream.retry(
                 self._caller, call.model, self._call, self._ask_policy
             )
+        asked: Any = {"messages": call.messages, "tools": call.tools, "started": time.time()}
         self._rows = [
             msgspec.structs.replace(
-                row,
-                **self._identity(),
-                repeats=row.repeats or row.id,
-                messages=call.messages,
-                tools=call.tools,
-                started=time.time(),
-                seconds=0.0,
+                row, **self._identity(), **asked, repeats=row.repeats or row.id, seconds=0.0
             )
             for row in recorded
         ]
@@ -340,21 +335,12 @@ class CallHandler:
         mapped = self._upstream.router.policy_of_role(role, self._active.seats) is not None
         if role == SIDE and not (mapped or route.frozen):
             policy = f"{policy}@{SIDE}"  # nobody learns from it
-        return [
-            choice.transition(
-                **self._identity(),
-                role=role,
-                policy=policy,
-                version=int(version) if version.isdigit() else route.version,
-                sampling=self._sampling,
-                messages=call.messages,
-                tools=call.tools,
-                left_out=call.left_out,
-                started=self._started,
-                seconds=seconds,
-            )
-            for _, choice in sorted(answer.choices.items())
-        ]
+        known: dict[str, Any] = {"role": role, "policy": policy}
+        known |= {"started": self._started, "seconds": seconds, "sampling": self._sampling}
+        known["version"] = int(version) if version.isdigit() else route.version
+        known |= {"messages": call.messages, "tools": call.tools, "left_out": call.left_out}
+        choices = [choice for _, choice in sorted(answer.choices.items())]
+        return [choice.transition(**self._identity(), **known) for choice in choices]
 
 
 async def _uncancelled(work: Coroutine[None, None, None]) -> None:

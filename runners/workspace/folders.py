@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from agentrl import threads
 from agentrl.config import ContainerRunnerConfig, RunConfig
@@ -272,14 +272,10 @@ class Workspaces:
         theirs, ours = os.pipe()
         self._open.append(ours)
         program = [sys.executable, "-I", "-S", cleaner.__file__]
-        self._cleaner = subprocess.Popen(
-            [*program, str(self.folder), str(lock), str(theirs)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[theirs],
-            start_new_session=True,
-        )
+        program += [str(self.folder), str(lock), str(theirs)]
+        how: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        how |= {"pass_fds": [theirs], "start_new_session": True}
+        self._cleaner = subprocess.Popen(program, **how)
         os.close(theirs)
 
 
