@@ -18,6 +18,7 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.data.rewards import (
+    chosen_action,
     dense_ids,
     has_reward,
     last_observation,
@@ -125,6 +126,7 @@ def build_batch(
         transitions=[call.id for call in calls],
         step=step,
         transition_state=dense_ids(map(state, calls)),
+        transition_action=dense_ids(map(chosen_action, calls)),
         transition_prompt=dense_ids(prompts),
         transition_node=dense_ids(zip(prompts, completions, strict=True)),
         transition_repeats=torch.tensor([call.repeats is not None for call in calls]).bool(),
