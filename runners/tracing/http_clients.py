@@ -77,8 +77,8 @@ def _aiohttp(request: Send) -> Send:
 
 @contextmanager
 def _call(method: str, url: Any, headers: Any) -> Iterator[dict[str, Any]]:
-    """Log a request that is sent inside the block, and name attempt, span and role in `headers`; the
-    block adds the status to the attributes. Outside of attempts nothing happens."""
+    """Log a request that is sent inside the block, and name attempt, span and role in `headers`.
+    The block adds the status to the attributes. Outside of attempts nothing happens."""
     log, attributes = attempt_log.current(), dict[str, Any]()
     if log is None:
         yield attributes
