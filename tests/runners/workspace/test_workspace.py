@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -165,13 +166,15 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("sandbox", ["user", "unshare"])
+@pytest.mark.parametrize("sandbox", ["user", "unshare", "bubblewrap"])
 async def test_a_sandbox_reaches_the_gateway_and_its_folder_only(
     play: Any, tmp_path: Path, sandbox: str, space: Path
 ) -> None:
-    python = sys.executable if sandbox == "unshare" else "/usr/bin/python3"
+    python = "/usr/bin/python3" if sandbox == "user" else sys.executable
     if sandbox == "user" and (os.getuid() or not Path(python).exists()):
         pytest.skip("needs root, and a Python that another user may run")
+    if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("needs bubblewrap")
     (tmp_path / "tasks.py").write_text("the answers")
     outside = Path.home() / f"agentrl-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -185,7 +188,7 @@ async def test_a_sandbox_reaches_the_gateway_and_its_folder_only(
     assert rollout.failure is None
     assert rollout.reward() == 1.0
     seen = rollout.result
-    assert (seen["uid"] == os.getuid()) == (sandbox == "unshare")
+    assert (seen["uid"] == os.getuid()) == (sandbox != "user")
     assert seen["answers"] in ("", "PermissionError")
     assert seen["outside"] in ("OSError", "PermissionError")
     assert (seen["inside"], seen["tmp"]) == ("1", "1")
