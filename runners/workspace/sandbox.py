@@ -65,8 +65,7 @@ class Sandbox:
 
     def _bubblewrap(self, folder: str, works_in: str) -> list[str]:
         argv = ["bwrap", "--die-with-parent", "--unshare-user", "--unshare-pid"]
-        argv += ["--ro-bind", "/", "/"]
-        argv += ["--dev", "/dev", "--proc", "/proc"]
+        argv += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
         for path in confine.SCRATCH:
             argv += ["--tmpfs", path]
         argv += ["--ro-bind", self._root, self._root]
