@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 
 from agentrl import __version__
 from agentrl.cli.bench import bench
+from agentrl.cli.data import data
 from agentrl.cli.export import export
 from agentrl.cli.harness import harness
 from agentrl.cli.plan import plan
@@ -33,7 +34,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (bench, config_group, export, harness, init, plan, store_group, view):
+for command in (bench, config_group, data, export, harness, init, plan, store_group, view):
     cli.add_command(command)
 
 
@@ -223,13 +224,19 @@ def metrics(run: str, form: str | None, store: str | None) -> None:
 
 
 @cli.group(invoke_without_command=True)
+@click.option("--for", "file", type=click.Path(path_type=Path), help="Those that fit this run.")
 @click.pass_context
-def algorithms(context: click.Context) -> None:
+def algorithms(context: click.Context, file: Path | None) -> None:
     """List the presets and modifiers of `algorithm.preset`."""
     if context.invoked_subcommand is None:
         from agentrl.cli.algorithms import catalogue, echo
 
-        echo(catalogue())
+        if file is None:
+            echo(catalogue())
+        else:
+            from agentrl.cli.advise import advise
+
+            echo(asyncio.run(advise(load(file, []))))
 
 
 @algorithms.command("show")
