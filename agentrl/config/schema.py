@@ -15,7 +15,6 @@ import msgspec
 from agentrl.config.agents import AgentConfig, RoleRule, WorkspaceConfig
 from agentrl.config.base import (
     Count,
-    KindSection,
     Name,
     Natural,
     NonNegative,
@@ -31,6 +30,7 @@ from agentrl.config.infrastructure import (
     RunnerConfig,
     TorchLearnerConfig,
 )
+from agentrl.config.rewards import Judge, RewardModel, RewardModelTraining
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
@@ -178,6 +178,16 @@ class AlgorithmConfig(Section, frozen=True):
     counterfactual: CounterfactualConfig = CounterfactualConfig()
 
 
+class DataConfig(Section, frozen=True):
+    """A data set of the store to learn from, in place of agent, tasks and verifier: see
+    `agentrl data`. A step learns from `algorithm.groups` of its items."""
+
+    name: str = ""
+    version: Natural = 0  # 0: the newest when the run begins
+    split: str = "train"  # of items to learn from
+    heldout: str = "test"  # of items on which the loss is measured, by [eval]
+
+
 class CriticConfig(Section, frozen=True):
     """The value model of presets such as ppo."""
 
@@ -206,27 +216,6 @@ class TeacherConfig(Section, frozen=True):
     """The model that the preset distill imitates."""
 
     model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
-
-
-class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"):
-    """A model whose scores are rewards, under its name: a decoder with a head of one label."""
-
-    model: str  # a checkpoint directory or hub name with the policy's vocabulary
-    scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
-
-
-class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
-    """A decoder, of which beta * (log probability - that of the reference) is the reward."""
-
-    beta: Positive = 0.05
-    reference: str = ""  # a checkpoint directory or hub name; empty: the initial policy
-    train: bool = False  # learn from every step, after scoring it
-    # from outcomes from 0 to 1 (PRIME), or from pairs of rollouts of a group (iStar)
-    loss: Literal["outcome", "pairs"] = "outcome"
-    lr: Positive = 1e-6  # constant, where it learns
-
-
-RewardModel = RewardModelConfig | ImplicitRewardModelConfig
 
 
 class UpstreamConfig(Section, frozen=True):
@@ -322,6 +311,7 @@ class RunConfig(Section, frozen=True):
     agent: AgentConfig = AgentConfig()
     workspace: WorkspaceConfig = WorkspaceConfig()
     tasks: TasksConfig = TasksConfig()
+    data: DataConfig = DataConfig()
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()
     warmup: WarmupConfig = WarmupConfig()
@@ -332,7 +322,9 @@ class RunConfig(Section, frozen=True):
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
+    reward_model: RewardModelTraining = RewardModelTraining()
     reward_models: dict[Name, RewardModel] = {}  # by the name of their reward
+    judges: dict[Name, Judge] = {}  # by the name of their reward
     learner: Learner = TorchLearnerConfig()
     engine: Engine = EmbeddedEngineConfig()
     runner: Runner = RunnerConfig()

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
 from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.diagnostics.metrics import Metrics, group_metrics, throughput
+from agentrl.algorithms.judges.judge import Judges
 from agentrl.algorithms.sampling.collect import Collected, Collector
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
@@ -48,6 +49,7 @@ class TrainingLoop:
     heldout: list[dict[str, Json]]
     lock: FolderLock
     snapshots: SnapshotStore | None = None  # None: without a pool of opponents
+    judges: Judges = field(default_factory=lambda: Judges([]))
 
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""
@@ -56,10 +58,12 @@ class TrainingLoop:
         for step in range(self.state.step, self.config.steps):
             started = time.monotonic()
             collected = await self.collector.collect(step)  # claims the groups of the step
+            groups, judged = await self.judges.complete(collected.groups)
+            collected = replace(collected, groups=groups)
             claimed = time.monotonic()
             async with self.serving.updating():
                 metrics = self.policies.update(step, collected.groups)  # credit, packing, gradients
-                metrics |= collected.metrics
+                metrics |= collected.metrics | judged
                 metrics["time/rollouts"] = claimed - started
                 metrics["time/update"] = time.monotonic() - claimed
                 metrics |= throughput(metrics)
@@ -110,7 +114,7 @@ class TrainingLoop:
                 groups=[group.id for group in collected.groups],
                 discarded=[group.id for group in collected.discarded],
                 credits=self.policies.credits(step),
-                rewards=self.policies.step_rewards(step),
+                rewards=[*self.judges.rewards, *self.policies.step_rewards(step)],
                 versions=self.policies.versions(step + 1),
                 checkpoint=f"checkpoints/{path.name}",
                 metrics=metrics,
