@@ -378,7 +378,7 @@ class Store(Protocol):
         keep_last: int | None = None,
         older_than: float | None = None,
         dry_run: bool = False,
-    ) -> types.Pruned:
+    ) -> pages.Pruned:
         """Remove rollouts and events that no step will ever read again, of one run or of all.
 
         Removed: evaluation rollouts of earlier steps, and rollouts of trained groups, that belong

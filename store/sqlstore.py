@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from agentrl import types
 from agentrl.datasets.records import Item, Side
 from agentrl.errors import Invalid
-from agentrl.store import browse, limits, maintenance, rows, traces
+from agentrl.store import browse, limits, maintenance, pages, rows, traces
 from agentrl.store import datasets as data
 from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
@@ -245,7 +245,7 @@ class SqlStore:
         keep_last: int | None = None,
         older_than: float | None = None,
         dry_run: bool = False,
-    ) -> types.Pruned:
+    ) -> pages.Pruned:
         now = await self._writer.post(lambda tx: tx.now)
         limits = maintenance.limits(now, run, keep_last, older_than)
         return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)

@@ -10,6 +10,7 @@ a restart too.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,7 +63,8 @@ class TrainingLoop:
             collected = replace(collected, groups=groups)
             claimed = time.monotonic()
             async with self.serving.updating():
-                metrics = self.policies.update(step, collected.groups)  # credit, packing, gradients
+                # Credit, packing, gradients. In a thread: this loop has servers to attend to.
+                metrics = await asyncio.to_thread(self.policies.update, step, collected.groups)
                 metrics |= collected.metrics | judged
                 metrics["time/rollouts"] = claimed - started
                 metrics["time/update"] = time.monotonic() - claimed
@@ -168,7 +170,7 @@ def failure_counts(metrics: Mapping[str, float]) -> Metrics:
     kept = {
         name: value
         for name, value in metrics.items()
-        if name in FAILURES or name.startswith("rollouts/failed/")
+        if name in FAILURES or name.startswith(("rollouts/failed/", "judges/"))
     }
     return kept | {EMPTY: metrics["rollouts"]}
 
