@@ -68,7 +68,7 @@ def evaluate(
         async with open_store(config.store) as store:
             reader = reward_model.Reader(store, tokenizer, None)
             items = await reader.examples(config, config.data.heldout)
-            found = reward_model.evaluate(scorer, items)
+            found = reward_model.preference_metrics(scorer, items)
             numbers = [int(size) for size in sizes.split(",")] if sizes else []
             name = run or config.name
             if numbers:

@@ -60,7 +60,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _sinks(config.metrics.sinks)
     yield from _workspace(config)
     yield from _warmup(config)
-    yield from _judges(config)
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:
@@ -135,16 +134,6 @@ def _warmup(config: RunConfig) -> Iterator[str]:
             "[warmup] trains all weights of the run's one policy, and this run trains adapters or "
             "several; make a run of its own for it, whose <output>/warmup is their policy.model"
         )
-
-
-def _judges(config: RunConfig) -> Iterator[str]:
-    for name, judge in config.judges.items():
-        answering = {n for n, upstream in config.upstreams.items() if upstream.text is None}
-        known = answering | (set(config.policies) or {POLICY})
-        if judge.upstream not in known:
-            yield f"judges.{name}.upstream = {judge.upstream!r}; {nearest(judge.upstream, known)}"
-        if name in config.reward_models:
-            yield f"judges.{name}: [reward_models] give a reward of that name; rename one"
 
 
 def _member(name: str, member: MemberConfig) -> Iterator[str]:

@@ -29,8 +29,6 @@ from agentrl.types import POLICY, Group, Rollout, RolloutState, Scope, Transitio
 
 Metrics = dict[str, float]
 """Values by name, such as `reward/mean`."""
-GUESSES = ("model:", "judge:")
-"""What the source of a reward begins with that stands for an outcome."""
 RULES: dict[str, Callable[[Sequence[float]], float]] = {
     "max": max, "peak": max, "min": min, "forwarded": sum, "retries": sum
 }  # fmt: skip
@@ -118,12 +116,12 @@ def rewards(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def agreement(groups: Sequence[Group]) -> Metrics:
-    """reward/<name>/agreement of rewards that a model or a judge gave: of the pairs of rollouts of
-    a group with different outcomes, the share in the same order; equal rewards count half."""
+    """reward/<name>/agreement of rewards that a model gave: of the pairs of rollouts of a group
+    with different outcomes, the share in the same order; equal rewards count half."""
     found: dict[str, list[float]] = {}
     for group in groups:
         known = [row for row in group.rollouts if not isnan(row.reward())]
-        names = {r.name for row in known for r in row.rewards if r.source.startswith(GUESSES)}
+        names = {r.name for row in known for r in row.rewards if r.source.startswith("model:")}
         for better, worse in permutations(known, 2):
             for name in names if better.reward() > worse.reward() else ():
                 gap = better.reward(name) - worse.reward(name)

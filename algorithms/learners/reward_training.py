@@ -59,19 +59,12 @@ class RewardTrainer:
         """One optimizer step; returns the loss in nats. Raises TrainingError for one that is not
         finite, with nothing changed."""
         texts = [text for example in examples for text in example.texts]
-        packs = self.scorer.packs(texts)
-        # One forward is enough if everything fits into it.
-        graphs = [self.scorer.score(packs[0])] if len(packs) == 1 else []
-        scores = self.scorer.heads(texts) if not graphs else torch.empty(len(texts), 0)
-        if graphs:
-            scores = torch.empty_like(graphs[0], dtype=torch.float64, device="cpu")
-            scores[packs[0].index] = graphs[0].detach().double().cpu()
-        scores.requires_grad_()
+        scores = self.scorer.heads(texts).requires_grad_()
         loss = self.loss(examples, scores)
         (pull,) = torch.autograd.grad(loss, scores)
         try:
-            for number, pack in enumerate(packs):
-                score = graphs[number] if graphs else self.scorer.score(pack)
+            for pack in self.scorer.packs(texts):
+                score = self.scorer.score(pack)
                 torch.autograd.backward(score, pull[pack.index].to(score))
             if not isfinite(float(loss.detach()) + self.optimizer.clip(1.0)):
                 raise TrainingError("the reward model's loss is not finite; lower reward_model.lr")
@@ -89,11 +82,8 @@ class RewardTrainer:
         margin = torch.tensor([self.margin * example.margin for example in examples])[:, None]
         label = torch.tensor([e.label for e in examples], dtype=torch.float64)[:, None]
         pairs = -logsigmoid(r - other - margin) + self.centre * (r + other).square()
-        each = torch.where(
-            paired[:, None],
-            pairs,
-            binary_cross_entropy_with_logits(r, label.expand_as(r), reduction="none"),
-        )
+        alone = binary_cross_entropy_with_logits(r, label.expand_as(r), reduction="none")
+        each = torch.where(paired[:, None], pairs, alone)
         weight = torch.tensor([bootstrap_weights(e, r.shape[1]) for e in examples]).double()
         return (weight * each).sum() / weight.sum().clamp(min=1e-9)
 
@@ -102,10 +92,6 @@ class RewardTrainer:
         with no_progress_bars():
             self.scorer.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
-
-    def load(self, directory: Path) -> None:
-        """Nothing resumes in the middle: the same settings make the same model."""
-        raise NotImplementedError
 
 
 def bootstrap_weights(example: Example, heads: int) -> list[float]:
@@ -133,14 +119,15 @@ def make_scorer(
     return ScalarScorer(model.eval().to(policy.device), token_budget=token_budget)
 
 
-def preference_metrics(examples: Sequence[Example], scores_TH: Tensor) -> dict[str, float]:
-    """How well scores order the examples. accuracy: of pairs in the right order, ties count half,
+def preference_metrics(scorer: ScalarScorer, examples: Sequence[Example]) -> dict[str, float]:
+    """How well a model orders examples. accuracy: of pairs in the right order, ties count half,
     or of labels on the right side of 1/2; accuracy_shorter: of pairs whose shorter text is better;
     margin: mean difference; ece: expected calibration error of its sigmoid, in ten bins; length:
     correlation of the difference in score with that in tokens; disagreement: of an ensemble, the
     standard deviation of its differences."""
     first = torch.tensor([0, *(len(example.texts) for example in examples)]).cumsum(0)[:-1]
     paired = torch.tensor([len(example.texts) == 2 for example in examples])
+    scores_TH = scorer.heads([text for example in examples for text in example.texts])
     gap_EH = scores_TH[first] - torch.where(paired[:, None], scores_TH[first + paired.long()], 0.0)
     gap = gap_EH.mean(1)
     label = torch.tensor([example.label for example in examples], dtype=torch.float64)

@@ -120,14 +120,10 @@ async def train_reward_model(config: RunConfig, store: Store) -> Metrics:
         loss = trainer.step(chosen, learning_rate(rise, step, len(starts)))
         await store.log(config.name, step, {"rm/loss": loss}, epoch=state.epoch)
     save_policy(Path(config.output, "reward_model"), trainer)
-    metrics = evaluate(scorer, heldout)
+    metrics = preference_metrics(scorer, heldout)
     named = {f"rm/{name}": value for name, value in metrics.items()}
     await store.log(config.name, len(starts), named, epoch=state.epoch)
     return {"pairs and labels": len(examples), "held out": len(heldout), **metrics}
-
-
-def evaluate(scorer: ScalarScorer, examples: Sequence[Example]) -> Metrics:
-    return preference_metrics(examples, scorer.heads([t for e in examples for t in e.texts]))
 
 
 def _policy(config: RunConfig) -> tuple[PreTrainedModel, Tokenizer]:
