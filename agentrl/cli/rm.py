@@ -58,6 +58,7 @@ def evaluate(
 ) -> None:
     """Print how well the reward model orders held-out items, and what the best of n stored
     rollouts by its score is worth by the verifier."""
+    from agentrl.algorithms.learners.reward_training import preference_metrics
     from agentrl.algorithms.train import reward_model
 
     config = _config(run_file, overrides)
@@ -68,7 +69,7 @@ def evaluate(
         async with open_store(config.store) as store:
             reader = reward_model.Reader(store, tokenizer, None)
             items = await reader.examples(config, config.data.heldout)
-            found = reward_model.preference_metrics(scorer, items)
+            found = preference_metrics(scorer, items)
             numbers = [int(size) for size in sizes.split(",")] if sizes else []
             name = run or config.name
             if numbers:
