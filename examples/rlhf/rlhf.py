@@ -30,7 +30,7 @@ def agentrl(*arguments: str) -> subprocess.Popen[bytes]:
 
 
 def finish(*children: subprocess.Popen[bytes]) -> None:
-    if any([child.wait() for child in children]):
+    if sum(child.wait() for child in children):  # wait for each
         sys.exit("a stage failed: its message is above")
 
 
