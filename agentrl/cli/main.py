@@ -18,6 +18,7 @@ from agentrl.cli.data import data
 from agentrl.cli.export import export
 from agentrl.cli.harness import harness
 from agentrl.cli.plan import plan
+from agentrl.cli.rm import rm
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init
 from agentrl.cli.store import store as store_group
@@ -34,7 +35,9 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (bench, config_group, data, export, harness, init, plan, store_group, view):
+for command in (
+    bench, config_group, data, export, harness, init, plan, rm, store_group, view
+):  # fmt: skip
     cli.add_command(command)
 
 
