@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, permutations
-from math import ceil, inf, isfinite, isnan
+from math import inf, isfinite, isnan
 from statistics import fmean, pstdev
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import has_variance, level_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import reduce_by, units
-from agentrl.algorithms.data.merge import token_versions
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Terms, eta, gate_factors, kl_value, streams_at
@@ -206,27 +205,6 @@ def completions(calls: Sequence[Transition]) -> Metrics:
         metrics[f"{name}/length_mean"] = fmean(lengths)
         metrics[f"{name}/length_max"] = max(lengths)
         metrics[f"{name}/truncated"] = fmean(call.finish == "length" for call in part)
-    return metrics
-
-
-def staleness(
-    step: int, groups: Sequence[Group], policy: str = POLICY, *, version: int | None = None
-) -> Metrics:
-    """How old the data is that step `step` trains on. staleness/steps_mean, steps_max: steps since
-    a group was requested. staleness/version_mean, version_p95, version_max: updates of the policy
-    since a token was sampled, over tokens whose version is known. staleness/mixed: calls during
-    which weights changed. version: of the policy now, default `step`."""
-    now = step if version is None else version
-    metrics: Metrics = {}
-    if ages := [step - group.step for group in groups]:
-        metrics |= {"staleness/steps_mean": fmean(ages), "staleness/steps_max": max(ages)}
-    calls = [c for c in own_calls(groups, policy) if c.version is not None and c.completion]
-    if calls:
-        lags = now - torch.cat(list(map(token_versions, calls)))
-        metrics["staleness/version_mean"] = _mean(lags)
-        metrics["staleness/version_p95"] = float(lags.kthvalue(ceil(0.95 * lags.numel())).values)
-        metrics["staleness/version_max"] = float(lags.max())
-        metrics["staleness/mixed"] = sum(bool(call.spans) for call in calls)
     return metrics
 
 

@@ -22,7 +22,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.rewards import check_rewards
 from agentrl.algorithms.data.state import AlgorithmState
-from agentrl.algorithms.diagnostics import metrics
+from agentrl.algorithms.diagnostics import metrics, token_age
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner, Psi
@@ -93,7 +93,7 @@ class Updater:
         return {
             **taken,
             **metrics.batch_metrics(groups, batch, self.policy),
-            **metrics.staleness(step, groups, self.policy, version=turn),
+            **token_age.staleness(step, groups, self.policy, version=turn),
             "staleness/withheld": float(old.sum()),
             **(critic_targets.value_metrics(values) if values else {}),
             **measured,

@@ -25,9 +25,9 @@ from agentrl.algorithms.diagnostics.metrics import (
     merge_optimizer_steps,
     optimizer_step,
     ratio_metrics,
-    staleness,
     throughput,
 )
+from agentrl.algorithms.diagnostics.token_age import staleness
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Gate, loss_terms
 from agentrl.algorithms.objective.ratios import Clip, Ratio, Truncate
