@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -142,6 +142,44 @@ class NewRollout(Record, frozen=True):
     priority: int = 0  # larger is claimed first
     branch: Branch | None = None
     seats: dict[str, str] = {}  # role -> policy that plays it here, before that of the run file
+    candidate: str | None = None  # whose texts the agent's roles read here; None: its own
+
+
+class PromptText(Record, frozen=True):
+    """What a candidate says in the place of a text of the agent: `seed` in the first system or
+    developer message that has it, in the calls of `role`, or in the description of their `tool`.
+    An empty `seed`: the text becomes a system message of its own, in front of the others."""
+
+    component: str  # its name in the run file
+    role: str
+    seed: str
+    text: str
+    tool: str = ""
+
+
+class Candidate(Record, frozen=True):
+    """The texts of a prompt search at one point. The rollouts that have its `id` score it."""
+
+    id: str  # see `agentrl.prompts.candidate_id`
+    run: str
+    step: int  # the step of the search, or of the training run, that made it
+    parents: list[str]
+    state: Literal["proposed", "rejected", "accepted", "chosen"]
+    texts: list[PromptText]
+    reflection: str | None = None  # the call to the reflector that its newest text is from
+
+
+class Reflection(Record, frozen=True):
+    """A call of a prompt search to its reflector."""
+
+    id: str
+    run: str
+    step: int
+    question: str
+    answer: str
+    prompt_tokens: int = 0  # as its server counts them
+    completion_tokens: int = 0
+    seconds: float = 0.0
 
 
 class Attempt(Record, frozen=True):
@@ -152,6 +190,7 @@ class Attempt(Record, frozen=True):
     fence: int  # 1 for the first attempt of a rollout; only the highest fence may write
     lease_until: float  # unix seconds
     ran: Json = None  # of an earlier attempt, whose trace is this one's now: only score it
+    prompts: list[PromptText] = []  # those of the rollout's candidate
 
 
 class Transition(Record, frozen=True):
@@ -194,6 +233,7 @@ class Reward(Record, frozen=True):
     scope: Scope = Scope.ROLLOUT
     target: str | None = None  # role name or transition id, by scope
     source: str = "verifier"
+    note: str = ""  # why, in the verifier's words
 
 
 class Span(Record, frozen=True):
@@ -259,6 +299,7 @@ class Rollout(Record, frozen=True):
     trained: int | None = None  # the step that trained its group
     branch: Branch | None = None
     seats: dict[str, str] = {}  # role -> policy that played it here, before that of the run file
+    candidate: str | None = None  # whose texts the agent's roles read; None: its own
 
     def reward(self, name: str = "outcome") -> float:
         """Rollout-scope reward of that name; NaN when missing."""

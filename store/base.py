@@ -104,12 +104,23 @@ class Store(Protocol):
         `epoch` and errors as in `publish`."""
         ...
 
+    async def put_candidates(self, candidates: Sequence[types.Candidate]) -> None:
+        """Add candidates of prompt searches; of a known one only the state changes. Raises
+        NotFound for an unknown run."""
+        ...
+
+    async def add_reflection(self, reflection: types.Reflection) -> None:
+        """Add a call to a reflector; the first of an id stays. Raises NotFound for an unknown
+        run."""
+        ...
+
     # -- queue: called by runners; enqueue and cancel by the algorithm -----------------------------
     async def enqueue(self, rollouts: Sequence[types.NewRollout]) -> int:
         """Add rollouts; ids already present are ignored. Returns how many were new.
 
-        A group has one run and one purpose. It settles once all rollouts enqueued so far are
-        terminal, so enqueue them in one call. Raises NotFound for a run never opened; Conflict for
+        A group has one run, one purpose and one candidate. It settles once all rollouts enqueued
+        so far are terminal, so enqueue them in one call. Raises NotFound for a run never opened and
+        for a candidate that the run does not have; Conflict for
         new rollouts of a group that was claimed for training, and for a group of another run or
         purpose; Invalid for a rollout that cannot be run. All rollouts are added, or none."""
         ...
@@ -292,6 +303,14 @@ class Store(Protocol):
 
     async def policies(self, run: str) -> dict[str, types.PolicyVersion]:
         """By policy, the version served now: the last that the present owner published."""
+        ...
+
+    async def candidates(self, run: str) -> list[types.Candidate]:
+        """Candidates in the order of their first `put_candidates`; [] for an unknown run."""
+        ...
+
+    async def reflections(self, run: str) -> list[types.Reflection]:
+        """Calls to the reflector, the first first; [] for an unknown run."""
         ...
 
     # -- change feed: followed by everybody --------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from agentrl import types
 from agentrl.errors import Invalid
-from agentrl.store import browse, limits, maintenance, rows, traces
+from agentrl.store import browse, limits, maintenance, prompts, rows, traces
 from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
 from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
@@ -114,6 +114,8 @@ class SqlStore:
 
     publish = _writing(training.publish)
     log = _writing(training.log)
+    put_candidates = _writing(prompts.put_candidates)
+    add_reflection = _writing(prompts.add_reflection)
 
     # -- queue -------------------------------------------------------------------------------------
 
@@ -184,6 +186,8 @@ class SqlStore:
     counts = _reading(training.counts)
     failures = _reading(queue.failures)
     policies = _reading(training.policies)
+    candidates = _reading(prompts.candidates)
+    reflections = _reading(prompts.reflections)
     stats = _reading(maintenance.stats)
 
     # -- change feed -------------------------------------------------------------------------------

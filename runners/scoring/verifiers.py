@@ -126,6 +126,7 @@ def _row(row: object) -> Reward:
         value=_number(row.value, row.name),
         name=storable_text(str(row.name)),
         source=storable_text(str(row.source)),
+        note=storable_text(str(row.note)),
         scope=scope,
     )
 

@@ -47,7 +47,7 @@ RUNNERS = frozenset({"claim", "heartbeat", "finish", "add_transitions", "add_spa
 RUNNERS |= {"run", "trace", "policies", "cursor", "wait"}
 READERS = frozenset({"run", "runs", "rollouts", "groups", "search", "trace", "attempts", "credits"})
 READERS |= {"steps", "metric_names", "series", "counts", "failures", "policies"}
-READERS |= {"cursor", "wait", "settled", "stats"}
+READERS |= {"candidates", "reflections", "cursor", "wait", "settled", "stats"}
 SCOPES = {KeyScope.RUNNER: RUNNERS, KeyScope.READER: READERS}
 """Verbs that a key of a scope may call; an administrator's may call all."""
 ONCE = {"open_run", "enqueue", "cancel", "prune", "vacuum"}
