@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -155,31 +155,6 @@ class PromptText(Record, frozen=True):
     seed: str
     text: str
     tool: str = ""
-
-
-class Candidate(Record, frozen=True):
-    """The texts of a prompt search at one point. The rollouts that have its `id` score it."""
-
-    id: str  # see `agentrl.prompts.candidate_id`
-    run: str
-    step: int  # the step of the search, or of the training run, that made it
-    parents: list[str]
-    state: Literal["proposed", "rejected", "accepted", "chosen"]
-    texts: list[PromptText]
-    reflection: str | None = None  # the call to the reflector that its newest text is from
-
-
-class Reflection(Record, frozen=True):
-    """A call of a prompt search to its reflector."""
-
-    id: str
-    run: str
-    step: int
-    question: str
-    answer: str
-    prompt_tokens: int = 0  # as its server counts them
-    completion_tokens: int = 0
-    seconds: float = 0.0
 
 
 class Attempt(Record, frozen=True):
@@ -344,7 +319,7 @@ class Credit(Record, frozen=True):
     psi: Float32  # coefficient of the log-prob's gradient
 
 
-class Judgement(Record, frozen=True):
+class StepReward(Record, frozen=True):
     """A reward that a training step gave to one of its rollouts, or to a call or role of one."""
 
     rollout: str
@@ -363,7 +338,7 @@ class StepCommit(Record, frozen=True):
     metrics: dict[str, float]
     discarded: list[str] = []  # groups that are settled by this step without being trained
     credits: list[Credit] = []  # of calls of `groups`
-    judgements: list[Judgement] = []  # of rollouts of `groups`
+    rewards: list[StepReward] = []  # of rollouts of `groups`
 
 
 class RunState(Record, frozen=True):
@@ -416,24 +391,3 @@ class Trace(Record, frozen=True):
     attempt: str
     transitions: list[Transition]
     spans: list[Span]
-
-
-class Stats(Record, frozen=True):
-    """The size of a store: `bytes` on disk, of which a vacuum would give back `free`."""
-
-    rows: dict[str, int]  # by table
-    bytes: int
-    free: int
-    cursor: int
-
-
-class Pruned(Record, frozen=True):
-    """Numbers of rows that a prune removed, or would remove."""
-
-    rollouts: int = 0
-    attempts: int = 0
-    transitions: int = 0
-    spans: int = 0
-    rewards: int = 0
-    events: int = 0
-    bytes: int = 0  # of tokens, log-probs, messages and spans

@@ -141,8 +141,8 @@ def _check_reward(reward: Reward, owner: str) -> None:
 
 def check_commit(commit: StepCommit) -> None:
     check_ids("A metric's name", commit.metrics)
-    for judgement in commit.judgements:
-        _check_reward(judgement.reward, f"rollout {judgement.rollout}")
+    for given in commit.rewards:
+        _check_reward(given.reward, f"rollout {given.rollout}")
     for credit in commit.credits:
         for name in CREDIT:
             values = getattr(credit, name)

@@ -82,3 +82,24 @@ class AttemptRow(Record, frozen=True):
     spans: list[Span]
     late_transitions: list[Transition]
     late_rewards: list[Reward]
+
+
+class Stats(Record, frozen=True):
+    """The size of a store: `bytes` on disk, of which a vacuum would give back `free`."""
+
+    rows: dict[str, int]  # by table
+    bytes: int
+    free: int
+    cursor: int
+
+
+class Pruned(Record, frozen=True):
+    """Numbers of rows that a prune removed, or would remove."""
+
+    rollouts: int = 0
+    attempts: int = 0
+    transitions: int = 0
+    spans: int = 0
+    rewards: int = 0
+    events: int = 0
+    bytes: int = 0  # of tokens, log-probs, messages and spans

@@ -6,20 +6,44 @@ Always true: the texts of a candidate never change; its scores are the rewards o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import asdict
 
-from agentrl import types
 from agentrl.errors import NotFound
+from agentrl.prompts import Candidate, Reflection
 from agentrl.store import limits, rows, runs
 from agentrl.store.database import Connection, load_sql
 from agentrl.store.writer import Transaction
+from agentrl.types import PromptText
 
 SQL = load_sql("prompts")
 
 
-def put_candidates(tx: Transaction, candidates: Sequence[types.Candidate]) -> None:
+class PromptStore(Protocol):
+    """Verbs of `agentrl.store.base.Store` that a prompt search calls; everybody may read."""
+
+    async def put_candidates(self, candidates: Sequence[Candidate]) -> None:
+        """Add candidates of prompt searches; of a known one only the state changes. Raises
+        NotFound for an unknown run."""
+        ...
+
+    async def add_reflection(self, reflection: Reflection) -> None:
+        """Add a call to a reflector; the first of an id stays. Raises NotFound for an unknown
+        run."""
+        ...
+
+    async def candidates(self, run: str) -> list[Candidate]:
+        """Candidates in the order of their first `put_candidates`; [] for an unknown run."""
+        ...
+
+    async def reflections(self, run: str) -> list[Reflection]:
+        """Calls to the reflector, the first first; [] for an unknown run."""
+        ...
+
+
+def put_candidates(tx: Transaction, candidates: Sequence[Candidate]) -> None:
     for candidate in candidates:
         limits.check_id("The id of a candidate", candidate.id)
         runs.find_run(tx.conn, candidate.run)
@@ -30,7 +54,7 @@ def put_candidates(tx: Transaction, candidates: Sequence[types.Candidate]) -> No
         tx.add_event(candidate.run, "candidate", candidate.id)
 
 
-def add_reflection(tx: Transaction, reflection: types.Reflection) -> None:
+def add_reflection(tx: Transaction, reflection: Reflection) -> None:
     limits.check_id("The id of a reflection", reflection.id)
     runs.find_run(tx.conn, reflection.run)
     said = {k: rows.storable_text(getattr(reflection, k)) for k in ("question", "answer")}
@@ -41,25 +65,25 @@ def add_reflection(tx: Transaction, reflection: types.Reflection) -> None:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def texts(conn: Connection, run: str, candidate: str) -> list[types.PromptText]:
+def texts(conn: Connection, run: str, candidate: str) -> list[PromptText]:
     """Raises NotFound if the run has no such candidate."""
     row = conn.execute(SQL["candidate"], (run, candidate)).fetchone()
     if row is None:
         raise NotFound(f"Run {run!r} has no candidate {candidate!r}: put it there first.")
-    return msgspec.json.decode(row["texts"], type=list[types.PromptText])
+    return msgspec.json.decode(row["texts"], type=list[PromptText])
 
 
-def candidates(conn: Connection, run: str) -> list[types.Candidate]:
+def candidates(conn: Connection, run: str) -> list[Candidate]:
     return [
         rows.record(
-            types.Candidate,
+            Candidate,
             row,
             parents=rows.from_json(row["parents"]),
-            texts=msgspec.json.decode(row["texts"], type=list[types.PromptText]),
+            texts=msgspec.json.decode(row["texts"], type=list[PromptText]),
         )
         for row in conn.execute(SQL["candidates"], (run,))
     ]
 
 
-def reflections(conn: Connection, run: str) -> list[types.Reflection]:
-    return [rows.record(types.Reflection, row) for row in conn.execute(SQL["reflections"], (run,))]
+def reflections(conn: Connection, run: str) -> list[Reflection]:
+    return [rows.record(Reflection, row) for row in conn.execute(SQL["reflections"], (run,))]

@@ -78,6 +78,23 @@ def from_blob(typecode: str, data: bytes) -> array[Any]:
     return values
 
 
+def array_to_bytes(value: Any) -> Any:
+    """Of tokens and log-probs in msgpack."""
+    if isinstance(value, array):
+        return to_blob(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def array_from_bytes(type_: Any, value: Any) -> Any:
+    """Tokens or log-probs from msgpack."""
+    if not isinstance(value, bytes) or len(value) % 4:
+        raise ValueError("expected the bytes of 4-byte numbers, little-endian")
+    values = type_("i" if type_ is types.Int32 else "f", value)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
 def digest(data: bytes | memoryview) -> bytes:
     """128 bits, so that no two different byte strings have the same one in practice."""
     return blake2b(data, digest_size=16).digest()

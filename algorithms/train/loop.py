@@ -110,7 +110,7 @@ class TrainingLoop:
                 groups=[group.id for group in collected.groups],
                 discarded=[group.id for group in collected.discarded],
                 credits=self.policies.credits(step),
-                judgements=self.policies.judgements(step),
+                rewards=self.policies.step_rewards(step),
                 versions=self.policies.versions(step + 1),
                 checkpoint=f"checkpoints/{path.name}",
                 metrics=metrics,

@@ -25,9 +25,9 @@ from agentrl.types import (
     POLICY,
     Group,
     Json,
-    Judgement,
     Reward,
     Rollout,
+    StepReward,
     Transition,
     float32,
     int32,
@@ -45,14 +45,14 @@ class Completer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Preprocessor:
-    """Prepares collected groups for credit. `judgements` are the rewards that it added in the
+    """Prepares collected groups for credit. `step_rewards` are the rewards that it added in the
     current step, for the step's commit."""
 
     completers: tuple[Completer, ...] = ()  # in this order
     trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
     context: int | None = None  # tokens the model can read; longer calls are left out
     policy: str = POLICY  # whose calls are learned from
-    judgements: list[Judgement] = field(default_factory=list)  # rewards that completers gave
+    step_rewards: list[StepReward] = field(default_factory=list)  # rewards that completers gave
     decode: Callable[[Sequence[int]], str] | None = None  # None: unseen tools are not counted
 
     def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
@@ -66,8 +66,8 @@ class Preprocessor:
         given = {row.id: len(row.rewards) for group in groups for row in group.rollouts}
         for completer in self.completers:
             groups = completer.complete(groups)
-        self.judgements[:] = [
-            Judgement(rollout=row.id, reward=reward)
+        self.step_rewards[:] = [
+            StepReward(rollout=row.id, reward=reward)
             for group in groups
             for row in group.rollouts
             for reward in row.rewards[given[row.id] :]

@@ -12,25 +12,24 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from agentrl.errors import Conflict, Fenced, Invalid, NotFound, StoreError
+from agentrl.prompts import Candidate, Reflection
 from agentrl.store.limits import LONGEST_LEASE
 from agentrl.types import (
     Branch,
-    Candidate,
     Counts,
     Credit,
     ErrorKind,
     Failure,
-    Judgement,
     NewRollout,
     Outcome,
     PolicyVersion,
     PromptText,
     Purpose,
-    Reflection,
     Reward,
     RolloutState,
     Sampling,
     Scope,
+    StepReward,
     float32,
     int32,
 )
@@ -623,7 +622,7 @@ async def test_a_step_that_learned_nothing_keeps_the_checkpoint_before_it(store,
 
 
 async def train_steps(store, kit, n, *, epoch=1):
-    """So many committed steps of a group each, with credit and a judgement for its one call, and
+    """So many committed steps of a group each, with credit and a reward for its one call, and
     an evaluation of the weights after it."""
     for step in range(n):
         group = f"g{step}"
@@ -633,7 +632,7 @@ async def train_steps(store, kit, n, *, epoch=1):
         hunch = Reward(value=0.5, name="hunch", source="model:hunch")
         given = {
             "credits": [credit(call.id, float(step))],
-            "judgements": [Judgement(rollout=attempt.rollout.id, reward=hunch)],
+            "rewards": [StepReward(rollout=attempt.rollout.id, reward=hunch)],
         }
         await store.commit_step(kit.step(step, [group], epoch=epoch, **given))
         await store.enqueue(kit.group(f"e{step + 1}", 1, purpose=Purpose.EVAL, step=step + 1))
@@ -794,8 +793,8 @@ async def test_rewards_that_a_step_gave_are_stored_with_it(store, kit):
         value=-0.5, name="judge", scope=Scope.TRANSITION, target=call.id, source="model:judge"
     )
     given = [("a/0", whole), ("a/1", whole), ("a/0", of_call)]
-    judgements = [Judgement(rollout=rollout, reward=reward) for rollout, reward in given]
-    commit = kit.step(0, ["a"], judgements=judgements)
+    rewards = [StepReward(rollout=rollout, reward=reward) for rollout, reward in given]
+    commit = kit.step(0, ["a"], rewards=rewards)
     await store.commit_step(commit)
     await store.commit_step(commit)
     first, second = await store.rollouts("run")
@@ -804,7 +803,7 @@ async def test_rewards_that_a_step_gave_are_stored_with_it(store, kit):
     assert (await store.trace("a/0")).rollout.rewards == first.rewards
     assert (await store.stats()).rows["rewards"] == 4
     with pytest.raises(Conflict, match="next one is 1"):
-        await store.commit_step(kit.step(0, ["a"], judgements=judgements[:1]))
+        await store.commit_step(kit.step(0, ["a"], rewards=rewards[:1]))
     await store.prune(keep_last=0)
     assert (await store.stats()).rows["rewards"] == 0
 
@@ -823,9 +822,9 @@ async def test_a_step_gives_rewards_to_rollouts_that_it_trains(store, kit):
         (attempt.rollout.id, structs.replace(reward, value=math.nan), Invalid, "must be finite"),
         (attempt.rollout.id, structs.replace(about, target=None), Invalid, "name a target"),
     ):
-        judgement = Judgement(rollout=rollout, reward=given)
+        own = StepReward(rollout=rollout, reward=given)
         with pytest.raises(error, match=message):
-            await store.commit_step(kit.step(0, ["a"], judgements=[judgement]))
+            await store.commit_step(kit.step(0, ["a"], rewards=[own]))
     assert (await store.run("run")).step == 0
     assert [row.rewards for row in await store.rollouts("run")] == [[Reward(value=1.0)]] * 2
 

@@ -263,7 +263,7 @@ class Run:
             StepCommit(
                 run="r", epoch=1, step=step, groups=[group.id for group in groups], versions={},
                 checkpoint="c", metrics=metrics, credits=recorder.stored() if recorder else [],
-                judgements=self.updater.preprocessor.judgements,
+                rewards=self.updater.preprocessor.step_rewards,
             )
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig, resolve
 from agentrl.config import policies as team
 from agentrl.errors import ConfigError, PolicyError
-from agentrl.types import Group, Judgement, Reward
+from agentrl.types import Group, Reward, StepReward
 from tests.algorithms.train.test_update import Recorder, group
 
 TWO = {
@@ -141,8 +141,8 @@ def test_a_policy_whose_turn_it_is_not_changes_in_nothing() -> None:
     assert whole.versions(3) == {"planner": 2, "solver": 1}
     assert {row.policy for row in whole.credits(2)} == {"planner"}
     for name, updater in whole.updaters.items():  # the solver's are of an earlier step
-        updater.preprocessor.judgements[:] = [Judgement(rollout=name, reward=Reward(value=1.0))]
-    assert [row.rollout for row in whole.judgements(2)] == ["planner"]
+        updater.preprocessor.step_rewards[:] = [StepReward(rollout=name, reward=Reward(value=1.0))]
+    assert [row.rollout for row in whole.step_rewards(2)] == ["planner"]
 
 
 def test_a_policy_with_nothing_to_learn_is_skipped_and_counted_alone() -> None:

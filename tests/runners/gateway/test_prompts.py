@@ -10,11 +10,12 @@ import msgspec
 import openai
 import pytest
 
+from agentrl.prompts import Candidate
 from agentrl.runners.dialects.base import CHAT, ConversationMemory
 from agentrl.runners.dialects.base import TEXT as COMPLETIONS
 from agentrl.runners.gateway.capture import read_request
 from agentrl.runners.gateway.prompts import PromptNotFoundError, with_prompts
-from agentrl.types import Candidate, ErrorKind, PromptText
+from agentrl.types import ErrorKind, PromptText
 
 SEED, NEW, TODAY = "Be brief.", "Answer in one word.", "\nToday is Monday."
 TEXT = PromptText(component="solver", role="solver", seed=SEED, text=NEW)
