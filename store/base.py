@@ -346,7 +346,6 @@ class Store(PromptStore, Protocol):
 
     async def add_logprobs(self, model: str, logprobs: dict[str, types.Float32]) -> None:
         """Keep log-probs of sides; `model` is a digest of its weights."""
-        ...
 
     async def logprobs(self, model: str, sides: Sequence[str]) -> dict[str, types.Float32]:
         """Those that are known, by side."""

@@ -26,7 +26,7 @@ from agentrl.runners.dialects.base import CHAT, data_event
 from agentrl.runners.gateway import replay
 from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
 from agentrl.runners.gateway.capture import ModelRequest, ModelResponse, read_chunk, read_request
-from agentrl.runners.gateway.prompts import PromptNotFoundError, with_prompts
+from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
 from agentrl.runners.gateway.replay import CUT, RECORD
 from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.gateway.routing import Route
@@ -120,13 +120,13 @@ class CallHandler:
             headers = self._http_request.headers
             role = role_of_request(active.rules, request, headers, self._raw)
             self._caller = self._caller._replace(role=role)
-        if not (prompts := active.attempt.prompts):
-            return request
-        try:
-            return with_prompts(request, self._caller.role_of(request.model), prompts)
-        except PromptNotFoundError as error:
-            active.failures[number] = str(error)  # also if the agent ignores the refusal
-            raise RefusedError(400, "prompt_not_found", str(error)) from None
+        if prompts := active.attempt.prompts:
+            try:
+                apply_prompts(request, self._caller.role_of(request.model), prompts)
+            except PromptNotFoundError as error:
+                active.failures[number] = str(error)  # also if the agent ignores the refusal
+                raise RefusedError(400, "prompt_not_found", str(error)) from None
+        return request
 
     async def _answer(self) -> web.StreamResponse:
         """From the policy, or from the record if a branch repeats the call."""

@@ -7,14 +7,15 @@ sent as the bytes that came; neither the agent nor the memory of its conversatio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import lru_cache
 
 import msgspec
 
-from agentrl.runners.gateway.capture import Fields, ModelRequest
+from agentrl.runners.gateway.capture import ModelRequest
 from agentrl.types import Json, PromptText
 
 SYSTEM = ("system", "developer")
+HEAD = 8192  # bytes in which the first message mostly begins to say the text
 Object = dict[str, Json]
 
 
@@ -22,43 +23,60 @@ class PromptNotFoundError(Exception):
     """The agent does not send the text that a candidate replaces."""
 
 
-def with_prompts(request: ModelRequest, role: str, prompts: Sequence[PromptText]) -> ModelRequest:
-    """The request as the model is to read it. Raises PromptNotFoundError, naming the role."""
+def apply_prompts(request: ModelRequest, role: str, prompts: Sequence[PromptText]) -> None:
+    """Changes the request to what the model is to read. Raises PromptNotFoundError, naming the
+    role."""
     for prompt in prompts:
         if prompt.role == role:
-            request = _with_prompt(request, prompt)
-    return request
+            _apply(request, prompt)
 
 
-def _with_prompt(request: ModelRequest, prompt: PromptText) -> ModelRequest:
-    if prompt.tool:
-        if all(_function(tool).get("name") != prompt.tool for tool in request.tools):
-            return request
-        fields, items = _changed(request.fields, "tools", request.tools, prompt)
-        return replace(request, fields=fields, tools=items)
-    fields, items = _changed(request.fields, "messages", request.messages, prompt)
-    return replace(request, fields=fields, messages=items)
-
-
-def _changed(
-    fields: Fields, key: str, items: list[Object], prompt: PromptText
-) -> tuple[Fields, list[Object]]:
-    """The fields and the list of that key with the text in its place."""
-    sent = fields.get(key, ())
-    raw = msgspec.json.decode(sent, type=list[msgspec.Raw]) if type(sent) is msgspec.Raw else sent
-    if not prompt.seed and raw:
-        first = {"role": "system", "content": prompt.text}
-        return fields | {key: [first, *raw]}, [first, *items]
-    for at, item in enumerate(items if raw else ()):
+def _apply(request: ModelRequest, prompt: PromptText) -> None:
+    key = "tools" if prompt.tool else "messages"
+    items = request.tools if prompt.tool else request.messages
+    sent = request.fields.get(key)
+    if prompt.tool and all(_function(tool).get("name") != prompt.tool for tool in items):
+        return
+    if not prompt.seed and sent:
+        items.insert(0, {"role": "system", "content": prompt.text})
+        request.fields[key] = [items[0], *_list(sent)]
+        return
+    for at, item in enumerate(items if sent else ()):
         new = _tool(item, prompt) if prompt.tool else _message(item, prompt)
         if new is not None:
-            both = ([*many[:at], new, *many[at + 1 :]] for many in (raw, items))
-            return fields | {key: next(both)}, next(both)
+            items[at] = new
+            changed = _spliced(sent, prompt) if at == 0 else None
+            if changed is None:
+                changed = _list(sent)
+                changed[at] = new
+            request.fields[key] = changed
+            return
     where = f"description of tool {prompt.tool!r}" if prompt.tool else "system message"
     raise PromptNotFoundError(
         f"role {prompt.role!r}: no {where} of this call has the text of prompts.components."
         f"{prompt.component}, {prompt.seed[:60]!r}; give the text as the agent sends it"
     )
+
+
+def _spliced(sent: Json, prompt: PromptText) -> Json:
+    """The bytes of a list with the text in the place of the first that is the seed, which must be
+    in the first item; None where it is not. Parsing 40 kB again would take as long as reading the
+    whole call."""
+    if type(sent) is not msgspec.Raw:
+        return None
+    raw = memoryview(sent)
+    old, new = _encoded(prompt.seed), _encoded(prompt.text)
+    at = bytes(raw[:HEAD]).find(old)
+    return None if at < 0 else msgspec.Raw(b"".join((raw[:at], new, raw[at + len(old) :])))
+
+
+@lru_cache(maxsize=256)
+def _encoded(text: str) -> bytes:
+    return msgspec.json.encode(text)[1:-1]
+
+
+def _list(sent: Json) -> list[Json]:
+    return msgspec.json.decode(sent, type=list[msgspec.Raw]) if type(sent) is msgspec.Raw else [*sent]
 
 
 def _message(message: Object, prompt: PromptText) -> Object | None:

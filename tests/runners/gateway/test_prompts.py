@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anthropic
@@ -14,7 +15,7 @@ from agentrl.prompts import Candidate
 from agentrl.runners.dialects.base import CHAT, ConversationMemory
 from agentrl.runners.dialects.base import TEXT as COMPLETIONS
 from agentrl.runners.gateway.capture import read_request
-from agentrl.runners.gateway.prompts import PromptNotFoundError, with_prompts
+from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
 from agentrl.types import ErrorKind, PromptText
 
 SEED, NEW, TODAY = "Be brief.", "Answer in one word.", "\nToday is Monday."
@@ -149,7 +150,8 @@ def request(**body: Any) -> Any:
 def test_messages_that_do_not_change_are_sent_as_they_came() -> None:
     raw = b'{"messages":[{"role":"system","content":"Be brief."},'
     raw += b'{"role": "user",  "content":"\\u0061"}]}'
-    call = with_prompts(read_request(CHAT, raw, ConversationMemory(), 0), "solver", [TEXT])
+    call = read_request(CHAT, raw, ConversationMemory(), 0)
+    apply_prompts(call, "solver", [TEXT])
     assert b'{"role": "user",  "content":"\\u0061"}' in msgspec.json.encode(call.fields)
     assert call.messages[1] == {"role": "user", "content": "a"}
 
@@ -157,23 +159,39 @@ def test_messages_that_do_not_change_are_sent_as_they_came() -> None:
 def test_two_components_of_a_role() -> None:
     second = PromptText(component="more", role="solver", seed="Think.", text="Do not think.")
     said = [{"role": "system", "content": SEED}, {"role": "developer", "content": "Think."}]
-    call = with_prompts(request(messages=said), "solver", [TEXT, second])
+    call = request(messages=said)
+    apply_prompts(call, "solver", [TEXT, second])
+    assert msgspec.json.decode(msgspec.json.encode(call.fields))["messages"] == call.messages
     assert [m["content"] for m in call.messages] == [NEW, "Do not think."]
 
 
 def test_a_tool_that_the_call_does_not_offer_is_no_mistake() -> None:
     call = request(messages=[USER])
-    assert with_prompts(call, "solver", [TOOL]) == call
+    apply_prompts(call, "solver", [TOOL])
+    assert call == request(messages=[USER])
 
 
 def test_a_text_prompt_has_no_system_message() -> None:
     call = read_request(COMPLETIONS, b'{"prompt": "x"}', ConversationMemory(), 0)
     for prompt in (TEXT, PromptText(component="a", role="solver", seed="", text="b")):
         with pytest.raises(PromptNotFoundError):
-            with_prompts(call, "solver", [prompt])
+            apply_prompts(call, "solver", [prompt])
 
 
 async def test_a_verifier_asks_in_its_own_words(bench: Any) -> None:
     attempt = await active(bench, TEXT)
     with bench.gateway.scoring(attempt.attempt) as own:
         assert bench.gateway.attempts.find(own).attempt.prompts == []
+
+
+@pytest.mark.parametrize("before", [[], [USER]])
+def test_a_text_in_any_encoding_and_place(before: list[Any]) -> None:
+    """The quick way, on bytes, and the slow one give the same."""
+    prompt = PromptText(component="s", role="solver", seed='Say "ü".\n', text='Say "é".\n')
+    said = [*before, {"role": "system", "content": f"{prompt.seed}{TODAY}"}, USER]
+    for raw in (json.dumps({"messages": said}).encode(), msgspec.json.encode({"messages": said})):
+        call = read_request(CHAT, raw, ConversationMemory(), 0)
+        apply_prompts(call, "solver", [prompt])
+        want = [*before, {"role": "system", "content": f"{prompt.text}{TODAY}"}, USER]
+        assert call.messages == want
+        assert msgspec.json.decode(msgspec.json.encode(call.fields))["messages"] == want

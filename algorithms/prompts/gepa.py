@@ -1,0 +1,101 @@
+"""GEPA (arXiv 2507.19457) by the package `gepa`: reflective mutation and a Pareto front of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gepa
+from gepa.core.adapter import EvaluationBatch
+from gepa.strategies.proposal_selection import AllImprovements, TopKImprovements
+from gepa.strategies.proposal_sampling import IndependentSampling, SingleMutationSampling
+
+from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, Texts
+
+
+def gepa_search(search: Search) -> None:
+    """Returns by SearchEnd, or when a question to the reflector raised."""
+    adapter, n = _Adapter(search), search.config.proposals
+    gepa.optimize(
+        seed_candidate=search.seed_texts,
+        trainset=list(range(search.train)),
+        valset=list(search.validation),
+        adapter=adapter,
+        reflection_minibatch_size=search.config.minibatch,
+        perfect_score=search.config.perfect,
+        # Many at a time are to need few rounds: each changes all components, and two go on.
+        module_selector="all" if n > 1 else "round_robin",
+        sampling_strategy=IndependentSampling(n) if n > 1 else SingleMutationSampling(),
+        selection_strategy=TopKImprovements(2) if n > 1 else AllImprovements(),
+        stop_callbacks=[lambda _: adapter.raised is not None],
+        callbacks=[adapter],
+        logger=adapter,
+        track_best_outputs=False,
+        seed=search.random_seed,
+    )
+    if adapter.raised is not None:
+        raise adapter.raised
+
+
+class _Adapter:
+    """What the package plays with, asks and logs to. It retries proposals that raise, one by one,
+    so what was raised is kept and ends the search."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.raised: Exception | None = None
+        self._parents: dict[tuple[str, tuple[int, ...]], list[Played]] = {}
+
+    def evaluate(
+        self, batch: list[int], candidate: Texts, capture_traces: bool = False
+    ) -> EvaluationBatch[Any, Any]:
+        (rows,) = self.search.evaluate([(candidate, batch)], traces=capture_traces)
+        return _batch(rows)
+
+    def batch_evaluate(self, items: list[tuple[Texts, list[int]]]) -> list[EvaluationBatch[Any, Any]]:
+        """A text that the reflector has not changed is not played again."""
+        keys = [(self.search.candidate(texts).id, tuple(tasks)) for texts, tasks in items]
+        new = {key: item for key, item in zip(keys, items) if key not in self._parents}
+        if new:
+            played = self.search.evaluate(list(new.values()), traces=True)
+            self._parents |= dict(zip(new, played, strict=True))
+        return [_batch(self._parents[key]) for key in keys]
+
+    def make_reflective_dataset(
+        self, candidate: Texts, eval_batch: EvaluationBatch[Any, Any], components: list[str]
+    ) -> dict[str, list[Mapping[str, str]]]:
+        rows = eval_batch.trajectories or []
+        return {c: [row.examples[c] for row in rows if c in row.examples] for c in components}
+
+    def propose_new_texts(
+        self,
+        candidate: Texts,
+        reflective_dataset: Mapping[str, Sequence[Mapping[str, str]]],
+        components_to_update: list[str],
+    ) -> Texts:
+        try:
+            if self.raised is not None:
+                raise self.raised
+            for component in components_to_update:
+                candidate = self.search.propose(candidate, component, reflective_dataset[component])
+        except Exception as error:
+            self.raised = error
+            raise
+        return {component: candidate[component] for component in components_to_update}
+
+    def on_evaluation_end(self, event: Mapping[str, Any]) -> None:
+        name = "minibatch_before" if event["has_trajectories"] else "minibatch_after"
+        self.search.note(**{name: sum(event["scores"]) / len(event["scores"])})
+
+    def on_iteration_end(self, event: Mapping[str, Any]) -> None:
+        self._parents.clear()
+        self.search.note(accepted=float(event["proposal_accepted"]))
+        self.search.end_iteration()
+
+    def log(self, *said: object, **more: object) -> None:
+        pass
+
+
+def _batch(rows: list[Played]) -> EvaluationBatch[Any, Any]:
+    scores = [row.score for row in rows]
+    return EvaluationBatch(outputs=scores, scores=scores, trajectories=rows)
