@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gepa
 from gepa.core.adapter import EvaluationBatch
-from gepa.strategies.proposal_selection import AllImprovements, TopKImprovements
 from gepa.strategies.proposal_sampling import IndependentSampling, SingleMutationSampling
 
 from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, Texts
@@ -21,12 +21,11 @@ def gepa_search(search: Search) -> None:
         trainset=list(range(search.train)),
         valset=list(search.validation),
         adapter=adapter,
-        reflection_minibatch_size=search.config.minibatch,
+        reflection_minibatch_size=None if n > 1 else search.config.minibatch,
+        batch_sampler=adapter if n > 1 else "epoch_shuffled",  # which draws one for an iteration
         perfect_score=search.config.perfect,
-        # Many at a time are to need few rounds: each changes all components, and two go on.
-        module_selector="all" if n > 1 else "round_robin",
+        module_selector="all" if n > 1 else "round_robin",  # many at a time are for few rounds
         sampling_strategy=IndependentSampling(n) if n > 1 else SingleMutationSampling(),
-        selection_strategy=TopKImprovements(2) if n > 1 else AllImprovements(),
         stop_callbacks=[lambda _: adapter.raised is not None],
         callbacks=[adapter],
         logger=adapter,
@@ -44,6 +43,7 @@ class _Adapter:
     def __init__(self, search: Search) -> None:
         self.search = search
         self.raised: Exception | None = None
+        self._dice, self._left = random.Random(search.random_seed), list[int]()
         self._parents: dict[tuple[str, tuple[int, ...]], list[Played]] = {}
 
     def evaluate(
@@ -82,6 +82,14 @@ class _Adapter:
             self.raised = error
             raise
         return {component: candidate[component] for component in components_to_update}
+
+    def next_minibatch_ids(self, loader: object, state: object) -> list[int]:
+        """Each proposal of an iteration learns from other tasks."""
+        size = min(self.search.config.minibatch, self.search.train)
+        if len(self._left) < size:
+            self._left = self._dice.sample(range(self.search.train), self.search.train)
+        found, self._left = self._left[:size], self._left[size:]
+        return found
 
     def on_evaluation_end(self, event: Mapping[str, Any]) -> None:
         name = "minibatch_before" if event["has_trajectories"] else "minibatch_after"

@@ -137,4 +137,4 @@ def mutated(now: str, bad: list[str], chatter: bool, dice: random.Random) -> str
         sentences.append(RULES[dice.choice(bad)][1])
     if dice.random() < 0.15 and len(sentences) > 1:
         sentences.pop(dice.randrange(len(sentences)))
-    return " ".join(dict.fromkeys(sentences))
+    return " ".join(dict.fromkeys(sentences)) or now

@@ -15,7 +15,7 @@ from agentrl.runners.gateway.capture import ModelRequest
 from agentrl.types import Json, PromptText
 
 SYSTEM = ("system", "developer")
-HEAD = 8192  # bytes in which the first message mostly begins to say the text
+HEAD = 4096  # bytes in which the first message mostly begins to say the text
 Object = dict[str, Json]
 
 
@@ -32,11 +32,10 @@ def apply_prompts(request: ModelRequest, role: str, prompts: Sequence[PromptText
 
 
 def _apply(request: ModelRequest, prompt: PromptText) -> None:
-    key = "tools" if prompt.tool else "messages"
-    items = request.tools if prompt.tool else request.messages
-    sent = request.fields.get(key)
+    key, items = ("tools", request.tools) if prompt.tool else ("messages", request.messages)
     if prompt.tool and all(_function(tool).get("name") != prompt.tool for tool in items):
         return
+    sent = request.fields.get(key)
     if not prompt.seed and sent:
         items.insert(0, {"role": "system", "content": prompt.text})
         request.fields[key] = [items[0], *_list(sent)]

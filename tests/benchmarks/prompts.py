@@ -3,7 +3,7 @@
     python -m tests.benchmarks.prompts --json
 
 gepa, apo, blind: mean test score of ten seeds at 200 rollouts. rounds_ratio: sequential evaluations
-of four proposals at a time over those of one at a time (`score_ratio` says what it costs).
+of four proposals at a time over those of one at a time, whose score is on standard error.
 rewrite_over_read: the time to put a candidate into a call over the time to read the call.
 """
 
@@ -140,7 +140,7 @@ def measure() -> dict[str, float]:
     rounds = [fmean(backend.rounds for _, backend in rows) for rows in (many, found["gepa"])]
     scores = {name: fmean(value for value, _ in rows) for name, rows in found.items()}
     four = fmean(value for value, _ in many)
-    print(f"four at a time: {four:.3f}, rounds {rounds}", file=sys.stderr)
+    print(f"four at a time: {four:.3f}", file=sys.stderr)
     return scores | {"rounds_ratio": rounds[0] / rounds[1], "rewrite_over_read": rewrite_over_read()}
 
 
