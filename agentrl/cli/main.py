@@ -16,13 +16,23 @@ from agentrl import __version__
 from agentrl.cli.bench import bench
 from agentrl.cli.export import export
 from agentrl.cli.harness import harness
+from agentrl.cli.prompts import prompts
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init
 from agentrl.cli.store import store as store_group
 from agentrl.cli.view import view
 from agentrl.config import RunConfig, load, store_in, to_toml
+from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import AgentRLError
-from agentrl.processes import ERROR_MARK, LOG_LEVEL, PARENT, USER_ERROR, die_with_parent, seal
+from agentrl.processes import (
+    ERROR_MARK,
+    LOG_LEVEL,
+    PARENT,
+    USER_ERROR,
+    die_with_parent,
+    log_to_stderr,
+    seal,
+)
 from agentrl.telemetry.console import console_level
 
 
@@ -32,7 +42,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (bench, config_group, export, harness, init, store_group, view):
+for command in (bench, config_group, export, harness, init, prompts, store_group, view):
     cli.add_command(command)
 
 
@@ -290,6 +300,18 @@ def start_algorithm(config: RunConfig) -> None:
     from agentrl.algorithms.train.main import main as run_algorithm
 
     run_algorithm(config)
+
+
+@algorithm.command("prompts")
+@config_file
+def search_prompts(config: RunConfig) -> None:
+    die_with_parent()
+    log_to_stderr()
+    if has_no_own_policy(config):
+        from agentrl.algorithms.prompts.main import main as search
+    else:
+        from agentrl.algorithms.train.main import search_prompts as search
+    asyncio.run(search(config))
 
 
 @algorithm.command("play")

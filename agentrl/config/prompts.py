@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.config.base import Count, Name, Natural, NonNegative, Section
+from agentrl.errors import ConfigError
+from agentrl.types import PromptText
 
 
 class PromptComponent(Section, frozen=True):
@@ -19,7 +22,7 @@ class PromptComponent(Section, frozen=True):
 
 
 class PromptsConfig(Section, frozen=True):
-    """A search for better texts, by rollouts on tasks of `tasks.train`. `agentrl prompts` runs it."""
+    """A search for better texts by rollouts on tasks of `tasks.train`: `agentrl prompts`."""
 
     components: dict[Name, str | PromptComponent] = {}  # a file, or a table; none: no search
     algorithm: Literal["gepa", "apo"] = "gepa"  # arXiv 2507.19457, arXiv 2305.03495
@@ -31,12 +34,40 @@ class PromptsConfig(Section, frozen=True):
     minibatch: Count = 3  # tasks whose traces a proposal is made from
     proposals: Count = 1  # at a time
     max_length: Count = 4000  # characters of a text
+    directory: str = ""  # of the texts to train and evaluate with; default: what a search found
     perfect: float = 1.0  # a mean score at which the search ends
     show: list[str] = []  # fields of a task that the reflector reads; it never sees others
     # With `agentrl train`. off: train with the texts that `agentrl prompts` found. before: search,
     # then train. alternate: search again after every so many steps, with the policy of that step.
     schedule: Literal["off", "before", "alternate"] = "off"
     every: Count = 50
+
+
+def prompt_texts(config: Any, directory: Path | None = None) -> list[PromptText]:
+    """The components of a run with the texts of their files, or of those in `directory`. Raises
+    ConfigError for files that are missing or empty, and for texts that cannot be told apart."""
+    found: list[PromptText] = []
+    for name, given in config.prompts.components.items():
+        own = PromptComponent(file=given) if isinstance(given, str) else given
+        seed = _text(name, config.path(own.file))
+        text = _text(name, directory / f"{name}.txt") if directory else seed
+        role, known = own.role or name, "" if own.insert else seed
+        for other in (one for one in found if (one.role, one.tool) == (role, own.tool)):
+            if known in other.seed or other.seed in known:
+                raise ConfigError(
+                    f"prompts.components.{name}: {other.component} has the same role {role!r}, and "
+                    "one text is in the other; make them one component"
+                )
+        found.append(PromptText(component=name, role=role, seed=known, text=text, tool=own.tool))
+    return found
+
+
+def _text(name: str, file: Path) -> str:
+    if not file.is_file():
+        raise ConfigError(f"prompts.components.{name}: there is no file {file}")
+    if not (text := file.read_text(encoding="utf-8").strip()):
+        raise ConfigError(f"prompts.components.{name}: {file} is empty")
+    return text
 
 
 def problems(config: Any) -> Iterator[str]:

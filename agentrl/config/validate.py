@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from agentrl.config import policies as team
-from agentrl.config import selfplay
+from agentrl.config import prompts, selfplay
 from agentrl.config.agents import WorkspaceConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
@@ -57,6 +57,13 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from selfplay.problems(config)
     yield from _sinks(config.metrics.sinks)
     yield from _workspace(config)
+    yield from prompts.problems(config)
+    if (
+        config.prompts.components
+        and config.prompts.algorithm == "gepa"
+        and not is_installed("gepa")
+    ):
+        yield "prompts.algorithm: 'gepa' is not installed: pip install 'agentrl[prompts]'"
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""GEPA (arXiv 2507.19457) by the package `gepa`: reflective mutation and a Pareto front of tasks."""
+"""GEPA (arXiv 2507.19457) by the package `gepa`: reflection on traces, a Pareto front of tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gepa
 from gepa.core.adapter import EvaluationBatch
 from gepa.strategies.proposal_sampling import IndependentSampling, SingleMutationSampling
 
-from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, Texts
+from agentrl.algorithms.prompts.search import Played, Search, Texts
 
 
 def gepa_search(search: Search) -> None:
@@ -52,10 +52,12 @@ class _Adapter:
         (rows,) = self.search.evaluate([(candidate, batch)], traces=capture_traces)
         return _batch(rows)
 
-    def batch_evaluate(self, items: list[tuple[Texts, list[int]]]) -> list[EvaluationBatch[Any, Any]]:
+    def batch_evaluate(
+        self, items: list[tuple[Texts, list[int]]]
+    ) -> list[EvaluationBatch[Any, Any]]:
         """A text that the reflector has not changed is not played again."""
         keys = [(self.search.candidate(texts).id, tuple(tasks)) for texts, tasks in items]
-        new = {key: item for key, item in zip(keys, items) if key not in self._parents}
+        new = {k: x for k, x in zip(keys, items, strict=True) if k not in self._parents}
         if new:
             played = self.search.evaluate(list(new.values()), traces=True)
             self._parents |= dict(zip(new, played, strict=True))

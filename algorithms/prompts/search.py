@@ -28,6 +28,7 @@ Batch = tuple[Texts, Sequence[int]]
 """Tasks, by their index, and the texts with which they are played."""
 FENCED = re.compile(r"```[^\n]*\n(.*)\n```", re.DOTALL)
 REFUSED = 3  # useless answers of the reflector in a row that end the search
+KNOWN = ("id", "input")  # fields of a task that are no answer
 ROOM = 64  # tokens that a chat template may add to a question
 SHORTEST = 4  # characters of a held-out answer that no text may have
 QUESTION = """An assistant was given these instructions:
@@ -43,7 +44,7 @@ must know about such tasks, and give no answers of single tasks. Write the whole
 between lines of ```."""
 
 
-class SearchEnd(Exception):  # noqa: N818 - the ordinary way in which a search ends
+class SearchEnd(Exception):
     """The budget is spent, or the score is perfect."""
 
 
@@ -134,11 +135,11 @@ class Search:
         played = self.backend.play(chosen, traces=traces or first)
         if first:
             self._check_first(played[0])
-        found = [
-            [one._replace(score=self._known(c, task, one.score)) for task, one in zip(tasks, rows)]
-            for (c, tasks), rows in zip(chosen, played, strict=True)
-        ]
-        for (candidate, tasks), rows in zip(chosen, found, strict=True):
+        found = []
+        for (candidate, tasks), given in zip(chosen, played, strict=True):
+            pairs = zip(tasks, given, strict=True)
+            rows = [one._replace(score=self._known(candidate, t, one.score)) for t, one in pairs]
+            found.append(rows)
             if list(tasks) == list(self.validation):
                 self.scores[candidate.id] = fmean(row.score for row in rows)
                 self._put(replace(candidate, state="accepted"))
@@ -171,9 +172,7 @@ class Search:
                     "`agentrl prompts find RUN` lists those of a run"
                 )
 
-    def propose(
-        self, texts: Texts, component: str, examples: Sequence[Mapping[str, str]]
-    ) -> Texts:
+    def propose(self, texts: Texts, component: str, examples: Sequence[Mapping[str, str]]) -> Texts:
         """The texts with a new one of the reflector for a component; the same where its answer is
         of no use. Raises AgentRLError for several such answers in a row."""
         shown = "\n\n".join(
@@ -262,7 +261,7 @@ def leaves(value: Json) -> set[str]:
 def answers(tasks: Sequence[Task], heldout: Sequence[Task]) -> set[str]:
     """What only held-out tasks say to their verifier."""
     found, known = (
-        {x for task in some for key in task if key not in ("id", "input") for x in leaves(task[key])}
+        leaves([value for task in some for key, value in task.items() if key not in KNOWN])
         for some in (heldout, tasks)
     )
     return found - known

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import folder_lock
+from agentrl.algorithms.prompts.main import search
 from agentrl.algorithms.sampling import evaluate
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler, evaluation_rollouts
@@ -111,6 +112,22 @@ async def play_plan(config: RunConfig, plan: EvaluationPlan) -> None:
                 for name, seats in plan.lineups.items()
             }
             await evaluate.play(store, asked)
+        finally:
+            await serving.close()
+
+
+async def search_prompts(config: RunConfig) -> None:
+    """Serve the run's policies as they are, and search the texts of the agent's prompts."""
+    _prepare(config.seed)
+    async with open_store(config.store) as store:
+        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        serving = PolicyServers(config, load_policies(config))
+        await serving.start()
+        try:
+            async with serving.updating():
+                await serving.publish(dict.fromkeys(trained_policies(config), 0))
+            await serving.announce(store, config.name, state.epoch)
+            await search(store, config, state)
         finally:
             await serving.close()
 

@@ -75,7 +75,9 @@ def _encoded(text: str) -> bytes:
 
 
 def _list(sent: Json) -> list[Json]:
-    return msgspec.json.decode(sent, type=list[msgspec.Raw]) if type(sent) is msgspec.Raw else [*sent]
+    return (
+        msgspec.json.decode(sent, type=list[msgspec.Raw]) if type(sent) is msgspec.Raw else [*sent]
+    )
 
 
 def _message(message: Object, prompt: PromptText) -> Object | None:

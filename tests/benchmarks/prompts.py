@@ -141,7 +141,10 @@ def measure() -> dict[str, float]:
     scores = {name: fmean(value for value, _ in rows) for name, rows in found.items()}
     four = fmean(value for value, _ in many)
     print(f"four at a time: {four:.3f}", file=sys.stderr)
-    return scores | {"rounds_ratio": rounds[0] / rounds[1], "rewrite_over_read": rewrite_over_read()}
+    return scores | {
+        "rounds_ratio": rounds[0] / rounds[1],
+        "rewrite_over_read": rewrite_over_read(),
+    }
 
 
 def main() -> None:

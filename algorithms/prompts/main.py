@@ -1,0 +1,29 @@
+"""The process of a prompt search whose calls `[upstreams]` answer. It needs no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from agentrl.algorithms.prompts.stored import play_heldout, search_prompts
+from agentrl.config import RunConfig
+from agentrl.config.prompts import prompt_texts
+from agentrl.prompts import candidate_id
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import ENDED, RunState
+
+
+async def main(config: RunConfig) -> None:
+    async with open_store(config.store) as store:
+        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        await search(store, config, state)
+
+
+async def search(store: Store, config: RunConfig, state: RunState) -> None:
+    """Search, then score what it found and the agent's own texts on the held-out tasks."""
+    texts = prompt_texts(config)
+    best = await search_prompts(store, config, state, texts, None)
+    step = len([row for row in await store.steps(config.name) if row.committed])
+    scored = {"prompts/heldout_before": candidate_id(texts), "prompts/heldout": best.id}
+    await play_heldout(store, config, state, scored, step)
+    await store.log(config.name, 0, {ENDED: 1.0}, epoch=state.epoch)
