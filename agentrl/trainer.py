@@ -271,7 +271,10 @@ async def supervise(
         count = partial(_ended_rollouts, store, config.name)
         working = [_algorithm(algorithm), *(_keep_alive(child, count) for child in workers)]
         working += [_local_runner(config, *local)] if local else []
-        showing = [show_progress(store, config, console, quiet=level > PHASE), log_lines.follow()]
+        showing = [
+            show_progress(store, config, console, quiet=search or level > PHASE),
+            log_lines.follow(),
+        ]
         showing += [sinks.keep()] if sinks else []
         watchers = [asyncio.create_task(work) for work in working]
         followers = [asyncio.create_task(work) for work in showing]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import unified_diff
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,9 +34,7 @@ def optimise(config: RunConfig, *, fresh: bool = False, level: int = PHASE) -> N
     <output>/prompts."""
     config = trainer.hide_secrets(config)
     if not config.prompts.components:
-        raise ConfigError(
-            "[prompts.components] is missing: name the texts that are to be rewritten"
-        )
+        raise ConfigError("[prompts.components] is missing: name the texts to rewrite")
     if not config.tasks.train:
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     prompt_texts(config)
@@ -104,16 +103,14 @@ async def report(store: Store, config: RunConfig, best: Candidate) -> list[str]:
     for row in await store.steps(config.name):
         metrics |= row.metrics
     before, after = (metrics.get(f"prompts/heldout{x}", float("nan")) for x in ("_before", ""))
-    tokens = sum(
-        r.prompt_tokens + r.completion_tokens for r in await store.reflections(config.name)
-    )
-    lines.append(
-        f"held-out score {before:.3f} -> {after:.3f}; validation {metrics.get('prompts/val', 0):.3f}"
-    )
-    lines.append(
-        f"{metrics.get('prompts/rollouts', 0):.0f} rollouts of at most {config.prompts.budget}, "
-        f"{metrics.get('prompts/reflections', 0):.0f} reflections with {tokens} tokens"
-    )
+    asked = await store.reflections(config.name)
+    tokens = sum(one.prompt_tokens + one.completion_tokens for one in asked)
+    played = metrics.get("prompts/rollouts", 0.0)
+    lines += [
+        f"held-out score {before:.3f} -> {after:.3f}",
+        f"{played:.0f} rollouts of at most {config.prompts.budget}, {len(asked)} reflections with"
+        f" {tokens} tokens",
+    ]
     return lines
 
 
@@ -138,14 +135,7 @@ async def find(store_url: str, run: str, rollouts: int = 20) -> str:
 def _component(role: str, calls: list[Transition]) -> str:
     own = [call for call in calls if call.role == role]
     texts = [text for call in own if (text := _system(call.messages))]
-    shared = texts[0] if texts else ""
-    for text in texts:
-        shared = shared[
-            : next(
-                (i for i, (a, b) in enumerate(zip(shared, text, strict=False)) if a != b),
-                min(len(shared), len(text)),
-            )
-        ]
+    shared = commonprefix(texts)  # noqa: RUF071 - of characters
     tools = Counter(name for call in own for name in _tools(call.tools))
     lines = [f"# {role}: {len(own)} calls, tools: {', '.join(tools) or 'none'}"]
     if shared.strip():
@@ -159,9 +149,8 @@ def _component(role: str, calls: list[Transition]) -> str:
 def _system(messages: list[dict[str, Json]]) -> str:
     content = next((m.get("content") for m in messages if m.get("role") in SYSTEM), "")
     parts = content if isinstance(content, list) else [{"text": content}]
-    return next(
-        (p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)), ""
-    )
+    found = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return str(next(filter(None, found), ""))
 
 
 def _tools(tools: list[dict[str, Any]]) -> Iterator[str]:

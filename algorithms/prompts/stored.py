@@ -1,8 +1,8 @@
 """A prompt search over the store: evaluations are rollouts, calls to the reflector are kept.
 
 Always true: evaluation n of a candidate and reflection n have ids of their own, so a search that
-was killed is repeated from its start and finds what it had played and asked. A step of the run is an
-iteration of the search, or with training one search.
+was killed is repeated from its start and finds what it had played and asked. A step of the run is
+an iteration of the search, or with training one search.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A server of chat completions that plays both roles and the reflector by scripts:
 
-    python examples/orders/model.py 8899
+python examples/orders/model.py 8899
 """
 
 import json

@@ -117,7 +117,7 @@ def feedback(role: str, kept: dict[str, float], said: str) -> str:
 
 
 def reflect(question: str, seed: int) -> str:
-    """A scripted reflector: mends one fault, sometimes adds nonsense, sometimes loses a sentence."""
+    """A scripted reflector: it mends one fault, at times adds nonsense or loses a sentence."""
     if question.rstrip().endswith("these faults arose."):
         return " ".join(re.findall(r"rule \w+ is not kept\.|there is chatter[^.]*\.", question))
     dice = random.Random(f"{seed}/{question}")

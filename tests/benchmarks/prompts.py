@@ -41,11 +41,14 @@ def play(task: dict[str, Any], texts: dict[str, str]) -> Played:
     said = {"extractor": world.extractor(texts["extractor"], task["input"])}
     said["formatter"] = world.formatter(texts["formatter"], said["extractor"])
     kept = world.checks(task, said["formatter"])
-    examples = {
-        role: {"Read": task["input"], "Said": said[role], "Feedback": world.feedback(role, kept, x)}
-        for role, x in said.items()
-    }
-    return Played(fmean(kept.values()), examples)
+    read = {"extractor": task["input"], "formatter": said["extractor"]}
+    outcome, examples = fmean(kept.values()), {}
+    for role, answer in said.items():
+        note = world.feedback(role, kept, answer)
+        feedback = f"outcome = {outcome:g}; clean = {note == 'fine.':d}: {note}"
+        own = {"Read": json.dumps(read[role]), "Said": answer, "Feedback": feedback}
+        examples[role] = own
+    return Played(outcome, examples)
 
 
 def score(texts: dict[str, str]) -> float:
