@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
@@ -39,3 +40,10 @@ class Reflection(Record, frozen=True):
 def candidate_id(texts: Sequence[PromptText]) -> str:
     """The same for the same texts."""
     return blake2b(msgspec.json.encode(texts), digest_size=8).hexdigest()
+
+
+@dataclass(slots=True)
+class CandidateInUse:
+    """Whose texts the rollouts that are asked for now read; None: the agent's own."""
+
+    id: str | None = None

@@ -129,11 +129,21 @@ def train(
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.argument("rest", nargs=-1, metavar="[CHECKPOINT] [KEY=VALUE]...")
 @click.option("--tasks", help="Task file to score on; default: the run file's held-out tasks.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder of <component>.txt to play with; default: what `agentrl prompts` has found.",
+)
 @quiet
 @verbose
 @log_level
 def evaluate(
-    run_file: Path, rest: tuple[str, ...], tasks: str | None, quiet: bool, verbose: bool
+    run_file: Path,
+    rest: tuple[str, ...],
+    tasks: str | None,
+    prompts: Path | None,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
     """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE.
 
@@ -145,7 +155,8 @@ def evaluate(
         raise click.UsageError(f"one checkpoint at a time, not {', '.join(map(str, checkpoints))}")
     config = load(run_file, [argument for argument in rest if "=" in argument])
     level = _console_level(quiet=quiet, verbose=verbose)
-    evaluation.evaluate(config, checkpoints[0] if checkpoints else None, tasks, level=level)
+    checkpoint = checkpoints[0] if checkpoints else None
+    evaluation.evaluate(config, checkpoint, tasks, prompts=prompts, level=level)
 
 
 @cli.command()
@@ -296,10 +307,14 @@ config_file = click.argument("config", type=click.Path(path_type=Path), callback
 @algorithm.command("start")
 @config_file
 def start_algorithm(config: RunConfig) -> None:
+    """Train (or, with no steps, evaluate) until the run is complete."""
     die_with_parent()
-    from agentrl.algorithms.train.main import main as run_algorithm
-
-    run_algorithm(config)
+    log_to_stderr()
+    if has_no_own_policy(config):
+        from agentrl.algorithms.prompts.main import evaluate_upstreams as run
+    else:
+        from agentrl.algorithms.train.main import run
+    asyncio.run(run(config))
 
 
 @algorithm.command("prompts")
@@ -308,7 +323,7 @@ def search_prompts(config: RunConfig) -> None:
     die_with_parent()
     log_to_stderr()
     if has_no_own_policy(config):
-        from agentrl.algorithms.prompts.main import main as search
+        from agentrl.algorithms.prompts.main import search_upstreams as search
     else:
         from agentrl.algorithms.train.main import search_prompts as search
     asyncio.run(search(config))

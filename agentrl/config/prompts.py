@@ -62,6 +62,12 @@ def prompt_texts(config: Any, directory: Path | None = None) -> list[PromptText]
     return found
 
 
+def found_texts(config: Any) -> Path | None:
+    """The folder of texts that a search has left, or that the settings name, if there is one."""
+    folder = Path(config.prompts.directory or Path(config.output, "prompts"))
+    return folder if folder.is_dir() else None
+
+
 def _text(name: str, file: Path) -> str:
     if not file.is_file():
         raise ConfigError(f"prompts.components.{name}: there is no file {file}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from agentrl.algorithms.prompts.reflector import ask_reflector
 from agentrl.algorithms.prompts.search import (
@@ -28,6 +28,7 @@ from agentrl.algorithms.prompts.search import (
     SearchEnd,
     answers,
 )
+from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.loading import load_tasks
@@ -187,24 +188,14 @@ def candidate_rollouts(
     config: RunConfig, group: str, tasks: Sequence[Task], candidate: str, step: int
 ) -> list[NewRollout]:
     """One rollout per task, sampled as evaluations are."""
-    sampling = msgspec.structs.replace(config.sampling, temperature=config.eval.temperature)
-    return [
-        NewRollout(
-            id=f"{group}/{index:04d}",
-            run=config.name,
-            group=group,
-            index=index,
-            task=dict(task),
-            purpose=Purpose.EVAL,
-            sampling=sampling,
-            step=step,
-            max_attempts=config.agent.max_attempts,
-            timeout=config.agent.timeout,
-            priority=1,
-            candidate=candidate,
-        )
-        for index, task in enumerate(tasks)
-    ]
+    more = {
+        "purpose": Purpose.EVAL,
+        "sampling": replace(config.sampling, temperature=config.eval.temperature),
+        "priority": URGENT,
+        "candidate": candidate,
+    }
+    rows = (new_rollout(config, group, index, task, step) for index, task in enumerate(tasks))
+    return [replace(row, **more) for row in rows]
 
 
 def _example(trace: Trace, text: PromptText) -> dict[str, str]:
@@ -263,7 +254,7 @@ async def search_prompts(
     )
     log.log(PHASE, f"searching prompts ({config.prompts.algorithm}, {len(texts)} texts)")
     await asyncio.to_thread(_run, search)
-    best = msgspec.structs.replace(search.best, state="chosen")
+    best = replace(search.best, state="chosen")
     await store.put_candidates([best])
     if step is not None:
         await store.log(config.name, step, own.metrics, epoch=state.epoch)

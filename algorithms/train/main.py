@@ -6,7 +6,6 @@ such a process too, with frozen policies.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import time
@@ -20,9 +19,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentrl import folder_lock
 from agentrl.algorithms.prompts.main import search
+from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling import evaluate
 from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.task_sampler import TaskSampler, evaluation_rollouts
+from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
 from agentrl.algorithms.train.load_policies import load_policies, vocabulary_sizes
@@ -31,21 +32,15 @@ from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.config import RunConfig
-from agentrl.config.policies import EvaluationPlan, has_no_own_policy, trained_policies
+from agentrl.config.policies import EvaluationPlan, trained_policies
 from agentrl.errors import DamagedError
 from agentrl.loading import load_tasks
-from agentrl.processes import PHASE, log_to_stderr
+from agentrl.processes import PHASE
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import ENDED, Json, RunState
 
 log = logging.getLogger("agentrl.algorithm")
-
-
-def main(config: RunConfig) -> None:
-    """Train (or, with no steps, evaluate) until the run is complete."""
-    log_to_stderr()
-    asyncio.run(evaluate.evaluate_upstreams(config) if has_no_own_policy(config) else run(config))
 
 
 async def run(config: RunConfig) -> None:
@@ -68,7 +63,9 @@ async def run(config: RunConfig) -> None:
         difficulty = build.make_difficulty(config.tasks, policies)
         pool = build.make_pool(config, policies)
         state = await resume_run(store, config, state, policies)
-        tasks = TaskSampler(config, train, greedy, difficulty, pool)
+        prompts = PromptSchedule(store, config, state)
+        await prompts.start()
+        tasks = TaskSampler(config, train, greedy, difficulty, pool, prompts.in_use)
         vocabulary = vocabulary_sizes(models)
         collector = Collector(config, store, state.epoch, tasks, resample, vocabulary)
         serving = PolicyServers(config, models)
@@ -85,7 +82,7 @@ async def run(config: RunConfig) -> None:
             snapshots = SnapshotStore(pool, learner, serving, store, config.name, folder)
             await snapshots.start(state.step)
         loop = TrainingLoop(
-            config, store, state, policies, serving, collector, heldout, lock, snapshots
+            config, store, state, policies, serving, collector, heldout, lock, prompts, snapshots
         )
         await serving.during(loop.run())
         await store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)

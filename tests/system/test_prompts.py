@@ -108,7 +108,8 @@ async def check(folder: Path, search: Search) -> None:
         asked = await store.reflections(run)
         assert len({one.id for one in asked}) == len(asked) == search._asked
         assert all(one.prompt_tokens for one in asked)
-        calls = (await store.trace(rows[-1].id)).transitions
+        row = next(row for row in rows if row.candidate == search.best.id)
+        calls = (await store.trace(row.id)).transitions
         texts = {t.component: t.text for t in search.best.texts}
         for call in calls[:1]:
             assert str(call.messages[0]["content"]).startswith(texts[call.role])

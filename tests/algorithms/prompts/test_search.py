@@ -174,7 +174,7 @@ def test_a_component_without_a_call_is_named() -> None:
 
 def test_answers_are_what_only_held_out_tasks_say() -> None:
     tasks = [{"id": "1", "input": "a", "expected": {"label": "positive", "n": 4711}}]
-    heldout = [{"id": "2", "input": "b", "expected": {"label": "positive", "n": 815.5}, "x": [None]}]
+    heldout = [tasks[0] | {"id": "2", "input": "b", "x": [{"n": 815.5, "y": None}, "positive"]}]
     assert answers(tasks, heldout) == {"815.5"}
 
 
@@ -188,7 +188,7 @@ def test_no_torch_is_needed() -> None:
 
 
 def test_the_scripted_task_can_be_solved() -> None:
-    best = {role: text for role, text in world.SEED.items()}
+    best = dict(world.SEED)
     for role, sentence in world.RULES.values():
         best[role] += f" {sentence}"
     tasks = world.make(20, "x")
