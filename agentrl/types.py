@@ -176,6 +176,9 @@ class Transition(Record, frozen=True):
     `messages` and `tools` are what the agent sent, `answer` what it received (chat message), and
     `left_out` the options of its request that had no effect. A call that `repeats` another was
     answered from the record, not by the policy: it is context only.
+
+    `version` is that of the first sampled token. `spans`, empty where one version sampled all,
+    has the index of the first token of each version: `[(0, 7), (12, 8)]`.
     """
 
     id: str
@@ -198,6 +201,13 @@ class Transition(Record, frozen=True):
     seconds: float = 0.0
     repeats: str | None = None  # the call of another rollout that it replays
     left_out: list[str] = []  # fields and hosted tools
+    spans: list[tuple[int, int]] = []  # versions ascend
+
+    @property
+    def versions(self) -> str:
+        """The versions for a person to read, `v7` or `v7→v8@12`; empty if they are not known."""
+        first = "" if self.version is None else f"v{self.version}"
+        return first + "".join(f"→v{version}@{start}" for start, version in self.spans[1:])
 
 
 class Reward(Record, frozen=True):

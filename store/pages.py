@@ -1,4 +1,5 @@
-"""What a page shows of groups, rollouts and attempts: rows without tasks, results and messages."""
+"""What a page shows of groups, rollouts and attempts: rows without tasks, results and messages; and
+what a prune removes."""
 
 from __future__ import annotations
 

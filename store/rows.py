@@ -189,6 +189,7 @@ def transition_columns(t: types.Transition) -> Columns:
         "logprobs": to_blob(t.logprobs),
         "answer": answer,
         "left_out": to_json(t.left_out, "left_out") if t.left_out else None,
+        "spans": to_json(t.spans, "spans") if t.spans else None,
     }
 
 
@@ -217,6 +218,7 @@ def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[ty
                 tools=from_json(row["tools_body"]) or [],
                 answer=answer,
                 left_out=from_json(row["left_out"]) or [],
+                spans=[(first, version) for first, version in from_json(row["spans"]) or ()],
             )
             found.setdefault(row["attempt_id"], []).append(call)
     for calls in found.values():

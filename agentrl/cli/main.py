@@ -307,14 +307,13 @@ config_file = click.argument("config", type=click.Path(path_type=Path), callback
 @algorithm.command("start")
 @config_file
 def start_algorithm(config: RunConfig) -> None:
-    """Train (or, with no steps, evaluate) until the run is complete."""
     die_with_parent()
-    log_to_stderr()
     if has_no_own_policy(config):
-        from agentrl.algorithms.prompts.main import evaluate_upstreams as run
+        from agentrl.algorithms.prompts.main import main as run_algorithm
     else:
-        from agentrl.algorithms.train.main import run
-    asyncio.run(run(config))
+        from agentrl.algorithms.train.main import main as run_algorithm
+
+    run_algorithm(config)
 
 
 @algorithm.command("prompts")

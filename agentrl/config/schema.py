@@ -20,6 +20,7 @@ from agentrl.config.base import (
     Natural,
     NonNegative,
     Positive,
+    Seconds,
     Section,
     kind_of,
 )
@@ -74,6 +75,15 @@ class PolicyConfig(Section, frozen=True):
     # shows, and a call of which it would lose text is refused. as_sent: the template decides.
     messages: Literal["adapt", "as_sent"] = "adapt"
     lora: LoraConfig = LoraConfig()
+
+
+class WarmupConfig(Section, frozen=True):
+    """Supervised fine-tuning of all weights of the policy before the run's first step."""
+
+    data: str = ""  # "file.jsonl" or "file.py:name": {"messages": [...], "tools": [...]}; none: no
+    steps: Count = 100
+    batch: Count = 16  # conversations in an optimizer step, drawn at random
+    lr: Positive = 1e-5  # after a linear rise over a tenth of the steps it falls linearly to 0
 
 
 class MemberConfig(Section, frozen=True):
@@ -152,7 +162,19 @@ class AlgorithmConfig(Section, frozen=True):
     group_size: Count = 8
     min_group: Count = 2  # valid rollouts below which a group is dropped
     inexact: Literal["refuse", "retokenize"] = "refuse"  # calls whose token ids are unknown
-    max_staleness: Natural = 0  # steps whose rollouts may be queued ahead of the update
+    # No token is trained that is older than this many updates of its policy, rounded up. Groups are
+    # asked for as early as this allows: 0.5 lets half a step be sampled ahead.
+    max_staleness: NonNegative = 0.0  # 0: sampling waits for every update
+    # While weights are updated. drained: calls in flight end first, and new ones wait. in_flight:
+    # calls go on, with the new weights from then on.
+    overlap: Literal["none", "drained", "in_flight"] | None = None  # none if max_staleness is 0
+    order: Literal["asked", "ready"] = "asked"  # groups train as asked for, or as they end
+    # With order = "ready", of tokens that got too old: keep the reward for the group's baseline and
+    # learn nothing from the tokens, or cancel the whole group and ask for another.
+    stale: Literal["withhold", "cancel"] = "withhold"
+    close_at: Count | None = None  # rollouts with a reward that end their group; none: group_size
+    # Seconds after a group's first rollout was claimed; then min_group with a reward end it.
+    group_deadline: Seconds | None = None
     dynamic_sampling: bool | None = None  # replace groups of equal reward; none: as the preset does
     max_rounds: Count | None = None  # of replacing; then the step has fewer groups. Default 10
     store_credit: bool = True  # advantages, baselines and gates with each step, for `explain`
@@ -316,6 +338,7 @@ class RunConfig(Section, frozen=True):
     tasks: TasksConfig = TasksConfig()
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()
+    warmup: WarmupConfig = WarmupConfig()
     policies: dict[str, MemberConfig] = {}  # by name; none: one, of the name "policy"
     team: TeamConfig = TeamConfig()
     sampling: Sampling = Sampling()
@@ -347,7 +370,11 @@ class RunConfig(Section, frozen=True):
         return str(directory) if directory.is_dir() else name
 
     def model_path(self) -> str:
-        """The policy's model: a directory, which `policy.build` may have made, or a hub name."""
+        """The policy's model: a directory, which `policy.build` or the warm-up may have made, or a
+        hub name."""
+        warmed = Path(self.output, "warmup")
+        if self.warmup.data and warmed.is_dir():
+            return str(warmed)
         own = self.path(self.policy.model) if self.policy.model else Path(self.output, "policy")
         return str(own) if own.is_dir() else self.policy.model
 

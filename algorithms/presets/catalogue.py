@@ -12,6 +12,7 @@ from agentrl.algorithms.presets.zoo import (  # noqa: F401
     grpo,
     ppo,
     reinforce,
+    supervised,
     teams,
     trees,
     turns,

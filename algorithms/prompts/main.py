@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -12,10 +13,17 @@ from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.config import RunConfig
 from agentrl.config.prompts import prompt_texts
 from agentrl.loading import load_tasks
+from agentrl.processes import log_to_stderr
 from agentrl.prompts import candidate_id
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import ENDED, RunState
+
+
+def main(config: RunConfig) -> None:
+    """Evaluate the upstreams' answers."""
+    log_to_stderr()
+    asyncio.run(evaluate_upstreams(config))
 
 
 async def evaluate_upstreams(config: RunConfig) -> None:

@@ -40,9 +40,7 @@ async def evaluate_heldout(
     asked = {}
     for name, temperature in temperatures.items():
         sampling = replace(config.sampling, temperature=temperature)
-        asked[name] = evaluation_rollouts(
-            config, step, name, tasks, sampling, candidate=candidate
-        )
+        asked[name] = evaluation_rollouts(config, step, name, tasks, sampling, candidate=candidate)
     metrics: dict[str, float] = {}
     for name, rollouts in (await play(store, asked)).items():
         metrics |= {f"eval/{key}": x for key, x in score_metrics(name, rollouts).items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from math import ceil
 from pathlib import Path
 
 from agentrl.algorithms.data.state import AlgorithmState
@@ -133,9 +134,8 @@ def make_pool(config: RunConfig, policies: PolicySet) -> OpponentPool | None:
     settings = config.selfplay
     if not settings.seats:
         return None
-    pool = OpponentPool(
-        settings, learning_policy(config), config.seed, ahead=config.algorithm.max_staleness
-    )
+    ahead = ceil(config.algorithm.max_staleness)
+    pool = OpponentPool(settings, learning_policy(config), config.seed, ahead=ahead)
     if settings.opponents != "self":
         policies.memory.parts[SELFPLAY] = pool
     return pool

@@ -6,6 +6,7 @@ such a process too, with frozen policies.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -35,12 +36,18 @@ from agentrl.config import RunConfig
 from agentrl.config.policies import EvaluationPlan, trained_policies
 from agentrl.errors import DamagedError
 from agentrl.loading import load_tasks
-from agentrl.processes import PHASE
+from agentrl.processes import PHASE, log_to_stderr
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import ENDED, Json, RunState
 
 log = logging.getLogger("agentrl.algorithm")
+
+
+def main(config: RunConfig) -> None:
+    """Train (or, with no steps, evaluate) until the run is complete."""
+    log_to_stderr()
+    asyncio.run(run(config))
 
 
 async def run(config: RunConfig) -> None:

@@ -8,9 +8,9 @@ The first command runs what the results file does not have yet, and may be stopp
 is there: a Markdown table for each task, or one JSON object.
 
 A run is that of `agentrl train`: runner, gateway, store, policy server and learner, with an agent
-on the OpenAI client and a model of 0.1 M parameters. All presets have equal numbers of rollouts,
+that speaks HTTP and a model of 0.1 M parameters. All presets have equal numbers of rollouts,
 those of branches and replays included, and every seed's model, tasks and order. Held-out tasks are
-scored before training and eight times in it, 64 rollouts at temperature 1. Learning rates are
+scored before training and eight times in it, 32 rollouts at temperature 1. Learning rates are
 chosen for each task and preset by one rule: of the bench file's `lrs` the one with the largest area
 under the curve on its `tuning_seeds`, none of which is reported.
 

@@ -59,6 +59,7 @@ class FakeModel:
     knows_tokens: bool = True
     max_length: int | None = None
     version: str | None = "7"
+    spans: list[list[int]] = field(default_factory=list)  # versions of a call, by first token
     requests: list[Body] = field(default_factory=list)
     headers: list[Any] = field(default_factory=list)
     script: deque[Handler] = field(default_factory=deque)
@@ -114,6 +115,7 @@ class FakeModel:
         for index in range(body.get("n") or 1):
             said = {"message": message} if chat else {"text": text}
             choice = {"index": index, "finish_reason": finish, "logprobs": None} | said
+            choice |= {"agentrl_spans": self.spans} if self.spans else {}
             choices.append(choice | self.tokens(text, body, chat))
         answer: Body = {"id": "c", "object": "chat.completion", "created": 1}
         answer |= {"model": body["model"], "choices": choices}
@@ -176,7 +178,8 @@ class FakeModel:
                 part = {"index": position, "function": {"arguments": letter}}
                 events.append(chunk({"tool_calls": [part]}))
         finish = "tool_calls" if message.get("tool_calls") else "stop"
-        return [*events, chunk({}, finish)]
+        spans = {"agentrl_spans": self.spans} if self.spans else {}
+        return [*events, chunk({}, finish, **spans)]
 
 
 @dataclass

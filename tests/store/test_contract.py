@@ -987,6 +987,7 @@ async def test_a_conversation_comes_back_exactly(store, kit):
     calls = [
         kit.call(attempt, [1, 2], [3, 4], messages=[user], answer=said, tools=tools),
         kit.call(attempt, [1, 2], [3, 4], messages=[user], answer=said, tools=tools, version=2),
+        kit.call(attempt, [1, 2], [3, 4, 5], version=7, spans=[(0, 7), (1, 8), (2, 11)]),
         kit.call(attempt, [1, 2, 3, 4, 5], [6], messages=[user, said, result], tools=tools),
         kit.call(attempt, [9, 9], [6], messages=[user, resent, result], answer=said, role="critic"),
         kit.call(
@@ -1002,10 +1003,10 @@ async def test_a_conversation_comes_back_exactly(store, kit):
         ),
     ]
     assert await store.add_transitions(calls[:3]) == [True] * 3
-    assert await store.add_transitions(calls[2:]) == [True] * 3
+    assert await store.add_transitions(calls[2:]) == [True] * 4
     trace = await store.trace("a/0")
     assert trace.transitions == calls
-    assert (await store.counts("run")).transitions == 5
+    assert (await store.counts("run")).transitions == 6
 
 
 async def test_calls_are_ordered_by_index_not_by_arrival(store, kit):
@@ -1036,6 +1037,10 @@ async def test_calls_are_ordered_by_index_not_by_arrival(store, kit):
         ({"sampling": Sampling(temperature=math.nan)}, "finite"),
         ({"index": 2**70}, "cannot be stored"),
         ({"version": 2**70}, "cannot be stored"),
+        ({"version": 7, "spans": [(0, 6), (1, 8)]}, "must begin with .0, 7."),
+        ({"version": 7, "spans": [(0, 7), (0, 8)]}, "must rise"),
+        ({"version": 7, "spans": [(0, 7), (1, 7)]}, "must rise"),
+        ({"version": 7, "spans": [(0, 7), (2, 8)]}, "within its 2 tokens"),
         ({"role": "\ud800"}, "cannot be stored"),
         ({"messages": [{"content": "\ud800"}]}, "JSON"),
         ({"answer": {"x": object()}}, "JSON"),

@@ -125,6 +125,16 @@ def centred(data: Padded, reward: list[float] | None = None) -> dict[int, float]
     }
 
 
+def imitated(least: float, best: int = 12) -> Callable[[Padded], dict[int, float]]:
+    """1 for the `best` best rollouts of each group whose reward is at least `least`."""
+
+    def advantage(data: Padded) -> dict[int, float]:
+        ranked = (sorted(group, key=lambda row: -row[1])[:best] for group in members(data))
+        return {u: 1.0 for group in ranked for u, r in group if r >= least}
+
+    return advantage
+
+
 def zscore(data: Padded, reward: list[float] | None = None) -> dict[int, float]:
     mean = centred(data, reward)
     return {
@@ -414,6 +424,9 @@ CASES: dict[str, tuple[Any, Surrogate, Any, dict[str, Any]]] = {
     "rloo": (leave_one_out, plain, row_sums, {}),
     "opo": (length_weighted, plain, tokens, {}),
     "gpg": (gpg, plain, tokens, {}),
+    "sft": (lambda data: dict.fromkeys(range(12), 1.0), plain, tokens, {}),
+    "rft": (imitated(1.0), plain, tokens, {}),
+    "rft best": (imitated(0.2, 2), plain, tokens, {"least": 0.2, "best": 2}),
     "grpo": (zscore, PPO, row_means, {}),
     "grpo mean-only": (centred, PPO, row_means, {"std": False}),
     "grpo dual": (zscore, clip(0.2, 0.3, 1.5), row_means, {"clip_high": 0.3, "clip_dual": 1.5}),
