@@ -22,7 +22,6 @@ POLICY = "policy"  # name of the trained policy of a run that has only one
 EMPTY = "rollouts/empty"  # metric of a step without a usable rollout: how many it had
 ENDED = "run/ended"  # metric of a run's last step: 1 once no rollout will be queued any more
 
-
 if TYPE_CHECKING:
     Int32 = array[int]
     Float32 = array[float]
@@ -146,13 +145,11 @@ class NewRollout(Record, frozen=True):
 
 
 class PromptText(Record, frozen=True):
-    """What a candidate says in the place of a text of the agent: `seed` in the first system or
-    developer message that has it, in the calls of `role`, or in the description of their `tool`.
-    An empty `seed`: the text becomes a system message of its own, in front of the others."""
+    """What a role reads in the place of a text of the agent."""
 
-    component: str  # its name in the run file
+    component: str
     role: str
-    seed: str
+    seed: str  # in its system or developer message, or in the description of `tool`; "": no text
     text: str
     tool: str = ""
 
@@ -284,7 +281,7 @@ class Rollout(Record, frozen=True):
     trained: int | None = None  # the step that trained its group
     branch: Branch | None = None
     seats: dict[str, str] = {}  # role -> policy that played it here, before that of the run file
-    candidate: str | None = None  # whose texts the agent's roles read; None: its own
+    candidate: str | None = None
 
     def reward(self, name: str = "outcome") -> float:
         """Rollout-scope reward of that name; NaN when missing."""
