@@ -7,7 +7,7 @@ import random
 from itertools import cycle, islice
 from statistics import fmean
 
-from agentrl.algorithms.prompts.search import Search, Texts
+from agentrl.algorithms.prompts.search import Search, Texts, as_text
 
 BEAM = 2  # candidates that a round begins with
 BRANCH = 2  # children of each
@@ -43,12 +43,9 @@ def _child(search: Search, texts: Texts, component: str, dice: random.Random) ->
     the edit the step."""
     tasks = dice.sample(range(search.train), min(search.config.minibatch, search.train))
     (rows,) = search.evaluate([(texts, tasks)], traces=True)
-    examples = [row.examples[component] for row in rows if component in row.examples]
-    shown = "\n\n".join(
-        "\n".join(f"{name}: {said}" for name, said in example.items()) for example in examples
-    )
+    shown = as_text(rows, component)
     gradient = search.ask(CRITIQUE.format(text=texts[component], examples=shown)).answer
-    return search.rewrite(texts, component, gradient, "Correct that.")
+    return search.propose(texts, component, gradient, "Correct that.")
 
 
 def _best(search: Search, pool: list[Texts], dice: random.Random) -> list[Texts]:

@@ -10,7 +10,7 @@ import gepa
 from gepa.core.adapter import EvaluationBatch
 from gepa.strategies.proposal_sampling import IndependentSampling, SingleMutationSampling
 
-from agentrl.algorithms.prompts.search import Played, Search, Texts
+from agentrl.algorithms.prompts.search import Played, Search, Texts, as_text
 
 
 def gepa_search(search: Search) -> None:
@@ -65,9 +65,9 @@ class _Adapter:
 
     def make_reflective_dataset(
         self, candidate: Texts, eval_batch: EvaluationBatch[Any, Any], components: list[str]
-    ) -> dict[str, list[Mapping[str, str]]]:
+    ) -> dict[str, list[dict[str, str]]]:
         rows = eval_batch.trajectories or []
-        return {c: [row.examples[c] for row in rows if c in row.examples] for c in components}
+        return {component: [{"shown": as_text(rows, component)}] for component in components}
 
     def propose_new_texts(
         self,
@@ -75,15 +75,16 @@ class _Adapter:
         reflective_dataset: Mapping[str, Sequence[Mapping[str, str]]],
         components_to_update: list[str],
     ) -> Texts:
+        if self.raised is not None:
+            raise self.raised
         try:
-            if self.raised is not None:
-                raise self.raised
-            for component in components_to_update:
-                candidate = self.search.propose(candidate, component, reflective_dataset[component])
+            for name in components_to_update:
+                (example,) = reflective_dataset[name]
+                candidate = self.search.propose(candidate, name, example["shown"])
         except Exception as error:
             self.raised = error
             raise
-        return {component: candidate[component] for component in components_to_update}
+        return {name: candidate[name] for name in components_to_update}
 
     def next_minibatch_ids(self, loader: object, state: object) -> list[int]:
         """Each proposal of an iteration learns from other tasks."""

@@ -172,17 +172,11 @@ class Search:
                     "`agentrl prompts find RUN` lists those of a run"
                 )
 
-    def propose(self, texts: Texts, component: str, examples: Sequence[Mapping[str, str]]) -> Texts:
+    def propose(
+        self, texts: Texts, component: str, shown: str, ask: str = "Write better instructions."
+    ) -> Texts:
         """The texts with a new one of the reflector for a component; the same where its answer is
-        of no use. Raises AgentRLError for several such answers in a row."""
-        shown = "\n\n".join(
-            "\n".join(f"{name}: {said}" for name, said in example.items()) for example in examples
-        )
-        ask = "Write better instructions."
-        return self.rewrite(texts, component, shown, ask)
-
-    def rewrite(self, texts: Texts, component: str, shown: str, ask: str) -> Texts:
-        """As `propose`, from any text that is `shown` to the reflector."""
+        of no use. shown: what it reads. Raises AgentRLError for several such answers in a row."""
         length = self.config.max_length
         question = QUESTION.format(text=texts[component], examples=shown, ask=ask, length=length)
         reflection = self.ask(question)
@@ -247,6 +241,12 @@ class Search:
         self.candidates |= {candidate.id: candidate for candidate in candidates}
         if candidates:
             self.backend.put(candidates)
+
+
+def as_text(rows: Sequence[Played], component: str) -> str:
+    """The examples of a component."""
+    found = (row.examples[component] for row in rows if component in row.examples)
+    return "\n\n".join("\n".join(f"{k}: {v}" for k, v in one.items()) for one in found)
 
 
 def leaves(value: Json) -> set[str]:

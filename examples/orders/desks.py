@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 DESKS = ["north", "south", "east", "west"]
-MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
+MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 
 
 def make(n: int, seed: str) -> list[dict[str, Any]]:

@@ -151,7 +151,7 @@ def test_a_missing_score_neither_helps_nor_harms() -> None:
     found = search(backend)
     seed = found.seed_texts
     ((first, *_),) = found.evaluate([(seed, found.validation)])
-    child = found.rewrite(seed, "extractor", "rule iso is not kept.", "")
+    child = found.propose(seed, "extractor", "rule iso is not kept.")
     ((same, *_),) = found.evaluate([(child, found.validation)])
     assert same.score == first.score
 
