@@ -26,7 +26,8 @@ def config(folder: Path, **prompts: Any) -> RunConfig:
     table = {"reflector": "teacher", "budget": 100, "components": {"solver": "solver.txt"}}
     settings: dict[str, Any] = {
         "root": str(folder), "output": str(folder / "out"), "steps": 6,
-        "tasks": {"train": "t.py:t"}, "upstreams": {"teacher": {"text": "x"}}, "prompts": table | prompts,
+        "tasks": {"train": "t.py:t"}, "upstreams": {"teacher": {"text": "x"}},
+        "prompts": table | prompts,
     }  # fmt: skip
     return resolve(settings, source="test")
 
