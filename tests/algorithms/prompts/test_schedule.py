@@ -86,7 +86,7 @@ async def test_before_searches_once_and_off_reads_what_was_found(
     found = tmp_path / "out" / "prompts"
     found.mkdir(parents=True)
     (found / "solver.txt").write_text("Found.\n")
-    texts, searches = await played(config(tmp_path, name="other"), monkeypatch)
+    texts, searches = await played(replace(config(tmp_path), name="other"), monkeypatch)
     assert (texts, searches) == (["Found."] * 6, [])
 
 
