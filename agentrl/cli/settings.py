@@ -11,7 +11,7 @@ from typing import Any
 import click
 import msgspec
 
-from agentrl.config import RunConfig, agents, infrastructure, schema
+from agentrl.config import RunConfig, agents, infrastructure, prompts, schema
 from agentrl.config.base import EXTERNAL
 from agentrl.errors import ConfigError
 
@@ -56,7 +56,7 @@ def run_file_schema() -> dict[str, Any]:
     tables = (config.engine, config.learner, config.runner, config.selfplay)
     defaults = {*map(type, tables), schema.RewardModelConfig}
     for name, table in made["$defs"].items():
-        section = (vars(infrastructure) | vars(agents) | vars(schema))[name]
+        section = (vars(infrastructure) | vars(agents) | vars(prompts) | vars(schema))[name]
         _describe(section, table["properties"])
         field = section.__struct_config__.tag_field
         if section.__struct_config__.tag == EXTERNAL:
