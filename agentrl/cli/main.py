@@ -16,6 +16,7 @@ from agentrl import __version__
 from agentrl.cli.bench import bench
 from agentrl.cli.export import export
 from agentrl.cli.harness import harness
+from agentrl.cli.plan import plan
 from agentrl.cli.prompts import prompts
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init
@@ -42,7 +43,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (bench, config_group, export, harness, init, prompts, store_group, view):
+for command in (bench, config_group, export, harness, init, plan, prompts, store_group, view):
     cli.add_command(command)
 
 

@@ -277,8 +277,6 @@ def _staleness(config: RunConfig) -> Iterator[str]:
                 f"algorithm.{key} = {value!r}: nothing is sampled ahead of an update while "
                 "algorithm.max_staleness is 0; set that too"
             )
-    if overlap == "in_flight":
-        yield "algorithm.overlap = 'in_flight': no engine changes weights in flight; use 'drained'"
     if keys != "recompute" and overlap != "in_flight":
         yield (
             f"engine.keys = {keys!r}: weights change while no call runs, unless algorithm.overlap "

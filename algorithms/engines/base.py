@@ -32,6 +32,8 @@ class PolicyServer(Protocol):
 
     base_url: str  # ends in /v1
     model: str  # the policy that requests without a name get
+    # One with a true attribute `in_flight` needs no `updating` for `publish`, `add` and `remove`:
+    # calls go on, and those of a whole model with the new weights from then on.
 
     async def start(self) -> None:
         """Listen. Raises PolicyError when the port is taken."""

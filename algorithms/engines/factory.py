@@ -59,6 +59,7 @@ def policy_server(
             max_context=engine.max_context,
             threads=engine.threads,
             adapters=adapters,
+            keys=engine.keys if config.algorithm.overlap == "in_flight" else None,
         )
     if isinstance(engine, VllmEngineConfig):
         return vllm_server(config, model, tokenizer, adapters)

@@ -10,6 +10,7 @@ a restart too.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ class TrainingLoop:
             collected = await self.collector.collect(step)  # claims the groups of the step
             claimed = time.monotonic()
             async with self.serving.updating():
-                metrics = self.policies.update(step, collected.groups)  # credit, packing, gradients
+                # Credit, packing, gradients. In a thread: this loop has servers to attend to.
+                metrics = await asyncio.to_thread(self.policies.update, step, collected.groups)
                 metrics |= collected.metrics
                 metrics["time/rollouts"] = claimed - started
                 metrics["time/update"] = time.monotonic() - claimed

@@ -73,11 +73,6 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             [],
             r"overlap = 'none' .*max_staleness = 1 asks for that; remove one",
         ),
-        (
-            "[algorithm]\noverlap = 'in_flight'\nmax_staleness = 1",
-            [],
-            r"overlap = 'in_flight': no engine changes weights in flight",
-        ),
         ("[engine]\nkeys = 'keep'", [], r"engine\.keys = 'keep': .* remove it"),
         (
             "[algorithm]\nstale = 'cancel'\nmax_staleness = 1",
