@@ -34,7 +34,7 @@ from typing import Protocol, Self
 from agentrl import types
 from agentrl.datasets.records import Dataset, Item, Judgement, Side
 from agentrl.store import pages
-from agentrl.store.prompts import PromptStore
+from agentrl.store.prompt_verbs import PromptStore
 
 
 class Store(PromptStore, Protocol):
