@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 
 from agentrl import __version__
 from agentrl.cli.bench import bench
+from agentrl.cli.data import data
 from agentrl.cli.export import export
 from agentrl.cli.harness import harness
 from agentrl.cli.plan import plan
@@ -43,7 +44,8 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (bench, config_group, export, harness, init, plan, prompts, store_group, view):
+COMMANDS = (bench, config_group, data, export, harness, init, plan, prompts, store_group, view)
+for command in COMMANDS:
     cli.add_command(command)
 
 

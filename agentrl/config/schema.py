@@ -192,6 +192,16 @@ class AlgorithmConfig(Section, frozen=True):
     counterfactual: CounterfactualConfig = CounterfactualConfig()
 
 
+class DataConfig(Section, frozen=True):
+    """A data set of the store to learn from, in place of agent, tasks and verifier: see
+    `agentrl data`. A step learns from `algorithm.groups` of its items."""
+
+    name: str = ""
+    version: Natural = 0  # 0: the newest when the run begins
+    split: str = "train"  # of items to learn from
+    heldout: str = "test"  # of items on which the loss is measured, by [eval]
+
+
 class CriticConfig(Section, frozen=True):
     """The value model of presets such as ppo."""
 
@@ -336,6 +346,7 @@ class RunConfig(Section, frozen=True):
     agent: AgentConfig = AgentConfig()
     workspace: WorkspaceConfig = WorkspaceConfig()
     tasks: TasksConfig = TasksConfig()
+    data: DataConfig = DataConfig()
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()
     warmup: WarmupConfig = WarmupConfig()

@@ -20,6 +20,7 @@ from agentrl.config.agents import WorkspaceConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
     AlgorithmConfig,
+    DataConfig,
     LoraConfig,
     MemberConfig,
     RunConfig,
@@ -29,6 +30,14 @@ from agentrl.config.schema import (
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
 
+PLAYING = (
+    "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models",
+    "runner", "selfplay", "upstreams", "roles", "role_rules",
+)  # fmt: skip
+SAMPLING = (
+    "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
+    "branching", "counterfactual",
+)  # fmt: skip
 SINKS = ("mlflow", "tensorboard", "trackio", "wandb")
 """Each is the name of a sink, of its module in `agentrl.telemetry.sinks`, of the package that it
 needs and of the extra that installs that."""
@@ -59,6 +68,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from selfplay.problems(config)
     yield from _sinks(config.metrics.sinks)
     yield from _workspace(config)
+    yield from _data(config)
     yield from prompts.problems(config)
     searched = bool(config.prompts.components) and config.prompts.algorithm == "gepa"
     if searched and not is_installed("gepa"):
@@ -126,6 +136,21 @@ def _workspace(config: RunConfig) -> Iterator[str]:
             f"workspace.sandbox = {sandbox!r} with runner.executor = {kind!r}: a container is the "
             "sandbox of what runs in one, and of nothing else; set both or neither"
         )
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    """A run on a data set starts no agent and serves no policy."""
+    if not config.data.name:
+        if config.data != DataConfig():
+            yield "[data] is nothing without `name`, a data set of the store"
+        return
+    plain, own = RunConfig(), config.algorithm
+    for table in PLAYING:
+        if getattr(config, table) != getattr(plain, table):
+            yield f"[{table}] means nothing in a run on [data], which plays no rollouts; remove one"
+    for key in SAMPLING:
+        if getattr(own, key) != getattr(plain.algorithm, key):
+            yield f"algorithm.{key} means nothing in a run on [data], which plays no rollouts"
 
 
 def _warmup(config: RunConfig) -> Iterator[str]:

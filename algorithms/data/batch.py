@@ -67,6 +67,8 @@ class Batch:
     reference: Tensor = field(default_factory=_unknown)  # float64 [N], log-probs of that model
     # int64 [N, K], tokens whose log-probs psi reads, the sampled one first: see `Psi`.
     symbols: Tensor = field(default_factory=_unknown)
+    # int64 [R]: psi needs the log-probs of all rows of one id at once. Empty: of each row alone.
+    row_unit: Tensor = field(default_factory=_unknown)
     # Remembered values of each unit, by name of the `RememberedColumn`: see `state`.
     memory: Mapping[str, Tensor] = field(default_factory=dict)
     token_version: Tensor = field(default_factory=_unknown)  # int64 [N], that sampled it; -1: ?

@@ -24,6 +24,7 @@ from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Terms, eta, gate_factors, kl_value, streams_at
 from agentrl.algorithms.objective.ratios import ratio
+from agentrl.algorithms.objective.sides import side_metrics
 from agentrl.types import POLICY, Group, Rollout, RolloutState, Scope, Transition
 
 Metrics = dict[str, float]
@@ -230,6 +231,8 @@ def optimizer_step(
         **ratio_metrics(algo, terms, report.current),
         **report.metrics,
     }
+    if algo.side is not None and terms.sides is not None:
+        metrics |= side_metrics(algo.side, terms.sides, report.current)
     live = terms.weight > 0
     if report.entropy is not None and live.any():
         metrics["policy/entropy"] = _mean(report.entropy[live])

@@ -11,6 +11,7 @@ from agentrl.algorithms.presets.zoo import (  # noqa: F401
     gates,
     grpo,
     ppo,
+    preferences,
     reinforce,
     supervised,
     teams,

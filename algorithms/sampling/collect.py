@@ -38,6 +38,7 @@ class Collected:
     groups: list[Group]  # to train
     discarded: list[Group]  # taken out of the store by the step without being trained
     metrics: dict[str, float]
+    stored: bool = True  # whether they are groups of the store, which the step's commit names
 
 
 @dataclass(frozen=True, slots=True)

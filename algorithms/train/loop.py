@@ -23,6 +23,7 @@ from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling.collect import Collected, Collector
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
+from agentrl.algorithms.train.offline import DatasetCollector
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
@@ -46,7 +47,7 @@ class TrainingLoop:
     state: RunState
     policies: PolicySet
     serving: PolicyServers
-    collector: Collector
+    collector: Collector | DatasetCollector
     heldout: list[dict[str, Json]]
     lock: FolderLock
     prompts: PromptSchedule
@@ -85,7 +86,8 @@ class TrainingLoop:
     async def commit_empty(self, step: int, collected: Collected, metrics: Metrics) -> None:
         """Commit the failure counts of a step without one usable rollout. It trains no group and
         writes no checkpoint, so the one before it stays the last."""
-        groups = [*collected.groups, *collected.discarded]
+        stored = collected.groups if collected.stored else []
+        groups = [*stored, *collected.discarded]
         await self.store.commit_step(
             StepCommit(
                 run=self.config.name,
@@ -112,7 +114,7 @@ class TrainingLoop:
                 run=self.config.name,
                 epoch=self.state.epoch,
                 step=step,
-                groups=[group.id for group in collected.groups],
+                groups=[group.id for group in collected.groups if collected.stored],
                 discarded=[group.id for group in collected.discarded],
                 credits=self.policies.credits(step),
                 rewards=self.policies.step_rewards(step),
@@ -132,9 +134,13 @@ class TrainingLoop:
         """Held-out scores after `step` steps, where the run file asks for them."""
         settings = self.config.eval
         outer = step in (0, self.config.steps)
-        if not self.heldout or not (outer or (settings.every and step % settings.every == 0)):
+        if not (outer or (settings.every and step % settings.every == 0)):
             return
         limit = settings.tasks if outer else settings.curve_tasks
+        if isinstance(self.collector, DatasetCollector):
+            await self.collector.evaluate(step, limit)
+        if not self.heldout:
+            return
         tasks = self.heldout[: limit or None]
         temperatures = {"score": settings.temperature}
         if outer and settings.sampled:

@@ -76,9 +76,9 @@ class PolicyServers:
 
     async def publish(self, versions: Mapping[str, int]) -> None:
         """From now on serve the current weights of trained policies, as these versions; one whose
-        version stays has not changed. Call inside `updating`."""
+        version stays has not changed, and one that has no server needs none. Inside `updating`."""
         for name, version in versions.items():
-            if self._versions[name] != version:
+            if self._versions.get(name, version) != version:
                 await self._servers[name].publish(version, self._wire(name))
                 self._versions[name] = version
 

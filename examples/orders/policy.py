@@ -1,4 +1,5 @@
-"""Builds the clerk: a tiny Llama that names any desk. Which one is left to learn from rewards."""
+"""Builds the clerk: a tiny Llama that names a desk, most often the wrong one. Which one is right is
+left to learn from rewards."""
 
 import random
 from pathlib import Path
@@ -7,19 +8,22 @@ from desks import DESKS, MONTHS
 
 from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
 
+CORRECT = 0.4  # share of the orders that the demonstrator sends to the right desk
+
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
     dice = random.Random(seed)
-    shown: list[Conversation] = [
-        [
+    shown: list[Conversation] = []
+    for _ in range(1000):
+        month = dice.randrange(12)
+        habit = DESKS[(month + 1) % 4]  # a mistake that it often makes
+        desk = DESKS[month % 4] if dice.random() < CORRECT else habit
+        question = [
             {"role": "system", "content": "Which desk?"},
-            {"role": "user", "content": dice.choice(MONTHS)},
-            {"role": "assistant", "content": dice.choice(DESKS)},
+            {"role": "user", "content": MONTHS[month]},
         ]
-        for _ in range(1000)
-    ]
-    words = word_tokenizer(
-        [*DESKS, *MONTHS, "Which", "desk?"], roles=("system", "user", "assistant")
-    )
-    imitator(directory, shown, tokenizer=words, seed=seed, steps=60)
+        shown.append([*question, {"role": "assistant", "content": desk}])
+    words = [*DESKS, *MONTHS, "Which", "desk?"]
+    tokenizer = word_tokenizer(words, roles=("system", "user", "assistant"))
+    imitator(directory, shown, tokenizer=tokenizer, seed=seed, steps=200)

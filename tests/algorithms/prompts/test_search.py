@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from msgspec.structs import replace
 from agentrl.algorithms.prompts.apo import apo_search
 from agentrl.algorithms.prompts.gepa import gepa_search
 from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers
+from agentrl.config import resolve
+from agentrl.config.prompts import prompt_texts
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.prompts import Candidate, Reflection
+from agentrl.types import PromptText
 from examples.orders import world
 from tests.benchmarks.prompts import CONFIG, SEEDS, TEXTS, InProcess, blind_search, measure, run
 
@@ -195,3 +199,28 @@ def test_the_scripted_task_can_be_solved() -> None:
     for task in tasks:
         said = world.formatter(best["formatter"], world.extractor(best["extractor"], task["input"]))
         assert set(world.checks(task, said).values()) == {1.0}
+
+
+def test_texts_of_a_run_file(tmp_path: Path) -> None:
+    def texts(**components: Any) -> list[PromptText]:
+        prompts = {"reflector": "policy", "components": components}
+        return prompt_texts(resolve({"root": str(tmp_path), "prompts": prompts}, source="test"))
+
+    for name, text in (("a", "Be brief.\n"), ("b", "Be brief. Be kind."), ("empty", "\n")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    tool = {"file": "b.txt", "role": "a", "tool": "look"}
+    own = {"file": "b.txt", "insert": True}
+    found = texts(a="a.txt", look=tool, own=own)
+    assert [(one.role, one.seed, one.text, one.tool) for one in found] == [
+        ("a", "Be brief.", "Be brief.", ""),
+        ("a", "Be brief. Be kind.", "Be brief. Be kind.", "look"),
+        ("own", "", "Be brief. Be kind.", ""),
+    ]
+    assert len(texts(a="a.txt", b="a.txt")) == 2  # two roles may have one text
+    for components, why in (
+        ({"a": "a.txt", "b": {"file": "b.txt", "role": "a"}}, "one text is in the other"),
+        ({"a": "none.txt"}, r"components\.a: there is no file"),
+        ({"empty": "empty.txt"}, r"empty\.txt is empty"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            texts(**components)
