@@ -246,13 +246,19 @@ def metrics(run: str, form: str | None, store: str | None) -> None:
 
 
 @cli.group(invoke_without_command=True)
+@click.option("--for", "file", type=click.Path(path_type=Path), help="Those that fit this run.")
 @click.pass_context
-def algorithms(context: click.Context) -> None:
+def algorithms(context: click.Context, file: Path | None) -> None:
     """List the presets and modifiers of `algorithm.preset`."""
     if context.invoked_subcommand is None:
         from agentrl.cli.algorithms import catalogue, echo
 
-        echo(catalogue())
+        if file is None:
+            echo(catalogue())
+        else:
+            from agentrl.cli.advise import advise
+
+            echo(asyncio.run(advise(load(file, []))))
 
 
 @algorithms.command("show")
