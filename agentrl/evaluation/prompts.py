@@ -59,7 +59,9 @@ async def _optimise(config: RunConfig, folder: Path, level: int) -> None:
             config = msgspec.structs.replace(config, steps=state.step)
         await trainer.refuse_changes(store, config)
         config = msgspec.structs.replace(config, steps=0)
-        seconds = await trainer.supervise(store, config, search=True, console=console, level=level)
+        seconds = await trainer.supervise(
+            store, config, verb="prompts", console=console, level=level
+        )
         best = await write_texts(store, config, trainer.make_folder(folder))
         for line in await report(store, config, best):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
