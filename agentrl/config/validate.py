@@ -307,6 +307,11 @@ def _staleness(config: RunConfig) -> Iterator[str]:
             f"engine.keys = {keys!r}: weights change while no call runs, unless algorithm.overlap "
             "= 'in_flight'; remove it"
         )
+    elif keys != "recompute" and config.engine.kind == "vllm":
+        yield (
+            f"engine.keys = {keys!r}: after every update vLLM's log-probs are compared with the "
+            "learner's, which keys of older weights would falsify; remove it"
+        )
     for key in ("order", "close_at", "group_deadline"):
         if getattr(algorithm, key) != getattr(AlgorithmConfig(), key):
             yield f"algorithm.{key}: not in this version; remove it"

@@ -106,6 +106,7 @@ def vllm_server(
         method=engine.vllm.sync,
         timeout=engine.vllm.timeout,
         tolerance=engine.vllm.tolerance or TOLERANCE[dtype],
+        in_flight=config.algorithm.overlap == "in_flight",
     )
 
 

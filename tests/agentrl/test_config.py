@@ -97,6 +97,12 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ),
         ("[engine]\nkeys = 'keep'", [], r"engine\.keys = 'keep': .* remove it"),
         (
+            "[algorithm]\noverlap = 'in_flight'\nmax_staleness = 1\n"
+            "[engine]\nkind = 'vllm'\nkeys = 'keep'",
+            [],
+            r"keys = 'keep': .*log-probs are compared .* falsify",
+        ),
+        (
             "[algorithm]\nstale = 'cancel'\nmax_staleness = 1",
             [],
             r"stale = 'cancel': .* never get too old",
