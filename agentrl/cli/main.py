@@ -19,6 +19,7 @@ from agentrl.cli.export import export
 from agentrl.cli.harness import harness
 from agentrl.cli.plan import plan
 from agentrl.cli.prompts import prompts
+from agentrl.cli.rm import rm
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init
 from agentrl.cli.store import store as store_group
@@ -44,8 +45,9 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-COMMANDS = (bench, config_group, data, export, harness, init, plan, prompts, store_group, view)
-for command in COMMANDS:
+for command in (
+    bench, config_group, data, export, harness, init, plan, prompts, rm, store_group, view
+):  # fmt: skip
     cli.add_command(command)
 
 

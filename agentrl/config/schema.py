@@ -15,7 +15,6 @@ import msgspec
 from agentrl.config.agents import AgentConfig, RoleRule, WorkspaceConfig
 from agentrl.config.base import (
     Count,
-    KindSection,
     Name,
     Natural,
     NonNegative,
@@ -33,6 +32,7 @@ from agentrl.config.infrastructure import (
     TorchLearnerConfig,
 )
 from agentrl.config.prompts import PromptsConfig
+from agentrl.config.rewards import RewardModel, RewardModelTraining
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
@@ -232,27 +232,6 @@ class TeacherConfig(Section, frozen=True):
     model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
 
 
-class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"):
-    """A model whose scores are rewards, under its name: a decoder with a head of one label."""
-
-    model: str  # a checkpoint directory or hub name with the policy's vocabulary
-    scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
-
-
-class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
-    """A decoder, of which beta * (log probability - that of the reference) is the reward."""
-
-    beta: Positive = 0.05
-    reference: str = ""  # a checkpoint directory or hub name; empty: the initial policy
-    train: bool = False  # learn from every step, after scoring it
-    # from outcomes from 0 to 1 (PRIME), or from pairs of rollouts of a group (iStar)
-    loss: Literal["outcome", "pairs"] = "outcome"
-    lr: Positive = 1e-6  # constant, where it learns
-
-
-RewardModel = RewardModelConfig | ImplicitRewardModelConfig
-
-
 class UpstreamConfig(Section, frozen=True):
     """An endpoint that answers calls and is not trained, such as a judge, an opponent or a tool's
     model; or one `text` that is the answer to every call."""
@@ -357,6 +336,7 @@ class RunConfig(Section, frozen=True):
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
+    reward_model: RewardModelTraining = RewardModelTraining()
     reward_models: dict[Name, RewardModel] = {}  # by the name of their reward
     learner: Learner = TorchLearnerConfig()
     engine: Engine = EmbeddedEngineConfig()

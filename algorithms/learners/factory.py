@@ -213,7 +213,8 @@ def make_reward_models(
         scope = Scope(settings.scope)
         if not isinstance(settings, ImplicitRewardModelConfig):
             model = load_scalar(f"{key}.model", source, policy, tokenizer)
-            scalar = ScalarScorer(model, supported_packing(model, packing), budget)
+            packed, doubt = supported_packing(model, packing), settings.disagreement
+            scalar = ScalarScorer(model, packed, budget, doubt)
             made.append(RewardModel(name, scalar, scope, context=context_length(model)))
             continue
         other = config.model_source(settings.reference) if settings.reference else start
