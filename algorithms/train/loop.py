@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.algorithms.diagnostics.metrics import Metrics, group_metrics, throughput
+from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling.collect import Collected, Collector
-from agentrl.algorithms.sampling.evaluate import evaluate_due
+from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.train.empty_steps import check_empty_steps, failure_counts, is_empty
 from agentrl.algorithms.train.offline import DatasetCollector
@@ -38,6 +39,7 @@ class TrainingLoop:
     collector: Collector | DatasetCollector
     heldout: list[dict[str, Json]]
     lock: FolderLock
+    prompts: PromptSchedule
     snapshots: SnapshotStore | None = None  # None: without a pool of opponents
 
     async def run(self) -> None:
@@ -46,6 +48,7 @@ class TrainingLoop:
         await self.evaluate(self.state.step)
         updated = time.monotonic()
         for step in range(self.state.step, self.config.steps):
+            await self.prompts.before_step(step)
             started = time.monotonic()
             collected = await self.collector.collect(step)  # claims the groups of the step
             claimed = time.monotonic()
@@ -120,6 +123,18 @@ class TrainingLoop:
 
     async def evaluate(self, step: int) -> None:
         """Held-out scores after `step` steps, where the run file asks for them."""
-        offline = self.collector.evaluate if isinstance(self.collector, DatasetCollector) else None
-        given = self.store, self.config, self.state.epoch, step, self.heldout
-        await evaluate_due(*given, offline)
+        settings = self.config.eval
+        outer = step in (0, self.config.steps)
+        if not (outer or (settings.every and step % settings.every == 0)):
+            return
+        limit = settings.tasks if outer else settings.curve_tasks
+        if isinstance(self.collector, DatasetCollector):
+            await self.collector.evaluate(step, limit)
+        if not self.heldout:
+            return
+        tasks = self.heldout[: limit or None]
+        temperatures = {"score": settings.temperature}
+        if outer and settings.sampled:
+            temperatures["sampled"] = 1.0
+        epoch, candidate = self.state.epoch, self.prompts.in_use.id
+        await evaluate_heldout(self.store, self.config, epoch, step, tasks, temperatures, candidate)
