@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from agentrl import types
 from agentrl.datasets.records import Item, Side
 from agentrl.errors import Invalid
-from agentrl.store import browse, limits, maintenance, pages, rows, traces
+from agentrl.store import browse, limits, maintenance, pages, prompts, rows, traces
 from agentrl.store import datasets as data
 from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
@@ -116,6 +116,8 @@ class SqlStore:
 
     publish = _writing(training.publish)
     log = _writing(training.log)
+    put_candidates = _writing(prompts.put_candidates)
+    add_reflection = _writing(prompts.add_reflection)
 
     # -- queue -------------------------------------------------------------------------------------
 
@@ -186,6 +188,8 @@ class SqlStore:
     counts = _reading(training.counts)
     failures = _reading(queue.failures)
     policies = _reading(training.policies)
+    candidates = _reading(prompts.candidates)
+    reflections = _reading(prompts.reflections)
     stats = _reading(maintenance.stats)
 
     # -- data sets ---------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from agentrl.config.infrastructure import (
     RunnerConfig,
     TorchLearnerConfig,
 )
+from agentrl.config.prompts import PromptsConfig
 from agentrl.config.rewards import RewardModel, RewardModelTraining
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
@@ -343,6 +344,7 @@ class RunConfig(Section, frozen=True):
     eval: EvalConfig = EvalConfig()
     selfplay: Selfplay = SelfplayConfig()
     metrics: MetricsConfig = MetricsConfig()
+    prompts: PromptsConfig = PromptsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers it
     # [[roles.match]] in the run file: roles of calls that say none themselves. The first that holds

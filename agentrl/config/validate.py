@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from agentrl.config import policies as team
-from agentrl.config import selfplay
+from agentrl.config import prompts, selfplay
 from agentrl.config.agents import WorkspaceConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
@@ -69,6 +69,10 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _sinks(config.metrics.sinks)
     yield from _workspace(config)
     yield from _data(config)
+    yield from prompts.problems(config)
+    searched = bool(config.prompts.components) and config.prompts.algorithm == "gepa"
+    if searched and not is_installed("gepa"):
+        yield "prompts.algorithm: 'gepa' is not installed: pip install 'agentrl[prompts]'"
     yield from _warmup(config)
 
 

@@ -255,7 +255,7 @@ async def roles_without_calls(store: Store, config: RunConfig) -> str:
     """A sentence that names the roles of the run file in which no call of the first trained step
     was made; empty if there are none. `policies_without_calls` reports policies without a call."""
     named = policy_by_role(config)
-    if not named:
+    if not (named and config.steps):
         return ""
     seen: set[str] = set()
     for row in await store.rollouts(config.name, purpose=Purpose.TRAIN, trained=0):

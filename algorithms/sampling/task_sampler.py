@@ -14,11 +14,12 @@ import torch
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.state import CountedMeans
+from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.config import RunConfig
-from agentrl.types import Branch, Group, Json, NewRollout, Purpose, Rollout, Sampling, Task
+from agentrl.prompts import CandidateInUse
+from agentrl.types import Branch, Group, Json, NewRollout, Rollout, Task
 
-URGENT = 1  # rollouts that the loop waits for run before prefetched ones
 DIFFICULTY = "difficulty"  # name of the tasks' difficulty in the state of the run
 
 
@@ -37,18 +38,28 @@ class TaskDifficulty:
         every = (rollout for group in groups for rollout in group.rollouts)
         rollouts = [rollout for rollout in every if rollout.branch is None]
         outcomes = torch.tensor([row.reward() for row in rollouts], dtype=torch.float64)
-        _, self.means.values = self.means.read([task_name(row.task) for row in rollouts], outcomes)
+        names = [_with_candidate(task_name(row.task), row.candidate) for row in rollouts]
+        _, self.means.values = self.means.read(names, outcomes)
 
-    def weight(self, task: Task) -> float:
+    def weight(self, task: Task, candidate: str | None = None) -> float:
         """p (1 - p) of the rate p at which it is solved, in (0, 1/4]: that of a task never seen is
         1/2, and one success and one failure are added to what was seen of the others."""
-        mean, seen = self.means.values.get(task_name(task), (0.0, 0))
+        name = _with_candidate(task_name(task), candidate)
+        mean, seen = self.means.values.get(name, (0.0, 0))
         p = (min(max(mean, 0.0), 1.0) * seen + 1) / (seen + 2)
         return p * (1 - p)
 
-    def draw(self, tasks: Sequence[dict[str, Json]], seed: str, n: int) -> list[dict[str, Json]]:
+    def draw(
+        self, tasks: Sequence[dict[str, Json]], seed: str, n: int, candidate: str | None = None
+    ) -> list[dict[str, Json]]:
         """`n` tasks by weight. Of a larger `n` the first are the same."""
-        return random.Random(seed).choices(tasks, [self.weight(task) for task in tasks], k=n)
+        weights = [self.weight(task, candidate) for task in tasks]
+        return random.Random(seed).choices(tasks, weights, k=n)
+
+
+def _with_candidate(name: str, candidate: str | None) -> str:
+    """How hard a task is depends on what the agent is told."""
+    return name if candidate is None else f"{candidate}/{name}"
 
 
 def task_name(task: Task) -> str:
@@ -72,6 +83,7 @@ class TaskSampler:
     greedy: bool = False
     difficulty: TaskDifficulty | None = None
     pool: OpponentPool | None = None
+    prompts: CandidateInUse = field(default_factory=CandidateInUse)
 
     def task(self, index: int) -> dict[str, Json]:
         """The `index`-th task of the run, counted over all epochs."""
@@ -84,7 +96,9 @@ class TaskSampler:
         numbers = range(step * size, (step + 1) * size)
         tasks = [self.task(number) for number in numbers]
         if self.difficulty is not None:
-            tasks = self.difficulty.draw(self.tasks, f"{self.config.seed}/{step}", size)
+            tasks = self.difficulty.draw(
+                self.tasks, f"{self.config.seed}/{step}", size, self.prompts.id
+            )
         return [
             rollout
             for number, task in zip(numbers, tasks, strict=True)
@@ -97,7 +111,7 @@ class TaskSampler:
         last = (step + 1) * self.config.algorithm.groups - 1
         seed = f"{self.config.seed}/{step}/{round}"
         if self.difficulty is not None:
-            tasks = self.difficulty.draw(self.tasks, seed, n)
+            tasks = self.difficulty.draw(self.tasks, seed, n, self.prompts.id)
         else:
             order = _order(seed, len(self.tasks))
             tasks = [self.tasks[order[number % len(order)]] for number in range(n)]
@@ -114,10 +128,11 @@ class TaskSampler:
         cold = replace(sampling, temperature=0.0)
         return [
             replace(
-                _rollout(self.config, group, index, task, step),
+                new_rollout(self.config, group, index, task, step),
                 sampling=cold if self.greedy and index == 0 else sampling,
                 priority=priority,
                 seats=self.pool.seats(group, index) if self.pool is not None else {},
+                candidate=self.prompts.id,
             )
             for index in range(self.config.algorithm.group_size)
         ]
@@ -130,53 +145,16 @@ def _order(seed: str, size: int) -> list[int]:
     return order
 
 
-def evaluation_rollouts(
-    config: RunConfig,
-    step: int,
-    name: str,
-    tasks: Sequence[dict[str, Json]],
-    sampling: Sampling,
-    seats: Mapping[str, str] = {},
-) -> list[NewRollout]:
-    """One rollout per task, as the group `<run>/eval/<step>/<name>`. seats: role -> policy."""
-    group = f"{config.name}/eval/{step:06d}/{name}"
-    return [
-        replace(
-            _rollout(config, group, index, task, step),
-            purpose=Purpose.EVAL,
-            sampling=sampling,
-            priority=URGENT,
-            seats=dict(seats),
-        )
-        for index, task in enumerate(tasks)
-    ]
-
-
 def joining_rollout(
     config: RunConfig, source: Rollout, branch: Branch, seats: Mapping[str, str], number: int
 ) -> NewRollout:
     """One more rollout of the group of `source`, after the `number` that joined before it."""
     index = config.algorithm.group_size + number
     return replace(
-        _rollout(config, source.group, index, source.task, source.step),
+        new_rollout(config, source.group, index, source.task, source.step),
         purpose=source.purpose,
         priority=URGENT,
         seats=dict(seats),
         branch=branch,
-    )
-
-
-def _rollout(
-    config: RunConfig, group: str, index: int, task: dict[str, Json], step: int
-) -> NewRollout:
-    return NewRollout(
-        id=f"{group}/{index:04d}",
-        run=config.name,
-        group=group,
-        index=index,
-        task=task,
-        sampling=config.sampling,
-        step=step,
-        max_attempts=config.agent.max_attempts,
-        timeout=config.agent.timeout,
+        candidate=source.candidate,
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.diagnostics.metrics import Metrics, group_metrics, throughput
+from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling.collect import Collected, Collector
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
@@ -49,6 +50,7 @@ class TrainingLoop:
     collector: Collector | DatasetCollector
     heldout: list[dict[str, Json]]
     lock: FolderLock
+    prompts: PromptSchedule
     snapshots: SnapshotStore | None = None  # None: without a pool of opponents
 
     async def run(self) -> None:
@@ -56,6 +58,7 @@ class TrainingLoop:
         await self.announce()
         await self.evaluate(self.state.step)
         for step in range(self.state.step, self.config.steps):
+            await self.prompts.before_step(step)
             started = time.monotonic()
             collected = await self.collector.collect(step)  # claims the groups of the step
             claimed = time.monotonic()
@@ -142,8 +145,8 @@ class TrainingLoop:
         temperatures = {"score": settings.temperature}
         if outer and settings.sampled:
             temperatures["sampled"] = 1.0
-        epoch = self.state.epoch
-        await evaluate_heldout(self.store, self.config, epoch, step, tasks, temperatures)
+        epoch, candidate = self.state.epoch, self.prompts.in_use.id
+        await evaluate_heldout(self.store, self.config, epoch, step, tasks, temperatures, candidate)
 
 
 def is_empty(

@@ -55,8 +55,8 @@ where r.run_id = :run and r.group_id in (select value from json_each(:groups))
   and r.attempt_id is not null;
 
 -- name: add_reward
-insert into rewards (attempt_id, late, position, scope, target, name, value, source, step)
-values (:attempt, :late, :position, :scope, :target, :name, :value, :source, :step);
+insert into rewards (attempt_id, late, position, scope, target, name, value, source, step, note)
+values (:attempt, :late, :position, :scope, :target, :name, :value, :source, :step, :note);
 
 -- name: add_credit
 insert into credits (transition, policy, step, advantage, baseline, gate, weight, psi)

@@ -9,8 +9,10 @@ import string
 
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 
 from agentrl.errors import Conflict, Fenced, Invalid, NotFound, StoreError
+from agentrl.prompts import Candidate, Reflection
 from agentrl.store.limits import LONGEST_LEASE
 from agentrl.types import (
     Branch,
@@ -21,6 +23,7 @@ from agentrl.types import (
     NewRollout,
     Outcome,
     PolicyVersion,
+    PromptText,
     Purpose,
     Reward,
     RolloutState,
@@ -78,6 +81,48 @@ async def test_a_rollout_comes_out_as_it_went_in(store):
     (row,) = await store.rollouts("run")
     assert (row.task, row.state, row.attempt) == (rollout.task, RolloutState.RUNNING, attempt.id)
     assert (row.branch, row.seats) == (rollout.branch, rollout.seats)
+
+
+async def test_a_rollout_travels_with_the_texts_of_its_candidate(store, kit):
+    text = PromptText(component="s", role="solver", seed="a", text="b \u00e9", tool="look")
+    base = {"run": "run", "step": 0, "parents": [], "texts": [text]}
+    first = Candidate(id="c", state="proposed", **base)
+    second = Candidate(id="d", state="rejected", **base | {"parents": ["c"], "reflection": "n"})
+    await store.put_candidates([first, second])
+    await store.put_candidates([replace(first, state="accepted", parents=["other"])])
+    assert await store.candidates("run") == [replace(first, state="accepted"), second]
+    await store.enqueue(kit.group("a", 1, candidate="c"))
+    (attempt,) = await claim(store, claim_id="x")
+    assert attempt.prompts == [text]
+    assert (await claim(store, claim_id="x"))[0].prompts == [text]
+    assert (await store.rollouts("run"))[0].candidate == "c"
+    with pytest.raises(NotFound, match="no candidate 'unknown'"):
+        await store.enqueue(kit.group("b", 1, candidate="unknown"))
+    with pytest.raises(Invalid, match="candidates"):
+        await store.enqueue([*kit.group("c", 1), *kit.group("c", 2, candidate="c")[1:]])
+    with pytest.raises(NotFound):
+        await store.put_candidates([replace(first, run="unknown")])
+    assert await store.candidates("unknown") == []
+
+
+async def test_reflections_are_kept_in_order_and_once(store, kit):
+    made = [
+        Reflection(id=f"n/{i}", run="run", step=i, question="why?", answer="so", seconds=0.5)
+        for i in (1, 0)
+    ]
+    for one in (*made, replace(made[0], answer="again")):
+        await store.add_reflection(one)
+    assert await store.reflections("run") == made
+    with pytest.raises(NotFound):
+        await store.add_reflection(replace(made[0], run="unknown"))
+
+
+async def test_a_reward_keeps_its_note(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    reward = Reward(value=0.0, note="the date is missing")
+    await store.finish([replace(kit.good(attempt), rewards=[reward])])
+    assert (await store.rollouts("run"))[0].rewards == [reward]
 
 
 async def test_seats_stay_with_a_rollout_to_its_end(store, kit):
