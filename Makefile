@@ -13,7 +13,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-codex demo-pi test test-slow test-engines test-harnesses check clean
+.PHONY: demo rlhf demo-codex demo-pi test test-slow test-engines test-harnesses check clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -23,6 +23,9 @@ demo: $(STAMP) ## Train the example agent (about three minutes)
 	$(BIN)/agentrl train examples/staff/run.toml
 	$(BIN)/agentrl view --run staff --export runs/staff/staff.html
 	@echo "Open runs/staff/staff.html in a browser, or look at the store itself: $(BIN)/agentrl view --run staff --open"
+
+rlhf: $(STAMP) ## Fine-tune, train a reward model and learn from it by PPO, once too much
+	OMP_NUM_THREADS=1 $(BIN)/python examples/rlhf/rlhf.py
 
 SANDBOX := $(if $(filter 0,$(shell id -u)),user,unshare)
 

@@ -67,12 +67,12 @@ def import_error(what: str, error: Exception) -> ConfigError:
     )
 
 
-def load_tasks(path: str, root: Path, *, key: str) -> list[dict[str, Json]]:
-    """Tasks of a `.jsonl` file (one JSON object a line) or a `file.py:name`.
+def load_tasks(path: str, root: Path, *, key: str, needs: str = "input") -> list[dict[str, Json]]:
+    """Tasks of a `.jsonl` file (one JSON object a line) or a `file.py:name`. needs: what each has.
 
-    Raises ConfigError with file and line for anything that is not an object with an `input`."""
+    Raises ConfigError with file and line for anything that is not an object with `needs`."""
     if path.endswith(".jsonl"):
-        return _checked(_read_jsonl(root / path, key), key)
+        return _checked(_read_jsonl(root / path, key), key, needs)
     found = load_attribute(path, root, key=key)
     try:
         items = list(found() if callable(found) else found)
@@ -80,7 +80,7 @@ def load_tasks(path: str, root: Path, *, key: str) -> list[dict[str, Json]]:
         raise ConfigError(
             f"{key} = {path!r}: getting its tasks raised {type(error).__name__}: {error}"
         ) from error
-    return _checked({f"{path}[{index}]": item for index, item in enumerate(items)}, key)
+    return _checked({f"{path}[{index}]": item for index, item in enumerate(items)}, key, needs)
 
 
 def task_file(tasks: Iterable[dict[str, Json]] | str, file: Path) -> str:
@@ -92,16 +92,17 @@ def task_file(tasks: Iterable[dict[str, Json]] | str, file: Path) -> str:
     return str(file)
 
 
-def _checked(items: dict[str, Any], key: str) -> list[dict[str, Json]]:
+def _checked(items: dict[str, Any], key: str, needs: str = "input") -> list[dict[str, Json]]:
     """Tasks, given by where they come from. Raises ConfigError for one that is not a JSON object
-    with an `input`."""
+    with `needs`."""
     if not items:
         raise ConfigError(f"{key}: there are no tasks in it")
     for place, item in items.items():
         if not isinstance(item, dict):
             raise ConfigError(f"{key}: {place} is not a JSON object but {type(item).__name__}")
-        if "input" not in item:
-            raise ConfigError(f"{key}: {place} has no 'input', the part that the agent is given")
+        if needs not in item:
+            what = {"input": "the part that the agent is given", "messages": "a chat to imitate"}
+            raise ConfigError(f"{key}: {place} has no {needs!r}, {what[needs]}")
     return list(items.values())
 
 

@@ -30,6 +30,7 @@ from agentrl.config import RunConfig, agent_env, differences, from_store, resolv
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS
 from agentrl.config.presets import check_presets
+from agentrl.datasets.pin import pin_dataset
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.loading import load_tasks, task_file
 from agentrl.plugins import load_plugin
@@ -131,7 +132,7 @@ def check(config: RunConfig) -> None:
     come last, because they may take long to make."""
     root = Path(config.root)
     check_presets(config)
-    if config.steps and not config.tasks.train:
+    if config.steps and not (config.tasks.train or config.data.name):
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     if not config.steps and not config.tasks.heldout:
         raise ConfigError("tasks.heldout is missing: there is nothing to evaluate on")
@@ -222,6 +223,7 @@ async def front(
     runs them in place of runner processes. level: as of `run_training`."""
     make_folder(Path(config.output))  # before the store, which is most often in it
     async with open_store(config.store) as store:
+        config = await pin_dataset(store, config)
         await refuse_changes(store, config)
         seconds = await supervise(store, config, local=local, level=level)
         return await _finish(store, config, seconds)
@@ -250,10 +252,10 @@ async def supervise(
     order = ["start", str(run_file)] if play is None else ["play", str(run_file), str(play)]
     algorithm = Child("algorithm", ["algorithm", *order], logs / "algorithm.log")
     arguments = ["runner", "start", "--store", config.store, "--run", config.name]
-    runners = 0 if local else config.runner.processes
+    runners = 0 if local or config.data.name else config.runner.processes
     workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(runners)]
     console = console or Console()
-    if not runners and not local:
+    if not (runners or local or config.data.name):
         console.print(_how_to_join(config), soft_wrap=True, highlight=False)
     sinks = sinks_process(config, run_file, console)
     logged = [algorithm, *workers, *([sinks.child] if sinks else [])]
@@ -373,7 +375,7 @@ async def refuse_changes(store: Store, config: RunConfig) -> None:
     """Raises ConfigError where a run that has begun would go on with settings that change what it
     learns, or with fewer steps than it has."""
     state = await store.run(config.name)
-    if state is None or not await store.rollouts(config.name, limit=1):
+    if state is None or not (state.step or await store.rollouts(config.name, limit=1)):
         return
     if config.steps < state.step:
         raise ConfigError(

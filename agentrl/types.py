@@ -162,6 +162,9 @@ class Transition(Record, frozen=True):
     `messages` and `tools` are what the agent sent, `answer` what it received (chat message), and
     `left_out` the options of its request that had no effect. A call that `repeats` another was
     answered from the record, not by the policy: it is context only.
+
+    `version` is that of the first sampled token. `spans`, empty where one version sampled all,
+    has the index of the first token of each version: `[(0, 7), (12, 8)]`.
     """
 
     id: str
@@ -184,6 +187,13 @@ class Transition(Record, frozen=True):
     seconds: float = 0.0
     repeats: str | None = None  # the call of another rollout that it replays
     left_out: list[str] = []  # fields and hosted tools
+    spans: list[tuple[int, int]] = []  # versions ascend
+
+    @property
+    def versions(self) -> str:
+        """The versions for a person to read, `v7` or `v7→v8@12`; empty if they are not known."""
+        first = "" if self.version is None else f"v{self.version}"
+        return first + "".join(f"→v{version}@{start}" for start, version in self.spans[1:])
 
 
 class Reward(Record, frozen=True):
@@ -303,7 +313,7 @@ class Credit(Record, frozen=True):
     psi: Float32  # coefficient of the log-prob's gradient
 
 
-class Judgement(Record, frozen=True):
+class StepReward(Record, frozen=True):
     """A reward that a training step gave to one of its rollouts, or to a call or role of one."""
 
     rollout: str
@@ -322,7 +332,7 @@ class StepCommit(Record, frozen=True):
     metrics: dict[str, float]
     discarded: list[str] = []  # groups that are settled by this step without being trained
     credits: list[Credit] = []  # of calls of `groups`
-    judgements: list[Judgement] = []  # of rollouts of `groups`
+    rewards: list[StepReward] = []  # of rollouts of `groups`
 
 
 class RunState(Record, frozen=True):
@@ -384,15 +394,3 @@ class Stats(Record, frozen=True):
     bytes: int
     free: int
     cursor: int
-
-
-class Pruned(Record, frozen=True):
-    """Numbers of rows that a prune removed, or would remove."""
-
-    rollouts: int = 0
-    attempts: int = 0
-    transitions: int = 0
-    spans: int = 0
-    rewards: int = 0
-    events: int = 0
-    bytes: int = 0  # of tokens, log-probs, messages and spans

@@ -9,10 +9,10 @@ Always true:
     checkpoint and metrics in one transaction, and only `rewind` takes a step back.
   * What was claimed and not committed is given out again.
 Who may call: each section says whose verbs it has; everybody may read. Over HTTP a `runner` key may
-call the verbs of runners and gateways (not `enqueue` and `cancel`) and the reading verbs that these
-need: `run`, `trace`, `policies`, `cursor` and `wait`; a `reader` key may call all verbs that only
-read: those below "reading" and "change feed", and `stats`. The others need an `admin` key. A store
-that was opened with `readonly=True` answers the verbs of a reader.
+call the verbs of runners and gateways (not `enqueue` and `cancel`) and others that these
+need: `run`, `trace`, `policies`, `cursor`, `wait`, `judgement` and `add_judgements`; a `reader` key
+may call all verbs that only read. The others need an `admin` key. A store that was opened with
+`readonly=True` answers the verbs of a reader.
 Repeats: every verb is idempotent. The caller chooses the ids, and a repeat changes nothing; the
 exceptions are named below. A caller that is not sure whether a call arrived calls again.
 A verb returns after its transaction committed. When it raises, nothing of the call was kept:
@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, Self
 
 from agentrl import types
+from agentrl.datasets.records import Dataset, Item, Judgement, Side
 from agentrl.store import pages
 
 
@@ -63,8 +64,7 @@ class Store(Protocol):
         commit does nothing, even after a prune. Raises Fenced if `commit.epoch` is old; Conflict if
         the step is not the next one, or a group was not claimed by this epoch or is already
         trained or discarded; NotFound for an unknown run or group, for credit of a transition and
-        for a judgement of a rollout outside `groups`. Judgements are added to the rewards of their
-        rollouts."""
+        for a reward of a rollout outside `groups`. Rewards are added to those of their rollouts."""
         ...
 
     async def rewind(self, run: str, epoch: int, step: int, checkpoint: str | None) -> None:
@@ -72,7 +72,7 @@ class Store(Protocol):
         `checkpoint` (None: it starts afresh).
 
         All of it or nothing. Groups of these steps, discarded ones too, can be claimed again, or
-        enqueued again where their rollouts were pruned; credit, judgements and metrics of the steps
+        enqueued again where their rollouts were pruned; credit, rewards and metrics of the steps
         and evaluations of later steps are removed; rollouts and what runners recorded stay. A
         repeat does nothing. Raises Fenced if `epoch` is old; Conflict if the run has fewer steps;
         NotFound for an unknown run; Invalid for a negative step."""
@@ -294,6 +294,63 @@ class Store(Protocol):
         """By policy, the version served now: the last that the present owner published."""
         ...
 
+    # -- data sets: called by whoever makes or trains on them, judgements by judges ----------------
+    async def draft_dataset(self, name: str, spec: dict[str, types.Json]) -> int:
+        """The version to add items to: the next, or an unfinished one, emptied for a new `spec`."""
+        ...
+
+    async def add_items(
+        self, name: str, version: int, items: Sequence[Item], sides: Sequence[Side]
+    ) -> None:
+        """Add items and sides; those that are there stay, but a reference becomes a copy once its
+        calls are given. Raises NotFound for an unknown version, Conflict for a complete one."""
+        ...
+
+    async def commit_dataset(self, name: str, version: int) -> Dataset:
+        """Complete a version. Its digest is that of the content and order of its items. Raises
+        NotFound for an unknown version, and for an item with a side that was never added."""
+        ...
+
+    async def datasets(self, name: str | None = None) -> list[Dataset]:
+        """Versions of one data set or of all, in order, unfinished ones too."""
+        ...
+
+    async def items(
+        self,
+        name: str,
+        version: int,
+        *,
+        split: str | None = None,
+        after: int = -1,
+        limit: int | None = None,
+    ) -> list[Item]:
+        """Items behind the position `after`, in order, at most `limit`; NotFound as above."""
+        ...
+
+    async def sides(self, digests: Sequence[str]) -> dict[str, list[types.Transition]]:
+        """The calls of sides by digest; unknown ones are left out."""
+        ...
+
+    async def calls(self, rollouts: Sequence[str]) -> dict[str, list[types.Transition]]:
+        """The calls of the last attempt of each rollout that has one."""
+        ...
+
+    async def add_judgements(self, judgements: Sequence[Judgement]) -> None:
+        """Store what judges said; the first judgement of an id stays."""
+        ...
+
+    async def judgement(self, id: str) -> Judgement | None:
+        """The answer to a question that was asked before."""
+        ...
+
+    async def add_logprobs(self, model: str, logprobs: dict[str, types.Float32]) -> None:
+        """Keep log-probs of sides; `model` is a digest of its weights."""
+        ...
+
+    async def logprobs(self, model: str, sides: Sequence[str]) -> dict[str, types.Float32]:
+        """Those that are known, by side."""
+        ...
+
     # -- change feed: followed by everybody --------------------------------------------------------
     async def cursor(self) -> int:
         """Number of the newest write. It only ever grows."""
@@ -321,14 +378,14 @@ class Store(Protocol):
         keep_last: int | None = None,
         older_than: float | None = None,
         dry_run: bool = False,
-    ) -> types.Pruned:
+    ) -> pages.Pruned:
         """Remove rollouts and events that no step will ever read again, of one run or of all.
 
         Removed: evaluation rollouts of earlier steps, and rollouts of trained groups, that belong
         neither to the last `keep_last` committed steps of their run nor to a group that ended
         less than `older_than` seconds ago, with their attempts, transitions, spans and rewards;
-        and events as old. Always kept: rollouts that are queued, running, not yet trained or asked
-        for by the present step, and every run, step, metric, counter, policy and trained group.
+        and events as old. Always kept: rollouts that are queued, running, not yet trained, in a
+        data set or asked for by the present step; runs, steps, metrics, counters, policies, groups.
 
         Rollouts are removed whole, a few in a transaction, so that other writers are not held up;
         cursors keep growing. A later write of a pruned attempt raises NotFound. With `dry_run`

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from agentrl.errors import Invalid
 from agentrl.store.rows import CREDIT, to_blob
@@ -104,6 +105,15 @@ def check_transition(transition: Transition) -> None:
         raise Invalid(f"{where}: a log-prob is not finite.")
     if t.logprobs and (most := max(t.logprobs)) > ROUNDING:
         raise Invalid(f"{where}: a log-prob is {most:g}, and none is above 0.")
+    starts, versions = [start for start, _ in t.spans], [version for _, version in t.spans]
+    rising = all(
+        a < b for row in ([*starts, len(t.completion)], versions) for a, b in pairwise(row)
+    )
+    if t.spans and not (rising and t.spans[0] == (0, t.version)):
+        raise Invalid(
+            f"{where}: spans {t.spans} must begin with [0, {t.version}], and first tokens and "
+            f"versions must rise, within its {len(t.completion)} tokens."
+        )
     if not (0 <= t.started < LATEST_TIME and abs(t.seconds) < LATEST_TIME):  # clocks are set back
         raise Invalid(
             f"{where}: started and seconds must be finite, from 0 to below {LATEST_TIME}."
@@ -141,8 +151,8 @@ def _check_reward(reward: Reward, owner: str) -> None:
 
 def check_commit(commit: StepCommit) -> None:
     check_ids("A metric's name", commit.metrics)
-    for judgement in commit.judgements:
-        _check_reward(judgement.reward, f"rollout {judgement.rollout}")
+    for given in commit.rewards:
+        _check_reward(given.reward, f"rollout {given.rollout}")
     for credit in commit.credits:
         for name in CREDIT:
             values = getattr(credit, name)

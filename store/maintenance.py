@@ -4,7 +4,7 @@ Always true: a rollout is removed whole, with everything its attempts left, in o
 that no reader sees half of one; a transaction of a prune removes about `ROWS` rows, so that other
 writers wait for milliseconds, and keeps the counters, steps and metrics of the run. A prune that is
 killed has pruned less; the next one goes on. A rewind is one transaction: the groups of its steps
-are settled again; their credit, judgements and metrics are removed; what runners recorded stays.
+are settled again; their credit, rewards and metrics are removed; what runners recorded stays.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from agentrl.errors import Conflict, Invalid
 from agentrl.store import rollouts, rows, runs
 from agentrl.store.database import Connection, ReaderThreads, load_sql
 from agentrl.store.feed import GROUPS
+from agentrl.store.pages import Pruned
 from agentrl.store.writer import Transaction, Writer
-from agentrl.types import Pruned, RolloutState, Stats
+from agentrl.types import RolloutState, Stats
 
 SQL = load_sql("maintenance")
 FEED = load_sql("feed")

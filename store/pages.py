@@ -1,4 +1,5 @@
-"""What a page shows of groups, rollouts and attempts: rows without tasks, results and messages."""
+"""What a page shows of groups, rollouts and attempts: rows without tasks, results and messages; and
+what a prune removes."""
 
 from __future__ import annotations
 
@@ -82,3 +83,15 @@ class AttemptRow(Record, frozen=True):
     spans: list[Span]
     late_transitions: list[Transition]
     late_rewards: list[Reward]
+
+
+class Pruned(Record, frozen=True):
+    """Numbers of rows that a prune removed, or would remove."""
+
+    rollouts: int = 0
+    attempts: int = 0
+    transitions: int = 0
+    spans: int = 0
+    rewards: int = 0
+    events: int = 0
+    bytes: int = 0  # of tokens, log-probs, messages and spans

@@ -78,6 +78,23 @@ def from_blob(typecode: str, data: bytes) -> array[Any]:
     return values
 
 
+def array_to_bytes(value: Any) -> Any:
+    """Of tokens and log-probs in msgpack."""
+    if isinstance(value, array):
+        return to_blob(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def array_from_bytes(type_: Any, value: Any) -> Any:
+    """Tokens or log-probs from msgpack."""
+    if not isinstance(value, bytes) or len(value) % 4:
+        raise ValueError("expected the bytes of 4-byte numbers, little-endian")
+    values = type_("i" if type_ is types.Int32 else "f", value)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
 def digest(data: bytes | memoryview) -> bytes:
     """128 bits, so that no two different byte strings have the same one in practice."""
     return blake2b(data, digest_size=16).digest()
@@ -164,6 +181,7 @@ def transition_columns(t: types.Transition) -> Columns:
         "logprobs": to_blob(t.logprobs),
         "answer": answer,
         "left_out": to_json(t.left_out, "left_out") if t.left_out else None,
+        "spans": to_json(t.spans, "spans") if t.spans else None,
     }
 
 
@@ -192,6 +210,7 @@ def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[ty
                 tools=from_json(row["tools_body"]) or [],
                 answer=answer,
                 left_out=from_json(row["left_out"]) or [],
+                spans=[(first, version) for first, version in from_json(row["spans"]) or ()],
             )
             found.setdefault(row["attempt_id"], []).append(call)
     for calls in found.values():

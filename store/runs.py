@@ -38,7 +38,7 @@ def open_run(tx: Transaction, run: str, config: dict[str, types.Json]) -> types.
 def prepare(commit: types.StepCommit) -> tuple[list[rows.Columns], str]:
     """What can be computed before the transaction, during which other writers wait: the columns of
     the credit, and the commit as one canonical text, by which a repeat is recognised. Credit and
-    judgements, which have tables of their own, are in it as digests; empty lists are left out.
+    rewards, which have tables of their own, are in it as digests; empty lists are left out.
     Raises Invalid for credit and rewards that could not be read again."""
     limits.check_commit(commit)
     credits = [rows.credit_columns(credit) for credit in commit.credits]
@@ -46,8 +46,8 @@ def prepare(commit: types.StepCommit) -> tuple[list[rows.Columns], str]:
     record["groups"] = commit.groups
     if credits:
         record["credits"] = digest(msgspec.msgpack.encode(credits)).hex()
-    if commit.judgements:
-        record["judgements"] = digest(msgspec.msgpack.encode(commit.judgements)).hex()
+    if commit.rewards:
+        record["rewards"] = digest(msgspec.msgpack.encode(commit.rewards)).hex()
     return credits, msgspec.json.encode(record, order="sorted").decode()
 
 
@@ -68,11 +68,11 @@ def commit_step(
         _mark_group(tx, group, commit, "trained")
     for group in commit.discarded:
         _mark_group(tx, group, commit, "discarded")
-    if credits or commit.judgements:
+    if credits or commit.rewards:
         groups = {"run": commit.run, "groups": rows.to_json(commit.groups, "Groups")}
         calls = {row["id"]: row for row in tx.conn.execute(SQL["calls"], groups)}
         _add_credits(tx.conn, commit, credits, calls)
-        _add_judgements(tx.conn, commit, calls, groups)
+        _add_rewards(tx.conn, commit, calls, groups)
     columns = {"run": commit.run, "step": commit.step, "now": tx.now, "record": record}
     tx.conn.execute(SQL["commit_step"], columns)
     tx.conn.execute(SQL["advance_run"], {"run": commit.run, "checkpoint": commit.checkpoint})
@@ -194,13 +194,13 @@ def _add_credits(
     conn.executemany(SQL["add_credit"], columns)
 
 
-def _add_judgements(
+def _add_rewards(
     conn: Connection, commit: types.StepCommit, calls: Mapping[str, Any], groups: Mapping[str, str]
 ) -> None:
     """Adds them after the rewards that the rollout's attempt has."""
     given: dict[str, list[types.Reward]] = {}
-    for judgement in commit.judgements:
-        given.setdefault(judgement.rollout, []).append(judgement.reward)
+    for row in commit.rewards:
+        given.setdefault(row.rollout, []).append(row.reward)
     members = {row["id"]: row for row in conn.execute(SQL["members"], groups)}
     owners = {call: row["rollout_id"] for call, row in calls.items()}
     for rollout, rewards in given.items():
@@ -215,7 +215,7 @@ def _add_judgements(
             rows.reward_columns(reward, attempt, first + i, step=commit.step)
             for i, reward in enumerate(rewards)
         )
-        conn.executemany(SQL["add_judgement"], columns)
+        conn.executemany(SQL["add_reward"], columns)
 
 
 def _mark_group(

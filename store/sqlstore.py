@@ -14,8 +14,10 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from agentrl import types
+from agentrl.datasets.records import Item, Side
 from agentrl.errors import Invalid
-from agentrl.store import browse, limits, maintenance, rows, traces
+from agentrl.store import browse, limits, maintenance, pages, rows, traces
+from agentrl.store import datasets as data
 from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
 from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
@@ -186,6 +188,27 @@ class SqlStore:
     policies = _reading(training.policies)
     stats = _reading(maintenance.stats)
 
+    # -- data sets ---------------------------------------------------------------------------------
+
+    draft_dataset = _writing(data.draft_dataset)
+
+    async def add_items(
+        self, name: str, version: int, items: Sequence[Item], sides: Sequence[Side]
+    ) -> None:
+        data.check_items(items, sides)
+        add = partial(data.add_items, name=name, version=version, items=items, sides=sides)
+        await self._writer.post(add)
+
+    commit_dataset = _writing(data.commit_dataset)
+    datasets = _reading(data.datasets)
+    items = _reading(data.items)
+    sides = _reading(data.sides)
+    calls = _reading(data.calls)
+    add_judgements = _writing(data.add_judgements)
+    judgement = _reading(data.judgement)
+    add_logprobs = _writing(data.add_logprobs)
+    logprobs = _reading(data.logprobs)
+
     # -- change feed -------------------------------------------------------------------------------
 
     cursor = _reading(_newest)
@@ -222,7 +245,7 @@ class SqlStore:
         keep_last: int | None = None,
         older_than: float | None = None,
         dry_run: bool = False,
-    ) -> types.Pruned:
+    ) -> pages.Pruned:
         now = await self._writer.post(lambda tx: tx.now)
         limits = maintenance.limits(now, run, keep_last, older_than)
         return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)

@@ -14,8 +14,11 @@ from rich.console import Console, RenderableType
 
 from agentrl import __version__
 from agentrl.cli.bench import bench
+from agentrl.cli.data import data
 from agentrl.cli.export import export
 from agentrl.cli.harness import harness
+from agentrl.cli.plan import plan
+from agentrl.cli.rm import rm
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init
 from agentrl.cli.store import store as store_group
@@ -32,7 +35,9 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (bench, config_group, export, harness, init, store_group, view):
+for command in (
+    bench, config_group, data, export, harness, init, plan, rm, store_group, view
+):  # fmt: skip
     cli.add_command(command)
 
 
@@ -222,13 +227,19 @@ def metrics(run: str, form: str | None, store: str | None) -> None:
 
 
 @cli.group(invoke_without_command=True)
+@click.option("--for", "file", type=click.Path(path_type=Path), help="Those that fit this run.")
 @click.pass_context
-def algorithms(context: click.Context) -> None:
+def algorithms(context: click.Context, file: Path | None) -> None:
     """List the presets and modifiers of `algorithm.preset`."""
     if context.invoked_subcommand is None:
         from agentrl.cli.algorithms import catalogue, echo
 
-        echo(catalogue())
+        if file is None:
+            echo(catalogue())
+        else:
+            from agentrl.cli.advise import advise
+
+            echo(asyncio.run(advise(load(file, []))))
 
 
 @algorithms.command("show")

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import msgspec
 
-from agentrl.config import RunConfig, agents, infrastructure, schema
+from agentrl.config import RunConfig, agents, infrastructure, rewards, schema
 from agentrl.config.base import EXTERNAL
 from agentrl.errors import ConfigError
 
@@ -54,9 +54,9 @@ def run_file_schema() -> dict[str, Any]:
     kind from outside the library."""
     made, config = msgspec.json.schema(RunConfig), RunConfig()
     tables = (config.engine, config.learner, config.runner, config.selfplay)
-    defaults = {*map(type, tables), schema.RewardModelConfig}
+    defaults = {*map(type, tables), rewards.RewardModelConfig}
     for name, table in made["$defs"].items():
-        section = (vars(infrastructure) | vars(agents) | vars(schema))[name]
+        section = (vars(infrastructure) | vars(agents) | vars(rewards) | vars(schema))[name]
         _describe(section, table["properties"])
         field = section.__struct_config__.tag_field
         if section.__struct_config__.tag == EXTERNAL:

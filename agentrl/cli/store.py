@@ -16,7 +16,7 @@ from rich.filesize import decimal
 
 from agentrl.errors import ConfigError, NotFound, StoreError
 from agentrl.store import Store, open_store
-from agentrl.types import Pruned
+from agentrl.store.pages import Pruned
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 T = TypeVar("T")

@@ -27,10 +27,10 @@ from agentrl.config.load import load as load
 from agentrl.config.load import resolve as resolve
 from agentrl.config.load import store_in as store_in
 from agentrl.config.load import to_toml as to_toml
+from agentrl.config.rewards import ImplicitRewardModelConfig as ImplicitRewardModelConfig
 from agentrl.config.schema import AlgorithmConfig as AlgorithmConfig
 from agentrl.config.schema import BranchingConfig as BranchingConfig
 from agentrl.config.schema import CounterfactualConfig as CounterfactualConfig
-from agentrl.config.schema import ImplicitRewardModelConfig as ImplicitRewardModelConfig
 from agentrl.config.schema import LoraConfig as LoraConfig
 from agentrl.config.schema import MetricsConfig as MetricsConfig
 from agentrl.config.schema import PfspOpponents as PfspOpponents

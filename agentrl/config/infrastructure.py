@@ -109,6 +109,9 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     max_batch: Count = 64  # calls decoded together
     max_context: Count = 2048  # tokens of prompt and completion
     threads: Count = 1
+    # Keys and values of calls that run while their weights change, with algorithm.overlap =
+    # "in_flight". recompute: log-probs are exactly those of a version. keep: faster.
+    keys: Literal["recompute", "keep"] = "recompute"
 
     def __post_init__(self) -> None:
         if self.host in ("0.0.0.0", "::") and not self.advertise:

@@ -32,6 +32,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 """The tables of which a policy may have its own values."""
 SHARED = frozenset({"groups", "group_size", "max_staleness", "dynamic_sampling", "max_rounds"})
 SHARED |= {"branching", "counterfactual", "store_credit"}
+SHARED |= {"overlap", "order", "stale", "close_at", "group_deadline"}
 """Settings of `[algorithm]` that are the run's, because all policies learn from the same groups."""
 Seats = dict[str, str]  # role -> player of a plan, or policy of the run
 

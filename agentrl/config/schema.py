@@ -15,11 +15,11 @@ import msgspec
 from agentrl.config.agents import AgentConfig, RoleRule, WorkspaceConfig
 from agentrl.config.base import (
     Count,
-    KindSection,
     Name,
     Natural,
     NonNegative,
     Positive,
+    Seconds,
     Section,
     kind_of,
 )
@@ -31,6 +31,7 @@ from agentrl.config.infrastructure import (
     RunnerConfig,
     TorchLearnerConfig,
 )
+from agentrl.config.rewards import RewardModel, RewardModelTraining
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
@@ -73,6 +74,15 @@ class PolicyConfig(Section, frozen=True):
     # shows, and a call of which it would lose text is refused. as_sent: the template decides.
     messages: Literal["adapt", "as_sent"] = "adapt"
     lora: LoraConfig = LoraConfig()
+
+
+class WarmupConfig(Section, frozen=True):
+    """Supervised fine-tuning of all weights of the policy before the run's first step."""
+
+    data: str = ""  # "file.jsonl" or "file.py:name": {"messages": [...], "tools": [...]}; none: no
+    steps: Count = 100
+    batch: Count = 16  # conversations in an optimizer step, drawn at random
+    lr: Positive = 1e-5  # after a linear rise over a tenth of the steps it falls linearly to 0
 
 
 class MemberConfig(Section, frozen=True):
@@ -151,7 +161,19 @@ class AlgorithmConfig(Section, frozen=True):
     group_size: Count = 8
     min_group: Count = 2  # valid rollouts below which a group is dropped
     inexact: Literal["refuse", "retokenize"] = "refuse"  # calls whose token ids are unknown
-    max_staleness: Natural = 0  # steps whose rollouts may be queued ahead of the update
+    # No token is trained that is older than this many updates of its policy, rounded up. Groups are
+    # asked for as early as this allows: 0.5 lets half a step be sampled ahead.
+    max_staleness: NonNegative = 0.0  # 0: sampling waits for every update
+    # While weights are updated. drained: calls in flight end first, and new ones wait. in_flight:
+    # calls go on, with the new weights from then on.
+    overlap: Literal["none", "drained", "in_flight"] | None = None  # none if max_staleness is 0
+    order: Literal["asked", "ready"] = "asked"  # groups train as asked for, or as they end
+    # With order = "ready", of tokens that got too old: keep the reward for the group's baseline and
+    # learn nothing from the tokens, or cancel the whole group and ask for another.
+    stale: Literal["withhold", "cancel"] = "withhold"
+    close_at: Count | None = None  # rollouts with a reward that end their group; none: group_size
+    # Seconds after a group's first rollout was claimed; then min_group with a reward end it.
+    group_deadline: Seconds | None = None
     dynamic_sampling: bool | None = None  # replace groups of equal reward; none: as the preset does
     max_rounds: Count | None = None  # of replacing; then the step has fewer groups. Default 10
     store_credit: bool = True  # advantages, baselines and gates with each step, for `explain`
@@ -167,6 +189,16 @@ class AlgorithmConfig(Section, frozen=True):
     max_grad_norm: Positive = 1.0
     branching: BranchingConfig = BranchingConfig()
     counterfactual: CounterfactualConfig = CounterfactualConfig()
+
+
+class DataConfig(Section, frozen=True):
+    """A data set of the store to learn from, in place of agent, tasks and verifier: see
+    `agentrl data`. A step learns from `algorithm.groups` of its items."""
+
+    name: str = ""
+    version: Natural = 0  # 0: the newest when the run begins
+    split: str = "train"  # of items to learn from
+    heldout: str = "test"  # of items on which the loss is measured, by [eval]
 
 
 class CriticConfig(Section, frozen=True):
@@ -197,27 +229,6 @@ class TeacherConfig(Section, frozen=True):
     """The model that the preset distill imitates."""
 
     model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
-
-
-class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"):
-    """A model whose scores are rewards, under its name: a decoder with a head of one label."""
-
-    model: str  # a checkpoint directory or hub name with the policy's vocabulary
-    scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
-
-
-class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
-    """A decoder, of which beta * (log probability - that of the reference) is the reward."""
-
-    beta: Positive = 0.05
-    reference: str = ""  # a checkpoint directory or hub name; empty: the initial policy
-    train: bool = False  # learn from every step, after scoring it
-    # from outcomes from 0 to 1 (PRIME), or from pairs of rollouts of a group (iStar)
-    loss: Literal["outcome", "pairs"] = "outcome"
-    lr: Positive = 1e-6  # constant, where it learns
-
-
-RewardModel = RewardModelConfig | ImplicitRewardModelConfig
 
 
 class UpstreamConfig(Section, frozen=True):
@@ -313,8 +324,10 @@ class RunConfig(Section, frozen=True):
     agent: AgentConfig = AgentConfig()
     workspace: WorkspaceConfig = WorkspaceConfig()
     tasks: TasksConfig = TasksConfig()
+    data: DataConfig = DataConfig()
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()
+    warmup: WarmupConfig = WarmupConfig()
     policies: dict[str, MemberConfig] = {}  # by name; none: one, of the name "policy"
     team: TeamConfig = TeamConfig()
     sampling: Sampling = Sampling()
@@ -322,6 +335,7 @@ class RunConfig(Section, frozen=True):
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
+    reward_model: RewardModelTraining = RewardModelTraining()
     reward_models: dict[Name, RewardModel] = {}  # by the name of their reward
     learner: Learner = TorchLearnerConfig()
     engine: Engine = EmbeddedEngineConfig()
@@ -345,7 +359,11 @@ class RunConfig(Section, frozen=True):
         return str(directory) if directory.is_dir() else name
 
     def model_path(self) -> str:
-        """The policy's model: a directory, which `policy.build` may have made, or a hub name."""
+        """The policy's model: a directory, which `policy.build` or the warm-up may have made, or a
+        hub name."""
+        warmed = Path(self.output, "warmup")
+        if self.warmup.data and warmed.is_dir():
+            return str(warmed)
         own = self.path(self.policy.model) if self.policy.model else Path(self.output, "policy")
         return str(own) if own.is_dir() else self.policy.model
 

@@ -20,14 +20,24 @@ from agentrl.config.agents import WorkspaceConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
     AlgorithmConfig,
+    DataConfig,
     LoraConfig,
     MemberConfig,
     RunConfig,
     TeamConfig,
+    WarmupConfig,
 )
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
 
+PLAYING = (
+    "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models",
+    "runner", "selfplay", "upstreams", "roles", "role_rules",
+)  # fmt: skip
+SAMPLING = (
+    "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
+    "branching", "counterfactual",
+)  # fmt: skip
 SINKS = ("mlflow", "tensorboard", "trackio", "wandb")
 """Each is the name of a sink, of its module in `agentrl.telemetry.sinks`, of the package that it
 needs and of the extra that installs that."""
@@ -52,11 +62,14 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _roles(config)
     yield from _lora(config.policy.lora)
     yield from _schedule(config.algorithm)
+    yield from _staleness(config)
     yield from _policies(config)
     yield from _stand_ins(config)
     yield from selfplay.problems(config)
     yield from _sinks(config.metrics.sinks)
     yield from _workspace(config)
+    yield from _data(config)
+    yield from _warmup(config)
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:
@@ -118,6 +131,33 @@ def _workspace(config: RunConfig) -> Iterator[str]:
         yield (
             f"workspace.sandbox = {sandbox!r} with runner.executor = {kind!r}: a container is the "
             "sandbox of what runs in one, and of nothing else; set both or neither"
+        )
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    """A run on a data set starts no agent and serves no policy."""
+    if not config.data.name:
+        if config.data != DataConfig():
+            yield "[data] is nothing without `name`, a data set of the store"
+        return
+    plain, own = RunConfig(), config.algorithm
+    for table in PLAYING:
+        if getattr(config, table) != getattr(plain, table):
+            yield f"[{table}] means nothing in a run on [data], which plays no rollouts; remove one"
+    for key in SAMPLING:
+        if getattr(own, key) != getattr(plain.algorithm, key):
+            yield f"algorithm.{key} means nothing in a run on [data], which plays no rollouts"
+
+
+def _warmup(config: RunConfig) -> Iterator[str]:
+    if not config.warmup.data:
+        if config.warmup != WarmupConfig():
+            yield "[warmup] is nothing without `data`, the conversations to imitate"
+        return
+    if config.policies or config.policy.lora.rank:
+        yield (
+            "[warmup] trains all weights of the run's one policy, and this run trains adapters or "
+            "several; make a run of its own for it, whose <output>/warmup is their policy.model"
         )
 
 
@@ -198,7 +238,7 @@ def _stand_ins(config: RunConfig) -> Iterator[str]:
         )
     if given and ahead:
         yield (
-            f"algorithm.max_staleness = {ahead} lets a step take rollouts that are not played "
+            f"algorithm.max_staleness = {ahead:g} lets a step take rollouts that are not played "
             "again yet, which algorithm.counterfactual learns nothing from; leave one of them out"
         )
     trained, others = team.trained_policies(config), {*config.policies, *config.upstreams}
@@ -235,6 +275,51 @@ def _schedule(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             "algorithm.target_kl: a batch is one optimizer step, so there is none to leave out; "
             "raise algorithm.minibatches or algorithm.epochs, or remove it"
+        )
+
+
+def _staleness(config: RunConfig) -> Iterator[str]:
+    """What is sampled ahead of the updates, and which groups end early."""
+    algorithm, keys = config.algorithm, config.engine.keys
+    ahead, overlap, size = algorithm.max_staleness, algorithm.overlap, algorithm.group_size
+    if config.steps and ahead > config.steps:
+        yield (
+            f"algorithm.max_staleness = {ahead:g} is more than the run's steps = {config.steps}, "
+            "so it would bound nothing; lower it"
+        )
+    if ahead and overlap == "none":
+        yield (
+            f"algorithm.overlap = 'none' samples nothing ahead, and algorithm.max_staleness = "
+            f"{ahead:g} asks for that; remove one of them"
+        )
+    for key, value in (("overlap", overlap), ("order", algorithm.order)):
+        if not ahead and value not in (None, "none", "asked"):
+            yield (
+                f"algorithm.{key} = {value!r}: nothing is sampled ahead of an update while "
+                "algorithm.max_staleness is 0; set that too"
+            )
+    if keys != "recompute" and overlap != "in_flight":
+        yield (
+            f"engine.keys = {keys!r}: weights change while no call runs, unless algorithm.overlap "
+            "= 'in_flight'; remove it"
+        )
+    elif keys != "recompute" and config.engine.kind == "vllm":
+        yield (
+            f"engine.keys = {keys!r}: after every update vLLM's log-probs are compared with the "
+            "learner's, which keys of older weights would falsify; remove it"
+        )
+    for key in ("order", "close_at", "group_deadline"):
+        if getattr(algorithm, key) != getattr(AlgorithmConfig(), key):
+            yield f"algorithm.{key}: not in this version; remove it"
+    if algorithm.order == "asked" and algorithm.stale != "withhold":
+        yield (
+            f"algorithm.stale = {algorithm.stale!r}: groups that are trained in the order asked "
+            "never get too old; remove it, or set algorithm.order = 'ready'"
+        )
+    if algorithm.close_at is not None and not algorithm.min_group <= algorithm.close_at <= size:
+        yield (
+            f"algorithm.close_at = {algorithm.close_at}: a group needs algorithm.min_group = "
+            f"{algorithm.min_group} rollouts with a reward and has algorithm.group_size = {size}"
         )
 
 

@@ -27,6 +27,7 @@ from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, S
 from agentrl.config import policies as team
 from agentrl.config.load import store_in
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
+from agentrl.config.schema import WarmupConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.failures import commonest_failure
 from agentrl.loading import load_tasks
@@ -197,6 +198,7 @@ def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> Run
     own = policies_at(config, checkpoint) if checkpoint else {}
     output = Path(config.output).with_name(name)
     own |= {"name": name, "output": str(output), "store": store_in(output), "steps": 0}
+    own |= {"warmup": WarmupConfig()} if checkpoint else {}
     return msgspec.structs.replace(config, **own)
 
 

@@ -173,6 +173,10 @@ class Progress:
 
 
 def _reward_and_rates(metrics: dict[str, float]) -> tuple[str, str, str]:
+    if "data/epochs" in metrics:  # a run on a data set plays no rollouts
+        names = {"loss": "preferences/loss", "accuracy": "rewards/accuracies"}
+        loss, accuracy = (f"{word} {_number(metrics, name)}" for word, name in names.items())
+        return loss, accuracy, f"chosen log-prob down by {_number(metrics, 'logps/chosen_drop')}"
     return (
         f"reward {_number(metrics, 'reward/mean')} ± {_number(metrics, 'reward/std')}",
         f"{_rate(metrics, 'rollouts')} rollouts/s",

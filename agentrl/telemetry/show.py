@@ -80,9 +80,9 @@ def _message(message: dict[str, Any], note: str = "", longest: int | None = None
 
 def _answer(transition: Transition) -> Text:
     by = "" if transition.policy == POLICY else f" by {transition.policy}"
-    version = "" if transition.version is None else f" v{transition.version}"
+    versions = f" {transition.versions}" if transition.versions else ""
     note = (
-        f"   [{transition.role}{by}{version}, {len(transition.prompt)} +"
+        f"   [{transition.role}{by}{versions}, {len(transition.prompt)} +"
         f" {len(transition.completion)} tokens, {transition.finish}]"
     )
     if transition.left_out:

@@ -55,6 +55,7 @@ class Batch:
     transitions: list[str]  # ids [S]
     step: int = 0  # the training step that asked for the groups
     transition_state: Tensor = field(default_factory=_unknown)  # int64 [S], equal: the same state
+    transition_action: Tensor = field(default_factory=_unknown)  # int64 [S], equal: the same answer
     transition_prompt: Tensor = field(default_factory=_unknown)  # int64 [S], equal: the same tokens
     # int64 [S], equal: the same tokens in and out, which makes branches of one tree of rollouts.
     transition_node: Tensor = field(default_factory=_unknown)
@@ -66,8 +67,11 @@ class Batch:
     reference: Tensor = field(default_factory=_unknown)  # float64 [N], log-probs of that model
     # int64 [N, K], tokens whose log-probs psi reads, the sampled one first: see `Psi`.
     symbols: Tensor = field(default_factory=_unknown)
+    # int64 [R]: psi needs the log-probs of all rows of one id at once. Empty: of each row alone.
+    row_unit: Tensor = field(default_factory=_unknown)
     # Remembered values of each unit, by name of the `RememberedColumn`: see `state`.
     memory: Mapping[str, Tensor] = field(default_factory=dict)
+    token_version: Tensor = field(default_factory=_unknown)  # int64 [N], that sampled it; -1: ?
 
     @property
     def n_tokens(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.data.rewards import (
+    chosen_action,
     dense_ids,
     has_reward,
     last_observation,
@@ -125,12 +126,28 @@ def build_batch(
         transitions=[call.id for call in calls],
         step=step,
         transition_state=dense_ids(map(state, calls)),
+        transition_action=dense_ids(map(chosen_action, calls)),
         transition_prompt=dense_ids(prompts),
         transition_node=dense_ids(zip(prompts, completions, strict=True)),
         transition_repeats=torch.tensor([call.repeats is not None for call in calls]).bool(),
         transition_truncated=torch.tensor([call.finish == "length" for call in calls]).bool(),
         rollout_greedy=~torch.tensor(warm).bool(),
+        token_version=_cat(
+            [
+                token_versions(calls[call])
+                for row in rows
+                for call in dict.fromkeys(row.transition.tolist())
+            ],
+            torch.int64,
+        ),
     )
+
+
+def token_versions(call: Transition) -> Tensor:
+    """int64 [C]: the version of the policy that sampled each token; -1 where it is not known."""
+    spans = call.spans or [(0, -1 if call.version is None else call.version)]
+    starts = _ids([*(start for start, _ in spans), len(call.completion)])
+    return _ids(version for _, version in spans).repeat_interleave(starts.diff())
 
 
 def _merge_each(attempts: Sequence[Sequence[Transition]]) -> tuple[list[TokenRow], list[int]]:

@@ -133,6 +133,20 @@ def last_observation(call: Transition) -> Hashable:
     return msgspec.json.encode(seen) if seen else call.prompt.tobytes()
 
 
+def chosen_action(call: Transition) -> Hashable:
+    """What a call did: its tools with their arguments, or its text where it called none, or its
+    tokens where the message is not known. Ids of tool calls are left out."""
+    answer = call.answer or {}
+    called = answer.get("tool_calls")
+    tools = (
+        [one.get("function") for one in called if isinstance(one, dict)]
+        if isinstance(called, list)
+        else []
+    )
+    said = tools or answer.get("content")
+    return msgspec.json.encode(said) if said else call.completion.tobytes()
+
+
 def dense_ids(values: Iterable[Hashable]) -> Tensor:
     """int64: equal values get equal ids."""
     ids: dict[Hashable, int] = {}

@@ -140,6 +140,7 @@ def report(
             "rollouts than algorithm.min_group"
         )
     found = next(row for group in groups for row in group.rollouts if row.id == rollout)
+    versions = {call.id: call.versions for call in found.transitions}
     lines = [f"{rollout}, step {batch.step}, {explanation.algo.name}", "rewards"]
     lines += [
         f"  {reward_reference(row)}{f' of {row.target}' if row.target else ''}"
@@ -150,7 +151,9 @@ def report(
     for call in sorted(set(batch.token_transition[mine].tolist())):
         at = (batch.token_transition == call).nonzero().squeeze(1)
         role = batch.roles[int(batch.transition_role[call])]
-        lines.append(f"call {batch.transitions[call]}, {role}, {at.numel()} tokens")
+        id = batch.transitions[call]
+        by = f" by {versions[id]}" if versions[id] else ""
+        lines.append(f"call {id}, {role}, {at.numel()} tokens{by}")
         lines += _call(explanation, at, tokens, spelt)
     return lines + _gates(explanation)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import permutations
 from math import isfinite, isnan
 from statistics import fmean, pstdev
 
@@ -24,6 +25,7 @@ from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Terms, eta, gate_factors, kl_value, streams_at
 from agentrl.algorithms.objective.ratios import ratio
+from agentrl.algorithms.objective.sides import side_metrics
 from agentrl.types import POLICY, Group, Rollout, RolloutState, Scope, Transition
 
 Metrics = dict[str, float]
@@ -60,6 +62,7 @@ def group_metrics(groups: Sequence[Group]) -> Metrics:
         **{f"rollouts/failed/{kind}": count for kind, count in kinds.items()},
         "groups": len(groups),
         **rewards(played),
+        **agreement(groups),
         **by_role(played),
         **replay_metrics(groups),
     }
@@ -111,6 +114,21 @@ def rewards(rollouts: Sequence[Rollout]) -> Metrics:
         if known:
             metrics |= {f"{key}/mean": fmean(known), f"{key}/std": pstdev(known)}
     return metrics
+
+
+def agreement(groups: Sequence[Group]) -> Metrics:
+    """reward/<name>/agreement of rewards that a model gave: of the pairs of rollouts of a group
+    with different outcomes, the share in the same order; equal rewards count half."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        known = [row for row in group.rollouts if not isnan(row.reward())]
+        names = {r.name for row in known for r in row.rewards if r.source.startswith("model:")}
+        for better, worse in permutations(known, 2):
+            for name in names if better.reward() > worse.reward() else ():
+                gap = better.reward(name) - worse.reward(name)
+                if not isnan(gap):
+                    found.setdefault(name, []).append((gap > 0) + (gap == 0) / 2)
+    return {f"reward/{name}/agreement": fmean(shares) for name, shares in found.items()}
 
 
 def by_role(rollouts: Sequence[Rollout]) -> Metrics:
@@ -230,6 +248,8 @@ def optimizer_step(
         **ratio_metrics(algo, terms, report.current),
         **report.metrics,
     }
+    if algo.side is not None and terms.sides is not None:
+        metrics |= side_metrics(algo.side, terms.sides, report.current)
     live = terms.weight > 0
     if report.entropy is not None and live.any():
         metrics["policy/entropy"] = _mean(report.entropy[live])

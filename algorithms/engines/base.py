@@ -3,7 +3,9 @@ vLLM's additions:
 
 request   `return_token_ids: true`, `logprobs: true`
 response  `prompt_token_ids`, `choices[].token_ids`, `choices[].logprobs.content[].logprob`
-          (streamed: the same fields in the chunks), header `x-policy-version`
+          (streamed: the same fields in the chunks), header `x-policy-version`; where weights
+          changed during a call, `choices[].agentrl_spans: [[0, 7], [12, 8]]`, each version with
+          its first token (streamed: in the last chunk of the choice), else the field is absent
 Log-probs are of the distribution at the request's temperature, before top-p and top-k (vLLM's are
 after them); at temperature 0 they are those of the model itself.
 """
@@ -25,10 +27,13 @@ VERSION_HEADER = "x-policy-version"  # of every answer
 
 
 class PolicyServer(Protocol):
-    """Serves policies by name. Every response names the version of the policy that answered."""
+    """Serves policies by name. Every response names the version of the policy that sampled its
+    first token."""
 
     base_url: str  # ends in /v1
     model: str  # the policy that requests without a name get
+    # One with a true attribute `in_flight` needs no `updating` for `publish`, `add` and `remove`:
+    # calls go on, and those of a whole model with the new weights from then on.
 
     async def start(self) -> None:
         """Listen. Raises PolicyError when the port is taken."""

@@ -59,6 +59,7 @@ def policy_server(
             max_context=engine.max_context,
             threads=engine.threads,
             adapters=adapters,
+            keys=engine.keys if config.algorithm.overlap == "in_flight" else None,
         )
     if isinstance(engine, VllmEngineConfig):
         return vllm_server(config, model, tokenizer, adapters)
@@ -105,6 +106,7 @@ def vllm_server(
         method=engine.vllm.sync,
         timeout=engine.vllm.timeout,
         tolerance=engine.vllm.tolerance or TOLERANCE[dtype],
+        in_flight=config.algorithm.overlap == "in_flight",
     )
 
 

@@ -27,8 +27,9 @@ from agentrl.errors import PolicyError
 
 Psi = Callable[[Tensor, Tensor], Tensor]
 """(current log-probs [n], token indices int64 [n]) -> psi [n]. Called once per micro-batch with
-whole rows; detached input, detached output. Indices point into the batch's token level. Of a batch
-with `symbols` the log-probs are those of the symbols, [n, K], the sampled token's first."""
+whole rows, and whole units of `Batch.row_unit`; detached input, detached output. Indices point into
+the batch's token level. Of a batch with `symbols` the log-probs are those of the symbols, [n, K],
+the sampled token's first."""
 
 Scored = Literal["o", "q", "t"]
 """Whose log-probs: of the current policy, the reference model or the teacher."""
@@ -147,6 +148,11 @@ class PolicyWeights:
         if stream not in self.supplies:
             what = "critic (stream v)" if stream == "v" else f"model for stream {stream}"
             raise PolicyError(f"the learner has no {what}")
+
+
+def fixed_psi(psi_N: Tensor, p: Tensor, index: Tensor) -> Tensor:
+    """A `Psi` that is known before the pass, for rows whose unit is computed in parts."""
+    return psi_N[index].to(p)
 
 
 def critic_metrics(terms: ValueTerms, loss: float, clipped: int, norm: float) -> dict[str, float]:

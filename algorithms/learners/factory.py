@@ -6,11 +6,12 @@ Models that the algorithm does not read are not loaded; settings that have no ef
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final, Literal
 
 import msgspec
+import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -45,7 +46,7 @@ from agentrl.config import ImplicitRewardModelConfig, RunConfig, Section, TorchL
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.plugins import check_protocol
-from agentrl.types import POLICY, Scope
+from agentrl.types import POLICY, Float32, Scope
 
 FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of frozen models
 HEAD_STEP = 0.05  # of a shared one, over its width: AdamW moves a value by the sum over all of it
@@ -154,6 +155,11 @@ def make_critic(
     )
 
 
+def caches_reference(config: RunConfig, algo: Algo) -> bool:
+    """Whether the log-probs of the reference come from the store instead of a model in memory."""
+    return bool(config.data.name) and "q" in algo.needs and not config.reference.every
+
+
 def frozen_sources(
     config: RunConfig, algo: Algo, start: str
 ) -> dict[Literal["q", "t"], tuple[str, str]]:
@@ -165,6 +171,8 @@ def frozen_sources(
     sources: dict[Literal["q", "t"], tuple[str, str]] = {}
     for letter in FROZEN:
         key, name = asked[letter]
+        if letter == "q" and caches_reference(config, algo):
+            continue
         if letter in algo.needs and (name or not config.policy.lora.rank):
             sources[letter] = key, config.model_source(name) if name else start
     return sources
@@ -205,7 +213,8 @@ def make_reward_models(
         scope = Scope(settings.scope)
         if not isinstance(settings, ImplicitRewardModelConfig):
             model = load_scalar(f"{key}.model", source, policy, tokenizer)
-            scalar = ScalarScorer(model, supported_packing(model, packing), budget)
+            packed, doubt = supported_packing(model, packing), settings.disagreement
+            scalar = ScalarScorer(model, packed, budget, doubt)
             made.append(RewardModel(name, scalar, scope, context=context_length(model)))
             continue
         other = config.model_source(settings.reference) if settings.reference else start
@@ -224,14 +233,20 @@ def make_reward_models(
     return tuple(made), tuple(trainers)
 
 
-def score_batch(algo: Algo, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
+def score_batch(
+    algo: Algo, learner: Learner, batch: Batch, cached: Mapping[str, Float32] | None = None
+) -> tuple[Batch, dict[str, Tensor]]:
     """The batch with the critic's values and the reference's log-probs, where the algorithm reads
-    them, and the log-probs [N] of each frozen model by stream."""
+    them, and the log-probs [N] of each frozen model by stream. cached: those of the reference, by
+    rollout."""
     streams: dict[str, Tensor] = {
         letter: learner.logprobs(batch, letter).double()
         for letter in FROZEN
-        if letter in algo.needs
+        if letter in algo.needs and (letter != "q" or cached is None)
     }
+    if cached is not None:
+        known = [torch.tensor(cached[id], dtype=torch.float64) for id in batch.rollouts]
+        streams["q"] = torch.cat(known) if known else torch.empty(0)
     values = learner.values(batch) if algo.critic else batch.values
     return replace(batch, values=values, reference=streams.get("q", batch.reference)), streams
 

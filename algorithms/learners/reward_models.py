@@ -32,31 +32,54 @@ from agentrl.algorithms.learners.optimizer import (
     save_trained,
 )
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.packing import Packing, forward_logprobs, hidden_states, pack_rows
+from agentrl.algorithms.model.packing import (
+    Pack,
+    Packing,
+    forward_logprobs,
+    hidden_states,
+    pack_rows,
+)
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import Group, Reward, Rollout, RolloutState, Scope, Transition
 
 SOURCE = "model:{}"  # of the rewards, with the name of the model
+ENSEMBLE = "reward_heads"  # in a checkpoint's configuration: that its labels are an ensemble's
 Scorer = Callable[[Sequence[Transition]], Tensor]
 """Scores calls: float64 [calls]."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalarScorer:
-    """Reads the score of a call after its last token."""
+    """Reads the score of a call after its last token; of an ensemble the mean score less
+    `disagreement` times the standard deviation, arXiv 2310.02743."""
 
     model: PreTrainedModel
     packing: Packing = "trie"
     token_budget: int = 4096
+    disagreement: float = 0.0
 
     def __call__(self, calls: Sequence[Transition]) -> Tensor:
-        scores = torch.empty(len(calls), dtype=torch.float64)
-        # A dummy action behind the last token asks for the state after it.
-        rows = [_row([*call.prompt, *call.completion, 0], 1) for call in calls]
+        scores_CH = self.heads([[*call.prompt, *call.completion] for call in calls])
+        if scores_CH.shape[1] == 1:
+            return scores_CH[:, 0]
+        return scores_CH.mean(1) - self.disagreement * scores_CH.std(1)
+
+    def heads(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Every score of the state after each text's last token, float64 [texts, heads]."""
+        scores = torch.empty(len(texts), self.model.config.num_labels, dtype=torch.float64)
         with torch.no_grad():
-            for pack in pack_rows(rows, self.packing, self.token_budget):
-                score = self.model.score(hidden_states(self.model, pack))
-                scores[pack.index] = score.squeeze(-1).double().cpu()
+            for pack in self.packs(texts):
+                scores[pack.index] = self.score(pack).double().cpu()
+        return scores
+
+    def packs(self, texts: Sequence[Sequence[int]]) -> list[Pack]:
+        # A dummy action behind the last token asks for the state after it.
+        rows = [_row([*tokens, 0], 1) for tokens in texts]
+        return pack_rows(rows, self.packing, self.token_budget)
+
+    def score(self, pack: Pack) -> Tensor:
+        """Scores [n, heads] of the texts `pack.index`, differentiable."""
+        scores: Tensor = self.model.score(hidden_states(self.model, pack))
         return scores
 
 
@@ -295,7 +318,7 @@ def load_scalar(
 def _head_problem(model: PreTrainedModel, missing: list[str]) -> str | None:
     if not hasattr(model, "score"):
         return f"{type(model).__name__} is no decoder with a score"
-    if model.config.num_labels != 1:
+    if model.config.num_labels != getattr(model.config, ENSEMBLE, 1):
         return f"it has {model.config.num_labels} labels"
     return f"it has no weights for {', '.join(missing)}" if missing else None
 

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -22,7 +23,14 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel
-from agentrl.algorithms.learners.base import PolicyWeights, Psi, Scored, StepReport, critic_metrics
+from agentrl.algorithms.learners.base import (
+    PolicyWeights,
+    Psi,
+    Scored,
+    StepReport,
+    critic_metrics,
+    fixed_psi,
+)
 from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
 from agentrl.algorithms.learners.reward_models import ImplicitTrainer
 from agentrl.algorithms.model.cpu_threads import ThreadTuner
@@ -221,7 +229,11 @@ class TorchLearner(PolicyWeights):
         symbols = torch.full(batch.symbols.shape, math.nan) if batch.symbols.numel() else None
         report = StepReport(logprobs=logprobs_N, entropy=entropy_N, symbols=symbols)
         value_loss, clipped = 0.0, 0
-        for pack in pack_rows(batch.rows, self.packing, self.token_budget):
+        packs = pack_rows(batch.rows, self.packing, self.token_budget, batch.row_unit)
+        if len(batch.row_unit) and max(len(pack.tokens) for pack in packs) > self.token_budget:
+            packs = pack_rows(batch.rows, self.packing, self.token_budget)
+            psi = self._psi_before(packs, psi, batch.n_tokens)
+        for pack in packs:
             with memory.recomputing(self.recomputed):
                 p, entropy, hidden = self._forward(pack, self.model, eta is not None)
             current = p.detach().cpu()
@@ -258,6 +270,14 @@ class TorchLearner(PolicyWeights):
         if terms is not None:
             report.metrics = critic_metrics(terms, value_loss, clipped, 0.0)
         return report
+
+    def _psi_before(self, packs: Sequence[Pack], psi: Psi, n: int) -> Psi:
+        """psi of the current log-probs, by a pass of its own: packs may then split units."""
+        p_N = torch.empty(n, dtype=torch.float64)
+        with torch.no_grad():
+            for pack in packs:
+                p_N[pack.index] = self._forward(pack, self.model)[0].double().cpu()
+        return partial(fixed_psi, psi(p_N, torch.arange(n)))
 
     def _critic(self) -> ValueModel:
         self.check_supply("v")

@@ -59,7 +59,7 @@ class Chat:
         """Token ids of a request's JSON `messages`, `tools` and `chat_template_kwargs`.
 
         Raises RequestError when they are not what chat completions take."""
-        conversation = [_message(item, index) for index, item in enumerate(_list(messages))]
+        conversation = [template_message(item, index) for index, item in enumerate(_list(messages))]
         if not conversation:
             raise RequestError("messages is empty: send at least one", param="messages")
         definitions = _list(tools, "tools") or None
@@ -116,7 +116,7 @@ def _list(raw: bytes, param: str = "messages") -> list[dict[str, Json]]:
     return items
 
 
-def _message(message: dict[str, Json], index: int) -> dict[str, Json]:
+def template_message(message: dict[str, Json], index: int) -> dict[str, Json]:
     """A message as templates expect it: text content, arguments as objects."""
     where = f"messages[{index}]"
     if not isinstance(message.get("role"), str):

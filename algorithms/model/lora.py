@@ -9,6 +9,7 @@ turns gradients off. Always true: the base is never written; a forward pass outs
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,11 +90,20 @@ class Adapters:
     def open(self, name: str, directory: Path) -> None:
         """Add an adapter as `save`, or peft, wrote it. Raises PolicyError if it does not fit."""
         digests.check(directory)
-        settings = _settings(directory)
-        targets = settings.target_modules
-        targets = () if isinstance(targets, str) else sorted(targets)
-        self.add(name, rank=settings.r, alpha=settings.lora_alpha, targets=targets)
+        self._add_like(name, _settings(directory))
         self.restore(name, self.read(name, directory))
+
+    def copy(self) -> Adapters:
+        """The same adapters in modules of their own, on the same base weights: one thread may be
+        inside `using` and `routed` of each."""
+        own = {id(p) for name in self.names for p in self.parameters(name).values()}
+        shared: dict[int, object] = {id(p): p for p in self.model.parameters() if id(p) not in own}
+        return copy.deepcopy(self, shared | {id(self._lock): threading.RLock()})
+
+    def duplicate(self, name: str, source: Adapters, original: str) -> None:
+        """Add an adapter with the settings and weights that `original` has in `source`."""
+        self._add_like(name, source._peft.peft_config[original])
+        self.restore(name, source.parameters(original))
 
     def close(self, name: str) -> None:
         """Remove an adapter, not the first: the model stays what adapters are applied to."""
@@ -210,6 +220,11 @@ class Adapters:
     def rank(self, name: str) -> int:
         self._check_name(name)
         return int(self._peft.peft_config[name].r)
+
+    def _add_like(self, name: str, settings: Any) -> None:
+        targets = settings.target_modules
+        targets = () if isinstance(targets, str) else sorted(targets)
+        self.add(name, rank=settings.r, alpha=settings.lora_alpha, targets=targets)
 
     def _base(self) -> dict[str, Tensor]:
         return {

@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -52,20 +53,29 @@ class Pack:
     index: Tensor  # int64 [n], place in the batch's token level
 
 
-def pack_rows(rows: Sequence[TokenRow], packing: Packing, token_budget: int) -> list[Pack]:
+def pack_rows(
+    rows: Sequence[TokenRow], packing: Packing, token_budget: int, unit: Tensor | None = None
+) -> list[Pack]:
     """Every row once, in packs of at most `token_budget` tokens each, or of one longer row: few
     packs for `rows`, the fewest tokens twice for `trie`. The token level of `Pack.index` is the
-    rows' actions, one row after the other, as in a batch."""
+    rows' actions, one row after the other, as in a batch. unit: int64 [R], ids of rows that are in
+    one pack, however long; default: each is a unit of its own."""
     sequences = [row.tokens[: int(row.actions[-1])].numpy() for row in rows]
     if packing == "trie":
         order, shared = depth_first(sequences)
     else:
         order = sorted(range(len(rows)), key=lambda i: len(sequences[i]))
         shared = np.zeros(len(rows), np.int64)
+    ids = np.arange(len(rows)) if unit is None or not len(unit) else unit.numpy()
+    order, shared = _unit_by_unit(order, shared, ids, sequences, packing)
     lengths = np.array([len(sequences[i]) for i in order], np.int64)
+    first = np.flatnonzero(np.diff(ids[order], prepend=-1))  # of each unit, in this order
+    new = np.add.reduceat(lengths - shared, first) if len(first) else lengths
+    bounds = np.append(first, len(order))
     offsets = np.cumsum(np.array([0, *(len(row.actions) for row in rows)], np.int64))
     packs = []
-    for start, stop in token_budget_ranges(lengths, shared, token_budget):
+    ranges = token_budget_ranges(new + shared[first], shared[first], token_budget)
+    for start, stop in ((bounds[a], bounds[b]) for a, b in ranges):
         chosen = order[start:stop]
         forest = build_forest([sequences[i] for i in chosen], shared[start:stop])
         own = [rows[i] for i in chosen]
@@ -213,6 +223,20 @@ def depth_first(sequences: Sequence[Ids]) -> tuple[list[int], Ids]:
     for k in range(1, len(order)):
         shared[k] = common_prefix(sequences[order[k - 1]], sequences[order[k]])
     return order, shared
+
+
+def _unit_by_unit(
+    order: list[int], shared: Ids, ids: Ids, sequences: Sequence[Ids], packing: Packing
+) -> tuple[list[int], Ids]:
+    """The order, and what each shares with the one before, with the rows of each unit together."""
+    place: dict[int, int] = {}
+    for i in order:
+        place.setdefault(int(ids[i]), len(place))
+    together = sorted(order, key=lambda i: place[int(ids[i])])
+    if together == order or packing == "rows":
+        return together, shared
+    prefixes = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(together)]
+    return together, np.array([0, *prefixes], np.int64)
 
 
 def common_prefix(a: Ids, b: Ids) -> int:

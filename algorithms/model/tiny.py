@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -93,22 +93,43 @@ def rows_of(
     `{% endgeneration %}` in the chat template.
 
     Raises TrainingError when the template marks nothing as generated."""
-    encoded = tokenizer.apply_chat_template(
-        list(conversations), tools=tools, return_dict=True, return_assistant_tokens_mask=True
+    template = tokenizer.get_chat_template(None, tools)
+    texts, marked = render_jinja_template(
+        list(conversations),
+        tools=tools,
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
     )
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+    found = zip(encoded["input_ids"], encoded["offset_mapping"], marked, strict=True)
     rows = []
-    for tokens, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
-        actions = torch.tensor(mask).nonzero().flatten()
+    for number, (tokens, offsets, spans) in enumerate(found):
+        actions = torch.tensor(list(_tokens_within(offsets, spans)), dtype=torch.int64)
         if not actions.numel():
             raise TrainingError(
-                "the chat template marks no assistant tokens: put {% generation %} and"
-                " {% endgeneration %} around what the model writes"
+                f"the chat template marks no assistant tokens of conversation {number}: put "
+                "{% generation %} and {% endgeneration %} around what the model writes"
+                if not spans
+                else f"the assistant writes nothing in conversation {number}"
             )
         ones = torch.ones(len(actions))
         rows.append(
             TokenRow(torch.tensor(tokens), actions, 0 * ones, ones, torch.zeros_like(actions))
         )
     return rows
+
+
+def _tokens_within(
+    offsets: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> Iterator[int]:
+    """The tokens, except the first, of which a character is in one of the spans of the text."""
+    before = 0
+    for number, (start, end) in enumerate(offsets):
+        start = start if start < end else before  # a space, which some tokenizers leave out
+        before = end
+        if number and any(start < last and first < end for first, last in spans):
+            yield number
 
 
 def imitate(

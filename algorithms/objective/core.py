@@ -1,10 +1,11 @@
-"""The one objective: an algorithm is a record of five answers, from which psi follows.
+"""The one objective: an algorithm is a record of six answers, from which psi follows.
 
     c_t   = prod_g fn_g(pool(s_num - s_den))
     psi_t = u_t * (c_t * A_t - sum_r beta_r * kappa_r(p_t - s_r))
     loss  = - sum_t sg[psi_t] * log pi_t - sum_t eta_t * H_t,  eta_t = entropy * u_t
 
-H is the entropy of the distribution that token t was sampled from, with its exact gradient.
+H is the entropy of the distribution that token t was sampled from, with its exact gradient. A loss
+of sides (see `sides`) adds its own psi.
 Streams of log-probs, one number per action token: p current, o before the first update of the
 batch, b the sampler's own, q reference, t teacher. A `Terms` holds everything that is fixed during
 one optimizer step, counted over the whole of it, so the gradient does not depend on how the step is
@@ -26,6 +27,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import How, Unit, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn
 from agentrl.algorithms.objective.ratios import LOG_LIMIT, GateFn
+from agentrl.algorithms.objective.sides import SideLoss, SideTerms, side_psi, side_terms
 from agentrl.errors import TrainingError
 from agentrl.plugins import where
 
@@ -80,7 +82,8 @@ ROW_SUMS = Average(("row",), "sum")
 class Algo:
     """An algorithm. `keep` (bool [N]): the tokens in the loss; default all. `rewards`: references
     of the rewards that it reads; a batch may lack the `optional` ones. `resample`: groups in which
-    this reward is equal are replaced by other groups."""
+    this reward is equal are replaced by other groups. `side`: a loss of whole rollouts or pairs of
+    them, beside the rest."""
 
     credit: Credit
     gates: tuple[Gate, ...] = ()
@@ -88,6 +91,7 @@ class Algo:
     agg: Average = Average()
     keep: Column | None = None
     entropy: float = 0.0  # coefficient of the policy's entropy in nats
+    side: SideLoss | None = None
     rewards: tuple[str, ...] = ("outcome",)
     optional: tuple[str, ...] = ()
     resample: str | None = None
@@ -99,6 +103,8 @@ class Algo:
         read: set[Stream] = {s for gate in self.gates for s in (gate.num, gate.den)}
         read |= {reg.den for reg in self.penalties}
         if any(isinstance(part, TokenKLPenalty) for part in parts_of(self.credit)):
+            read.add("q")
+        if self.side is not None and self.side.reference:
             read.add("q")
         return frozenset(read) - {"p"}
 
@@ -138,6 +144,7 @@ class Terms:
     streams: dict[str, Tensor]  # float64 [N] each, o_K [N, K]
     ids: dict[str, Tensor]  # int64 [N], units that gates pool over
     skip: str | None  # why there is nothing to learn from this batch
+    sides: SideTerms | None = None
 
 
 def loss_terms(
@@ -173,12 +180,14 @@ def loss_terms(
     credit = torch.where(live, credit, 0.0)
     agg = algo.agg
     unit, part = (units(batch, "token", *by) for by in (agg.unit, agg.unit + agg.parts))
+    sides = None if algo.side is None else side_terms(algo.side, batch, columns.get("q"))
     return Terms(
         advantage=credit,
         weight=weights(unit, agg.inner, agg.const, live, part),
         streams=columns,
         ids={gate.by: units(batch, "token", gate.by) for gate in algo.gates if gate.by},
-        skip=_skip(algo, batch, live, credit),
+        skip=_skip(algo, batch, live, credit, sides),
+        sides=sides,
     )
 
 
@@ -213,7 +222,10 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
         total = total * factor
     for reg in algo.penalties:
         total = total - reg.beta * kappa(streams["p"] - streams[reg.den], reg.kind)
-    return (terms.weight[index] * total).to(p)
+    total = terms.weight[index] * total
+    if algo.side is not None and terms.sides is not None:
+        total = total + side_psi(algo.side, terms.sides, streams["p"], index)
+    return total.to(p)
 
 
 def eta(algo: Algo, terms: Terms) -> Tensor | None:
@@ -309,9 +321,13 @@ def _check_finite(x: Tensor, stream: str, where: str) -> None:
         )
 
 
-def _skip(algo: Algo, batch: Batch, live: Tensor, credit: Tensor) -> str | None:
+def _skip(
+    algo: Algo, batch: Batch, live: Tensor, credit: Tensor, sides: SideTerms | None
+) -> str | None:
     if not batch.n_tokens:
         return "the batch has no sampled tokens"
+    if sides is not None and sides.count:
+        return None
     if not live.any():
         return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"
     # A critic learns from every known return, also where it was right or no rollout was better.

@@ -112,7 +112,7 @@ def _with_shared_options(
     ]
     others = [parameter for option, parameter in own.items() if option not in defaults]
     first = int(takes_reward)
-    return _declared(build, function, [*shared[:first], *others, *shared[first:]])
+    return declared(build, function, [*shared[:first], *others, *shared[first:]])
 
 
 def modifier(name: str, *, prefix: str = "") -> Callable[[Preset], Preset]:
@@ -125,7 +125,7 @@ def modifier(name: str, *, prefix: str = "") -> Callable[[Preset], Preset]:
 
         host, *options = inspect.signature(function).parameters.values()
         renamed = [option.replace(name=prefix + option.name) for option in options]
-        modifiers.setdefault(name, _declared(change, function, [host, *renamed]))
+        modifiers.setdefault(name, declared(change, function, [host, *renamed]))
         return function
 
     return register
@@ -149,7 +149,9 @@ def as_modifier(name: str, *, prefix: str) -> Callable[[Preset], Preset]:
     return register
 
 
-def _declared(build: Preset, function: Preset, parameters: list[inspect.Parameter]) -> Preset:
+def declared(
+    build: Preset, function: Callable[..., Any], parameters: list[inspect.Parameter]
+) -> Preset:
     """`build` under the name and document of `function`, with these parameters."""
     functools.update_wrapper(build, function)
     build.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -191,7 +193,7 @@ def make(
     for part, share in zip(parts[1:], shares[1:], strict=True):
         algo = part(algo, **share)
     # Plain functions do not say what they read; the record does, by default the outcome.
-    read = rewards_read(algo.credit, algo.keep) or algo.rewards
+    read = rewards_read(algo.credit, algo.keep, algo.side) or algo.rewards
     return _checked(replace(algo, rewards=read, name=name), streams)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, isnan
+from math import ceil, isfinite, isnan
 from statistics import fmean
 
 from agentrl.algorithms.credit.core import SPREAD
@@ -38,6 +38,7 @@ class Collected:
     groups: list[Group]  # to train
     discarded: list[Group]  # taken out of the store by the step without being trained
     metrics: dict[str, float]
+    stored: bool = True  # whether they are groups of the store, which the step's commit names
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Collector:
     async def ask(self, step: int) -> None:
         """Request the groups of this step and of the steps that may be prefetched. Branches join
         this step's groups before they are claimed."""
-        last = min(step + self.config.algorithm.max_staleness, self.config.steps - 1)
+        last = min(step + ceil(self.config.algorithm.max_staleness), self.config.steps - 1)
         for ahead in range(step, last + 1):
             await self.store.enqueue(self.tasks.rollouts(ahead))
         await request_branches(self.store, self.config, self.tasks.rollouts(step))

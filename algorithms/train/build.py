@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from math import ceil
 from pathlib import Path
 
 from agentrl.algorithms.data.state import AlgorithmState
@@ -22,6 +23,7 @@ from agentrl.algorithms.sampling.selfplay import SELFPLAY, OpponentPool, check_s
 from agentrl.algorithms.sampling.task_sampler import DIFFICULTY, TaskDifficulty
 from agentrl.algorithms.train.dump import BadSteps
 from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.algorithms.train.offline import on_dataset
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.preprocess import (
     Completer,
@@ -88,6 +90,8 @@ def load_algorithm(config: RunConfig) -> Algo:
     algo = catalogue.make(
         settings.preset, settings.options, streams=streams, root=Path(config.root)
     )
+    if config.data.name:
+        algo = on_dataset(config, algo)
     check_group(settings, algo)
     factory.refuse_unused_settings(config, algo)
     return counterfactuals.with_optional_reward(settings.counterfactual, algo)
@@ -133,9 +137,8 @@ def make_pool(config: RunConfig, policies: PolicySet) -> OpponentPool | None:
     settings = config.selfplay
     if not settings.seats:
         return None
-    pool = OpponentPool(
-        settings, learning_policy(config), config.seed, ahead=config.algorithm.max_staleness
-    )
+    ahead = ceil(config.algorithm.max_staleness)
+    pool = OpponentPool(settings, learning_policy(config), config.seed, ahead=ahead)
     if settings.opponents != "self":
         policies.memory.parts[SELFPLAY] = pool
     return pool
@@ -169,7 +172,8 @@ def make_updater(
             tuple(completers), tuple(trainers), context, name, decode=tokenizer.decode
         ),
         anchor=anchor,
-        recorder=CreditRecorder(name) if settings.store_credit else None,
+        recorder=CreditRecorder(name) if settings.store_credit and not config.data.name else None,
+        cached={} if factory.caches_reference(config, algo) else None,
         bad_steps=BadSteps(dumps, settings.max_bad_steps),
         policy=name,
     )

@@ -36,10 +36,15 @@ def checkpoint_name(steps: int, epoch: int) -> str:
     return f"{steps:06d}" if epoch == 1 else f"{steps:06d}.{epoch}"
 
 
-class Checkpointable(Protocol):
-    """What a checkpoint saves and restores: a learner, or a set of them."""
+class Saveable(Protocol):
+    """What can be written into a directory."""
 
     def save(self, directory: Path) -> None: ...
+
+
+class Checkpointable(Saveable, Protocol):
+    """What a checkpoint saves and restores: a learner, or a set of them."""
+
     def load(self, directory: Path) -> None: ...
 
 
@@ -107,7 +112,7 @@ def load_checkpoint(directory: Path, learner: Checkpointable) -> dict[str, Json]
     return state
 
 
-def save_policy(directory: Path, learner: Checkpointable) -> None:
+def save_policy(directory: Path, learner: Saveable) -> None:
     """Write the policy alone, as `export_checkpoint` does, replacing what is there.
 
     Raises TrainingError when the disk refuses, with nothing left behind."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from agentrl import digests
 from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_size
 from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.train.warmup import warm_up
 from agentrl.config import PolicyConfig, RunConfig
 from agentrl.config.policies import frozen_policies, trained_policies, view
 from agentrl.errors import ConfigError, PolicyError
@@ -31,7 +32,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     adapters: Adapters | None = None  # by the names of the policies; None: the model is the policy
     policies: list[str] = field(default_factory=list)
-    built: bool = False  # by policy.build, just now
+    built: bool = False  # by policy.build or the warm-up, just now
 
 
 def load_policies(config: RunConfig) -> list[LoadedModel]:
@@ -42,6 +43,8 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
     for name in (*trained_policies(config), *frozen_policies(config)):
         own = view(config, name)
         source, built = policy_directory(own)
+        if config.warmup.data:
+            source, built = warm_up(own, source)
         adapted = bool(own.policy.lora.rank or own.policy.lora.adapter)
         key = (source, "" if adapted else name)
         try:

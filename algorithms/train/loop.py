@@ -10,6 +10,7 @@ a restart too.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from agentrl.algorithms.diagnostics.metrics import Metrics, group_metrics, throu
 from agentrl.algorithms.sampling.collect import Collected, Collector
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
+from agentrl.algorithms.train.offline import DatasetCollector
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
@@ -44,7 +46,7 @@ class TrainingLoop:
     state: RunState
     policies: PolicySet
     serving: PolicyServers
-    collector: Collector
+    collector: Collector | DatasetCollector
     heldout: list[dict[str, Json]]
     lock: FolderLock
     snapshots: SnapshotStore | None = None  # None: without a pool of opponents
@@ -58,7 +60,8 @@ class TrainingLoop:
             collected = await self.collector.collect(step)  # claims the groups of the step
             claimed = time.monotonic()
             async with self.serving.updating():
-                metrics = self.policies.update(step, collected.groups)  # credit, packing, gradients
+                # Credit, packing, gradients. In a thread: this loop has servers to attend to.
+                metrics = await asyncio.to_thread(self.policies.update, step, collected.groups)
                 metrics |= collected.metrics
                 metrics["time/rollouts"] = claimed - started
                 metrics["time/update"] = time.monotonic() - claimed
@@ -80,7 +83,8 @@ class TrainingLoop:
     async def commit_empty(self, step: int, collected: Collected, metrics: Metrics) -> None:
         """Commit the failure counts of a step without one usable rollout. It trains no group and
         writes no checkpoint, so the one before it stays the last."""
-        groups = [*collected.groups, *collected.discarded]
+        stored = collected.groups if collected.stored else []
+        groups = [*stored, *collected.discarded]
         await self.store.commit_step(
             StepCommit(
                 run=self.config.name,
@@ -107,10 +111,10 @@ class TrainingLoop:
                 run=self.config.name,
                 epoch=self.state.epoch,
                 step=step,
-                groups=[group.id for group in collected.groups],
+                groups=[group.id for group in collected.groups if collected.stored],
                 discarded=[group.id for group in collected.discarded],
                 credits=self.policies.credits(step),
-                judgements=self.policies.judgements(step),
+                rewards=self.policies.step_rewards(step),
                 versions=self.policies.versions(step + 1),
                 checkpoint=f"checkpoints/{path.name}",
                 metrics=metrics,
@@ -127,9 +131,13 @@ class TrainingLoop:
         """Held-out scores after `step` steps, where the run file asks for them."""
         settings = self.config.eval
         outer = step in (0, self.config.steps)
-        if not self.heldout or not (outer or (settings.every and step % settings.every == 0)):
+        if not (outer or (settings.every and step % settings.every == 0)):
             return
         limit = settings.tasks if outer else settings.curve_tasks
+        if isinstance(self.collector, DatasetCollector):
+            await self.collector.evaluate(step, limit)
+        if not self.heldout:
+            return
         tasks = self.heldout[: limit or None]
         temperatures = {"score": settings.temperature}
         if outer and settings.sampled:

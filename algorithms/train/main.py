@@ -26,6 +26,7 @@ from agentrl.algorithms.train import build
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
 from agentrl.algorithms.train.load_policies import load_policies, vocabulary_sizes
 from agentrl.algorithms.train.loop import TrainingLoop
+from agentrl.algorithms.train.offline import DatasetCollector
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
@@ -36,7 +37,7 @@ from agentrl.loading import load_tasks
 from agentrl.processes import PHASE, log_to_stderr
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import ENDED, Json, RunState
+from agentrl.types import ENDED, POLICY, Json, RunState
 
 log = logging.getLogger("agentrl.algorithm")
 
@@ -66,12 +67,18 @@ async def run(config: RunConfig) -> None:
         policies = build.make_policies(config, algos, models, stack)
         difficulty = build.make_difficulty(config.tasks, policies)
         pool = build.make_pool(config, policies)
+        dataset = None
+        if config.data.name:  # before the policy learns: it is the reference
+            updater, (model,) = policies.updaters[POLICY], models
+            dataset = DatasetCollector(config, store, state.epoch, updater, model)
+            await dataset.prepare()
         state = await resume_run(store, config, state, policies)
         tasks = TaskSampler(config, train, greedy, difficulty, pool)
         vocabulary = vocabulary_sizes(models)
-        collector = Collector(config, store, state.epoch, tasks, resample, vocabulary)
-        serving = PolicyServers(config, models)
-        log.log(PHASE, f"starting the policy server ({config.engine.kind})")
+        collector = dataset or Collector(config, store, state.epoch, tasks, resample, vocabulary)
+        serving = PolicyServers(config, [] if dataset else models)
+        if dataset is None:
+            log.log(PHASE, f"starting the policy server ({config.engine.kind})")
         await serving.start()
         stack.push_async_callback(serving.close)
         await serving.publish(policies.versions(state.step))

@@ -18,7 +18,7 @@ from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig
 from agentrl.config.policies import learns_in_step, steps_learned
 from agentrl.errors import PolicyError
-from agentrl.types import Credit, Group, Json, Judgement
+from agentrl.types import Credit, Group, Json, StepReward
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ class PolicySet:
         recorders = [updater.recorder for _, updater in self.learning(step)]
         return [credit for recorder in recorders if recorder for credit in recorder.stored()]
 
-    def judgements(self, step: int) -> list[Judgement]:
+    def step_rewards(self, step: int) -> list[StepReward]:
         """The rewards that preprocessing added in a step, for the step's commit."""
         learning = [updater for _, updater in self.learning(step)]
-        return [row for updater in learning for row in updater.preprocessor.judgements]
+        return [row for updater in learning for row in updater.preprocessor.step_rewards]
 
     def save(self, directory: Path) -> None:
         """Save the learners; several policies have a folder each."""

@@ -20,14 +20,15 @@ from agentrl.algorithms.learners.reward_models import ImplicitTrainer
 from agentrl.algorithms.model.chat import Chat, RequestError, tool_names
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
+from agentrl.algorithms.objective.sides import MISMATCHED
 from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
 from agentrl.types import (
     POLICY,
     Group,
     Json,
-    Judgement,
     Reward,
     Rollout,
+    StepReward,
     Transition,
     float32,
     int32,
@@ -45,14 +46,14 @@ class Completer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Preprocessor:
-    """Prepares collected groups for credit. `judgements` are the rewards that it added in the
+    """Prepares collected groups for credit. `step_rewards` are the rewards that it added in the
     current step, for the step's commit."""
 
     completers: tuple[Completer, ...] = ()  # in this order
     trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
     context: int | None = None  # tokens the model can read; longer calls are left out
     policy: str = POLICY  # whose calls are learned from
-    judgements: list[Judgement] = field(default_factory=list)  # rewards that completers gave
+    step_rewards: list[StepReward] = field(default_factory=list)  # rewards that completers gave
     decode: Callable[[Sequence[int]], str] | None = None  # None: unseen tools are not counted
 
     def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
@@ -66,8 +67,8 @@ class Preprocessor:
         given = {row.id: len(row.rewards) for group in groups for row in group.rollouts}
         for completer in self.completers:
             groups = completer.complete(groups)
-        self.judgements[:] = [
-            Judgement(rollout=row.id, reward=reward)
+        self.step_rewards[:] = [
+            StepReward(rollout=row.id, reward=reward)
             for group in groups
             for row in group.rollouts
             for reward in row.rewards[given[row.id] :]
@@ -127,6 +128,31 @@ def map_calls(
     return [replace(group, rollouts=list(map(changed, group.rollouts))) for group in groups]
 
 
+def with_mismatched(groups: list[Group]) -> list[Group]:
+    """The groups, and in each for every rollout one that says what the rollout before it said, by
+    which KTO estimates the KL divergence; unchanged if there are some already."""
+    rows = [row for group in groups for row in group.rollouts if row.transitions]
+    if any(reward.name == MISMATCHED for row in rows for reward in row.rewards):
+        return groups
+    added: dict[str, list[Rollout]] = {}
+    for i, row in enumerate(rows):
+        added.setdefault(row.group, []).append(mismatched_rollout(row, rows[i - 1]))
+    return [replace(g, rollouts=[*g.rollouts, *added.get(g.id, [])]) for g in groups]
+
+
+def mismatched_rollout(row: Rollout, other: Rollout) -> Rollout:
+    """The first prompt of `row` with what `other` said after its own. Calls that do not continue
+    their rollout's first prompt are left out."""
+    prompt, start = row.transitions[0].prompt, other.transitions[0].prompt
+    moved = [
+        replace(call, prompt=prompt + call.prompt[len(start) :])
+        for call in other.transitions
+        if call.prompt[: len(start)] == start
+    ]
+    mark = [Reward(value=1.0, name=MISMATCHED)]
+    return replace(row, id=f"{row.id}~{other.id}", rewards=mark, transitions=moved)
+
+
 @dataclass(slots=True)
 class _PromptCompleter:
     """Renders calls of a trained policy with its chat template and asks the learner for log-probs.
@@ -165,7 +191,7 @@ class Retokenizer(_PromptCompleter):
             for rollout in group.rollouts
             for old in rollout.transitions
             if not old.exact and old.policy == self.policy
-            if (call := self._tokenized(old)) is not None
+            if (call := self.tokenized(old)) is not None
         }
         if not found:
             return groups
@@ -184,7 +210,7 @@ class Retokenizer(_PromptCompleter):
                 ready[id] = replace(found[id], logprobs=float32(own.tolist()))
         return map_calls(groups, lambda call: ready.get(call.id, call))
 
-    def _tokenized(self, call: Transition) -> Transition | None:
+    def tokenized(self, call: Transition) -> Transition | None:
         """The call with token ids and log-probs of 0; None if they cannot be found."""
         if call.answer is None or not call.messages:
             return None

@@ -1,8 +1,8 @@
 """The policy servers of a run: each policy, trained or frozen, is served under its name.
 
 Owns one policy server for each model in memory; the adapters of a model share it. Always true:
-weights, versions and the set of served policies change only inside `updating`, when no call is in
-flight, and a policy that did not learn keeps its version.
+weights, versions and the set of served policies change only inside `updating`; no call is in flight
+then, unless algorithm.overlap = "in_flight"; and a policy that did not learn keeps its version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentrl.algorithms.model import lora
 from agentrl.algorithms.train.load_policies import LoadedModel, load_base_model
 from agentrl.config import RunConfig, VllmEngineConfig
 from agentrl.config.policies import FrozenPolicy, view
-from agentrl.errors import PolicyError
+from agentrl.errors import ConfigError, PolicyError
 from agentrl.files import atomic_directory
 from agentrl.store.base import Store
 from agentrl.types import PolicyVersion
@@ -46,6 +46,12 @@ class PolicyServers:
             server = _make_server(config, base, number)
             for name in base.policies:
                 self._servers[name], self._versions[name] = server, 0
+        self._in_flight = config.algorithm.overlap == "in_flight"
+        if self._in_flight and not all(getattr(s, "in_flight", False) for s in self._each()):
+            raise ConfigError(
+                f"algorithm.overlap = 'in_flight': engine.kind = {engine.kind!r} cannot change "
+                "weights while calls run; use 'drained'"
+            )
 
     async def start(self) -> None:
         """Listen. Raises PolicyError when a port is taken, or a server does not come up."""
@@ -54,21 +60,25 @@ class PolicyServers:
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """Inside, weights may change: calls in flight have finished, and new ones wait."""
+        """Inside, weights may change: calls in flight have finished, and new ones wait. With
+        algorithm.overlap = "in_flight" calls go on, and each change is made between two steps."""
         try:
             async with AsyncExitStack() as stack:
-                for server in self._each():
+                for server in () if self._in_flight else self._each():
                     await stack.enter_async_context(server.updating())
                 yield
         finally:
             while self._closing:
-                await self._closing.pop().close()
+                server = self._closing.pop()
+                async with server.updating():  # the calls that it still answers end first
+                    pass
+                await server.close()
 
     async def publish(self, versions: Mapping[str, int]) -> None:
         """From now on serve the current weights of trained policies, as these versions; one whose
-        version stays has not changed. Call inside `updating`."""
+        version stays has not changed, and one that has no server needs none. Inside `updating`."""
         for name, version in versions.items():
-            if self._versions[name] != version:
+            if self._versions.get(name, version) != version:
                 await self._servers[name].publish(version, self._wire(name))
                 self._versions[name] = version
 
@@ -94,7 +104,8 @@ class PolicyServers:
                 )
             base = load_base_model(str(directory), self._config.policy, adapted=False)
             base.policies.append(name)
-            server = _make_server(self._config, base, 1)
+            settings = replace(self._config.algorithm, overlap=None)  # these weights never change
+            server = _make_server(replace(self._config, algorithm=settings), base, 1)
             await server.start()
             await server.publish(version)
         self._servers[name], self._versions[name] = server, version

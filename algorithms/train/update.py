@@ -30,12 +30,13 @@ from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as critic_targets
 from agentrl.algorithms.objective.core import Algo, Terms
 from agentrl.algorithms.objective.kl_control import ReferenceControl
+from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import check_supplies
 from agentrl.algorithms.train.dump import BadSteps, Dump
-from agentrl.algorithms.train.preprocess import Preprocessor
+from agentrl.algorithms.train.preprocess import Preprocessor, with_mismatched
 from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.types import POLICY, Group
+from agentrl.types import POLICY, Float32, Group
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class Updater:
     recorder: CreditRecorder | None = None  # None: credit is not stored
     bad_steps: BadSteps | None = None  # None: steps that fail are only counted
     policy: str = POLICY
+    cached: dict[str, Float32] | None = None  # log-probs of the reference by rollout; None: compute
 
     def __post_init__(self) -> None:
         check_supplies(self.algo, self.learner.supplies)
@@ -68,10 +70,14 @@ class Updater:
         turn = step if turn is None else turn
         algo = self.anchor.tuned(self.algo)
         groups, taken = self.preprocessor.process(groups)
+        if algo.side is not None and not algo.side.paired:
+            groups = with_mismatched(groups)
         check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
-        batch, streams = score_batch(algo, self.learner, replace(batch, memory=recall.columns))
+        batch, streams = score_batch(
+            algo, self.learner, replace(batch, memory=recall.columns), self.cached
+        )
         values = critic_targets.critic_terms(algo, batch, clip=self.config.critic.clip)
         measured = self.optimize(TrainingStep(step, turn, algo, groups, batch, streams, values))
         self.state.adopt(recall)
@@ -129,11 +135,16 @@ class Updater:
             "update/early_stop": float(early_stop),
         }
 
-    def batch(self, groups: list[Group]) -> Batch:
-        """The trainable tokens of the groups, with the rewards that the algorithm reads."""
-        least = self.config.algorithm.min_group
-        names = self.algo.rewards
-        return build_batch(groups, reward_names=names, min_group=least, policy=self.policy)
+    def batch(self, groups: list[Group], min_group: int | None = None) -> Batch:
+        """The trainable tokens of the groups, with the rewards that the algorithm reads. min_group:
+        default `algorithm.min_group`, of a data set's items the sides that each must have."""
+        least = self.config.algorithm.min_group if min_group is None else min_group
+        if self.config.data.name and min_group is None:
+            least = 2 if self.algo.side is not None and self.algo.side.paired else 1
+        names, side = self.algo.rewards, self.algo.side
+        names += () if side is None else (WEIGHT, MISMATCHED)
+        batch = build_batch(groups, reward_names=names, min_group=least, policy=self.policy)
+        return batch if side is None else replace(batch, row_unit=row_unit(side, batch))
 
     def optimizer_batches(
         self, step: TrainingStep

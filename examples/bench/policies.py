@@ -13,7 +13,6 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import tools
@@ -55,25 +54,29 @@ class Scripted:
 
     def __init__(self, player: Player) -> None:
         self.player, self.seen = player, []
-        self.chat = SimpleNamespace(completions=self)
 
-    async def create(
-        self, model: str, messages: list[Message], tools: Sequence[Tool] = ()
-    ) -> SimpleNamespace:
+    async def complete(self, model: str, messages: list[Message], tools: Sequence[Tool]) -> Message:
         name, text = self.player(messages, list(tools))
-        if not name:
-            answer = SimpleNamespace(content=text, tool_calls=None)
-            shown: Message = {"role": "assistant", "content": text}
-        else:
+        answer: Message = {"role": "assistant", "content": text}
+        shown = answer
+        if name:
             given = {parameter_of(tools, name): text}
-            written = SimpleNamespace(name=name, arguments=json.dumps(given))
-            answer = SimpleNamespace(
-                content=None, tool_calls=[SimpleNamespace(id="call", function=written)]
+            answer, shown = (
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": "call",
+                            "type": "function",
+                            "function": {"name": name, "arguments": written},
+                        }
+                    ],
+                }
+                for written in (json.dumps(given), given)
             )
-            call = {"type": "function", "function": {"name": name, "arguments": given}}
-            shown = {"role": "assistant", "content": None, "tool_calls": [call]}
         self.seen.append((list(messages), shown, list(tools)))
-        return SimpleNamespace(choices=[SimpleNamespace(message=answer)])
+        return answer
 
 
 def parameter_of(tools: Sequence[Tool], name: str) -> str:

@@ -22,9 +22,12 @@ from agentrl.types import Json, Sampling, Transition, float32, int32
 Fields = dict[str, Any]
 """A JSON object. Its values are `msgspec.Raw`, the bytes as they came, or set by the gateway."""
 
+SPANS = "agentrl_spans"  # of a choice: versions by their first token, where several sampled it
+
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None)
 _ids = msgspec.json.Decoder(list[int] | None)
+_spans = msgspec.json.Decoder(list[tuple[int, int]] | None)
 _object = msgspec.json.Decoder(dict[str, Any] | None)
 
 
@@ -93,6 +96,7 @@ class ModelRequest:
         if not self.asks_token_ids:
             fields.pop("prompt_token_ids", None)
         for choice in part.choices:
+            choice.pop(SPANS, None)
             if not self.asks_token_ids:
                 choice.pop("token_ids", None)
                 choice.pop("prompt_token_ids", None)
@@ -205,6 +209,7 @@ class SampledChoice:
     known: bool = False  # the server gives token ids
     message: dict[str, Json] = field(default_factory=dict)
     finish: str | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:
@@ -215,8 +220,9 @@ class SampledChoice:
     def has_content(self) -> bool:
         return any(said for name, said in self.message.items() if name != "role")
 
-    def transition(self, **known: Any) -> Transition:
-        """The stored form. Without exact ids it is kept, marked inexact."""
+    def transition(self, version: int | None = None, **known: Any) -> Transition:
+        """The stored form. Without exact ids it is kept, marked inexact. `version` made the first
+        token, unless the choice itself names another."""
         return Transition(
             prompt=self.prompt,
             completion=self.tokens,
@@ -224,6 +230,8 @@ class SampledChoice:
             finish=self.finish or "stop",
             exact=self.exact,
             answer=self.message,
+            version=self.spans[0][1] if self.spans else version,
+            spans=self.spans if self.exact and len(self.spans) > 1 else [],
             **known,
         )
 
@@ -261,6 +269,7 @@ class ModelResponse:
         if logprobs is not None:
             choice.logprobs.extend(logprobs.token_logprobs or ())
             choice.logprobs.extend([token.logprob for token in logprobs.content or ()])
+        choice.spans = _spans.decode(data.get(SPANS, b"null")) or choice.spans
         _merge(choice.message, data)
         choice.finish = value(data, "finish_reason") or choice.finish
 

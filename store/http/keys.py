@@ -39,6 +39,8 @@ ATTEMPTS: dict[str, Callable[[dict[str, Any]], Iterable[str]]] = {
     "add_spans": lambda arguments: (row.attempt for row in arguments["spans"]),
 }
 """The verbs that write to attempts, and which attempts their arguments name."""
+WHOLE_STORE = {"stats", "datasets", "items", "sides", "calls", "logprobs", "add_judgements"}
+"""Verbs about what several runs have in common."""
 log = logging.getLogger("agentrl.store")
 
 
@@ -205,7 +207,7 @@ class Claims:
         elif about:
             asked = await self._store.owner(**about) or run
         else:
-            asked = "" if verb == "stats" else run
+            asked = "" if verb in WHOLE_STORE else run
         if asked != run:
             raise Forbidden(f"{verb}: this key is for run {run!r} only.")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import typing
 from array import array
 from collections.abc import Callable
@@ -44,10 +43,11 @@ class KeyScope(StrEnum):
 
 
 RUNNERS = frozenset({"claim", "heartbeat", "finish", "add_transitions", "add_spans"})
-RUNNERS |= {"run", "trace", "policies", "cursor", "wait"}
+RUNNERS |= {"run", "trace", "policies", "cursor", "wait", "judgement", "add_judgements"}
 READERS = frozenset({"run", "runs", "rollouts", "groups", "search", "trace", "attempts", "credits"})
 READERS |= {"steps", "metric_names", "series", "counts", "failures", "policies"}
 READERS |= {"cursor", "wait", "settled", "stats"}
+READERS |= {"datasets", "items", "sides", "calls", "judgement", "logprobs"}
 SCOPES = {KeyScope.RUNNER: RUNNERS, KeyScope.READER: READERS}
 """Verbs that a key of a scope may call; an administrator's may call all."""
 ONCE = {"open_run", "enqueue", "cancel", "prune", "vacuum"}
@@ -119,7 +119,7 @@ def decoders(type_: Any) -> dict[str, Decode]:
     """By content type. Strict: they raise msgspec.ValidationError for what does not fit."""
     return {
         JSON: msgspec.json.Decoder(type_, dec_hook=_from_list).decode,
-        MSGPACK: msgspec.msgpack.Decoder(type_, dec_hook=_from_bytes).decode,
+        MSGPACK: msgspec.msgpack.Decoder(type_, dec_hook=rows.array_from_bytes).decode,
     }
 
 
@@ -130,30 +130,15 @@ def _from_list(type_: Any, value: Any) -> Any:
     return type_("f", (math.nan if x is None else x for x in numbers))
 
 
-def _from_bytes(type_: Any, value: Any) -> Any:
-    if not isinstance(value, bytes) or len(value) % 4:
-        raise ValueError("expected the bytes of 4-byte numbers, little-endian")
-    tokens = type_("i" if type_ is Int32 else "f", value)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens
-
-
 def _to_list(value: Any) -> Any:
     if isinstance(value, array):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def _to_bytes(value: Any) -> Any:
-    if isinstance(value, array):
-        return rows.to_blob(value)
-    raise TypeError(f"{type(value).__name__} is not JSON")
-
-
 ENCODE: dict[str, Callable[[Any], bytes]] = {
     JSON: msgspec.json.Encoder(enc_hook=_to_list).encode,
-    MSGPACK: msgspec.msgpack.Encoder(enc_hook=_to_bytes).encode,
+    MSGPACK: msgspec.msgpack.Encoder(enc_hook=rows.array_to_bytes).encode,
 }
 
 PACKED = decoders(PackedTrace | None)[MSGPACK]

@@ -12,7 +12,12 @@ union all select 'steps', count(*) from steps
 union all select 'metrics', count(*) from metrics
 union all select 'policies', count(*) from policies
 union all select 'events', count(*) from events
-union all select 'requests', count(*) from requests;
+union all select 'requests', count(*) from requests
+union all select 'datasets', count(*) from datasets
+union all select 'items', count(*) from items
+union all select 'sides', count(*) from sides
+union all select 'judgements', count(*) from judgements
+union all select 'logprobs', count(*) from logprobs;
 
 -- name: size
 select pages.page_count * size.page_size as bytes, free.freelist_count * size.page_size as free
@@ -36,6 +41,7 @@ where r.seq > :after
     select max(a.ended_at) from rollouts m join attempts a on a.rollout_id = m.id
     where m.run_id = g.run_id and m.group_id = g.id
   ), 0) <= :before
+  and not exists (select 1 from sides s where s.rollout_id = r.id and s.own is null)
 order by r.seq limit :n;
 
 -- The rows that belong to rollouts, given as a JSON list of ids. Bytes are those of the bulky columns.

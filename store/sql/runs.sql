@@ -54,7 +54,7 @@ from rollouts r
 where r.run_id = :run and r.group_id in (select value from json_each(:groups))
   and r.attempt_id is not null;
 
--- name: add_judgement
+-- name: add_reward
 insert into rewards (attempt_id, late, position, scope, target, name, value, source, step)
 values (:attempt, :late, :position, :scope, :target, :name, :value, :source, :step);
 

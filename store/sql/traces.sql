@@ -27,12 +27,12 @@ insert into transitions (
     id, attempt_id, position, late, parent, size, digest,
     chat_parent, chat_shared, chat_size, chat_digest, answer_digest,
     role, policy, version, finish, exact, span_id, started_at, seconds, sampling, tools,
-    prompt, completion, logprobs, messages, answer, repeats, left_out
+    prompt, completion, logprobs, messages, answer, repeats, left_out, spans
 ) values (
     :id, :attempt, :index, :late, :parent, :size, :digest,
     :chat_parent, :chat_shared, :chat_size, :chat_digest, :answer_digest,
     :role, :policy, :version, :finish, :exact, :span, :started, :seconds, :sampling, :tools,
-    :prompt, :completion, :logprobs, :messages, :answer, :repeats, :left_out
+    :prompt, :completion, :logprobs, :messages, :answer, :repeats, :left_out, :spans
 )
 on conflict (id) do nothing;
 

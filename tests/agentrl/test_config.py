@@ -64,6 +64,28 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[metrics]\nsinks = ['mlflow', 'mlflow']", [], r"metrics\.sinks names 'mlflow' twice"),
         ("[sampling]\nmax_tokens = 0", [], r"sampling\.max_tokens = 0; it must be 1 or above"),
         ("[algorithm]\nmin_group = 9", [], r"min_group = 9 drops every group of .*group_size = 8"),
+        ("[algorithm]\nmax_staleness = -1", [], r"algorithm\.max_staleness"),
+        ("steps = 9\n[algorithm]\nmax_staleness = 10", [], r"max_staleness = 10 .* steps = 9"),
+        ("[algorithm]\noverlap = 'drained'", [], r"overlap = 'drained': .* set that too"),
+        ("[algorithm]\norder = 'ready'", [], r"order = 'ready': .* set that too"),
+        (
+            "[algorithm]\noverlap = 'none'\nmax_staleness = 1",
+            [],
+            r"overlap = 'none' .*max_staleness = 1 asks for that; remove one",
+        ),
+        ("[engine]\nkeys = 'keep'", [], r"engine\.keys = 'keep': .* remove it"),
+        (
+            "[algorithm]\noverlap = 'in_flight'\nmax_staleness = 1\n"
+            "[engine]\nkind = 'vllm'\nkeys = 'keep'",
+            [],
+            r"keys = 'keep': .*log-probs are compared .* falsify",
+        ),
+        (
+            "[algorithm]\nstale = 'cancel'\nmax_staleness = 1",
+            [],
+            r"stale = 'cancel': .* never get too old",
+        ),
+        ("[algorithm]\nclose_at = 5", [], r"close_at: not in this version"),
         ("steps = 1.5", [], r"steps"),
         ("name = 'a/b'", [], r"name"),
         ("steps = ", [], r"not a readable TOML file"),

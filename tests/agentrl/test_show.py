@@ -1,6 +1,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import structs
 from rich.console import Console
 
 from agentrl.telemetry.show import render_trace
@@ -79,6 +80,13 @@ def printed(
 def test_an_answer_that_the_agent_wrote_down_differently_is_shown_once() -> None:
     text = printed(echoed={key: value for key, value in CALL.items() if value is not None})
     assert text.count("What is one?") == text.count("SELECT 1") == 1
+
+
+def test_a_call_says_which_versions_made_its_tokens() -> None:
+    assert "[agent v3, 3 + 2 tokens, stop]" in printed()
+    mixed = structs.replace(transition(0, [], CALL), spans=[(0, 3), (1, 5)])
+    assert mixed.versions == "v3→v5@1"
+    assert structs.replace(mixed, version=None, spans=[]).versions == ""
 
 
 def test_long_messages_are_cut_where_it_is_asked_for() -> None:

@@ -6,7 +6,7 @@ estimated. A gradient is that of the expected outcome by the logit of an action.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
 
@@ -23,16 +23,27 @@ RARE = 0.1  # how often a rollout succeeds, in `highest`
 ALL = frozenset("abc")
 
 
-def alike() -> dict[str, float]:
-    """Four calls, each 0 or 1 at random, that see the same whatever was done before; the outcome is
-    1 where two of them did 1. Groups of two. Of `peers`: how much of the exact gradient there is,
-    and the variance of that scaled back to the whole, against that of `rloo`."""
-    calls, size = 4, 2
+Path = tuple[int, ...]
+
+
+def binary(
+    names: Sequence[str],
+    outcome: Callable[[Path], float],
+    shown: Callable[[Path], object],
+    calls: int = 4,
+    size: int = 2,
+) -> list[torch.Tensor]:
+    """For each preset the estimates [groups, logits] of the gradient by all groups of two rollouts.
+    shown: what a call sees after these actions, each of which is 0 or 1 at random."""
     paths = list(product((0, 1), repeat=calls))
     groups = list(product(paths, repeat=size))
     batch = world(
         *(
-            Play([Call(i) for i in range(calls)], outcome=float(sum(path) >= 2), group=number)
+            Play(
+                [Call(shown(path[:n]), node=f"{number} {path[: n + 1]}") for n in range(calls)],
+                outcome=outcome(path),
+                group=number,
+            )
             for number, group in enumerate(groups)
             for path in group
         )
@@ -42,12 +53,19 @@ def alike() -> dict[str, float]:
     made = [(path[:n], path[n]) for group in groups for path in group for n in range(calls)]
     cell = torch.tensor([places[place] for place, _ in made]) + batch.token_group * len(places)
     score = (torch.tensor([action for _, action in made]).double() - 0.5) / size
-
-    def gradient(name: str) -> torch.Tensor:
+    found = []
+    for name in names:
         flat = torch.zeros(len(groups) * len(places), dtype=torch.float64)
-        return flat.index_add_(0, cell, score * make(name, {}).credit(batch)).view(len(groups), -1)
+        flat.index_add_(0, cell, score * make(name, {}).credit(batch))
+        found.append(flat.view(len(groups), -1))
+    return found
 
-    exact, ours = gradient("rloo"), gradient("peers")
+
+def alike(preset: str) -> dict[str, float]:
+    """Four calls, each 0 or 1 at random, that see the same whatever was done before; the outcome is
+    1 where two of them did 1. How much of the exact gradient there is, and the variance of that
+    scaled back to the whole, against that of `rloo`."""
+    exact, ours = binary(["rloo", preset], lambda path: float(sum(path) >= 2), len)
     truth, mean = exact.mean(0), ours.mean(0)
     share = float(mean @ truth / (truth @ truth))
     ratio = float(ours.var(0, correction=0).sum() / exact.var(0, correction=0).sum())
@@ -128,11 +146,13 @@ def learned(kind: Kind) -> float:
 
 def limits() -> Iterator[tuple[str, str]]:
     """Name and figures, as the page writes them."""
-    seen, top, team = alike(), highest(), summed()
-    yield (
-        "`peers`",
-        f"{seen['gradient']:.2f} of the gradient, {seen['variance']:.1f} times the noise",
-    )
+    top, team = highest(), summed()
+    for name in ("peers", "batch-td"):
+        seen = alike(name)
+        yield (
+            f"`{name}`",
+            f"{seen['gradient']:.2f} of the gradient, {seen['variance']:.1f} times the noise",
+        )
     yield "`shapley`", f"{shared():+.1f} times the gradient"
     yield "`magrpo`, `max`, rare", f"{top['rare']:.2f} of the gradient"
     yield "`magrpo`, `max`, risk", f"{top['risk']:+.1f} times the gradient"

@@ -121,6 +121,73 @@ def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float
     return out
 
 
+def naive_components(
+    x: list[float], wide: list[object], narrow: list[object]
+) -> tuple[float, float]:
+    """Variance within narrow groups and between them, by the sums of squares of the textbook."""
+    nested: dict[object, dict[object, list[float]]] = {}
+    for value, outer, inner in zip(x, wide, narrow, strict=True):
+        nested.setdefault(outer, {}).setdefault(inner, []).append(value)
+    kept = [list(inner.values()) for inner in nested.values() if len(inner) > 1]
+    members = [group for groups in kept for group in groups]
+    n, free = sum(map(len, members)), sum(len(group) - 1 for group in members)
+    inside = sum((v - fmean(group)) ** 2 for group in members for v in group)
+    within = inside / free if free else 0.0
+    outside, unit = 0.0, float(n)
+    for groups in kept:
+        values = [v for group in groups for v in group]
+        outside += sum(len(group) * (fmean(group) - fmean(values)) ** 2 for group in groups)
+        unit -= sum(len(group) ** 2 for group in groups) / len(values)
+    outside -= (len(members) - len(kept)) * within
+    return within, max(0.0, outside / unit) if n else 0.0
+
+
+def naive_batch_td(plays: Plays, name: str, gamma: float) -> list[float]:
+    g = [x for play in plays for x in returns(rewards_of(play, name), gamma)]
+    at = [(u, i) for u, play in enumerate(plays) for i in range(len(play.calls))]
+    known = [c for c in range(len(at)) if g[c] == g[c]]
+    call = [plays[u].calls[i] for u, i in at]
+    group = [plays[u].group for u, _ in at]
+    state: list[object] = [(group[c], call[c].role, call[c].state) for c in range(len(at))]
+    turn: list[object] = [(group[c], call[c].role, i) for c, (_, i) in enumerate(at)]
+    past: list[object] = []
+    for c, (_, i) in enumerate(at):
+        done = call[c - 1].node if i and call[c - 1].node is not None else c - 1
+        past.append((past[c - 1], done, state[c]) if i else state[c])
+
+    def mean(x: list[float], by: list[object], c: int, own: bool = True) -> tuple[float, int]:
+        same = [x[d] for d in known if by[d] == by[c] and (own or at[d][0] != at[c][0])]
+        return (fmean(same) if same else 0.0), len(same)
+
+    def drawn(n: int, within: float, between: float) -> float:
+        return n * between / (n * between + within) if n * between else 0.0
+
+    def components(x: list[float], wide: list[object], narrow: list[object]) -> tuple[float, float]:
+        return naive_components(*([y[c] for c in known] for y in (x, wide, narrow)))  # type: ignore[arg-type]
+
+    within, between = components(g, state, past)
+    between *= len(set(group))
+    x = list(g)
+    for _ in range(max(len(play.calls) for play in plays)):
+        v = [0.0] * len(at)
+        for c in known:
+            (ours, n), (all_, _) = mean(g, past, c), mean(x, state, c)
+            v[c] = all_ + drawn(n, within, between) * (ours - all_)
+        r = [y for play in plays for y in rewards_of(play, name)]
+        for c in known:
+            goes_on = c + 1 in known and at[c + 1][0] == at[c][0]
+            x[c] = (0.0 if r[c] != r[c] else r[c]) + (gamma * v[c + 1] if goes_on else 0.0)
+    noise = components(x, turn, state)
+    out = [NAN] * len(at)
+    for c in known:
+        base, others = mean(g, list(group), c, own=False)
+        of_turn, n = mean(x, turn, c, own=False)
+        base = of_turn if n else base
+        of_state, n = mean(x, state, c, own=False)
+        out[c] = x[c] - base - drawn(n, *noise) * (of_state - base) if others else 0.0
+    return out
+
+
 def naive_hindsight(plays: Plays, gamma: float) -> list[float]:
     """Returns of calls in hindsight, before they are compared; log-probs in hindsight are `w`."""
     out = []

@@ -75,6 +75,9 @@ def world(*plays: Play, values: Sequence[float] = ()) -> Batch:
         rollouts=[f"r{u}" for u in range(len(plays))],
         transitions=[f"t{s}" for s in range(len(calls))],
         transition_state=dense_ids([call.state for _, call in calls]),
+        transition_action=dense_ids(
+            [s if c.node is None else c.node for s, (_, c) in enumerate(calls)]
+        ),
         transition_repeats=torch.tensor([call.repeats for _, call in calls]).bool(),
         transition_prompt=dense_ids(_prompts(plays)),
         transition_node=dense_ids(

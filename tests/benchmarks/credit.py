@@ -20,7 +20,7 @@ from agentrl.algorithms.credit.turns import Returns, StepGae, ValuesFromReward
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.zoo.turns import PeerValues
+from agentrl.algorithms.presets.zoo.turns import BatchTd, PeerValues
 
 from .team_variance import team_variance
 
@@ -117,6 +117,7 @@ SCHEMES: dict[str, Credit] = {
         StepGae(PeerValues(PROCESS), PROCESS, 1.0, 0.5, PeerValues(PROCESS, by=("group", "turn"))),
         base="none",
     ),
+    "batch-td": GroupRelative(BatchTd(PROCESS), base="none"),
     "values": GroupRelative(
         StepGae(ValuesFromReward("transition:v"), PROCESS, 1.0, 0.5), base="none"
     ),
@@ -155,6 +156,7 @@ def walks(actions: torch.Tensor, repeated: torch.Tensor, draw: torch.Generator) 
         rollouts=[str(u) for u in range(rollouts)],
         transitions=[str(s) for s in range(rollouts * STEPS)],
         transition_state=(2 * torch.arange(STEPS) + before).flatten(),
+        transition_action=actions.flatten(),
         transition_prompt=prompt.flatten(),
         transition_node=(2 * prompt + actions).flatten(),
         transition_repeats=repeated.flatten(),

@@ -1,16 +1,17 @@
 """What credit is worth: how fast presets learn the tasks of examples/bench, at equal rollouts.
 
     agentrl bench examples/bench/bench.toml --results tests/benchmarks/results/learning.jsonl
-    python -m tests.benchmarks.learning [--json | --figure FILE]
+    python -m tests.benchmarks.learning [--json | --figure FILE | --write]
 
 The first command runs what the results file does not have yet, and may be stopped at any moment;
 `--tasks`, `--presets`, `--seeds` and `--budget-minutes` make pieces of it. The second prints what
-is there: a Markdown table for each task, or one JSON object.
+is there: a Markdown table for each task, or one JSON object, and says what is missing; `--write`
+puts it into "Which credit when" of CREDIT.md, and where `agentrl algorithms --for` finds it.
 
 A run is that of `agentrl train`: runner, gateway, store, policy server and learner, with an agent
-on the OpenAI client and a model of 0.1 M parameters. All presets have equal numbers of rollouts,
+that speaks HTTP and a model of 0.1 M parameters. All presets have equal numbers of rollouts,
 those of branches and replays included, and every seed's model, tasks and order. Held-out tasks are
-scored before training and eight times in it, 64 rollouts at temperature 1. Learning rates are
+scored before training and eight times in it, 32 rollouts at temperature 1. Learning rates are
 chosen for each task and preset by one rule: of the bench file's `lrs` the one with the largest area
 under the curve on its `tuning_seeds`, none of which is reported.
 
@@ -34,11 +35,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import agentrl.algorithms
+from agentrl.cli.advise import RESULTS as ADVICE
 from agentrl.evaluation.bench import Bench, BenchPlan, read_bench
 from agentrl.evaluation.bench_runs import read_results
 
 FILE = Path(__file__).parents[2] / "examples" / "bench" / "bench.toml"
 RESULTS = Path(__file__).parent / "results" / "learning.jsonl"
+CREDIT = Path(str(agentrl.algorithms.__file__)).parent / "CREDIT.md"
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 SAMPLES = 2000  # of the bootstrap
 LAST = 3  # evaluations whose mean is the final level
 HEADINGS = ("preset", "lr", "seeds", "final level", "area", "rollouts to 90 %", "rollouts to 100 %")
@@ -172,6 +177,64 @@ def headline(bench: Bench, found: Summary) -> dict[str, dict[str, Any]]:
     return best
 
 
+def missing(plan: BenchPlan, found: Summary) -> dict[str, dict[str, int]]:
+    """By task and preset the reported seeds that are not in the results yet."""
+    bench = plan.bench
+    return {
+        task: {
+            preset: left
+            for preset in bench.presets_of(task)
+            if (left := len(bench.seeds) - found.get(task, {}).get(preset, {}).get("seeds", 0))
+        }
+        for task in bench.tasks
+    }
+
+
+def for_adviser(bench: Bench, found: Summary) -> dict[str, dict[str, Any]]:
+    """What `agentrl algorithms --for` prints, by task and preset of the bench."""
+    kept: dict[str, dict[str, Any]] = {}
+    for task, rows in found.items():
+        for name, row in rows.items():
+            (preset,) = (
+                value
+                for key, _, value in (x.partition("=") for x in bench.presets[name].settings)
+                if key == "algorithm.preset"
+            )
+            ratio = row["ratio"] if name != baseline_of(bench, task) else None
+            kept.setdefault(task, {})[name] = {
+                "preset": preset, "seeds": row["seeds"], "final": row["final"],
+                "area": row["area"], "ratio": ratio,
+            }  # fmt: skip
+    return finite(json.loads(json.dumps(kept), parse_float=lambda x: round(float(x), 4)))
+
+
+def page(bench: Bench, found: Summary, left: dict[str, dict[str, int]]) -> str:
+    """The part of CREDIT.md that is written from the results."""
+    lines = [
+        "| task | preset | seeds | final level | area | rollouts to the baseline's final level |",
+        "|---|---|---|---|---|---|",
+    ]
+    for task, rows in found.items():
+        for name, row in sorted(rows.items(), key=lambda item: -item[1]["area"][0]):
+            base = name == baseline_of(bench, task)
+            ratio = "1 (the baseline)" if base else shown(row["ratio"])
+            lines.append(
+                f"| {task} | `{name}` | {row['seeds']} | {shown(row['final'])} | "
+                f"{shown(row['area'])} | {ratio} |"
+            )
+    runs = sum(sum(presets.values()) for presets in left.values())
+    whole = [task for task, presets in left.items() if not presets]
+    lines += ["", f"Complete tasks: {', '.join(whole) or 'none'}; runs that are missing: {runs}."]
+    return "\n".join(lines)
+
+
+def with_results(text: str, part: str) -> str:
+    """CREDIT.md with this part in the place of the one that is there."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n{part}\n{end}{after}"
+
+
 def markdown(found: Summary) -> str:
     """A table for each task, the largest area first."""
     lines = []
@@ -219,17 +282,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--figure", type=Path, help="draw the curves into this file, too")
+    parser.add_argument("--write", action="store_true", help="write CREDIT.md's page again")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     bench = read_bench(FILE)
     work = Path("runs")  # any: it is not part of a digest
-    found = summarise(BenchPlan(bench, FILE, work, read_results(options.results)))
+    plan = BenchPlan(bench, FILE, work, read_results(options.results))
+    found = summarise(plan)
+    left = missing(plan, found)
     if options.figure is not None and found:
         figure(bench, found, options.figure)
     if options.json:
-        print(json.dumps(finite({"tasks": headline(bench, found), "presets": found})))
+        parts = {"tasks": headline(bench, found), "presets": found, "missing": left}
+        print(json.dumps(finite(parts)))
+    elif options.write:
+        ADVICE.write_text(json.dumps(for_adviser(bench, found), indent=1) + "\n")
+        CREDIT.write_text(with_results(CREDIT.read_text(), page(bench, found, left)))
     else:
         print(markdown(found))
+        for task, presets in left.items():
+            shown_left = ", ".join(f"{name} ({n})" for name, n in presets.items())
+            print(f"missing of {task}, with seeds: {shown_left or 'nothing'}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import inf
 from pathlib import Path
 
@@ -18,19 +19,27 @@ from agentrl.evaluation.bench import (
     Result,
     read_bench,
 )
+from agentrl.evaluation.bench_runs import read_results
 from tests.benchmarks.learning import (
+    ADVICE,
+    CREDIT,
     FILE,
+    RESULTS,
     baseline_of,
     bootstrap,
     figure,
     finite,
+    for_adviser,
     headline,
     interquartile_mean,
     markdown,
+    missing,
     on_grid,
+    page,
     reached,
     rollouts_ratio,
     summarise,
+    with_results,
 )  # fmt: skip
 
 BUDGET = 1000.0
@@ -136,12 +145,41 @@ def test_the_table_has_normalised_scores_and_ratios(plan: BenchPlan, tmp_path: P
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+def test_what_is_missing_is_said(plan: BenchPlan) -> None:
+    assert missing(plan, summarise(plan)) == {"chain": {}}
+    last = next(d for d, row in plan.done.items() if (row.preset, row.seed) == ("gigpo", 1))
+    del plan.done[last]
+    assert missing(plan, summarise(plan)) == {"chain": {"gigpo": 1}}
+
+
+def test_the_page_and_the_adviser_have_the_stored_results() -> None:
+    hint = "run `python -m tests.benchmarks.learning --write`"
+    bench = read_bench(FILE)
+    plan = BenchPlan(bench, FILE, Path("runs"), read_results(RESULTS))
+    found = summarise(plan)
+    text = CREDIT.read_text()
+    assert with_results(text, page(bench, found, missing(plan, found))) == text, hint
+    assert json.loads(ADVICE.read_text()) == for_adviser(bench, found), hint
+
+
+def test_the_page_names_the_baseline_and_the_ratio(plan: BenchPlan) -> None:
+    found = summarise(plan)
+    text = page(plan.bench, found, {"chain": {"gigpo": 2}})
+    gigpo, broadcast = text.splitlines()[2:4]  # the larger area first
+    assert gigpo.startswith("| chain | `gigpo` | 2 | 1.00 (1.00 to 1.00) |")
+    assert broadcast.endswith("| 1 (the baseline) |")
+    assert text.endswith("Complete tasks: none; runs that are missing: 2.")
+    row = for_adviser(plan.bench, found)["chain"]["gigpo"]
+    assert (row["preset"], row["ratio"][0]) == ("gigpo", pytest.approx(0.5, abs=0.01))
+    assert for_adviser(plan.bench, found)["chain"]["broadcast"]["ratio"] is None
+
+
 def test_a_bench_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     text = FILE.read_text()
     for old, new, said in (
         ("tuning_seeds = [100]", "tuning_seeds = [4]", "tuned on"),
         ('baseline = "broadcast"', 'baseline = "broadcst"', "broadcast"),
-        ("heldout = 64", "held = 64", "held"),
+        ("heldout = 32", "held = 32", "held"),
     ):
         file = tmp_path / "bench.toml"
         file.write_text(text.replace(old, new))

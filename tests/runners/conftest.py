@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -59,6 +60,7 @@ class FakeModel:
     knows_tokens: bool = True
     max_length: int | None = None
     version: str | None = "7"
+    spans: list[list[int]] = field(default_factory=list)  # versions of a call, by first token
     requests: list[Body] = field(default_factory=list)
     headers: list[Any] = field(default_factory=list)
     script: deque[Handler] = field(default_factory=deque)
@@ -114,6 +116,7 @@ class FakeModel:
         for index in range(body.get("n") or 1):
             said = {"message": message} if chat else {"text": text}
             choice = {"index": index, "finish_reason": finish, "logprobs": None} | said
+            choice |= {"agentrl_spans": self.spans} if self.spans else {}
             choices.append(choice | self.tokens(text, body, chat))
         answer: Body = {"id": "c", "object": "chat.completion", "created": 1}
         answer |= {"model": body["model"], "choices": choices}
@@ -176,7 +179,8 @@ class FakeModel:
                 part = {"index": position, "function": {"arguments": letter}}
                 events.append(chunk({"tool_calls": [part]}))
         finish = "tool_calls" if message.get("tool_calls") else "stop"
-        return [*events, chunk({}, finish)]
+        spans = {"agentrl_spans": self.spans} if self.spans else {}
+        return [*events, chunk({}, finish, **spans)]
 
 
 @dataclass
@@ -231,17 +235,10 @@ class Bench:
     ) -> Worker:
         """`agent` is an agent, or a started executor."""
         executor = agent if isinstance(agent, Executor) else InProcessExecutor(as_agent(agent))
-        execution = AttemptRunner(
-            self.store,
-            self.gateway,
-            executor,
-            Verifier(verifier),
-            error_reward,
-            retries,
-            calls_optional,
-            limits=limits,
-            workspaces=workspaces,
-        )
+        fields = {"error_reward": error_reward, "retries": retries}
+        limits = msgspec.structs.replace(limits, calls_optional=calls_optional, **fields)
+        checks = Verifier(verifier)
+        execution = AttemptRunner(self.store, self.gateway, executor, checks, limits, workspaces)
         return Worker(RUN, execution, RunnerConfig(**config), name="test")
 
     async def run(self, agent: object, *tasks: Body, **settings: Any) -> list[Rollout]:

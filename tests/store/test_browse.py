@@ -275,7 +275,9 @@ async def test_a_store_that_is_only_read_answers_readers_and_refuses_writers(sto
     writes = {
         "open_run": ("run", {}), "log": ("run", 0, {}), "enqueue": ([],), "cancel": (["g00/0"],),
         "finish": ([],), "vacuum": (), "heartbeat": ([],), "add_spans": ([],),
-        "add_transitions": ([],), "rewind": ("run", 1, 0, None),
+        "add_transitions": ([],), "rewind": ("run", 1, 0, None), "draft_dataset": ("x", {}),
+        "add_items": ("x", 1, [], []), "commit_dataset": ("x", 1), "add_judgements": ([],),
+        "add_logprobs": ("m", {}),
     }  # fmt: skip
     options = {"heartbeat": {"lease": 1.0}}
     for verb, arguments in writes.items():

@@ -18,7 +18,6 @@ from agentrl.types import (
     Credit,
     ErrorKind,
     Failure,
-    Judgement,
     NewRollout,
     Outcome,
     PolicyVersion,
@@ -27,6 +26,7 @@ from agentrl.types import (
     RolloutState,
     Sampling,
     Scope,
+    StepReward,
     float32,
     int32,
 )
@@ -577,7 +577,7 @@ async def test_a_step_that_learned_nothing_keeps_the_checkpoint_before_it(store,
 
 
 async def train_steps(store, kit, n, *, epoch=1):
-    """So many committed steps of a group each, with credit and a judgement for its one call, and
+    """So many committed steps of a group each, with credit and a reward for its one call, and
     an evaluation of the weights after it."""
     for step in range(n):
         group = f"g{step}"
@@ -587,7 +587,7 @@ async def train_steps(store, kit, n, *, epoch=1):
         hunch = Reward(value=0.5, name="hunch", source="model:hunch")
         given = {
             "credits": [credit(call.id, float(step))],
-            "judgements": [Judgement(rollout=attempt.rollout.id, reward=hunch)],
+            "rewards": [StepReward(rollout=attempt.rollout.id, reward=hunch)],
         }
         await store.commit_step(kit.step(step, [group], epoch=epoch, **given))
         await store.enqueue(kit.group(f"e{step + 1}", 1, purpose=Purpose.EVAL, step=step + 1))
@@ -748,8 +748,8 @@ async def test_rewards_that_a_step_gave_are_stored_with_it(store, kit):
         value=-0.5, name="judge", scope=Scope.TRANSITION, target=call.id, source="model:judge"
     )
     given = [("a/0", whole), ("a/1", whole), ("a/0", of_call)]
-    judgements = [Judgement(rollout=rollout, reward=reward) for rollout, reward in given]
-    commit = kit.step(0, ["a"], judgements=judgements)
+    rewards = [StepReward(rollout=rollout, reward=reward) for rollout, reward in given]
+    commit = kit.step(0, ["a"], rewards=rewards)
     await store.commit_step(commit)
     await store.commit_step(commit)
     first, second = await store.rollouts("run")
@@ -758,7 +758,7 @@ async def test_rewards_that_a_step_gave_are_stored_with_it(store, kit):
     assert (await store.trace("a/0")).rollout.rewards == first.rewards
     assert (await store.stats()).rows["rewards"] == 4
     with pytest.raises(Conflict, match="next one is 1"):
-        await store.commit_step(kit.step(0, ["a"], judgements=judgements[:1]))
+        await store.commit_step(kit.step(0, ["a"], rewards=rewards[:1]))
     await store.prune(keep_last=0)
     assert (await store.stats()).rows["rewards"] == 0
 
@@ -777,9 +777,9 @@ async def test_a_step_gives_rewards_to_rollouts_that_it_trains(store, kit):
         (attempt.rollout.id, structs.replace(reward, value=math.nan), Invalid, "must be finite"),
         (attempt.rollout.id, structs.replace(about, target=None), Invalid, "name a target"),
     ):
-        judgement = Judgement(rollout=rollout, reward=given)
+        own = StepReward(rollout=rollout, reward=given)
         with pytest.raises(error, match=message):
-            await store.commit_step(kit.step(0, ["a"], judgements=[judgement]))
+            await store.commit_step(kit.step(0, ["a"], rewards=[own]))
     assert (await store.run("run")).step == 0
     assert [row.rewards for row in await store.rollouts("run")] == [[Reward(value=1.0)]] * 2
 
@@ -942,6 +942,7 @@ async def test_a_conversation_comes_back_exactly(store, kit):
     calls = [
         kit.call(attempt, [1, 2], [3, 4], messages=[user], answer=said, tools=tools),
         kit.call(attempt, [1, 2], [3, 4], messages=[user], answer=said, tools=tools, version=2),
+        kit.call(attempt, [1, 2], [3, 4, 5], version=7, spans=[(0, 7), (1, 8), (2, 11)]),
         kit.call(attempt, [1, 2, 3, 4, 5], [6], messages=[user, said, result], tools=tools),
         kit.call(attempt, [9, 9], [6], messages=[user, resent, result], answer=said, role="critic"),
         kit.call(
@@ -957,10 +958,10 @@ async def test_a_conversation_comes_back_exactly(store, kit):
         ),
     ]
     assert await store.add_transitions(calls[:3]) == [True] * 3
-    assert await store.add_transitions(calls[2:]) == [True] * 3
+    assert await store.add_transitions(calls[2:]) == [True] * 4
     trace = await store.trace("a/0")
     assert trace.transitions == calls
-    assert (await store.counts("run")).transitions == 5
+    assert (await store.counts("run")).transitions == 6
 
 
 async def test_calls_are_ordered_by_index_not_by_arrival(store, kit):
@@ -991,6 +992,10 @@ async def test_calls_are_ordered_by_index_not_by_arrival(store, kit):
         ({"sampling": Sampling(temperature=math.nan)}, "finite"),
         ({"index": 2**70}, "cannot be stored"),
         ({"version": 2**70}, "cannot be stored"),
+        ({"version": 7, "spans": [(0, 6), (1, 8)]}, "must begin with .0, 7."),
+        ({"version": 7, "spans": [(0, 7), (0, 8)]}, "must rise"),
+        ({"version": 7, "spans": [(0, 7), (1, 7)]}, "must rise"),
+        ({"version": 7, "spans": [(0, 7), (2, 8)]}, "within its 2 tokens"),
         ({"role": "\ud800"}, "cannot be stored"),
         ({"messages": [{"content": "\ud800"}]}, "JSON"),
         ({"answer": {"x": object()}}, "JSON"),

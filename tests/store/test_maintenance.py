@@ -9,7 +9,8 @@ import pytest
 
 from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import maintenance
-from agentrl.types import Credit, Pruned, Purpose, float32
+from agentrl.store.pages import Pruned
+from agentrl.types import Credit, Purpose, float32
 
 DAY = 86_400.0
 TOOLS = [{"name": "lookup"}]

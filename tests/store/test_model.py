@@ -34,11 +34,11 @@ from agentrl.types import (
     Counts,
     ErrorKind,
     Failure,
-    Judgement,
     NewRollout,
     Outcome,
     Reward,
     StepCommit,
+    StepReward,
     Transition,
     float32,
     int32,
@@ -379,8 +379,8 @@ class Machine(RuleBasedStateMachine):
                 versions={},
                 checkpoint=str(self.step),
                 metrics={},
-                judgements=[
-                    Judgement(rollout=rollout.id, reward=JUDGED)
+                rewards=[
+                    StepReward(rollout=rollout.id, reward=JUDGED)
                     for group in groups
                     for rollout in group.rollouts
                     if rollout.attempt is not None
@@ -408,7 +408,7 @@ class Machine(RuleBasedStateMachine):
             self.claimed -= set(commit.groups)
             self.trained |= dict.fromkeys(commit.groups, commit.step)
             self.step += 1
-            judged = {judgement.rollout for judgement in commit.judgements}
+            judged = {row.rollout for row in commit.rewards}
             for row in self.do(self.store.rollouts(self.run, trained=commit.step)):
                 last = self.rows[row.id].tries[-1] if row.id in judged else None
                 accepted = last.accepted.rewards if last and last.accepted else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import re
@@ -227,6 +228,46 @@ async def test_an_update_that_hangs_is_a_sentence_in_time(
         server._timeout = before
     await server.publish(8)
     assert await version(server) == "8"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_calls_go_on_over_an_update_with_keys_of_the_new_weights(
+    started: tuple[VllmServer, torch.nn.Module],
+) -> None:
+    server, model = started
+    policies = [copy.deepcopy(model)]
+    body = {"model": server.model, "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
+    body |= {"logprobs": 0, "return_token_ids": True}
+    url = f"{server.base_url}/completions"
+    async with aiohttp.ClientSession() as http:
+
+        async def call(seed: int) -> tuple[str, list[int], list[float]]:
+            async with http.post(url, json=body | {"seed": seed}) as reply:
+                (choice,) = (await reply.json())["choices"]
+                found = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+                return reply.headers["x-policy-version"], *found
+
+        calls = [asyncio.create_task(call(seed)) for seed in range(4)]
+        while await in_flight(http, server) < len(calls):
+            pass
+        disturb(model)
+        policies.append(model)
+        server.in_flight = True
+        await server.publish(9)
+        server.in_flight = False
+        assert not any(task.done() for task in calls)
+        assert await version(server) == "9"
+        for told, tokens, logprobs in await asyncio.gather(*calls):
+            assert told == "8"
+            assert len(tokens) == 400
+            row = torch.tensor([[5, 6, 7, *tokens]])
+            with torch.no_grad():
+                old, new = (each(row).logits[0, 2:-1].log_softmax(-1) for each in policies)
+            at = torch.arange(400), torch.tensor(tokens)
+            gaps = [(named[at] - torch.tensor(logprobs)).abs() for named in (old, new)]
+            assert gaps[0][0] < 1e-3
+            assert gaps[1][-1] < 1e-3
+            assert (torch.minimum(*gaps) < 1e-3).all()  # every token is of one of the two
 
 
 @pytest.mark.asyncio(loop_scope="module")

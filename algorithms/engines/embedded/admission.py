@@ -1,8 +1,9 @@
 """Admission of requests: between the HTTP handlers and the engine.
 
-Owns the version of each policy and the requests in flight. Always true: a request starts and ends
-under one version, because versions change only while no request is in flight. Everything here runs
-on the server's event loop.
+Owns the version of each policy and the requests in flight. Always true: a request of an adapter
+starts and ends under one version; so does one of a whole model, unless the engine swaps its weights
+in the middle, and then the engine tells which tokens are of which. Everything here runs on the
+server's event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from agentrl.types import Sampling
 class PendingRequest:
     """`n` completions of one prompt, and their tokens so far."""
 
-    version: int
+    version: int  # at admission
     calls: list[GenerationRequest] = field(default_factory=list)
     updates: asyncio.Queue[tuple[int, TokenUpdate]] = field(default_factory=asyncio.Queue)
 
@@ -58,6 +59,7 @@ class Admission:
         self._unused = count(len(policies))  # a number is used once: cached keys belong to it
         self._seeds = random.Random()  # its own: the run's random state belongs to the algorithm
         self._updating = asyncio.Lock()
+        self.pauses: list[float] = []  # seconds for which a publish kept the engine from computing
 
     async def hold(self) -> None:
         """Returns once no call is in flight; new calls wait until `resume`."""
@@ -80,26 +82,39 @@ class Admission:
     def held(self) -> bool:
         return self._updating.locked()
 
-    def publish(self, version: int, policy: str) -> None:
-        """The model has the weights of `version` of a policy now. Only while held."""
+    async def publish(
+        self,
+        version: int,
+        policy: str,
+        load: Callable[[], None] = lambda: None,
+        *,
+        keep: bool = False,
+    ) -> None:
+        """From now on answer with the weights of `version` of a policy, which `load` copies between
+        two steps of the engine (see `Engine.swap`). Without `load` they are there: only while held.
+        """
         if policy not in self._numbers:
             served = ", ".join(map(repr, self._numbers))
             raise PolicyError(f"the policies served are {served}, and not {policy!r}")
+        swap = self.engine.swap(self._numbers[policy], version, load, keep=keep)
+        self.pauses.append(await asyncio.wrap_future(swap))
         self.versions[policy] = version
-        self.engine.forget(self._numbers[policy])
 
-    def add(self, policy: str, version: int) -> None:
-        """Serve one more adapter under its name. Only while held."""
+    def adapter_of(self, policy: str) -> str | None:
+        return self.engine.policies[self._numbers[policy]] if policy in self._numbers else None
+
+    def add(self, policy: str, version: int, adapter: str) -> None:
+        """Answer new requests for a policy with this adapter of the engine's model."""
+        if policy in self._numbers:
+            self.remove(policy)
         number = next(self._unused)
-        self.engine.policies[number] = policy
+        self.engine.policies[number], self.engine.versions[number] = adapter, version
         self._numbers[policy], self.versions[policy] = number, version
 
     def remove(self, policy: str) -> None:
-        """Stop serving a policy. Only while held."""
-        number = self._numbers.pop(policy)
+        """Refuse new requests for a policy."""
         del self.versions[policy]
-        self.engine.forget(number)
-        del self.engine.policies[number]
+        self.engine.retire(self._numbers.pop(policy))
 
     @asynccontextmanager
     async def submit(

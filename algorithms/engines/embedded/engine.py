@@ -1,15 +1,18 @@
 """Continuous batching: calls join and leave the running batch at every token.
 
 Owns the KV cache and one thread, the only one that runs the model or changes the rows. Always true:
-each step is one forward pass, which feeds every running row at least one token; the thread idles
-while no request is unfinished, so weights may change then, and `forget` must be called after.
+each step is one forward pass, which feeds every running row at least one token; weights change
+between two steps (`swap`), or while no request is unfinished, and then `swap` must be called after.
+Keys computed with one version's weights are never read by a request that begins under another.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -31,6 +34,7 @@ from agentrl.algorithms.engines.embedded.sampler import Ints, sample, uniforms
 from agentrl.algorithms.model.attention import UNUSED
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
+from agentrl.errors import PolicyError
 
 PREFILL = 512  # most prompt tokens per step, so that running requests are not stalled
 WORTH_WAITING = 16  # prefix tokens that a running request is about to compute, to be copied then
@@ -53,14 +57,19 @@ class Engine:
         deliver: Callable[[TokenUpdates], None],
         adapters: Adapters | None = None,
         policies: Sequence[str | None] = (None,),
+        dropped: Callable[[str | None], object] = lambda adapter: None,
     ) -> None:
         """deliver: called on the engine's thread with all token updates of a step. policies: by
-        number, the adapter of each policy; None: the model without adapters."""
+        number, the adapter of each policy; None: the model without adapters. dropped: called there
+        with the adapter of a retired policy once no request runs under it."""
         attention.install(model)
         config: Any = model.config
         self.model, self.deliver, self.threads, self.adapters = model, deliver, threads, adapters
+        self.dropped = dropped
         self.max_context = max_context
-        self.policies = dict(enumerate(policies))  # by number; it may change while nothing runs
+        self.policies = dict(enumerate(policies))  # by number
+        self.versions = dict.fromkeys(self.policies, 0)
+        self.retired: set[int] = set()  # policies that are dropped with their last request
         self.device = next(model.parameters()).device
         self.rows = RowTable(max_batch, idle=2 * max_batch, context=max_context)
         self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch)
@@ -84,9 +93,30 @@ class Engine:
         """End a request whose client has left, unless it has ended."""
         self._queue(lambda: self._cancel(call))
 
-    def forget(self, policy: int = 0) -> None:
-        """The weights of a policy have changed: drop its prefix cache."""
-        self._queue(lambda: self.rows.forget(policy))
+    def swap(
+        self,
+        policy: int = 0,
+        version: int = 0,
+        load: Callable[[], None] = lambda: None,
+        *,
+        keep: bool = False,
+    ) -> Future[float]:
+        """Between two steps, `load` the weights of this version of a policy, and drop its prefix
+        cache. Running requests go on under the new weights, with keys that are computed again, or
+        `keep` those they have. Returns the seconds for which no request was computed."""
+        done: Future[float] = Future()
+        if not self._queue(lambda: self._swap(done, policy, version, load, keep)):
+            done.set_exception(PolicyError(CLOSED))
+        return done
+
+    def retire(self, policy: int) -> None:
+        """No request will be submitted for a policy any more: drop it once the last has ended."""
+
+        def retire() -> None:
+            self.retired.add(policy)
+            self._drop_retired()
+
+        self._queue(retire)
 
     def close(self) -> None:
         """Fail what is unfinished and end the thread."""
@@ -231,19 +261,50 @@ class Engine:
         ended: list[int] = []
         for index in np.flatnonzero(stopped | full | rows.watched[at]).tolist():
             row, token = int(at[index]), int(tokens[index])
-            call = rows.calls[row]
+            call, version = rows.calls[row], self.versions[int(rows.policy[row])]
             stop = bool(stopped[index]) or (call.stop is not None and call.stop(token))
             finish = "stop" if stop else "length" if full[index] else None
             if call.stream:
-                updates.append((call, TokenUpdate([token], [float(logprobs[index])], finish)))
+                spans = [(0, version)]
+                update = TokenUpdate([token], [float(logprobs[index])], finish, spans=spans)
+                updates.append((call, update))
             elif finish:
-                updates.append((call, TokenUpdate(*rows.completion(row), finish)))
+                spans = rows.spans[row] or [(0, version)]
+                updates.append((call, TokenUpdate(*rows.completion(row), finish, spans=spans)))
             if finish:
                 ended.append(row)
         for row in reversed(ended):  # from the end, because the last row fills the gap
             rows.remove(row, self.pool)
         if updates:
             self.deliver(updates)
+        if ended and self.retired:
+            self._drop_retired()
+
+    def _swap(
+        self,
+        done: Future[float],
+        policy: int,
+        version: int,
+        load: Callable[[], None],
+        keep: bool,
+    ) -> None:
+        started = time.perf_counter()
+        try:
+            load()
+        except RuntimeError as error:
+            done.set_exception(error)
+            return
+        self.rows.change_version(policy, self.versions[policy], version, keep=keep)
+        self.versions[policy] = version
+        done.set_result(time.perf_counter() - started)
+
+    def _drop_retired(self) -> None:
+        busy = {*self.rows.policy[: self.rows.n].tolist(), *(call.policy for call in self.waiting)}
+        for number in self.retired - busy:
+            self.rows.forget(number)
+            self.retired.remove(number)
+            del self.versions[number]
+            self.dropped(self.policies.pop(number))
 
     def _cancel(self, call: GenerationRequest) -> None:
         if call in self.waiting:
@@ -253,6 +314,7 @@ class Engine:
         else:
             return
         self.deliver([(call, TokenUpdate([], [], "cancelled"))])
+        self._drop_retired()
 
     def _close(self) -> None:
         with self.lock:
@@ -268,3 +330,4 @@ class Engine:
         self.pool.wipe()
         if calls:
             self.deliver([(call, TokenUpdate([], [], "error", sentence)) for call in calls])
+        self._drop_retired()

@@ -5,7 +5,7 @@ Written by the engine's thread only, inside a forward pass (`KVPool.update`) or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from agentrl.types import Sampling
 
 CAPACITY = 256  # tokens per row to begin with
+Spans = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,14 @@ class TokenUpdate:
     """New tokens of a call, with their log-probs. `finish` is set on the last one.
 
     finish: stop (end of sequence, or `stop` said so), length, cancelled, or error with a sentence.
+    spans: (number of the first token among these, version that sampled from there on).
     """
 
     tokens: list[int]
     logprobs: list[float]
     finish: str | None = None
     error: str = ""
+    spans: Spans = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,10 +122,12 @@ class RowTable:
         self.limit = limit
         self.n = 0
         self.calls: list[GenerationRequest] = []
+        self.spans: list[list[tuple[int, int]]] = []  # of running rows; empty: of one version
         self.tokens = np.zeros((size, context), np.int32)
         self.length = np.zeros(size, np.int64)  # tokens whose keys are in the cache
         self.known = np.zeros(size, np.int64)  # tokens of prompt and completion
         self.policy = np.zeros(size, np.int64)  # number of the policy that computed the keys
+        self.stale = np.zeros(size, np.bool_)  # some keys are of older weights: never shared
         self.used = np.zeros(size, np.int64)  # clock of the last use of an idle row
         self.clock = 0
         self.prompt = np.zeros(limit, np.int64)  # tokens of the prompt
@@ -134,17 +139,18 @@ class RowTable:
         self.top_k = np.zeros(limit, np.int64)
         self.logprobs = np.zeros((limit, context), np.float32)
         self._columns = (
-            self.length, self.known, self.policy, self.prompt, self.end, self.watched,
+            self.length, self.known, self.policy, self.stale, self.prompt, self.end, self.watched,
             self.seed, self.temperature, self.top_p, self.top_k,
         )  # fmt: skip
 
     def shared(self, tokens: NDArray[np.int32], policy: int) -> NDArray[np.int64]:
         """Length of the common prefix of `tokens` with what every row knows, int64 [rows]; 0 for
-        rows of another policy."""
+        rows of another policy, or of older weights."""
         different = self.tokens[:, : len(tokens)] != tokens
         first = different.argmax(axis=1)
         first[~different[np.arange(len(first)), first]] = len(tokens)
-        shared: NDArray[np.int64] = np.minimum(first, self.known) * (self.policy == policy)
+        valid = (self.policy == policy) & ~self.stale
+        shared: NDArray[np.int64] = np.minimum(first, self.known) * valid
         return shared
 
     def source(self, prompt: NDArray[np.int32], policy: int) -> tuple[int, int, int]:
@@ -167,7 +173,7 @@ class RowTable:
             pool.copy(source, row, shared)
         self.tokens[row, :size] = call.prompt
         self.length[row], self.known[row], self.prompt[row] = shared, size, size
-        self.policy[row] = call.policy
+        self.policy[row], self.stale[row] = call.policy, False
         room = self.tokens.shape[1] - size
         self.end[row] = size + min(room, sampling.max_tokens or room)
         self.watched[row] = call.stream or call.stop is not None
@@ -175,6 +181,7 @@ class RowTable:
         self.temperature[row] = sampling.temperature
         self.top_p[row], self.top_k[row] = sampling.top_p, sampling.top_k
         self.calls.append(call)
+        self.spans.append([])
         self.n += 1
 
     def completion(self, row: int) -> tuple[list[int], list[float]]:
@@ -184,7 +191,7 @@ class RowTable:
 
     def remove(self, row: int, pool: KVPool, *, keep: bool = True) -> None:
         """End a running row; the last running row takes its place. `keep` remembers its keys."""
-        if keep:
+        if keep and not self.stale[row]:
             self._remember(row, pool)
         self.n -= 1
         last = self.n
@@ -195,8 +202,9 @@ class RowTable:
             self.logprobs[row, :known] = self.logprobs[last, :known]
             for column in self._columns:
                 column[row] = column[last]
-            self.calls[row] = self.calls[last]
+            self.calls[row], self.spans[row] = self.calls[last], self.spans[last]
         self.calls.pop()
+        self.spans.pop()
         self.length[last] = self.known[last] = 0
 
     def forget(self, policy: int | None = None) -> None:
@@ -205,6 +213,21 @@ class RowTable:
         if policy is not None:
             gone &= self.policy == policy
         self.length[gone] = self.known[gone] = self.used[gone] = 0
+
+    def change_version(self, policy: int, old: int, new: int, *, keep: bool) -> None:
+        """The policy's weights are those of another version now. Its idle rows are emptied; running
+        ones note where the version begins, and compute their keys again, or `keep` what they have
+        if they have sampled with it."""
+        self.forget(policy)
+        for row in np.flatnonzero(self.policy[: self.n] == policy).tolist():
+            sampled = int(self.known[row] - self.prompt[row])
+            if sampled and old != new:
+                before = self.spans[row] or [(0, old)]
+                self.spans[row] = [span for span in before if span[0] < sampled] + [(sampled, new)]
+            if keep and sampled:
+                self.stale[row] = True
+            else:
+                self.length[row] = 0
 
     def _remember(self, row: int, pool: KVPool) -> None:
         length, policy = int(self.length[row]), int(self.policy[row])

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from agentrl.algorithms.engines.embedded.kv_cache import TokenUpdate
+from agentrl.algorithms.engines.embedded.kv_cache import Spans, TokenUpdate
 from agentrl.algorithms.model.text import Codec, TextStream, text_before_stop
 from agentrl.algorithms.model.tool_parser import ToolCall, ToolParser, parse
 from agentrl.types import Json
@@ -103,6 +103,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | TextLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    agentrl_spans: Spans | UnsetType = (
+        UNSET  # as of TokenUpdate, where a version is not the header's
+    )
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
@@ -130,9 +133,12 @@ class ResponseFormat:
     stop: tuple[str, ...]
     id: str
 
-    def whole(self, updates: Sequence[TokenUpdate]) -> Response:
-        """The answer to a request that does not stream: one finished update per choice."""
+    def whole(self, updates: Sequence[TokenUpdate], version: int) -> Response:
+        """The answer to a request that does not stream: one finished update per choice. version:
+        that of the header."""
         choices = [self._choice(index, update) for index, update in enumerate(updates)]
+        for choice, update in zip(choices, updates, strict=True):
+            choice.agentrl_spans = _unless_plain(update.spans, version)
         tokens = sum(len(update.tokens) for update in updates)
         return self.response(choices, usage=self.usage(tokens), first=True)
 
@@ -193,11 +199,18 @@ class ResponseFormat:
         return ChatLogprobs([TokenLogprob(text, p, raw, []) for (text, raw), p in pairs])
 
 
+def _unless_plain(spans: Spans, version: int) -> Spans | UnsetType:
+    return UNSET if not spans or list(spans) == [(0, version)] else spans
+
+
 class StreamedChoice:
     """One choice of a streamed answer: tokens in, chunks of OpenAI's shape out."""
 
-    def __init__(self, form: ResponseFormat, index: int) -> None:
-        self._format, self._index = form, index
+    def __init__(self, form: ResponseFormat, index: int, version: int) -> None:
+        """version: that of the header."""
+        self._format, self._index, self._version = form, index, version
+        self._spans: list[tuple[int, int]] = []
+        self._tokens = 0
         self._text = TextStream(form.codec, form.stop)
         self._tools = ToolParser() if form.chat and form.tools else None
         self._first = True
@@ -205,9 +218,14 @@ class StreamedChoice:
     def push(self, update: TokenUpdate) -> CompletionChoice | None:
         """The chunk for these tokens; None if it would be empty."""
         text = self._text.push(update.tokens)
+        choice = self._format.piece(self._index, update)
+        for start, version in update.spans:
+            if not self._spans or self._spans[-1][1] != version:
+                self._spans.append((self._tokens + start, version))
+        self._tokens += len(update.tokens)
         if update.finish:
             text += self._text.finish()
-        choice = self._format.piece(self._index, update)
+            choice.agentrl_spans = _unless_plain(self._spans, self._version)
         if self._format.chat:
             choice.delta = self._delta(text, bool(update.finish))
             if self._tools and self._tools.count and update.finish == "stop":

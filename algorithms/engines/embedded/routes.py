@@ -126,8 +126,9 @@ class Routes:
                 options = body.stream_options or StreamOptions()
                 return await self._stream(request, pending, form, bool(options.include_usage))
             updates = {index: update async for index, update in pending}
-        whole = form.whole([updates[index] for index in range(n)])
-        return _json(whole, headers={VERSION_HEADER: str(pending.version)})
+        version = updates[0].spans[0][1] if updates[0].spans else pending.version
+        whole = form.whole([updates[index] for index in range(n)], version)
+        return _json(whole, headers={VERSION_HEADER: str(version)})
 
     def _policy(self, model: str | None) -> str:
         """The policy that a request names. Where only one is served, any name means it, so agents
@@ -160,14 +161,17 @@ class Routes:
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
-            VERSION_HEADER: str(pending.version),
         }
         response = web.StreamResponse(headers=headers)
-        await response.prepare(request)
-        choices = [StreamedChoice(form, index) for index in range(len(pending.calls))]
+        choices: list[StreamedChoice] = []
         tokens, first = 0, True
         try:
             async for index, update in pending:
+                if not choices:  # only now it is known which version samples the first token
+                    version = update.spans[0][1] if update.spans else pending.version
+                    choices = [StreamedChoice(form, n, version) for n in range(len(pending.calls))]
+                    response.headers[VERSION_HEADER] = str(version)
+                    await response.prepare(request)
                 tokens += len(update.tokens)
                 choice = choices[index].push(update)
                 if choice is not None:
@@ -177,7 +181,10 @@ class Routes:
             if usage:
                 total = form.response([], usage=form.usage(tokens), first=False, chunk=True)
                 await response.write(_event(total))
-        except RequestError as refusal:  # the status is sent already: tell it in the stream
+        except RequestError as refusal:
+            if not response.prepared:
+                raise
+            # The status is sent already: tell it in the stream.
             await response.write(_event(refusal.body))
         await response.write(b"data: [DONE]\n\n")
         return response

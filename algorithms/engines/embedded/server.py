@@ -1,15 +1,21 @@
-"""The embedded policy server: serves the very weights that the learner in this process trains.
+"""The embedded policy server: serves what the learner in this process trains.
 
-Owns one thread with an event loop for HTTP, and the engine's thread. Always true: weights change
-only inside `updating`, while no call is in flight; every answer carries the version it came from.
+Owns one thread with an event loop for HTTP, and the engine's thread; with `keys` also a copy of the
+trained weights. Always true: every answer carries the version or versions it came from. Without a
+copy, weights change only inside `updating`, while no call is in flight. With one, the learner may
+write its own at any time, and `publish` changes the copy in flight: a whole model's between two
+decode steps; an adapter gets another one at its side, under which new calls begin.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
+from itertools import count
+from typing import Any, Literal
 
 from aiohttp import web
 
@@ -45,9 +51,13 @@ class EmbeddedServer:
         max_context: int = 2048,
         threads: int = 1,
         defaults: Sampling = NO_DEFAULTS,
+        keys: Literal["recompute", "keep"] | None = None,
     ) -> None:
         """`port` 0 takes any free one. `max_context` tokens of prompt and completion are cut to
-        what the model's positions allow. `defaults` are for requests that say nothing.
+        what the model's positions allow. `defaults` are for requests that say nothing. keys: what
+        becomes of those of a running call when its weights change; None: they do not change while a
+        call runs. Computed again, the log-prob of every token is that of the version it names; of
+        kept ones it is what was sampled with, and of no version.
 
         Serves every adapter there is now under its name, and under `name` the model alone, if no
         adapter has that name. Requests that name no model get `name`.
@@ -55,6 +65,16 @@ class EmbeddedServer:
         Raises PolicyError for a model whose attention cannot be batched."""
         self.model = name
         self.base_url = ""
+        self.in_flight, self._keep = keys is not None, keys == "keep"
+        self._learned = self._copy = model, adapters
+        if self.in_flight:
+            adapters = adapters and adapters.copy()
+            model = adapters.model if adapters else copy.deepcopy(model)
+            self._copy = model, adapters
+        self._numbers = count()
+        self._opened: set[str] = set()  # adapters of the copy that were not there at first
+        # Of the thread that opens and closes them, while the engine's applies others.
+        self._opener = ThreadPoolExecutor(1, "adapters")
         self._host, self._port = host, port
         self._http = LoopThread("policy-http")
         policies: dict[str, str | None] = {name: None}
@@ -68,6 +88,7 @@ class EmbeddedServer:
             deliver=lambda updates: self._http.post(deliver, updates),
             adapters=adapters,
             policies=list(policies.values()),
+            dropped=self._close_adapter,
         )
         codec = Codec(tokenizer)
         self._admission = Admission(engine, codec, list(policies))
@@ -93,11 +114,16 @@ class EmbeddedServer:
     async def publish(self, version: int, policy: str | None = None) -> None:
         """As `PolicyServer.publish`; outside `updating` it waits for the calls in flight itself."""
         policy = policy or self.model
-        if self._admission.held:
-            await self._http.call(self._admission.publish, version, policy)
+        if self.in_flight and self._admission.adapter_of(policy) is not None:
+            await self.add(policy, version)
+        elif self.in_flight:
+            swap = self._admission.publish(version, policy, self._load, keep=self._keep)
+            await self._http.run(swap)
+        elif self._admission.held:
+            await self._http.run(self._admission.publish(version, policy))
         else:
             async with self.updating():
-                await self._http.call(self._admission.publish, version, policy)
+                await self._http.run(self._admission.publish(version, policy))
 
     async def wait_for_failure(self) -> PolicyError:
         """Never returns: this server fails only with the learner's process."""
@@ -105,7 +131,11 @@ class EmbeddedServer:
         raise AssertionError("the event is never set")
 
     async def add(self, policy: str, version: int) -> None:
-        await self._http.call(self._admission.add, policy, version)
+        adapter = policy
+        if self.in_flight:
+            opened = self._opener.submit(self._open_adapter, policy)
+            adapter = await asyncio.wrap_future(opened)
+        await self._http.call(self._admission.add, policy, version, adapter)
 
     async def remove(self, policy: str) -> None:
         await self._http.call(self._admission.remove, policy)
@@ -115,6 +145,33 @@ class EmbeddedServer:
         if self._http.running:
             await self._http.run(self._shut())
             await self._http.stop()
+        self._opener.shutdown()
+
+    @property
+    def pauses(self) -> list[float]:
+        """Seconds that each publish kept the engine from computing."""
+        return self._admission.pauses
+
+    def _load(self) -> None:
+        (own, _), (learned, _) = self._copy, self._learned
+        for target, source in zip(own.parameters(), learned.parameters(), strict=True):
+            target.copy_(source)
+
+    def _open_adapter(self, policy: str) -> str:
+        (_, own), (_, learned) = self._copy, self._learned
+        assert own is not None
+        assert learned is not None
+        name = f"{policy}#{next(self._numbers)}"
+        own.duplicate(name, learned, policy)
+        self._opened.add(name)
+        return name
+
+    def _close_adapter(self, adapter: str | None) -> None:
+        """No request runs under an adapter any more."""
+        (_, own), opened = self._copy, self._opened
+        if own is not None and adapter in opened:
+            opened.remove(adapter)
+            self._opener.submit(own.close, adapter)
 
     async def _listen(self) -> None:
         self._runner, url = await listen(self._routes.app(), self._host, self._port)

@@ -2,8 +2,9 @@
 
 `python -m agentrl.algorithms.engines.vllm.child ARGUMENTS` is `vllm serve` that ends with its
 parent process. vLLM has no policy versions and cannot keep requests waiting while weights change;
-the middleware adds both. Always true: while requests are held none is in flight, and a response
-names the version that was current when its request was admitted.
+the middleware adds both. Always true: a response names the version that was current when its
+request was admitted, the oldest of its tokens; while requests are held, and new ones are not only
+kept waiting, none is in flight.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 
 from agentrl.algorithms.engines.base import VERSION_HEADER, RequestHold, parse_versions
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN
+from agentrl.algorithms.engines.vllm.serving import CLOSE, HOLD, OPEN
 from agentrl.processes import die_with_parent
 
 KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
@@ -35,9 +36,9 @@ class _Request(msgspec.Struct):
 
 class HoldMiddleware:
     """ASGI middleware around vLLM's server. Requests with the key are control requests: `POST
-    /agentrl/hold` is answered once no call is in flight, `/agentrl/open?VERSIONS` admits calls, for
-    the first time or again, and every other path is vLLM's own. Requests without it reach only
-    /health and the paths that ask a model."""
+    /agentrl/hold` is answered once no call is in flight, `/agentrl/close` only keeps new calls
+    waiting, `/agentrl/open?VERSIONS` admits calls, for the first time or again, and every other
+    path is vLLM's own. Requests without it reach only /health and the paths that ask a model."""
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = app
@@ -61,6 +62,9 @@ class HoldMiddleware:
     ) -> None:
         if scope["path"] == HOLD:
             await self._requests.hold()
+            await _answer(send, 200)
+        elif scope["path"] == CLOSE:
+            self._requests.close()
             await _answer(send, 200)
         elif scope["path"] == OPEN:
             if query := scope["query_string"].decode():

@@ -38,7 +38,7 @@ from agentrl.algorithms.engines.base import (
 from agentrl.algorithms.engines.vllm.child import is_public_path, requested_model
 from agentrl.algorithms.engines.vllm.client import probe
 from agentrl.algorithms.engines.vllm.process import POLL
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, LostError, ServedModel
+from agentrl.algorithms.engines.vllm.serving import CLOSE, HOLD, OPEN, LostError, ServedModel
 from agentrl.errors import PolicyError
 from agentrl.http_server import listen, read_body
 from agentrl.types import POLICY, Json
@@ -230,6 +230,9 @@ class VllmFleet:
         """A server that does not answer is removed; the others' responses count."""
         if path == HOLD:
             await self._requests.hold()
+            return []
+        if path == CLOSE:
+            self._requests.close()
             return []
         if path.startswith(f"{OPEN}?"):
             if self._busy:

@@ -2,9 +2,10 @@
 
 Owns a folder with what servers read, and the method by which new weights reach them (see
 `weight_sync`). Always true: weights change only while requests are held in front of vLLM, so every
-answer comes from the one version it names and no version changes within a call; after a publish
-that failed, requests stay held. A server that ends is restarted with the newest published weights
-under the same URL, and calls that were in flight fail as on a lost connection.
+answer comes from the one version it names; or, `in_flight`, while vLLM is paused between two steps:
+calls that run go on with keys of the new weights, and name the version they began with. After a
+publish that failed, requests stay held. A server that ends is restarted with the newest published
+weights under the same URL, and calls that were in flight fail as on a lost connection.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from agentrl.algorithms.engines.vllm import weight_sync
 from agentrl.algorithms.engines.vllm.client import VllmClient
 from agentrl.algorithms.engines.vllm.serving import (
+    CLOSE,
     HOLD,
     OPEN,
     LostError,
@@ -35,6 +37,8 @@ from agentrl.types import POLICY
 log = logging.getLogger(__name__)
 RESTARTS = 3  # between two publishes, before the server has failed for good
 COMPLETIONS = "/v1/completions"
+# vLLM says that it ignores clear_cache here, and does not: running calls compute their keys again.
+PAUSE, RESUME = "/pause?mode=keep&clear_cache=true", "/resume"
 GRACE = 15.0  # seconds after a failed request until a server that died of it must have ended
 
 
@@ -50,12 +54,15 @@ class VllmServer:
         method: str = "auto",
         timeout: float = 60.0,
         tolerance: float = 1e-3,
+        in_flight: bool = False,
     ) -> None:
         """folder: for the files that servers read, used by this server alone; servers that somebody
         else started must find it under the same path. method: see `weight_sync`. timeout:
         seconds for calls in flight to end before an update, and for vLLM to take the update.
-        tolerance: of the log-probs that are compared after each publish."""
+        tolerance: of the log-probs that are compared after each publish. in_flight: outside
+        `updating` a publish pauses calls, and does not wait for them to end."""
         self.model = POLICY
+        self.in_flight = in_flight
         self.base_url = ""
         self.seconds: dict[str, float] = {}  # that each part of the newest publish took
         self._learned, self._host, self._method = learned, host, method
@@ -98,8 +105,13 @@ class VllmServer:
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
+        async with self._changed_after(self._hold):
+            yield
+
+    @asynccontextmanager
+    async def _changed_after(self, stop: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
         async with self._changing:
-            await self._retry_after_restart(self._hold)
+            await self._retry_after_restart(stop)
             self._held = True
             try:
                 yield
@@ -118,7 +130,7 @@ class VllmServer:
             served = ", ".join(map(repr, self._serving.versions))
             raise PolicyError(f"vLLM serves the policy {served}, and not {policy!r}")
         if not self._held:
-            async with self.updating():
+            async with self._changed_after(self._pause if self.in_flight else self._hold):
                 await self.publish(version, policy)
             return
         assert self._sync is not None, "start() comes first"
@@ -195,6 +207,11 @@ class VllmServer:
             alone=self._host.gpus == 1,
         )
         method, why = weight_sync.choose_sync(self._method, capabilities)
+        if self.in_flight and method == "adapter":
+            raise PolicyError(
+                "algorithm.overlap = 'in_flight': vLLM changes adapters while no call runs; set it "
+                "to 'drained', or engine.kind = 'embedded'"
+            )
         if method != "adapter" and len(adapters) > 1:
             raise PolicyError(
                 f"vLLM can serve one of the policies {', '.join(adapters)}, not all, because "
@@ -217,6 +234,11 @@ class VllmServer:
         with self._timed("hold"):
             await self._control.post(HOLD)
 
+    async def _pause(self) -> None:
+        with self._timed("hold"):
+            await self._control.post(CLOSE)
+            await self._control.post(PAUSE)
+
     async def _open(self) -> None:
         await self._control.post(f"{OPEN}?{self._serving.query()}")
 
@@ -230,6 +252,8 @@ class VllmServer:
             resets = await servers.post("/reset_prefix_cache")
         if not all(reset["success"] for reset in resets):
             raise PolicyError("vLLM did not give up its prefix cache after a weight update")
+        if self.in_flight:
+            await servers.post(RESUME)
 
     async def _load(self, policy: str) -> None:
         """Send the newest weights and compare log-probs with the learner's."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from agentrl.types import POLICY, Json
 
 BASE = "base"  # name in requests of the model that a child's adapters are applied to
-HOLD, OPEN = "/agentrl/hold", "/agentrl/open"
+HOLD, CLOSE, OPEN = "/agentrl/hold", "/agentrl/close", "/agentrl/open"
 MEMORY = "agentrl"  # vLLM's name of the weight-transfer engine in `worker_extension`
 
 
@@ -84,8 +84,9 @@ class VllmHost(Protocol):
         self, method: str, path: str, body: Json = None, server: str = ""
     ) -> list[tuple[int, bytes]]:
         """Send a control request to all servers that have the newest weights, or to one server.
-        Returns status and body of each response. HOLD is answered once no call is in flight; from
-        then on new calls wait, until OPEN?VERSIONS. Raises LostError where no server answers."""
+        Returns status and body of each response. HOLD is answered once no call is in flight, CLOSE
+        at once; from then on new calls wait, until OPEN?VERSIONS. Raises LostError where no server
+        answers."""
         ...
 
     async def ended(self) -> object:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.learners.auxiliary import CRITIC, REFERENCE
-from agentrl.algorithms.learners.base import PolicyWeights, Psi, Scored, StepReport, critic_metrics
+from agentrl.algorithms.learners.base import (
+    PolicyWeights,
+    Psi,
+    Scored,
+    StepReport,
+    critic_metrics,
+    fixed_psi,
+)
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_state
 from agentrl.algorithms.learners.verl.group import VerlWorkers
 from agentrl.algorithms.learners.verl.settings import VerlSettings, check_installed
@@ -128,6 +136,8 @@ class VerlLearner(PolicyWeights):
             raise PolicyError("the verl learner gives no gradient of the entropy (supply e)")
         if not batch.n_tokens:
             return StepReport(logprobs=torch.empty(0))
+        if len(batch.row_unit):  # a unit may be on several ranks
+            psi = partial(fixed_psi, psi(self.logprobs(batch), torch.arange(batch.n_tokens)))
         shards, every = self._shards(batch), self.workers.ranks
         sent_psi, sent_terms = self.workers.sent(psi), self.workers.sent(critic)
         reports = self.workers.each(

@@ -1,5 +1,5 @@
 """Credit of single calls without a critic: by the state they were made in (GiGPO, HGPO, values of
-peers), in hindsight (HCAPO), by subgoals (HiPER)."""
+peers, batch TD), in hindsight (HCAPO), by subgoals (HiPER)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, column, weighted_sum
+from agentrl.algorithms.credit.shrinkage import mean_by, reliability, variance_components
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Unit, key, next_same, previous, reduce_by, scan, units
@@ -110,6 +111,68 @@ def peers(reward: str, *, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
     same_turn = PeerValues(reward, gamma, by=("group", "turn"))
     gae = turns.StepGae(PeerValues(reward, gamma), reward, gamma, lam, same_turn)
     return Algo(GroupRelative(gae, base="none"))
+
+
+def histories(batch: Batch) -> Tensor:
+    """[S] ids of all that a rollout saw and did up to the state of a call; equal within a group
+    alone."""
+    state = units(batch, "transition", "group", "role", "state")
+    action, turn = ids.of_calls(batch, "action"), batch.transition_turn
+    before, found = previous(next_same(batch.transition_rollout)), state.clone()
+    for number in range(1, int(turn.max()) + 1):
+        now = (turn == number).nonzero().squeeze(1)
+        past = before[now]
+        found[now] = number * len(turn) + key(found[past], action[past], state[now])
+    return found
+
+
+@column("transition")
+def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) -> Tensor:
+    """[S] what a call received plus the value of the state it led to, less what other rollouts had
+    of the same state: see "Batch TD" in CREDIT.md.
+
+    The value of a state is the mean of the same sum over the group's calls in this state (batch
+    TD(0): Sutton and Barto, Reinforcement Learning, 2018, 6.3), drawn to the mean return of the
+    calls with the same history as far as histories are seen to matter; the baseline is that of
+    others in the state, drawn to others of the turn as far as states do not differ."""
+    returns = turns.Returns(reward, gamma)(batch)
+    known = (~returns.isnan()).nonzero().squeeze(1)
+    advantage = torch.full_like(returns, torch.nan)
+    if not known.numel():
+        return advantage
+    x, rollout = returns[known], batch.transition_rollout[known]
+    group, turn, state = (
+        units(batch, "transition", "group", *more)[known]
+        for more in ((), ("role", "turn"), ("role", "state"))
+    )
+    past, following = key(histories(batch)[known]), next_same(rollout)
+    within, between = variance_components(x, state, past)
+    after, count = mean_by(x, past)
+    # Noise averages out over the groups of the batch, a wrong value does not.
+    trust = reliability(count, within, between * len(batch.groups))
+    received = turns.call_rewards(batch, reward)[known].nan_to_num(nan=0.0)
+    mean = mean_by(x, state)[0]
+    for _ in range(int(batch.transition_turn.max()) + 1):
+        value = mean + trust * (after - mean)
+        x = received + gamma * torch.where(following >= 0, value[following], 0.0)
+        mean = mean_by(x, state)[0]
+    # Sums of other turns may hold what this call led to, so only returns stand in for its own turn.
+    base, others = mean_by(returns[known], group, rollout)
+    same, count = mean_by(x, turn, rollout)
+    base = torch.where(count > 0, same, base)
+    same, count = mean_by(x, state, rollout)
+    base += reliability(count, *variance_components(x, turn, state)) * (same - base)
+    advantage[known] = torch.where(others > 0, x - base, 0.0)
+    return advantage
+
+
+@registry.as_modifier("batch-td", prefix="batch_td_")
+@preset("batch-td", clip=PPO_CLIP, kl=True)
+def batch_td(reward: str, *, gamma: Discount = 1.0) -> Algo:
+    """Calls compared by what they received and the value of the state they led to, which is learned
+    from the group alone by batch TD; where states do not show what was done before, by returns.
+    States as in arXiv 2505.10978."""
+    return Algo(GroupRelative(BatchTd(reward, gamma), base="none"))
 
 
 @column("transition")

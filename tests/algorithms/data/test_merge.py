@@ -62,6 +62,18 @@ def shape(rows: list[TokenRow]) -> list[tuple[list[int], list[int], list[int]]]:
     return [(r.tokens.tolist(), r.actions.tolist(), r.transition.tolist()) for r in rows]
 
 
+def test_every_token_has_the_version_that_sampled_it() -> None:
+    calls = [
+        call([1], [2, 3, 4], version=7, spans=[(0, 7), (1, 8)]),
+        call([9], [5], version=6),
+        call([1, 2, 3, 4, 5], [6], version=8),
+        call([8], [5, 5]),
+    ]
+    batch = build_batch([group(rollout(calls))])
+    assert batch.token_version.tolist() == [7, 8, 8, 8, 6, -1, -1]
+    assert build_batch([]).token_version.numel() == 0
+
+
 # Few distinct tokens, so that prefixes also coincide by chance.
 tokens = st.lists(st.integers(0, 1), max_size=3)
 

@@ -16,6 +16,7 @@ from agentrl.algorithms.data.rewards import check_rewards, last_observation, spl
 from agentrl.errors import TrainingError
 from agentrl.types import (
     Group,
+    Json,
     Reward,
     Rollout,
     RolloutState,
@@ -151,6 +152,19 @@ def test_the_state_of_a_call_is_what_the_agent_saw_last() -> None:
     assert batch.transition_state.tolist() == [0, 1, 1, 2]
     keyed = build_batch(step(rollout(0, [first, after, silent])), state=lambda call: call.role)
     assert keyed.transition_state.tolist() == [0, 0, 0]
+
+
+def test_the_action_of_a_call_is_its_tools_or_else_its_text() -> None:
+    def asked(id: str, city: str, content: str | None) -> dict[str, Json]:
+        function: Json = {"name": "weather", "arguments": city}
+        return {"content": content, "tool_calls": [{"id": id, "function": function}]}
+
+    one, two = asked("x1", "Rome", "let me see"), asked("y2", "Rome", None)
+    three = asked("x1", "Oslo", "let me see")
+    said = {"content": "let me see"}
+    calls = [call("abcdef"[n], answer=m) for n, m in enumerate((one, two, three, said, said, None))]
+    batch = build_batch(step(rollout(0, calls)))
+    assert batch.transition_action.tolist() == [0, 0, 1, 2, 2, 3]
 
 
 def test_a_comparison_that_the_batch_cannot_make_is_refused() -> None:

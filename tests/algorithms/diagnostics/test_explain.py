@@ -77,6 +77,17 @@ def group() -> Group:
     return Group(id="g", run="r", step=4, rollouts=rollouts)
 
 
+def test_the_versions_of_a_call_are_told() -> None:
+    algo, (first, second) = make("grpo", {}), group().rollouts
+    (early, late) = first.transitions
+    late = msgspec.structs.replace(late, version=7, spans=[(0, 7), (1, 8)])
+    first = msgspec.structs.replace(first, transitions=[early, late])
+    groups = [msgspec.structs.replace(group(), rollouts=[first, second])]
+    lines = report(explain(algo, groups), "a", groups, tokens=False)
+    found = [line for line in lines if line.startswith("call")]
+    assert found == ["call a/0, agent, 2 tokens", "call a/1, agent, 2 tokens by v7→v8@1"]
+
+
 def nothing(batch: Batch) -> Tensor:
     """A credit function of the user's."""
     return torch.zeros(batch.n_tokens)
@@ -263,7 +274,7 @@ class Run:
             StepCommit(
                 run="r", epoch=1, step=step, groups=[group.id for group in groups], versions={},
                 checkpoint="c", metrics=metrics, credits=recorder.stored() if recorder else [],
-                judgements=self.updater.preprocessor.judgements,
+                rewards=self.updater.preprocessor.step_rewards,
             )
         )  # fmt: skip
 

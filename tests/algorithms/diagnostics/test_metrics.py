@@ -367,3 +367,19 @@ def test_throughput() -> None:
     }
     assert throughput(metrics) == {"throughput/update": 5, "throughput/step": 20}
     assert throughput({"time/update": 0.0}) == {}
+
+
+def test_agreement_is_the_share_of_pairs_that_a_model_orders_as_the_outcome_does() -> None:
+    def row(id: str, outcome: float, guess: float, source: str = "model:rm") -> Rollout:
+        rewards = [Reward(value=outcome), Reward(value=guess, name="rm", source=source)]
+        return factories.rollout(id, rewards=rewards)
+
+    rows = [row("a", 1, 0.9), row("b", 0, 0.9), row("c", 0.5, 0.1), row("d", 0.5, 3.0)]
+    found = group_metrics([Group(id="g", run="r", step=0, rollouts=rows)])
+    # a>b tie, a>c right, a>d wrong, c>b wrong, d>b right
+    assert found["reward/rm/agreement"] == (0.5 + 1 + 0 + 0 + 1) / 5
+    own = [row("a", 1, 0, "verifier"), row("b", 0, 1, "verifier")]
+    assert not any(
+        "agreement" in name
+        for name in group_metrics([Group(id="g", run="r", step=0, rollouts=own)])
+    )

@@ -47,6 +47,10 @@ class FakeVllm:
         if request.path.startswith("/v1/") and not allowed:
             return web.Response(status=401)
         match request.path:
+            case "/pause" | "/resume":
+                await self.hang.wait()
+                self.updates.append(request.path_qs)
+                return web.json_response({})
             case "/health":
                 return web.Response(status=200 if self.well else 503)
             case "/version":

@@ -207,7 +207,7 @@ def test_new_weights_are_not_answered_from_the_old_cache(desk: Callable[..., Des
     with torch.no_grad():
         for parameter in trained.model.parameters():
             parameter.mul_(1.1)
-    trained.engine.forget()
+    trained.engine.swap()
     update = trained.run(prompt, max_tokens=8)
     expected = reference(trained.model, prompt, update, 1.0)
     np.testing.assert_allclose(update.logprobs, expected, atol=1e-4)

@@ -89,7 +89,7 @@ def test_a_prefix_is_shared_within_a_policy_and_forgotten_with_its_weights(base:
 
     assert [fed(0), fed(1), fed(2)] == [50, 50, 50]
     assert [fed(0), fed(1), fed(2)] == [1, 1, 1]
-    desk.engine.forget(1)
+    desk.engine.swap(1)
     assert [fed(0), fed(1), fed(2)] == [1, 50, 1]
     desk.engine.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,48 @@ async def test_a_whole_model_has_no_policies_beside_it(server: VllmServer) -> No
         await server.add("other", 1)
     with pytest.raises(PolicyError, match="serves the policy 'base', and not 'other'"):
         await server.publish(1, "other")
+
+
+async def test_calls_stand_still_while_weights_change_in_flight(
+    theirs: list[FakeVllm], server: VllmServer
+) -> None:
+    server.in_flight = True
+    for each in theirs:
+        each.answer.clear()
+        each.updates.clear()
+    calls = [asyncio.create_task(version(server)) for _ in range(2)]
+    await until(lambda: all(each.calls for each in theirs))
+    await server.publish(1)  # though they have not ended
+    pause = "/pause?mode=keep&clear_cache=true"
+    assert theirs[0].updates == theirs[1].updates == [pause, "reload_weights", "/resume"]
+    assert not any(call.done() for call in calls)
+    later = asyncio.create_task(version(server))
+    for each in theirs:
+        each.answer.set()
+    assert await asyncio.gather(*calls, later) == ["0", "0", "1"]
+
+
+async def test_one_that_dies_before_it_goes_on_is_given_the_weights_and_goes_on_when_it_returns(
+    theirs: list[FakeVllm], server: VllmServer
+) -> None:
+    server.in_flight = True
+    host = server._host
+    assert isinstance(host, VllmFleet)
+    host._timeout = 1.0
+    theirs[0].updates.clear()
+    theirs[1].hang.clear()  # it has paused, and takes nothing more
+    await server.publish(1)
+    assert await version(server) == "1"
+    assert host.servers == (theirs[0].url,)
+    theirs[1].updates.clear()
+    theirs[1].hang.set()
+    await until(lambda: len(host.servers) == 2)
+    assert theirs[1].updates[-2:] == ["reload_weights", "/resume"]
+
+
+async def test_adapters_do_not_change_in_flight(theirs: list[FakeVllm], tmp_path: Path) -> None:
+    learned = replace(LEARNED, adapters=["a"], save_base=Path.mkdir, rank=1)
+    fleet = VllmFleet([theirs[0].url], adapters=True)
+    refused = VllmServer(learned, fleet, folder=tmp_path / "adapters", in_flight=True)
+    with pytest.raises(PolicyError, match="vLLM changes adapters while no call runs"):
+        await refused.start()

@@ -5,7 +5,7 @@ import torch
 
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
-from agentrl.algorithms.model.tiny import imitate, rows_of
+from agentrl.algorithms.model.tiny import imitate, rows_of, word_tokenizer
 from agentrl.errors import TrainingError
 
 TEMPLATE = """\
@@ -36,6 +36,15 @@ def test_actions_are_exactly_what_the_assistant_wrote(tiny_model_dir: Path) -> N
         word = conversation[1]["content"]
         assert text == f"{word}<|im_end|>{word}<|im_end|>"
         assert (row.temperature == 1).all()
+
+
+def test_an_answer_may_begin_with_a_space() -> None:
+    tokenizer = word_tokenizer(["a", "b"])
+    (row,) = rows_of(
+        tokenizer,
+        [[{"role": "user", "content": "a"}, {"role": "assistant", "content": " b a "}] * 2],
+    )
+    assert tokenizer.decode(row.tokens[row.actions]) == "b a <end> b a <end>"
 
 
 def test_a_template_without_generation_is_refused(tiny_model_dir: Path) -> None:

@@ -24,6 +24,7 @@ from agentrl.algorithms.presets.catalogue import make, modifiers, presets
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.credit.test_baselines import CASES as MEMORY_CASES
 from tests.algorithms.multiagent.test_critics import CASES as CRITIC_CASES
+from tests.algorithms.objective.test_sides import PUBLISHED as SIDE_CASES
 from tests.algorithms.objective.test_symbols import CASES as SYMBOL_CASES
 from tests.algorithms.presets.test_turns import CASES as AGENT_CASES
 
@@ -123,6 +124,16 @@ def centred(data: Padded, reward: list[float] | None = None) -> dict[int, float]
         for group in members(data, reward)
         for u, r in group
     }
+
+
+def imitated(least: float, best: int = 12) -> Callable[[Padded], dict[int, float]]:
+    """1 for the `best` best rollouts of each group whose reward is at least `least`."""
+
+    def advantage(data: Padded) -> dict[int, float]:
+        ranked = (sorted(group, key=lambda row: -row[1])[:best] for group in members(data))
+        return {u: 1.0 for group in ranked for u, r in group if r >= least}
+
+    return advantage
 
 
 def zscore(data: Padded, reward: list[float] | None = None) -> dict[int, float]:
@@ -414,6 +425,9 @@ CASES: dict[str, tuple[Any, Surrogate, Any, dict[str, Any]]] = {
     "rloo": (leave_one_out, plain, row_sums, {}),
     "opo": (length_weighted, plain, tokens, {}),
     "gpg": (gpg, plain, tokens, {}),
+    "sft": (lambda data: dict.fromkeys(range(12), 1.0), plain, tokens, {}),
+    "rft": (imitated(1.0), plain, tokens, {}),
+    "rft best": (imitated(0.2, 2), plain, tokens, {"least": 0.2, "best": 2}),
     "grpo": (zscore, PPO, row_means, {}),
     "grpo mean-only": (centred, PPO, row_means, {"std": False}),
     "grpo dual": (zscore, clip(0.2, 0.3, 1.5), row_means, {"clip_high": 0.3, "clip_dual": 1.5}),
@@ -508,7 +522,7 @@ def published(case: str, data: Padded) -> Tensor:
 
 
 def test_every_preset_and_modifier_has_a_case() -> None:
-    cases = [*CASES, *AGENT_CASES, *MEMORY_CASES, *SYMBOL_CASES, *CRITIC_CASES]
+    cases = [*CASES, *SIDE_CASES, *AGENT_CASES, *MEMORY_CASES, *SYMBOL_CASES, *CRITIC_CASES]
     names = {case.split()[0] for case in cases}
     assert presets.keys() == {name for name in names if name in presets}
     assert all(any(f"+{modifier}+" in f"{name}+" for name in names) for modifier in modifiers)
@@ -576,8 +590,9 @@ def test_every_preset_builds_with_its_defaults_and_says_where_it_is_from() -> No
         said = str(function.__doc__)
         assert any(source in said for source in ("arXiv", "OpenReview", "Williams"))
     for name in modifiers:
+        host = "dpo" if name == "nll" else "grpo"
         options = needed.get(name, {})
-        assert make(f"grpo+{name}", options, streams=streams).name == f"grpo+{name}"
+        assert make(f"{host}+{name}", options, streams=streams).name == f"{host}+{name}"
 
 
 def test_options_of_presets_and_modifiers_never_share_a_name() -> None:

@@ -14,8 +14,10 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.errors import ConfigError
+from tests.algorithms.limits import binary
 from tests.algorithms.naive import (
     compare,
+    naive_batch_td,
     naive_bi_level,
     naive_gae,
     naive_hindsight,
@@ -379,6 +381,13 @@ CASES: dict[str, Case] = {
         tokens(lambda plays: naive_peers(plays, "p", 0.9, 0.8)), "token", "rows",
         {"reward": "transition:p", "gamma": 0.9, "lam": 0.8},
     ),
+    "batch-td": (
+        tokens(lambda plays: naive_batch_td(plays, "p", 0.9)), "token", "rows",
+        {"reward": "transition:p", "gamma": 0.9},
+    ),
+    "gspo+batch-td": (
+        tokens(lambda plays: naive_batch_td(plays, "outcome", 1.0)), "row", "rows", {}
+    ),
     "gspo+peers": (
         tokens(lambda plays: naive_peers(plays, "outcome", 0.95, 0.5)), "row", "rows", {}
     ),
@@ -433,6 +442,22 @@ CASES: dict[str, Case] = {
         "token", "rows", {"only_roles": ["critic"], "length": 1},
     ),
 }  # fmt: skip
+
+
+def test_batch_td_is_unbiased_where_states_show_what_matters() -> None:
+    """All groups of three rollouts; how often the action was 1 decides, and is seen."""
+    names = ["rloo", "batch-td"]
+    exact, ours = binary(
+        names, lambda path: float(sum(path) >= 2), lambda path: (len(path), sum(path)), 3, 3
+    )
+    assert torch.allclose(ours.mean(0), exact.mean(0), atol=1e-12)
+    assert ours.var(0).sum() < 0.85 * exact.var(0).sum()
+
+
+def test_batch_td_is_no_worse_than_broadcast_where_states_show_nothing() -> None:
+    exact, ours = binary(["rloo", "batch-td"], lambda path: float(sum(path) >= 2), len, 3, 3)
+    assert torch.allclose(ours.mean(0), exact.mean(0), atol=1e-3)
+    assert ours.var(0).sum() <= exact.var(0).sum()
 
 
 def sample(seed: int) -> tuple[Plays, Batch]:

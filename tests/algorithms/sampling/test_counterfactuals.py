@@ -211,8 +211,8 @@ def test_nobody_learns_from_a_replay() -> None:
     group = Group(id="g", run="run", step=3, rollouts=[*rows, *ended])
     preprocessor = Preprocessor((RoleRewards(coalition_formula(config), "policy"),))
     (whole,), _ = preprocessor.process([group])
-    assert {made.rollout for made in preprocessor.judgements} == {"a", "b"}
-    assert len(preprocessor.judgements) == 6
+    assert {made.rollout for made in preprocessor.step_rewards} == {"a", "b"}
+    assert len(preprocessor.step_rewards) == 6
     algo = make("difference", {})
     batch = build_batch([whole], reward_names=algo.rewards)
     assert batch.rollouts == ["a", "b"]

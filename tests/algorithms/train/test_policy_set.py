@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.metrics import merge_policies
+from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train import serving as module
 from agentrl.algorithms.train.build import (
@@ -29,7 +30,7 @@ from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig, resolve
 from agentrl.config import policies as team
 from agentrl.errors import ConfigError, PolicyError
-from agentrl.types import Group, Judgement, Reward
+from agentrl.types import Group, Reward, StepReward
 from tests.algorithms.train.test_update import Recorder, group
 
 TWO = {
@@ -141,8 +142,8 @@ def test_a_policy_whose_turn_it_is_not_changes_in_nothing() -> None:
     assert whole.versions(3) == {"planner": 2, "solver": 1}
     assert {row.policy for row in whole.credits(2)} == {"planner"}
     for name, updater in whole.updaters.items():  # the solver's are of an earlier step
-        updater.preprocessor.judgements[:] = [Judgement(rollout=name, reward=Reward(value=1.0))]
-    assert [row.rollout for row in whole.judgements(2)] == ["planner"]
+        updater.preprocessor.step_rewards[:] = [StepReward(rollout=name, reward=Reward(value=1.0))]
+    assert [row.rollout for row in whole.step_rewards(2)] == ["planner"]
 
 
 def test_a_policy_with_nothing_to_learn_is_skipped_and_counted_alone() -> None:
@@ -295,6 +296,22 @@ async def test_only_what_has_learned_is_published(
     for versions in ((0, 0), (1, 0), (1, 0), (1, 1)):
         await serving.publish(dict(zip(TWO, versions, strict=True)))
     assert published == [("planner", 1), ("solver", 1)]
+
+
+def test_weights_change_in_flight_only_where_the_server_can(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = config(TWO, tiny_model_dir, output=str(tmp_path))
+    settings = replace(made.algorithm, overlap="in_flight", max_staleness=1.0)
+    made = replace(made, algorithm=settings)
+    models = load_policies(made)
+    served = PolicyServers(made, models)._servers["planner"]
+    assert isinstance(served, EmbeddedServer)
+    assert served.in_flight
+    assert served._copy[0] is not models[0].model
+    monkeypatch.setattr(module, "policy_server", lambda *given: object())
+    with pytest.raises(ConfigError, match="'embedded' cannot change weights while calls run"):
+        PolicyServers(made, models)
 
 
 async def test_every_policy_is_served_by_name_with_its_own_version(

@@ -127,6 +127,17 @@ def updater(learner: Recorder, seed: int = 0, **settings: object) -> Updater:
     return Updater(config, catalogue.make("grpo", {}), learner)
 
 
+def test_pairs_of_each_group_are_what_a_loss_of_pairs_learns_from() -> None:
+    learner = Recorder()
+    algo = catalogue.make("simpo", {"how": "all"})
+    made = dataclasses.replace(updater(learner, min_group=2), algo=algo)
+    groups = [group("a", 1.0, 0.0, 0.5), group("b", 0.5, 0.5), group("c", 1.0)]
+    metrics = made.update(0, groups)
+    assert (metrics["preferences/pairs"], metrics["preferences/ties"]) == (3, 1)
+    assert learner.coefficients[0].sign().tolist() == [1, 1, -1, -1, 0, 0, 0, 0, 0, 0]
+    assert made.update(1, groups[1:])["update/skipped"] == 1
+
+
 def test_one_step_pushes_the_better_rollouts() -> None:
     learner = Recorder()
     metrics = updater(learner).update(0, [group("a", 1.0, 0.0), group("b", 0.0, 1.0)])

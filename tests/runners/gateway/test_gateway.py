@@ -72,6 +72,30 @@ async def test_a_call_is_captured_and_looks_like_openai(bench: Any, active: Any,
     assert "authorization" not in bench.model.headers[0]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("reported", "version", "stored"),
+    [([[0, 7], [4, 9]], 7, [(0, 7), (4, 9)]), ([[0, 8]], 8, [])],  # began after the header was sent
+)
+async def test_versions_of_a_call_are_stored_and_not_shown_to_the_agent(
+    bench: Any, active: Any, http: Any, stream: bool, reported: Any, version: int, stored: Any
+) -> None:
+    bench.model.spans = reported
+    answer = await ask(http, active, stream=stream)
+    assert "agentrl" not in answer.text
+    (row,) = await rows(bench, active)
+    assert (row.version, row.spans) == (version, stored)
+
+
+async def test_versions_of_unknown_tokens_are_that_of_the_first(
+    bench: Any, active: Any, http: Any
+) -> None:
+    bench.model.spans, bench.model.knows_tokens = [[0, 7], [4, 9]], False
+    await ask(http, active)
+    (row,) = await rows(bench, active)
+    assert (row.version, row.spans, row.exact) == (7, [], False)
+
+
 @pytest.mark.parametrize("tools", [False, True])
 async def test_streaming_with_the_openai_sdk(
     bench: Any, active: Any, sdk: Any, tools: bool

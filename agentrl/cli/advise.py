@@ -1,0 +1,104 @@
+"""`agentrl algorithms --for`: presets that fit a run, by its settings and its rollouts in the
+store, with results of the learning benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+from agentrl.algorithms.credit.shrinkage import mean_by
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import known_mean, units
+from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.data.rewards import reward_reference
+from agentrl.algorithms.presets import catalogue
+from agentrl.config import RunConfig
+from agentrl.config import policies as team
+from agentrl.store import open_store
+from agentrl.types import Group, Purpose
+
+RESULTS = Path(str(catalogue.__file__)).with_name("learning.json")
+GROUPS = 16  # the last ones, which are looked at
+RECURS = 0.2  # share of repeated states from which on they are compared
+AGREES = 0.3  # correlation with the outcome from which on a process reward needs no gate
+
+
+async def advise(config: RunConfig) -> list[str]:
+    """Lines to print. Raises StoreError where the run has no store yet."""
+    groups = list[Group]()
+    async with open_store(config.store, create=False, readonly=True) as store:
+        for row in await store.groups(config.name, purpose=Purpose.TRAIN, limit=GROUPS):
+            traces = [trace for id in row.rollouts if (trace := await store.trace(id))]
+            members = [
+                msgspec.structs.replace(one.rollout, transitions=one.transitions) for one in traces
+            ]
+            groups.append(Group(id=row.id, run=config.name, step=row.step, rollouts=members))
+    names = {reward_reference(row) for g in groups for one in g.rollouts for row in one.rewards}
+    lines = []
+    for policy in team.trained_policies(config):
+        batch = build_batch(groups, reward_names=sorted(names), policy=policy)
+        calls, repeated = len(batch.transitions) / max(len(batch.rollouts), 1), repeats(batch)
+        lines.append(
+            f"{policy}: {len(batch.rollouts)} rollouts, {calls:.1f} calls each, "
+            f"{repeated:.0%} of later states repeated, {len(batch.roles)} roles"
+        )
+        for preset, why in advice(config, batch, calls, repeated):
+            lines += [f"  {preset:<9} {why}", *measured(preset)]
+    return lines
+
+
+def repeats(batch: Batch) -> float:
+    """Share of calls, without first ones, in a state that another rollout of the group was in."""
+    state, later = units(batch, "transition", "group", "state"), batch.transition_turn > 0
+    others = mean_by(torch.zeros(len(state)), state, batch.transition_rollout)[1]
+    return float((others > 0)[later].double().mean()) if later.any() else 0.0
+
+
+def agreement(batch: Batch, reward: str) -> float:
+    """Correlation of the mean of a reward of calls over a rollout with the outcome, within groups;
+    NaN where one of them does not differ."""
+    x = known_mean(batch.rewards[reward], batch.transition_rollout, len(batch.rollouts))
+    y = batch.rewards.get("outcome", torch.full_like(x, torch.nan))
+    both = ~(x + y).isnan()
+    group = batch.rollout_group[both]
+    x, y = (z[both] - known_mean(z[both], group)[group] for z in (x, y))
+    return float((x * y).sum() / ((x * x).sum() * (y * y).sum()).sqrt())
+
+
+def advice(
+    config: RunConfig, batch: Batch, calls: float, repeated: float
+) -> Iterator[tuple[str, str]]:
+    """Presets with reasons."""
+    for name in batch.rewards:
+        if name.startswith("transition:"):
+            with_outcome = agreement(batch, name)
+            said = f"{name}, whose correlation with the outcome is {with_outcome:+.2f}"
+            if with_outcome < 0:
+                yield "warning", f"learning from {said}, would mislead: mend it first"
+            else:
+                gate = "" if with_outcome >= AGREES else " with gate = 'agree'"
+                yield "streams", f"mixes in {said}{gate}"
+    if len(batch.roles) > 1:
+        yield "dr-mas", "compares the calls of a role with each other"
+    if calls > 1 and repeated >= RECURS:
+        yield "batch-td", "compares calls by the states that they led to"
+    if config.critic.model:
+        yield "turn-ppo", "values states by the run's critic"
+    if config.algorithm.branching.kind != "none":
+        yield "vineppo", "values calls by the run's branches"
+    yield "grpo", "copies the outcome to all calls; needs nothing"
+
+
+def measured(preset: str) -> Iterator[str]:
+    """What the benchmark found, by task."""
+    for task, rows in msgspec.json.decode(RESULTS.read_bytes()).items():
+        for row in rows.values():
+            if row["preset"] == preset and row["ratio"]:
+                one, low, high = ("never" if x is None else f"{x:.2f}" for x in row["ratio"])
+                yield (
+                    f"    {task}: {one} ({low} to {high}) of the rollouts to the level of "
+                    f"broadcast, {row['seeds']} seeds"
+                )

@@ -1,0 +1,81 @@
+"""`agentrl plan`: how far a run should sample ahead, predicted from what its parts take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agentrl.config import load
+from agentrl.errors import ConfigError
+from agentrl.simulation import Simulation, Workload
+
+SIZES = {
+    "calls": (1.0, "Model calls of a rollout."),
+    "tokens": (None, "Tokens of a call's answer, mean."),
+    "token-sigma": (0.0, "Sigma of their lognormal distribution."),
+    "tool": (0.0, "Seconds of a tool between two calls, mean."),
+    "tool-sigma": (0.0, "Sigma of their lognormal distribution."),
+    "decode": (None, "Seconds of one decode step of an engine."),
+    "per-call": (0.0, "Seconds that each call adds to it."),
+    "prompt": (0.0, "Seconds to read what is new in a call's prompt."),
+    "update": (None, "Seconds of the learner for a step."),
+    "publish": (0.0, "Seconds to send new weights to the engines."),
+}
+
+
+def _sizes(command: Any) -> Any:
+    for name, (default, about) in reversed(SIZES.items()):
+        given: dict[str, Any] = {"required": True} if default is None else {"default": default}
+        number = click.FloatRange(min=0)
+        command = click.option(f"--{name}", type=number, help=about, **given)(command)
+    return command
+
+
+@click.command()
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@_sizes
+@click.option("--engines", type=click.IntRange(min=1), default=1, help="vLLM servers.")
+@click.option("--ahead", default="0.5,1,2,4,8", show_default=True, help="Values of max_staleness.")
+def plan(
+    run_file: Path, overrides: tuple[str, ...], engines: int, ahead: str, **sizes: float
+) -> None:
+    """Predict how long a step of RUN_FILE takes by algorithm.max_staleness and overlap.
+
+    Simulates rollouts, engines and learner from what each takes; nothing is run."""
+    config = load(run_file, overrides)
+    algorithm, slots = config.algorithm, config.runner.processes * config.runner.concurrency
+    for key in ("close_at", "group_deadline"):
+        if getattr(algorithm, key) is not None:
+            raise ConfigError(f"algorithm.{key} is not simulated; leave it out: {key}=null")
+    work = Workload(
+        groups=algorithm.groups,
+        group_size=algorithm.group_size,
+        ready=algorithm.order == "ready",
+        slots=slots or algorithm.groups * algorithm.group_size,
+        engines=engines,
+        **sizes,
+    )
+    settings = [(0.0, "none")]
+    settings += [(float(k), way) for k in ahead.split(",") for way in ("drained", "in_flight")]
+    found = [
+        (k, way, Simulation(work, k, in_flight=way == "in_flight").run()) for k, way in settings
+    ]
+    click.echo("max_staleness  overlap    s/step  speed-up  sampler idle  learner idle  max lag")
+    first = found[0][2].seconds
+    for k, way, each in found:
+        click.echo(
+            f"{k:<13g}  {way:<9}  {each.seconds:>6.4g}  {first / each.seconds:>7.2f}x  "
+            f"{each.sampler_idle:>12.0%}  {each.learner_idle:>12.0%}  {each.max_lag:>7}"
+        )
+    fastest = min(each.seconds for *_, each in found)
+    k, way, best = next(row for row in found if row[2].seconds <= 1.05 * fastest)
+    idle, more = "learner", "engines"
+    if best.sampler_idle > best.learner_idle:
+        idle, more = "sampler", "learner GPUs, or fewer engines"
+    click.echo(
+        f"Best: max_staleness = {k:g}, overlap = {way!r}: the least that is within 5 % of the "
+        f"fastest. There the {idle} is idle more; {more} would use that."
+    )

@@ -1,0 +1,95 @@
+"""`agentrl rm`: reward models from pairs and labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from agentrl.config import RunConfig, load
+from agentrl.errors import ConfigError
+from agentrl.store import open_store
+from agentrl.threads import run_blocking
+
+run_file = click.argument("run_file", type=click.Path(path_type=Path))
+overrides = click.argument("overrides", nargs=-1)
+plain = click.option("--json", "plain", is_flag=True, help="JSON instead of lines.")
+
+
+@click.group()
+def rm() -> None:
+    """Reward models: train one on a data set, and see how good it is."""
+
+
+@rm.command()
+@run_file
+@overrides
+@plain
+def train(run_file: Path, overrides: tuple[str, ...], plain: bool) -> None:
+    """Train a reward model on the items of [data] in RUN_FILE, from its policy.model, into
+    <output>/reward_model: the `model` of a [reward_models.NAME]."""
+    from agentrl.algorithms.train.reward_model import train_reward_model
+
+    config = _config(run_file, overrides)
+
+    async def run() -> dict[str, float]:
+        async with open_store(config.store) as store:
+            return await train_reward_model(config, store)
+
+    _echo(run_blocking(run()), plain=plain)
+    click.echo(f"reward model: {Path(config.output, 'reward_model')}", err=plain)
+
+
+@rm.command("eval")
+@run_file
+@overrides
+@click.option("--model", type=click.Path(path_type=Path), help="Default: the run's own.")
+@click.option("--best-of", "sizes", help="Numbers with commas: best of n stored rollouts.")
+@click.option("--run", help="Whose rollouts; default: the run of RUN_FILE.")
+@plain
+def evaluate(
+    run_file: Path,
+    overrides: tuple[str, ...],
+    model: Path | None,
+    sizes: str | None,
+    run: str | None,
+    plain: bool,
+) -> None:
+    """Print how well the reward model orders held-out items, and what the best of n stored
+    rollouts by its score is worth by the verifier."""
+    from agentrl.algorithms.learners.reward_training import preference_metrics
+    from agentrl.algorithms.train import reward_model
+
+    config = _config(run_file, overrides)
+    source = str(model or Path(config.output, "reward_model"))
+
+    async def measure() -> dict[str, float]:
+        scorer, tokenizer = reward_model.load_reward_model(config, source)
+        async with open_store(config.store) as store:
+            reader = reward_model.Reader(store, tokenizer, None)
+            items = await reader.examples(config, config.data.heldout)
+            found = preference_metrics(scorer, items)
+            numbers = [int(size) for size in sizes.split(",")] if sizes else []
+            name = run or config.name
+            if numbers:
+                curve = await reward_model.best_of_curve(store, name, scorer, numbers)
+                for n, (chosen, best) in curve.items():
+                    found |= {f"best of {n}": chosen, f"best of {n} by the verifier": best}
+        return found
+
+    _echo(run_blocking(measure()), plain=plain)
+
+
+def _config(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
+    config = load(run_file, overrides)
+    if not config.data.name:
+        raise ConfigError("data.name is missing: the data set to learn from, see `agentrl data`")
+    return config
+
+
+def _echo(metrics: dict[str, float], *, plain: bool) -> None:
+    if plain:
+        click.echo(msgspec.json.encode(metrics).decode())
+    else:
+        click.echo("\n".join(f"{name:<28} {value:.4g}" for name, value in metrics.items()))

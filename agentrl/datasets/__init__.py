@@ -1,0 +1,1 @@
+"""Data sets: pairs, labels and demonstrations of stored rollouts or of files."""

@@ -1,0 +1,84 @@
+"""A data set that is being made: what is refused, what is the same, and what contradicts itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal
+
+from msgspec.structs import replace
+
+from agentrl.datasets.records import Dataset, Item, Kind, Side, digest_of
+from agentrl.store.base import Store
+from agentrl.types import Json, Transition
+
+CHUNK = 500  # sides or items of one call to the store
+Conflicts = Literal["drop", "keep"]
+
+
+@dataclass(slots=True)
+class Draft:
+    """Collects the items of one version. `counts`: what was left out, by the reason, and kept."""
+
+    store: Store
+    name: str
+    version: int
+    test: float  # share of prompts whose items are held out
+    conflicts: Conflicts = "drop"
+    counts: Counter[str] = field(default_factory=Counter)
+    items: dict[str, Item] = field(default_factory=dict)  # by id
+    sides: list[Side] = field(default_factory=list)  # not stored yet
+    known: set[str] = field(default_factory=set)
+
+    def side(self, made: Sequence[Transition], rollout: str | None = None, **part: Any) -> str:
+        """The digest of a side of these calls: its own or, of a rollout, `part` of it."""
+        digest = digest_of(made)
+        if digest not in self.known:
+            self.known.add(digest)
+            own = list(made) if rollout is None else []
+            self.sides.append(Side(digest=digest, rollout=rollout, own=own, **part))
+        return digest
+
+    def add(self, kind: Kind, prompt: bytes, chosen: str, **fields: Any) -> None:
+        """Add an item about this prompt, by which its split is drawn."""
+        if chosen == fields.get("rejected"):
+            self.counts["identical sides"] += 1
+            return
+        drawn = int.from_bytes(blake2b(prompt, digest_size=4).digest()) / 2**32
+        split = "test" if drawn < self.test else "train"
+        item = Item(position=0, kind=kind, chosen=chosen, split=split, **fields)
+        self.counts["found before"] += item.id in self.items
+        self.items.setdefault(item.id, item)
+
+    async def flush(self, *, least: int = CHUNK) -> None:
+        """Store the collected sides, once there are so many."""
+        if len(self.sides) >= least:
+            for first in range(0, len(self.sides), CHUNK):
+                part = self.sides[first : first + CHUNK]
+                await self.store.add_items(self.name, self.version, [], part)
+            self.sides.clear()
+
+    async def commit(self) -> Dataset:
+        """Store the items, without those that say the opposite of another, and end the version."""
+        pairs = {(item.chosen, item.rejected) for item in self.items.values()}
+        kept = list(self.items.values())
+        if self.conflicts == "drop":
+            kept = [item for item in kept if (item.rejected, item.chosen) not in pairs]
+        self.counts["contradictions"] += len(self.items) - len(kept)
+        self.counts.update(f"{item.kind} ({item.split})" for item in kept)
+        await self.flush(least=1)
+        for first in range(0, len(kept), CHUNK):
+            part = enumerate(kept[first : first + CHUNK], first)
+            placed = [replace(item, position=place) for place, item in part]
+            await self.store.add_items(self.name, self.version, placed, [])
+        return await self.store.commit_dataset(self.name, self.version)
+
+
+async def draft(
+    store: Store, name: str, spec: dict[str, Json], test: float, conflicts: Conflicts
+) -> Draft:
+    """An empty draft of the next version, or of an unfinished one of the same spec."""
+    version = await store.draft_dataset(name, spec)
+    return Draft(store, name, version, test, conflicts)

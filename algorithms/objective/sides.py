@@ -1,0 +1,175 @@
+"""Losses of sides: of the summed log-probs of whole rollouts, alone or in pairs.
+
+    S_u = sum of log pi over the tokens of side u     h_u = S_u - S_ref,u     n_u tokens
+    psi_t = -d L / d S_side(t)
+
+A side is a rollout of the batch; its tokens are its actions, so tool results and headers are in no
+sum. Means are over all pairs (or labelled sides) of an optimizer step, so the gradient does not
+depend on how rows are packed, as long as a pack has both sides of a pair: see `Batch.row_unit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import reduce_by
+from agentrl.datasets.pairing import How, choose_pairs
+from agentrl.errors import TrainingError
+
+WEIGHT, MISMATCHED = "weight", "mismatched"
+"""Rewards beside the one that is compared: how much a pair or side counts (default 1), and 1 for
+rollouts whose completion is another prompt's, by which KTO estimates the KL divergence."""
+
+
+class Sums(NamedTuple):
+    """Of some sides, float64 each: current and reference log-probs and numbers of tokens."""
+
+    S: Tensor
+    q: Tensor
+    n: Tensor
+
+    @property
+    def h(self) -> Tensor:
+        return self.S - self.q
+
+    def at(self, index: Tensor) -> Sums:
+        return Sums(self.S[index], self.q[index], self.n[index])
+
+
+@dataclass(frozen=True, slots=True)
+class SideLoss:
+    """A loss of sides. fn: of the better and the worse sides of P pairs, [P]; not paired: of U
+    sides, their labels and the mean KL estimate, [U]. reference: whether it reads q. whole: whether
+    it needs all sides of the step at once. nll: weight of the mean negative log-prob of the tokens
+    of better sides. share: of the whole in psi. how, least, per_group: see `choose_pairs`.
+    threshold: the reward from which on a side that is not in a pair is desirable."""
+
+    fn: Callable[..., Tensor]
+    options: Mapping[str, float]
+    reward: str = "outcome"
+    paired: bool = True
+    reference: bool = True
+    whole: bool = False
+    nll: float = 0.0
+    share: float = 1.0
+    how: How = "extremes"
+    least: float = 0.0
+    per_group: int = 0
+    threshold: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class SideTerms:
+    """What is fixed about the U sides and P pairs of an optimizer step."""
+
+    side: Tensor  # int64 [N], of each token
+    q: Tensor  # float64 [U]
+    n: Tensor  # float64 [U]
+    better: Tensor  # int64 [P]
+    worse: Tensor  # int64 [P]
+    label: Tensor  # float64 [U], 1 or 0; NaN: not known
+    weight: Tensor  # float64 [U]; a pair has that of its better side
+    mismatched: Tensor  # bool [U]
+    ties: int  # groups without a pair
+
+    @property
+    def count(self) -> int:
+        """Pairs, or labelled sides."""
+        return len(self.better) or int((~self.label.isnan()).sum())
+
+
+def side_terms(loss: SideLoss, batch: Batch, q: Tensor | None) -> SideTerms:
+    """q: log-probs [N] of the reference, for a loss that reads them."""
+    U, side = len(batch.rollouts), batch.token_rollout
+    none = torch.full((U,), torch.nan, dtype=torch.float64)
+    values = batch.rewards[loss.reward].double()
+    mismatched = batch.rewards.get(MISMATCHED, none) == 1
+    pairs: list[tuple[int, int]] = []
+    ties = 0
+    for number, name in enumerate(batch.groups if loss.paired else ()):
+        members = (batch.rollout_group == number).nonzero().flatten().tolist()
+        own = [float(values[i]) for i in members]
+        found = choose_pairs(own, loss.how, loss.least, loss.per_group, name)
+        pairs += [(members[a], members[b]) for a, b in found]
+        ties += not found
+    better, worse = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
+    label = torch.where(mismatched | values.isnan(), torch.nan, (values >= loss.threshold).double())
+    return SideTerms(
+        side=side,
+        q=torch.zeros(U, dtype=torch.float64) if q is None else reduce_by(q, side, U),
+        n=reduce_by(torch.ones(len(side)), side, U),
+        better=better,
+        worse=worse,
+        label=none if loss.paired else label,
+        weight=batch.rewards.get(WEIGHT, none).nan_to_num(nan=1.0),
+        mismatched=mismatched,
+        ties=ties,
+    )
+
+
+def row_unit(loss: SideLoss, batch: Batch) -> Tensor:
+    """int64 [R]: the rows that the loss must see together have one id."""
+    group = batch.rollout_group[batch.row_rollout]
+    return torch.zeros_like(group) if loss.whole else group
+
+
+def loss_value(loss: SideLoss, terms: SideTerms, S: Tensor, present: Tensor) -> Tensor:
+    """The share in the loss of the sides with sums S [U] that are `present`, a scalar.
+
+    Raises TrainingError where a pair, or what the loss needs at once, is not there as a whole."""
+    a, b = terms.better, terms.worse
+    if (present[a] != present[b]).any() or (loss.whole and not present.all()):
+        raise TrainingError(
+            "a micro-batch has one side of a pair and not the other: the learner must keep the "
+            "rows of a Batch.row_unit together, or compute psi before it splits them"
+        )
+    now = Sums(S, terms.q, terms.n.clamp(min=1))
+    if not loss.paired:
+        known = (present & ~terms.label.isnan()).nonzero().flatten()
+        kl = torch.zeros((), dtype=S.dtype)
+        if terms.mismatched.any():
+            kl = now.h[terms.mismatched].detach().mean().clamp(min=0)
+        each = loss.fn(now.at(known), terms.label[known], kl, **loss.options)
+        return (each * terms.weight[known]).sum() / max(1, terms.count)
+    a, b = a[present[a]], b[present[a]]
+    each = loss.fn(now.at(a), now.at(b), **loss.options)
+    total = (each * terms.weight[a]).sum() / max(1, terms.count)
+    return total - loss.nll * S[a].sum() / terms.n[terms.better].sum().clamp(min=1)
+
+
+def side_psi(loss: SideLoss, terms: SideTerms, p: Tensor, index: Tensor) -> Tensor:
+    """psi float64 [n] of a micro-batch of whole units, with log-probs p [n] of tokens index [n]."""
+    side = terms.side[index]
+    S = reduce_by(p, side, len(terms.n)).requires_grad_()
+    present = (terms.n == 0).index_fill(0, side, True)
+    (gradient,) = torch.autograd.grad(loss_value(loss, terms, S, present), S)
+    return -loss.share * gradient[side]
+
+
+def side_metrics(loss: SideLoss, terms: SideTerms, p: Tensor) -> dict[str, float]:
+    """See `algorithms/PREFERENCES.md`. p [N]: log-probs before the update."""
+    S = reduce_by(p, terms.side, len(terms.n))
+    beta, n = loss.options.get("beta", 1.0), terms.n.clamp(min=1)
+    reward = beta * (S - terms.q if loss.reference else S / n)
+    a, b = terms.better, terms.worse
+    if not loss.paired:
+        a, b = (terms.label == 1).nonzero().flatten(), (terms.label == 0).nonzero().flatten()
+    every = torch.ones_like(terms.n, dtype=torch.bool)
+    found = {"preferences/loss": loss_value(loss, terms, S, every)}
+    found |= {f"rewards/{k}": reward[i].mean() for k, i in (("chosen", a), ("rejected", b))}
+    found |= {f"logps/{k}": S[i].mean() for k, i in (("chosen", a), ("rejected", b))}
+    if loss.reference:
+        found["logps/chosen_drop"] = (terms.q - S)[a].mean()
+    if loss.paired:
+        found["rewards/accuracies"] = (reward[a] > reward[b]).double().mean()
+        found["rewards/margins"] = (reward[a] - reward[b]).mean()
+        found["preferences/length_gap"] = (terms.n[a] - terms.n[b]).mean()
+    metrics = {name: float(x) for name, x in found.items() if not x.isnan()}
+    counted = {"preferences/pairs" if loss.paired else "preferences/labels": terms.count}
+    return metrics | counted | {"preferences/ties": terms.ties}

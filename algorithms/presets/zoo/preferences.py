@@ -1,0 +1,223 @@
+"""Preference losses, each a function of the sides of pairs: see `objective.sides`.
+
+S: summed log-probs, h: less those of the reference, n: tokens; a: the better sides, b: the worse.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+from agentrl.algorithms.credit.core import ZeroAdvantage
+from agentrl.algorithms.objective.core import TOKENS, Algo
+from agentrl.algorithms.objective.sides import SideLoss, Sums
+from agentrl.algorithms.presets.registry import Num, Preset, declared, modifier, preset
+from agentrl.config import Natural, Positive
+from agentrl.datasets.pairing import How
+from agentrl.errors import ConfigError
+
+Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5)]  # share of pairs that are the wrong way
+LOSSES: dict[str, SideLoss] = {}
+
+
+def pairs_preset(
+    name: str, *, reference: bool = True, whole: bool = False, nll: float = 0.0
+) -> Callable[[Callable[..., Tensor]], Preset]:
+    """Registers a loss of pairs as a preset. It has the options of the loss, those of `SideLoss`
+    about pairs, and kl, the coefficient of the k3 penalty on leaving the reference. nll: whether it
+    imitates the better sides too, which makes this an option."""
+
+    def register(loss: Callable[..., Tensor]) -> Preset:
+        own = list(inspect.signature(loss).parameters.values())[2:]
+        defaults = {option.name: option.default for option in own}
+        LOSSES[name] = SideLoss(loss, defaults, reference=reference, whole=whole)
+
+        def build(reward: str, **given: Any) -> Algo:
+            options = defaults | {key: x for key, x in given.items() if key in defaults}
+            rest = {key: x for key, x in given.items() if key not in defaults}
+            side = replace(LOSSES[name], options=options, reward=reward, **{"nll": nll} | rest)
+            return Algo(ZeroAdvantage(), agg=TOKENS, side=side)
+
+        first, imitation, *others = inspect.signature(_shared).parameters.values()
+        others += [imitation] if nll else []
+        return preset(name, kl=True)(declared(build, loss, [first, *own, *others]))
+
+    return register
+
+
+def _shared(
+    reward: str, *, nll: Num = 1.0, how: How = "extremes", least: Num = 0.0, per_group: Natural = 0
+) -> None:
+    """The options that all losses of pairs have."""
+
+
+def _log_loss(x: Tensor, smoothing: float = 0.0) -> Tensor:
+    return -(1 - smoothing) * logsigmoid(x) - smoothing * logsigmoid(-x)
+
+
+@pairs_preset("dpo")
+def dpo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+    """Direct preference optimization. arXiv 2305.18290."""
+    return _log_loss(beta * (a.h - b.h))
+
+
+@pairs_preset("cdpo")
+def cdpo(a: Sums, b: Sums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.1) -> Tensor:
+    """DPO where a share of the labels is wrong. ericmitchell.ai/cdpo.pdf, of arXiv 2305.18290."""
+    return _log_loss(beta * (a.h - b.h), label_smoothing)
+
+
+@pairs_preset("robust")
+def robust(a: Sums, b: Sums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.1) -> Tensor:
+    """DPO, unbiased where a share of the labels is wrong. arXiv 2403.00409."""
+    d, e = beta * (a.h - b.h), label_smoothing
+    return (e * logsigmoid(-d) - (1 - e) * logsigmoid(d)) / (1 - 2 * e)
+
+
+@pairs_preset("ipo")
+def ipo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+    """A squared loss of the difference per token. arXiv 2310.12036."""
+    return (a.h / a.n - b.h / b.n - 1 / (2 * beta)).square()
+
+
+@pairs_preset("hinge")
+def hinge(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+    """SLiC's hinge on DPO's margin. arXiv 2305.10425."""
+    return relu(1 - beta * (a.h - b.h))
+
+
+@pairs_preset("simpo", reference=False)
+def simpo(a: Sums, b: Sums, *, beta: Positive = 2.0, gamma: Num = 1.0) -> Tensor:
+    """Log-probs per token with a margin gamma, no reference. arXiv 2405.14734."""
+    return _log_loss(beta * (a.S / a.n - b.S / b.n) - gamma)
+
+
+@pairs_preset("cpo", reference=False, nll=1.0)
+def cpo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+    """DPO without a reference, beside the likelihood of the better side. arXiv 2401.08417."""
+    return _log_loss(beta * (a.S - b.S))
+
+
+@pairs_preset("orpo", reference=False, nll=1.0)
+def orpo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+    """The odds ratio per token, beside the likelihood of the better side. arXiv 2403.07691."""
+    x, y = a.S / a.n, b.S / b.n
+    return -beta * logsigmoid(x - y - _log1mexp(x) + _log1mexp(y))
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - e^x) for x < 0."""
+    x = x.clamp(max=-1e-12)
+    return torch.where(x > -0.6931, (-x.expm1()).log(), (-x.exp()).log1p())
+
+
+@pairs_preset("apo-zero")
+def apo_zero(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+    """Better sides up, worse ones down, each against the reference. arXiv 2408.06266."""
+    return 1 - (beta * a.h).sigmoid() + (beta * b.h).sigmoid()
+
+
+@pairs_preset("apo-down")
+def apo_down(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+    """Both sides down, the worse one further: for sides worse than the policy. arXiv 2408.06266."""
+    return (beta * a.h).sigmoid() + 1 - (beta * (a.h - b.h)).sigmoid()
+
+
+@pairs_preset("nca")
+def nca(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+    """Noise contrastive alignment. arXiv 2402.05369."""
+    x, y = beta * a.h, beta * b.h
+    return -logsigmoid(x) - 0.5 * logsigmoid(-x) - 0.5 * logsigmoid(-y)
+
+
+@pairs_preset("bco")
+def bco(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+    """Binary classification of each side against the reference. arXiv 2404.04656."""
+    return -logsigmoid(beta * a.h) - logsigmoid(-beta * b.h)
+
+
+@pairs_preset("exo")
+def exo(
+    a: Sums,
+    b: Sums,
+    *,
+    beta: Positive = 0.1,
+    label_smoothing: Annotated[float, msgspec.Meta(gt=0, lt=0.5)] = 1e-3,
+) -> Tensor:
+    """Reverse KL between the policy's preference and smoothed labels. arXiv 2402.00856."""
+    d, e = beta * (a.h - b.h), torch.tensor(label_smoothing, dtype=a.S.dtype)
+    up, down = logsigmoid(d), logsigmoid(-d)
+    return up.exp() * (up - (-e).log1p()) + down.exp() * (down - e.log())
+
+
+@pairs_preset("sppo")
+def sppo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+    """Each side's h towards half a win or a loss. arXiv 2405.00675."""
+    return (a.h - 0.5 / beta).square() + (b.h + 0.5 / beta).square()
+
+
+@pairs_preset("aot", whole=True)
+def aot(a: Sums, b: Sums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Tensor:
+    """Sorted margins of all pairs of the step against the reference's. arXiv 2406.05882."""
+    d = (a.S - b.S).sort().values - (a.q - b.q).sort().values
+    return _log_loss(beta * d, label_smoothing)
+
+
+def kto_loss(
+    s: Sums, label: Tensor, kl: Tensor, beta: float, desirable: float, undesirable: float
+) -> Tensor:
+    good = desirable * (1 - (beta * (s.h - kl)).sigmoid())
+    bad = undesirable * (1 - (beta * (kl - s.h)).sigmoid())
+    return torch.where(label > 0.5, good, bad)
+
+
+@preset("kto")
+def kto(
+    reward: str,
+    *,
+    beta: Positive = 0.1,
+    desirable: Positive = 1.0,
+    undesirable: Positive = 1.0,
+    threshold: float = 0.5,
+) -> Algo:
+    """Single sides, desirable where the reward reaches `threshold`, against the mean KL from the
+    reference, which completions of other prompts estimate. arXiv 2402.01306."""
+    options = {"beta": beta, "desirable": desirable, "undesirable": undesirable}
+    side = SideLoss(kto_loss, options, reward, paired=False, whole=True, threshold=threshold)
+    return Algo(ZeroAdvantage(), agg=TOKENS, side=side)
+
+
+@modifier("nll")
+def with_nll(algo: Algo, *, nll_share: Num = 1.0) -> Algo:
+    """The mean negative log-prob of the tokens of better sides, beside a loss of pairs: keeps their
+    likelihood from falling. RPO, arXiv 2404.19733."""
+    if algo.side is None or not algo.side.paired:
+        raise ConfigError("algorithm.preset: +nll is for losses of pairs, such as dpo+nll")
+    return replace(algo, side=replace(algo.side, nll=nll_share))
+
+
+@modifier("pairs")
+def with_pairs(
+    algo: Algo,
+    *,
+    pairs_loss: str = "dpo",
+    pairs_share: Num = 1.0,
+    pairs_how: How = "extremes",
+    pairs_least: Num = 0.0,
+) -> Algo:
+    """A loss of pairs of each group's rollouts, with its default options, beside the policy
+    gradient of the host."""
+    if algo.side is not None or pairs_loss not in LOSSES:
+        raise ConfigError(
+            f"algorithm.options.pairs_loss = {pairs_loss!r}: +pairs adds one of "
+            f"{', '.join(LOSSES)} to a preset that has none"
+        )
+    found = replace(LOSSES[pairs_loss], share=pairs_share, how=pairs_how, least=pairs_least)
+    return replace(algo, side=found)

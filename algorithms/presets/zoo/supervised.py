@@ -1,0 +1,46 @@
+"""Imitation: of everything that is shown, or of the best of what was sampled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit.core import column, rewards
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.objective.core import TOKENS, Algo
+from agentrl.algorithms.presets.registry import Share, preset
+from agentrl.config.base import Natural
+
+
+@column()
+def Imitated(batch: Batch) -> Tensor:
+    """[N] ones: psi is the token's weight, and the loss its negative log-likelihood."""
+    return torch.ones(batch.n_tokens, dtype=torch.float64)
+
+
+@column()
+def Best(batch: Batch, reward: str = "outcome", least: float = 1.0, best: int = 0) -> Tensor:
+    """bool [N] tokens of rollouts whose reward is at least `least`, and of these only of the `best`
+    best of each group (0: all); of equal ones, of the first."""
+    x, group = rewards(batch, reward), batch.rollout_group
+    kept = x >= least
+    if best:
+        rivals = (group[:, None] == group) & kept
+        number = torch.arange(len(x))
+        ahead = (x > x[:, None]) | ((x == x[:, None]) & (number < number[:, None]))
+        kept &= (rivals & ahead).sum(1) < best
+    return kept[batch.token_rollout]
+
+
+@preset("sft")
+def sft() -> Algo:
+    """Imitates every sampled token, mean over tokens: supervised fine-tuning, for demonstrations.
+    arXiv 2203.02155."""
+    return Algo(Imitated(), agg=TOKENS, rewards=())
+
+
+@preset("rft")
+def rft(reward: str, *, least: Share = 1.0, best: Natural = 0) -> Algo:
+    """Imitates the rollouts whose reward is at least `least`, or the `best` best of them in each
+    group: rejection sampling, expert iteration. arXiv 2308.01825, 2304.06767."""
+    return Algo(Imitated(), agg=TOKENS, keep=Best(reward, least, best))

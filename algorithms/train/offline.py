@@ -1,0 +1,269 @@
+"""Training on a data set in place of an agent's rollouts.
+
+A side becomes a rollout, a pair a group of two, with the reward `LABEL`: 1 for the better side. So
+the loop, credit and learner are those of every run. Always true: the items of a step are a pure
+function of the data set's version, the seed and the step; log-probs of the reference are computed
+once, before the first step, and read from the store, so it is not in memory while the run trains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.learners.auxiliary import load_auxiliary
+from agentrl.algorithms.learners.base import Learner, Scored
+from agentrl.algorithms.learners.factory import score_batch
+from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.model.load import vocabulary_size
+from agentrl.algorithms.objective.core import Algo, loss_terms
+from agentrl.algorithms.objective.sides import WEIGHT, side_metrics
+from agentrl.algorithms.sampling.collect import Collected, unreadable_reason
+from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.algorithms.train.preprocess import Retokenizer, mismatched_rollout
+from agentrl.algorithms.train.update import Updater
+from agentrl.config import RunConfig
+from agentrl.datasets.records import Item
+from agentrl.errors import ConfigError
+from agentrl.store.base import Store
+from agentrl.types import (
+    POLICY,
+    Group,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Sampling,
+    Transition,
+    float32,
+)
+
+LABEL = "label"  # the reward of a side: 1 of the better one, or the label of the item
+CHUNK = 64  # items that are read at once
+log = logging.getLogger("agentrl.algorithm")
+
+
+def on_dataset(config: RunConfig, algo: Algo) -> Algo:
+    """The algorithm with the labels of items as its reward. Raises ConfigError for one that learns
+    from rewards of rollouts, and for a reward that a data set does not have."""
+    if algo.side is None and algo.rewards:
+        raise ConfigError(
+            f"algorithm.preset = {config.algorithm.preset!r} learns from rewards of rollouts, and "
+            "[data] has none; choose dpo, kto or another preset of pairs or labels"
+        )
+    if "reward" in config.algorithm.options:
+        raise ConfigError("algorithm.options.reward: items of [data] have labels; leave it out")
+    if algo.side is None:
+        return algo
+    side = dataclasses.replace(algo.side, reward=LABEL)
+    return dataclasses.replace(algo, rewards=(LABEL,), side=side)
+
+
+def step_items(count: int, seed: int, step: int, size: int) -> list[int]:
+    """Which of `count` items a step learns from: all in a random order, then in another, and so
+    on."""
+    orders: dict[int, list[int]] = {}
+    for place in range(step * size, (step + 1) * size):
+        epoch = place // count
+        if epoch not in orders:
+            orders[epoch] = list(range(count))
+            random.Random(f"{seed}/data/{epoch}").shuffle(orders[epoch])
+    return [orders[p // count][p % count] for p in range(step * size, (step + 1) * size)]
+
+
+@dataclass(slots=True)
+class DatasetCollector:
+    """Gives the loop the items of each step as groups, and `updater.cached` the log-probs of the
+    reference for them."""
+
+    config: RunConfig
+    store: Store
+    epoch: int
+    updater: Updater
+    loaded: LoadedModel
+    reference: str = ""  # digest of its weights
+    items: dict[str, list[Item]] = field(default_factory=dict)  # by split, that can be learned from
+    tokenizer: Retokenizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        limit, learner = self.updater.preprocessor.context, self.updater.learner
+        self.tokenizer = Retokenizer(self.loaded.tokenizer, learner, limit)
+
+    async def prepare(self) -> None:
+        """Read every item once, while the policy is still the initial one: leave out those that
+        cannot be learned from, and compute the log-probs of the reference that are missing.
+
+        Raises ConfigError where no item is left to train on."""
+        data, side = self.config.data, self.updater.algo.side
+        kind = "demonstration" if side is None else "pair" if side.paired else "label"
+        scorer = self._reference() if self.updater.cached is not None else None
+        for split in (data.split, data.heldout):
+            every = await self.store.items(data.name, data.version, split=split)
+            items, lost = [item for item in every if item.kind == kind], Counter[str]()
+            parts = [items[first : first + CHUNK] for first in range(0, len(items), CHUNK)]
+            self.items[split] = [i for part in parts for i in await self._readable(part, lost)]
+            if lost:
+                counted = ", ".join(f"{count} {why}" for why, count in lost.most_common())
+                log.warning("%s items of split %r are left out: %s", lost.total(), split, counted)
+            if split == data.split and not self.items[split]:
+                counts = Counter(item.kind for item in every)
+                kinds = ", ".join(f"{count} of kind {name}" for name, count in counts.items())
+                raise ConfigError(
+                    f"data.name = {data.name!r}: split {split!r} of version {data.version} has "
+                    f"{kinds or 'no items'}, and algorithm.preset = {self.updater.algo.name!r} "
+                    f"learns from items of kind {kind}; none can be used"
+                )
+            good = sum(item.label == 1 for item in self.items[split])
+            bad = sum(item.label == 0 for item in self.items[split])
+            if good and bad and not 1 / 3 < good / bad < 3 and split == data.split:
+                log.warning(
+                    "%d items are good and %d are not: let algorithm.options.desirable and "
+                    "undesirable make up for it (arXiv 2402.01306)",
+                    good,
+                    bad,
+                )
+            places = range(len(self.items[split]) if scorer else 0)
+            for first in places[::CHUNK]:
+                groups = await self._groups(split, places[first : first + CHUNK], 0)
+                await self._score(scorer, groups)
+
+    async def collect(self, step: int) -> Collected:
+        """The items of a step. They are no groups of the store."""
+        split, size = self.config.data.split, self.config.algorithm.groups
+        chosen = step_items(len(self.items[split]), self.config.seed, step, size)
+        groups = await self._groups(split, chosen, step)
+        epochs = (step + 1) * size / len(self.items[split])
+        return Collected(groups, [], {"data/epochs": epochs}, stored=False)
+
+    async def evaluate(self, step: int, limit: int) -> None:
+        """Log how the loss of sides does on the held-out items, `limit` at most (0: all)."""
+        updater, found = self.updater, self.items[self.config.data.heldout][: limit or None]
+        if not found or updater.algo.side is None:
+            return
+        batch = updater.batch(await self._groups(self.config.data.heldout, range(len(found)), step))
+        batch, streams = score_batch(updater.algo, updater.learner, batch, updater.cached)
+        terms = loss_terms(updater.algo, batch, streams, fresh=True)
+        assert terms.sides is not None
+        p = updater.learner.logprobs(batch).double()
+        metrics = side_metrics(updater.algo.side, terms.sides, p)
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        await self.store.log(self.config.name, step, named, epoch=self.epoch)
+
+    def _reference(self) -> Callable[[Batch], Tensor]:
+        """What computes log-probs of the reference."""
+        model, tokenizer = self.loaded.model, self.loaded.tokenizer
+        scorer: Learner = self.updater.learner
+        of: Scored = "q" if self.loaded.adapters else "o"
+        if name := self.config.reference.model:
+            source = self.config.model_source(name)
+            model = load_auxiliary("reference.model", source, model, tokenizer)
+            budget = self.config.learner.token_budget
+            scorer, of = TorchLearner(model, tokenizer, token_budget=budget), "o"
+        state = blake2b(str(tokenizer.chat_template).encode(), digest_size=16)
+        for key, tensor in model.state_dict().items():
+            state.update(f"{key} {tensor.dtype}".encode())
+            state.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        self.reference = state.hexdigest()
+        return partial(scorer.logprobs, of=of)
+
+    async def _score(
+        self, scorer: Callable[[Batch], Tensor] | None, groups: Sequence[Group]
+    ) -> None:
+        """Compute and store the reference's log-probs of those sides that have none."""
+        assert scorer is not None
+        rows = {row.id: row for group in groups for row in group.rollouts}
+        known = await self.store.logprobs(self.reference, list(rows))
+        missing = [replace(row, group=id) for id, row in rows.items() if id not in known]
+        if missing:
+            alone = [Group(id=row.id, run="", step=0, rollouts=[row]) for row in missing]
+            batch = self.updater.batch(alone, 0)
+            q = scorer(batch)
+            found = {id: q[batch.token_rollout == u] for u, id in enumerate(batch.rollouts)}
+            stored = {id: float32(values.tolist()) for id, values in found.items()}
+            await self.store.add_logprobs(self.reference, stored)
+
+    async def _readable(self, items: Sequence[Item], lost: Counter[str]) -> list[Item]:
+        """Those of which every side can be trained as a whole: nothing is ever cut off."""
+        sides = await self._sides(items)
+        wrong = {name: self._defect(name, calls) for name, calls in sides.items()}
+        good = []
+        for item in items:
+            names = [side for side in (item.chosen, item.rejected) if side]
+            why = next((wrong[side] for side in names if wrong[side]), "")
+            lost.update([why] if why else [])
+            good += [] if why else [item]
+        return good
+
+    def _defect(self, name: str, calls: Sequence[Transition | None]) -> str:
+        """Why a side cannot be trained; empty if it can."""
+        known, limit = [call for call in calls if call], self.tokenizer.context
+        if len(known) < len(calls) or not known:
+            return "that the chat template does not render, or renders by rewriting earlier turns"
+        if limit and any(len(call.prompt) + len(call.completion) > limit for call in known):
+            return f"longer than the {limit} tokens that the model reads"
+        bos = self.loaded.tokenizer.bos_token_id
+        if bos is not None and list(known[0].prompt[:2]) == [bos, bos]:
+            return "that begin with BOS twice: the chat template adds one, and the text has another"
+        if not any(call.completion for call in known):
+            return "with a side without sampled tokens"
+        group = Group(id=name, run="", step=0, rollouts=[_rollout(name, name, known, {})])
+        sizes = {POLICY: vocabulary_size(self.loaded.model)}
+        return "with tokens of another tokenizer" if unreadable_reason(group, sizes) else ""
+
+    async def _sides(self, items: Sequence[Item]) -> dict[str, list[Transition | None]]:
+        """Calls with their tokens, at temperature 1, at which losses of sides are defined; None
+        where the chat template cannot render one."""
+        names = [side for item in items for side in (item.chosen, item.rejected) if side]
+        found = await self.store.sides(names)
+
+        def known(call: Transition) -> Transition | None:
+            exact = call if call.exact else self.tokenizer.tokenized(call)
+            return exact and replace(exact, sampling=Sampling())
+
+        return {name: [known(call) for call in found.get(name, [])] for name in names}
+
+    async def _groups(self, split: str, chosen: Sequence[int], step: int) -> list[Group]:
+        """The items at these places, for KTO each with the completion of the item before it."""
+        every, loss = self.items[split], self.updater.algo.side
+        moved = loss is not None and not loss.paired
+        items, before = [every[i] for i in chosen], [every[i - 1] for i in chosen if moved]
+        sides = await self._sides([*items, *before])
+
+        def side(name: str, group: str, **rewards: float) -> Rollout:
+            return _rollout(name, group, [call for call in sides[name] if call], rewards)
+
+        groups = []
+        for number, item in enumerate(items):
+            id, label = f"{step}/{number}", 1.0 if item.label is None else item.label
+            rows = [side(item.chosen, id, **{LABEL: label, WEIGHT: item.weight})]
+            rows += [side(item.rejected, id, **{LABEL: 0.0})] if item.rejected else []
+            rows += [mismatched_rollout(rows[0], side(before[number].chosen, id))] if moved else []
+            groups.append(Group(id=id, run=self.config.name, step=step, rollouts=rows))
+        if self.updater.cached is not None:
+            names = [row.id for group in groups for row in group.rollouts]
+            self.updater.cached.clear()
+            self.updater.cached.update(await self.store.logprobs(self.reference, names))
+        return groups
+
+
+def _rollout(
+    id: str, group: str, calls: Sequence[Transition], rewards: Mapping[str, float]
+) -> Rollout:
+    """A side as a rollout."""
+    return Rollout(
+        id=id, run="", group=group, index=0, task={}, purpose=Purpose.TRAIN, step=0, attempts=1,
+        state=RolloutState.SUCCEEDED, attempt=id, result=None, failure=None,
+        transitions=list(calls),
+        rewards=[Reward(value=value, name=name) for name, value in rewards.items()],
+    )  # fmt: skip

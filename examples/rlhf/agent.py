@@ -1,0 +1,12 @@
+"""One call: what the model says to the words of the task. Knows nothing of rewards."""
+
+from openai import AsyncOpenAI
+
+client = AsyncOpenAI()
+
+
+async def answer(words: str) -> str:
+    reply = await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": words}]
+    )
+    return reply.choices[0].message.content or ""

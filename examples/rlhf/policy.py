@@ -1,0 +1,30 @@
+"""A tiny Llama that knows nothing yet, and the demonstrations that the warm-up imitates: people
+who mostly repeat the words, sometimes after "sure" and sometimes after "no"."""
+
+import random
+from pathlib import Path
+
+import torch
+from tasks import WORDS, draw
+
+from agentrl.algorithms.model.tiny import Conversation, make_model, word_tokenizer
+
+HABITS = {"": 0.55, "sure ": 0.25, "no ": 0.2}
+
+
+def build(directory: Path, seed: int) -> None:
+    """Write model, tokenizer and chat template into `directory`."""
+    torch.manual_seed(seed)
+    tokenizer = word_tokenizer([*WORDS, "sure", "no"])
+    make_model(tokenizer).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def demonstrations() -> list[dict[str, Conversation]]:
+    dice = random.Random(0)
+    shown = []
+    for task in draw(10, 3000, heldout=False):
+        (habit,) = dice.choices([*HABITS], [*HABITS.values()])
+        user = {"role": "user", "content": task["input"]}
+        shown.append({"messages": [user, {"role": "assistant", "content": habit + task["input"]}]})
+    return shown

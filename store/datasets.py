@@ -1,0 +1,162 @@
+"""Data sets, judgements and cached log-probs. Verbs, called by the writer.
+
+Always true: a committed version never changes; an item is in a version once, whatever its place; a
+side that is a reference stays readable, because `prune` keeps the rollouts that sides refer to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+from msgspec.structs import asdict
+
+from agentrl import types
+from agentrl.datasets.records import Dataset, Item, Judgement, Side
+from agentrl.errors import Conflict, Invalid, NotFound
+from agentrl.store import limits, rows, traces
+from agentrl.store.database import Connection, load_sql
+from agentrl.store.writer import Transaction
+
+SQL = load_sql("datasets")
+ALL = 2**62  # as a limit
+ENCODE = msgspec.msgpack.Encoder(enc_hook=rows.array_to_bytes).encode
+CALLS = msgspec.msgpack.Decoder(list[types.Transition], dec_hook=rows.array_from_bytes)
+
+
+def draft_dataset(tx: Transaction, name: str, spec: dict[str, types.Json]) -> int:
+    limits.check_id("The name of a data set", name)
+    text = rows.to_json(spec, "The spec of a data set")
+    last = tx.conn.execute(SQL["last_version"], (name,)).fetchone()
+    version = 1 if last is None else last["version"] + (last["digest"] is not None)
+    key = {"name": name, "version": version}
+    if last is not None and last["digest"] is None:
+        if rows.from_json(last["spec"]) == rows.from_json(text):
+            return version
+        for statement in ("delete_items", "delete_dataset"):
+            tx.conn.execute(SQL[statement], key)
+        tx.conn.execute(SQL["delete_sides"])
+    tx.conn.execute(SQL["add_dataset"], {**key, "spec": text, "now": tx.now})
+    return version
+
+
+def check_items(items: Sequence[Item], sides: Sequence[Side]) -> None:
+    """Raises Invalid for what could not be learned from."""
+    for item in items:
+        numbers = [item.label, item.margin, item.weight, *item.steps]
+        if not all(math.isfinite(x) for x in numbers if x is not None) or item.weight < 0:
+            raise Invalid(f"Item {item.position}: its numbers must be finite, its weight not < 0.")
+        if (item.kind == "pair") is (item.rejected is None) or item.chosen == item.rejected:
+            raise Invalid(f"Item {item.position}: a pair has two different sides, others have one.")
+        if (item.kind == "label") is (item.label is None):
+            raise Invalid(f"Item {item.position}: a label has a number, other kinds have none.")
+    for side in sides:
+        for call in side.own:
+            limits.check_transition(call)
+        if side.rollout is None and not side.own:
+            raise Invalid(f"Side {side.digest} has no calls: name its rollout or give them.")
+
+
+def add_items(
+    tx: Transaction, name: str, version: int, items: Sequence[Item], sides: Sequence[Side]
+) -> None:
+    found = _dataset(tx.conn, name, version)
+    if items and found.digest is not None:
+        raise Conflict(f"Version {version} of data set {name!r} is complete: draft another one.")
+    tx.conn.executemany(
+        SQL["add_side"],
+        [asdict(side) | {"own": ENCODE(side.own) if side.own else None} for side in sides],
+    )
+    key = {"dataset": name, "version": version}
+    columns = ({**asdict(i), **key, "id": i.id, "steps": rows.to_json(i.steps, "")} for i in items)
+    tx.conn.executemany(SQL["add_item"], list(columns))
+
+
+def commit_dataset(tx: Transaction, name: str, version: int) -> Dataset:
+    key = {"name": name, "version": version}
+    if _dataset(tx.conn, name, version).digest is None:
+        if lost := tx.conn.execute(SQL["lost_side"], key).fetchone():
+            raise NotFound(f"Item {lost['id']} of data set {name!r} names a side that is not here.")
+        ids = "".join(row["id"] for row in tx.conn.execute(SQL["ids"], key))
+        digest = blake2b(ids.encode(), digest_size=16).hexdigest()
+        tx.conn.execute(SQL["commit_dataset"], {**key, "digest": digest})
+    return _dataset(tx.conn, name, version)
+
+
+def add_judgements(tx: Transaction, judgements: Sequence[Judgement]) -> None:
+    limits.check_ids("The id of a judgement", (judgement.id for judgement in judgements))
+    columns = [asdict(j) | {"verdict": rows.to_json(j.verdict, "A verdict")} for j in judgements]
+    tx.conn.executemany(SQL["add_judgement"], [row | {"now": tx.now} for row in columns])
+
+
+def add_logprobs(tx: Transaction, model: str, logprobs: Mapping[str, types.Float32]) -> None:
+    columns = [(model, side, rows.to_blob(values)) for side, values in logprobs.items()]
+    tx.conn.executemany(SQL["add_logprobs"], columns)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def datasets(conn: Connection, name: str | None = None) -> list[Dataset]:
+    return [
+        rows.record(Dataset, row, spec=rows.from_json(row["spec"]))
+        for row in conn.execute(SQL["datasets"], {"name": name})
+    ]
+
+
+def items(
+    conn: Connection,
+    name: str,
+    version: int,
+    *,
+    split: str | None = None,
+    after: int = -1,
+    limit: int | None = None,
+) -> list[Item]:
+    _dataset(conn, name, version)
+    given = {"name": name, "version": version, "split": split, "after": after}
+    found = conn.execute(SQL["items"], {**given, "limit": ALL if limit is None else limit})
+    return [rows.record(Item, row, steps=rows.from_json(row["steps"])) for row in found]
+
+
+def sides(conn: Connection, digests: Sequence[str]) -> dict[str, list[types.Transition]]:
+    found = conn.execute(SQL["sides"], (rows.to_json(digests, "Digests"),)).fetchall()
+    made = calls(conn, [row["rollout_id"] for row in found if row["own"] is None])
+
+    def of(row: Any) -> list[types.Transition]:
+        if row["own"] is not None:
+            return CALLS.decode(row["own"])
+        count, first = row["calls"], row["first_call"]
+        return made[row["rollout_id"]][first : None if count is None else first + count]
+
+    return {row["digest"]: of(row) for row in found}
+
+
+def calls(conn: Connection, rollouts: Sequence[str]) -> dict[str, list[types.Transition]]:
+    query = conn.execute(SQL["attempts"], (rows.to_json(rollouts, "Rollouts"),))
+    attempts = {row["id"]: row["attempt_id"] for row in query if row["attempt_id"]}
+    made = traces.transitions(conn, list(attempts.values()))
+    return {rollout: made.get(attempt, []) for rollout, attempt in attempts.items()}
+
+
+def judgement(conn: Connection, id: str) -> Judgement | None:
+    row = conn.execute(SQL["judgement"], (id,)).fetchone()
+    return (
+        None if row is None else rows.record(Judgement, row, verdict=rows.from_json(row["verdict"]))
+    )
+
+
+def logprobs(conn: Connection, model: str, sides: Sequence[str]) -> dict[str, types.Float32]:
+    given = {"model": model, "sides": rows.to_json(sides, "Sides")}
+    found = conn.execute(SQL["logprobs"], given)
+    return {row["side"]: rows.from_blob("f", row["logprobs"]) for row in found}
+
+
+def _dataset(conn: Connection, name: str, version: int) -> Dataset:
+    found = [one for one in datasets(conn, name) if one.version == version]
+    if not found:
+        raise NotFound(f"There is no version {version} of a data set {name!r} in this store.")
+    return found[0]

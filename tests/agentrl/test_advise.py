@@ -1,0 +1,79 @@
+"""What `agentrl algorithms --for` says of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from agentrl.cli import advise
+from agentrl.config import RunConfig
+from agentrl.errors import StoreError
+from agentrl.store import open_store
+from agentrl.types import NewRollout, Outcome, Reward, Scope, Transition, float32, int32
+from tests.algorithms.worlds import Call, Play, world
+
+
+def paid(*process: float) -> list[Call]:
+    return [Call("start" if not n else "end", rewards={"p": x}) for n, x in enumerate(process)]
+
+
+def test_a_misleading_process_reward_is_warned_of() -> None:
+    right = world(Play(paid(1, 1), 1.0), Play(paid(1, 0), 0.0), Play(paid(0, 0), 0.0))
+    wrong = world(Play(paid(0, 0), 1.0), Play(paid(1, 0), 0.0), Play(paid(1, 1), 0.0))
+    noise = world(*(Play(paid(x, x), y) for x in (0.0, 1.0) for y in (0.0, 1.0)))
+    for batch, preset, said in (
+        (right, "streams", "+0.87"),
+        (wrong, "warning", "would mislead"),
+        (noise, "streams", "with gate = 'agree'"),
+    ):
+        first, why = next(advise.advice(RunConfig(), batch, 2.0, 1.0))
+        assert first == preset
+        assert said in why
+
+
+def test_states_that_come_back_and_roles_are_seen() -> None:
+    batch = world(
+        Play([Call("a"), Call("b"), Call("c", role="critic")], 1.0),
+        Play([Call("a"), Call("b"), Call("d", role="critic")], 0.0),
+        Play([Call("a"), Call("e"), Call("e", role="critic")], 0.0, group=1),
+    )
+    assert advise.repeats(batch) == pytest.approx(2 / 6)
+    names = [preset for preset, _ in advise.advice(RunConfig(), batch, 3.0, 1 / 3)]
+    assert names == ["dr-mas", "batch-td", "grpo"]
+    assert "batch-td" not in [name for name, _ in advise.advice(RunConfig(), batch, 3.0, 0.1)]
+
+
+async def test_a_run_is_advised_from_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"preset": "grpo", "seeds": 5, "ratio": [0.5, 0.25, None]}
+    monkeypatch.setattr(advise, "RESULTS", tmp_path / "learning.json")
+    advise.RESULTS.write_bytes(msgspec.json.encode({"needle": {"broadcast": row}}))
+    config = replace(RunConfig(name="r"), store=f"sqlite:///{tmp_path / 'store.db'}")
+    async with open_store(config.store) as store:
+        await store.open_run("r", msgspec.to_builtins(config))
+        await store.enqueue(
+            [NewRollout(id=f"r/g/{i}", run="r", group="r/g", index=i, task={}) for i in range(2)]
+        )
+        for i, attempt in enumerate(await store.claim(2, runner="w", run="r", lease=60)):
+            call = Transition(
+                id=f"c{i}", attempt=attempt.id, index=0, prompt=int32([1]), completion=int32([2]),
+                logprobs=float32([-1.0]),
+            )  # fmt: skip
+            await store.add_transitions([call])
+            about = {"name": "p", "scope": Scope.TRANSITION, "target": call.id}
+            rows = [Reward(value=float(i)), Reward(value=1.0 - i, **about)]
+            await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, rewards=rows)])
+    lines = await advise.advise(config)
+    assert lines[0] == "policy: 2 rollouts, 1.0 calls each, 0% of later states repeated, 1 roles"
+    assert "correlation with the outcome is -1.00, would mislead" in lines[1]
+    assert lines[2] == "  grpo      copies the outcome to all calls; needs nothing"
+    assert lines[3].strip().startswith("needle: 0.50 (0.25 to never) of the rollouts")
+
+
+async def test_a_run_without_a_store_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="There is no store"):
+        await advise.advise(replace(RunConfig(), store=f"sqlite:///{tmp_path / 'store.db'}"))
