@@ -31,7 +31,7 @@ from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
 
 PLAYING = (
-    "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models",
+    "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models", "judges",
     "runner", "selfplay", "upstreams", "roles", "role_rules",
 )  # fmt: skip
 SAMPLING = (
@@ -70,6 +70,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _workspace(config)
     yield from _data(config)
     yield from _warmup(config)
+    yield from _judges(config)
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:
@@ -159,6 +160,16 @@ def _warmup(config: RunConfig) -> Iterator[str]:
             "[warmup] trains all weights of the run's one policy, and this run trains adapters or "
             "several; make a run of its own for it, whose <output>/warmup is their policy.model"
         )
+
+
+def _judges(config: RunConfig) -> Iterator[str]:
+    for name, judge in config.judges.items():
+        answering = {n for n, upstream in config.upstreams.items() if upstream.text is None}
+        known = answering | (set(config.policies) or {POLICY})
+        if judge.upstream not in known:
+            yield f"judges.{name}.upstream = {judge.upstream!r}; {nearest(judge.upstream, known)}"
+        if name in config.reward_models:
+            yield f"judges.{name}: [reward_models] give a reward of that name; rename one"
 
 
 def _member(name: str, member: MemberConfig) -> Iterator[str]:

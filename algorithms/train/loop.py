@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
 from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.diagnostics.metrics import Metrics, group_metrics, throughput
+from agentrl.algorithms.judges.judge import Judges
 from agentrl.algorithms.sampling.collect import Collected, Collector
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
@@ -50,6 +51,7 @@ class TrainingLoop:
     heldout: list[dict[str, Json]]
     lock: FolderLock
     snapshots: SnapshotStore | None = None  # None: without a pool of opponents
+    judges: Judges = field(default_factory=lambda: Judges([]))
 
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""
@@ -58,11 +60,13 @@ class TrainingLoop:
         for step in range(self.state.step, self.config.steps):
             started = time.monotonic()
             collected = await self.collector.collect(step)  # claims the groups of the step
+            groups, judged = await self.judges.complete(collected.groups)
+            collected = replace(collected, groups=groups)
             claimed = time.monotonic()
             async with self.serving.updating():
                 # Credit, packing, gradients. In a thread: this loop has servers to attend to.
                 metrics = await asyncio.to_thread(self.policies.update, step, collected.groups)
-                metrics |= collected.metrics
+                metrics |= collected.metrics | judged
                 metrics["time/rollouts"] = claimed - started
                 metrics["time/update"] = time.monotonic() - claimed
                 metrics |= throughput(metrics)
@@ -114,7 +118,7 @@ class TrainingLoop:
                 groups=[group.id for group in collected.groups if collected.stored],
                 discarded=[group.id for group in collected.discarded],
                 credits=self.policies.credits(step),
-                rewards=self.policies.step_rewards(step),
+                rewards=[*self.judges.rewards, *self.policies.step_rewards(step)],
                 versions=self.policies.versions(step + 1),
                 checkpoint=f"checkpoints/{path.name}",
                 metrics=metrics,
@@ -172,7 +176,7 @@ def failure_counts(metrics: Mapping[str, float]) -> Metrics:
     kept = {
         name: value
         for name, value in metrics.items()
-        if name in FAILURES or name.startswith("rollouts/failed/")
+        if name in FAILURES or name.startswith(("rollouts/failed/", "judges/"))
     }
     return kept | {EMPTY: metrics["rollouts"]}
 
