@@ -31,8 +31,8 @@ from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
 
 PLAYING = (
-    "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models", "judges",
-    "runner", "selfplay", "upstreams", "roles", "role_rules",
+    "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models",
+    "judges", "runner", "selfplay", "upstreams", "roles", "role_rules",
 )  # fmt: skip
 SAMPLING = (
     "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",

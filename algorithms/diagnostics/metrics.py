@@ -117,8 +117,8 @@ def rewards(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def agreement(groups: Sequence[Group]) -> Metrics:
-    """reward/<name>/agreement of rewards that a model or a judge gave: of the pairs of rollouts of
-    a group with different outcomes, the share in the same order; equal rewards count half."""
+    """reward/<name>/agreement of rewards that a model or judge gave: of the pairs of rollouts of a
+    group with different outcomes, the share in the same order; equal rewards count half."""
     found: dict[str, list[float]] = {}
     for group in groups:
         known = [row for row in group.rollouts if not isnan(row.reward())]

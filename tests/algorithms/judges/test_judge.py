@@ -226,7 +226,7 @@ async def test_worthless_answers_that_it_values_are_named(
 
 async def test_a_busy_endpoint_is_asked_again_and_prices_count(
     store: Store,
-    aiohttp_free_port: Callable[[web.Application], Any],
+    serve: Callable[[web.Application], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(judge_module.asyncio, "sleep", _no_sleep)
