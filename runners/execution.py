@@ -14,14 +14,14 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from agentrl import threads
-from agentrl.config import AgentConfig, RetriesConfig, RunnerConfig
+from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError, Invalid
 from agentrl.runners.executors import ExecutionResult, Executor
 from agentrl.runners.gateway.attribution import ActiveAttempt
@@ -34,18 +34,7 @@ from agentrl.runners.tracing import core as tracing
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.runners.workspace.sources import WorkspaceError
 from agentrl.store.base import Store
-from agentrl.types import (
-    DIFF,
-    Attempt,
-    ErrorKind,
-    Failure,
-    Json,
-    Outcome,
-    Reward,
-    Scope,
-    Span,
-    Trace,
-)
+from agentrl.types import DIFF, Attempt, ErrorKind, Failure, Json, Outcome, Reward, Span, Trace
 
 log = logging.getLogger("agentrl.runner")
 LONGEST_DIFF = 20_000  # characters that are stored of what an agent has changed
@@ -102,11 +91,7 @@ class AttemptRunner:
     gateway: Gateway
     executor: Executor
     verifier: Verifier
-    error_reward: float | None = None  # outcome when the agent itself raises
-    retries: RetriesConfig = field(default_factory=RetriesConfig)
-    calls_optional: bool = False  # whether an agent may succeed without a model call
-    _: KW_ONLY
-    limits: AgentConfig = field(default_factory=AgentConfig)  # calls, tokens, and what then
+    agent: AgentConfig = field(default_factory=AgentConfig)  # its limits, and what failures cost
     workspaces: Workspaces | None = None
 
     def __post_init__(self) -> None:
@@ -144,9 +129,8 @@ class AttemptRunner:
             if kept is not None:
                 self.gateway.unregister(active)
                 active.stored = kept.calls
-                ran = ExecutionResult(
-                    result=kept.result, failure=kept.failure, rewards=kept.rewards
-                )
+                known = {"result": kept.result, "failure": kept.failure, "rewards": kept.rewards}
+                ran = ExecutionResult(**known)
             else:
                 async with stages.run:
                     active.extend(attempt.rollout.timeout)
@@ -168,25 +152,12 @@ class AttemptRunner:
     ) -> ExecutionResult:
         """Store what is to be scored, so that no other runner runs the agent again. What remains of
         it here is without the spans, which the store has now."""
-        kept = AgentRun(
-            result=as_json(ran.result),
-            failure=ran.failure,
-            rewards=ran.rewards,
-            calls=active.stored,
-            files=None if workspace is None else await threads.call(workspace.packed),
-        )
         try:
-            fence = active.attempt.fence
-            await self.store.finish(
-                [
-                    Outcome(
-                        attempt=active.id,
-                        fence=fence,
-                        spans=ran.spans,
-                        ran=msgspec.to_builtins(kept),
-                    )
-                ]
-            )
+            files = None if workspace is None else await threads.call(workspace.packed)
+            kept = AgentRun(as_json(ran.result), ran.failure, ran.rewards, active.stored, files)
+            stored, fence = msgspec.to_builtins(kept), active.attempt.fence
+            outcome = Outcome(attempt=active.id, fence=fence, spans=ran.spans, ran=stored)
+            await self.store.finish([outcome])
         except (Invalid, WorkspaceError) as error:
             log.warning("attempt %s would be run again: %s", active.id, error)
             return ran
@@ -194,7 +165,7 @@ class AttemptRunner:
 
     async def run_agent(self, active: ActiveAttempt) -> ExecutionResult:
         """What the agent did, and how it failed if it did. No call comes after this."""
-        active.most_calls, active.most_tokens = self.limits.max_calls, self.limits.max_tokens
+        active.most_calls, active.most_tokens = self.agent.max_calls, self.agent.max_tokens
         try:
             ran = await self._within_limits(active)
         except Exception as error:  # a bug of an executor costs one attempt, not the runner
@@ -206,7 +177,7 @@ class AttemptRunner:
         if active.failures:
             message = next(iter(active.failures.values()))
             return replace(ran, failure=Failure(kind=ErrorKind.MODEL, message=message))
-        if not (ran.failure or active.stored or ran.needs_no_call or self.calls_optional):
+        if not (ran.failure or active.stored or ran.needs_no_call or self.agent.calls_optional):
             return replace(ran, failure=self._no_call(active, ran))
         return ran
 
@@ -241,7 +212,7 @@ class AttemptRunner:
     def _is_scored(self, active: ActiveAttempt, ran: ExecutionResult) -> bool:
         """Whether the verifier sees what the agent did."""
         return ran.failure is None or (
-            self.limits.partial == "score" and self._is_partial(active, ran.failure)
+            self.agent.partial == "score" and self._is_partial(active, ran.failure)
         )
 
     def _is_partial(self, active: ActiveAttempt, failure: Failure) -> bool:
@@ -256,7 +227,7 @@ class AttemptRunner:
             return await self._verified(active, ran, workspace)
         if not self._is_scored(active, ran):
             outcome = self._failed(active, ran, failure)
-            zero = self.limits.partial == "zero" and self._is_partial(active, failure)
+            zero = self.agent.partial == "zero" and self._is_partial(active, failure)
             row = Reward(value=0.0, source="runner")
             return replace(outcome, rewards=[row]) if zero else outcome
         scored = await self._verified(active, ran, workspace)
@@ -281,7 +252,7 @@ class AttemptRunner:
             raise
         except Exception as error:  # noqa: BLE001 - the user's verifier is a boundary
             return self._failed(active, ran, failure_of(ErrorKind.VERIFIER, error))
-        if trace is None and any(row.scope is not Scope.ROLLOUT for row in rewards):
+        if trace is None and any(row.target for row in rewards):
             trace = await self.store.trace(rollout.id)
         try:
             spans = [*(trace.spans if trace else ()), *ran.spans]
@@ -311,12 +282,12 @@ class AttemptRunner:
     def _failed(self, active: ActiveAttempt, ran: ExecutionResult, failure: Failure) -> Outcome:
         """A failed attempt. It has no reward, except `agent.error_reward` if the agent failed."""
         retry, rewards = self._is_retried(active.attempt, failure), []
-        if failure.kind is ErrorKind.AGENT and self.error_reward is not None and not retry:
-            rewards = [Reward(value=self.error_reward, source="runner")]
+        if failure.kind is ErrorKind.AGENT and self.agent.error_reward is not None and not retry:
+            rewards = [Reward(value=self.agent.error_reward, source="runner")]
         return _outcome(active, ran, rewards=rewards, failure=failure, retry=retry)
 
     def _is_retried(self, attempt: Attempt, failure: Failure) -> bool:
-        limit = getattr(self.retries, failure.kind.value)
+        limit = getattr(self.agent.retries, failure.kind.value)
         return attempt.fence < attempt.rollout.max_attempts and (
             limit is None or attempt.fence <= limit
         )

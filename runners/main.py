@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from aiohttp.typedefs import Middleware
+
 from agentrl.config import RunConfig, agent_env, from_store
 from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.errors import StoreError
@@ -91,7 +93,7 @@ async def start_runner(
         ending = asyncio.create_task(watch) if watch else None
         root, name = root or Path(config.root), name or f"{socket.gethostname()}-{os.getpid()}"
         verifier = config.verifier.path if verifier is None else verifier
-        started = _attempt_runner(store, run, config, root, name, agent, verifier)
+        started = attempt_runner(store, run, config, root, name, agent, verifier)
         try:
             async with started as execution:
                 if ready is not None:
@@ -104,7 +106,7 @@ async def start_runner(
 
 
 @contextlib.asynccontextmanager
-async def _attempt_runner(
+async def attempt_runner(
     store: Store,
     run: str,
     config: RunConfig,
@@ -112,8 +114,9 @@ async def _attempt_runner(
     name: str,
     agent: object,
     verifier: Callable[..., Any] | str,
+    watch: Middleware | None = None,
 ) -> AsyncIterator[AttemptRunner]:
-    """Gateway, agent and verifier of a run, started."""
+    """Gateway, agent and verifier of a run, started; `watch` sees every request of the agent."""
     gateway = Gateway(
         store,
         run,
@@ -125,40 +128,27 @@ async def _attempt_runner(
         remote=has_no_own_policy(config),
         rules=role_rules(config, root),
         as_sent=config.policy.messages == "as_sent",
+        watch=watch,
     )
-    await asyncio.to_thread(gateway.start)
-    try:
-        with environment(gateway.base_url, config.agent.pass_env):
-            url, settings = gateway.base_url, config.agent
-            executor = make_executor(config, root=root, gateway=url, runner=name, agent=agent)
-            scores = verifiers.load(verifier, config.verifier.rewards, root)
-            asyncio.get_running_loop().set_default_executor(DaemonThreads())
-            if config.runner.framework_spans:
-                tracing.instrument_frameworks()
-            workspaces = None
-            if config.workspace.source:
-                workspaces = Workspaces(config, root=root, gateway=url)
-            try:
-                await executor.start()
-                if workspaces is not None:
-                    await workspaces.start()
-                yield AttemptRunner(
-                    store,
-                    gateway,
-                    executor,
-                    scores,
-                    settings.error_reward,
-                    settings.retries,
-                    settings.calls_optional,
-                    limits=settings,
-                    workspaces=workspaces,
-                )
-            finally:
-                await executor.close()
-                if workspaces is not None:
-                    await workspaces.close()
-    finally:
-        await asyncio.to_thread(gateway.close)
+    async with contextlib.AsyncExitStack() as stack:
+        await asyncio.to_thread(gateway.start)
+        stack.push_async_callback(asyncio.to_thread, gateway.close)
+        url = gateway.base_url
+        stack.enter_context(environment(url, config.agent.pass_env))
+        executor = make_executor(config, root=root, gateway=url, runner=name, agent=agent)
+        scores = verifiers.load(verifier, config.verifier.rewards, root)
+        asyncio.get_running_loop().set_default_executor(DaemonThreads())
+        if config.runner.framework_spans:
+            tracing.instrument_frameworks()
+        workspaces = None
+        if config.workspace.source:
+            workspaces = Workspaces(config, root=root, gateway=url)
+            stack.push_async_callback(workspaces.close)
+        stack.push_async_callback(executor.close)
+        await executor.start()
+        if workspaces is not None:
+            await workspaces.start()
+        yield AttemptRunner(store, gateway, executor, scores, config.agent, workspaces)
 
 
 async def _stop_at_end(store: Store, run: str, steps: int, stop: asyncio.Event) -> None:

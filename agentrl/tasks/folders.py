@@ -31,18 +31,13 @@ def harbor(folder: str) -> list[dict[str, Json]]:
 def _harbor(folder: Path) -> dict[str, Json]:
     try:
         about = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-        tests = {
-            f"tests/{name}": LOGS.sub(".logs/verifier", TESTS.sub("tests", text))
-            for name, text in _texts(folder / "tests").items()
-        }
+        files, tests = _texts(folder / "environment"), _texts(folder / "tests")
+        moved = {k: LOGS.sub(".logs/verifier", TESTS.sub("tests", v)) for k, v in tests.items()}
+        tests = {f"tests/{name}": text for name, text in moved.items()}
         return {
             "id": folder.name,
             "input": (folder / "instruction.md").read_text(encoding="utf-8"),
-            "files": {
-                name: text
-                for name, text in _texts(folder / "environment").items()
-                if name not in NOT_FILES
-            },
+            "files": {name: text for name, text in files.items() if name not in NOT_FILES},
             "tests": tests | {".logs/verifier/.keep": ""},
             "test_command": ["bash", "tests/test.sh"],
             "test_timeout": float(about.get("verifier", {}).get("timeout_sec", 60.0)),

@@ -65,6 +65,7 @@ asked, whole = json.load(sys.stdin), {{"__name__": "mutant"}}
 exec(compile(asked["whole"], "mutant", "exec"), whole)
 sys.stdout.write(json.dumps([answers(t, asked["name"], asked["cases"]) for t in asked["texts"]]))
 """
+HIDDEN = "test_hidden.py"
 TEST = """import unittest
 
 from {module} import {name}
@@ -114,42 +115,23 @@ def bugs(function: str, cases: Sequence[tuple[Any, ...]]) -> list[dict[str, Json
         check=True,
     )
     wanted, *given = json.loads(done.stdout)
-    seen = [
-        (source, said) for (_, source), said in zip(mutants, given, strict=True) if said != wanted
-    ]
-    return [
-        _task(f"{module}_{name}", name, number, source, cases, wanted, said)
-        for number, (source, said) in enumerate(seen)
-    ]
-
-
-def _task(
-    file: str,
-    name: str,
-    number: int,
-    source: str,
-    cases: Sequence[tuple[Any, ...]],
-    wanted: list[str],
-    said: list[str],
-) -> dict[str, Json]:
-    wrong = next(
-        (n for n, pair in enumerate(zip(wanted, said, strict=False)) if len(set(pair)) > 1), 0
-    )
+    file, tasks = f"{module}_{name}", list[dict[str, Json]]()
     methods = "".join(
         f"    def test_{n}(self):\n        self.assertEqual(answer(CASES[{n}]), {answer!r})\n\n"
         for n, answer in enumerate(wanted)
     )
     listed = "".join(f"    {case!r},\n" for case in cases)
-    call = f"{name}({', '.join(map(repr, cases[wrong]))})"
-    return {
-        "id": f"{file}/{number}",
-        "input": f"{file}.py has one bug, in the function {name}. For example, {call} must give"
-        f" {wanted[wrong]}. Fix it.",
-        "files": {f"{file}.py": source},
-        "tests": {
-            "test_hidden.py": TEST.format(module=file, name=name, cases=listed, methods=methods)
-        },
-    }
+    test = TEST.format(module=file, name=name, cases=listed, methods=methods)
+    for (_, source), said in zip(mutants, given, strict=True):
+        if said != wanted:
+            pairs = enumerate(zip(wanted, said, strict=False))
+            wrong = next((n for n, (right, other) in pairs if right != other), 0)
+            call = f"{name}({', '.join(map(repr, cases[wrong]))})"
+            words = f"{file}.py has one bug, in the function {name}. For example, {call} must give"
+            words += f" {wanted[wrong]}. Fix it."
+            about: dict[str, Json] = {"id": f"{file}/{len(tasks)}", "input": words}
+            tasks.append(about | {"files": {f"{file}.py": source}, "tests": {HIDDEN: test}})
+    return tasks
 
 
 def _mutants(whole: str, name: str) -> Iterator[tuple[str, str]]:

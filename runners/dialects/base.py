@@ -78,6 +78,7 @@ class Translation(ABC):
         self._events: list[bytes] = []
         self._started = False
         self._open: object = None  # which block, part or tool call is being written
+        self._arguments = ""  # of the tool call, so far
         self._finish = "stop"
         self._stop_sequence: str | None = None
 
@@ -103,7 +104,13 @@ class Translation(ABC):
                 if text:
                     self._write(key, text, choice)
             for position, call in enumerate(delta.get("tool_calls") or ()):
-                self._call(call.get("index", position), call, call.get("function") or {})
+                function = call.get("function") or {}
+                if self._switch(("call", call.get("index", position))):
+                    self._arguments = ""
+                    self._begin_call(call["id"], function["name"])
+                if arguments := function.get("arguments"):
+                    self._arguments += arguments
+                    self._add_arguments(arguments)
             self._finish = choice.get("finish_reason") or self._finish
             if isinstance(choice.get("stop_reason"), str):  # vLLM names what stopped it
                 self._stop_sequence = choice["stop_reason"]
@@ -126,8 +133,11 @@ class Translation(ABC):
         """`text` is added to the reasoning_content, content or refusal of the answer."""
 
     @abstractmethod
-    def _call(self, index: int, delta: Body, function: Body) -> None:
-        """A difference of the tool call at `index`."""
+    def _begin_call(self, id: str, name: str) -> None:
+        """A tool is called; `_arguments` are whole when `_close` is called."""
+
+    def _add_arguments(self, arguments: str) -> None:  # noqa: B027 - few APIs show them
+        """`arguments` are added to those of the tool call."""
 
     @abstractmethod
     def _close(self) -> None:
@@ -199,6 +209,11 @@ def text(value: Json, where: str) -> str:
     if not isinstance(value, str):
         raise UntranslatableError(where, "is not a string", code="invalid_type")
     return value
+
+
+def joined(parts: Json, where: str) -> str:
+    """The text of parts that have nothing else."""
+    return "".join(text(part.get("text"), where) for part in objects(parts, where))
 
 
 def _functions(messages: Json) -> Iterator[tuple[str, Body]]:

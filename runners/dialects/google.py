@@ -39,12 +39,8 @@ TYPES = {"ARRAY", "BOOLEAN", "INTEGER", "NULL", "NUMBER", "OBJECT", "STRING"}
 MODES = {"AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none"}
 REASONS = {"length": "MAX_TOKENS", "content_filter": "SAFETY"}
 STATUS = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED"}
-STATUS |= {
-    404: "NOT_FOUND",
-    429: "RESOURCE_EXHAUSTED",
-    503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
-}
+STATUS |= {404: "NOT_FOUND", 429: "RESOURCE_EXHAUSTED", 503: "UNAVAILABLE"}
+STATUS |= {504: "DEADLINE_EXCEEDED"}
 
 
 def error(status: int, code: str, message: str) -> Body:
@@ -64,7 +60,7 @@ def chat_request(body: Body, memory: ConversationMemory, model: str) -> Body:
         for name in fields.keys() - ALLOWED.keys() - IDLE - TRANSLATED - SAME.keys():
             raise base.impossible(f"{where}{name}", f"{fields[name]!r:.80}")
     chat: Body = {SAME[k]: v for k, v in config.items() if k in SAME and v is not None}
-    said = _text(body.get("systemInstruction") or {}, "systemInstruction")
+    said = base.joined((body.get("systemInstruction") or {}).get("parts"), "systemInstruction")
     turns = [{"role": "system", "content": said}] if said else []
     for index, content in enumerate(base.objects(body.get("contents"), "contents")):
         _add(turns, content, f"contents[{index}]", memory)
@@ -181,11 +177,6 @@ def _pending(turns: list[Body], answer: Body) -> Json:
     return next((c["id"] for c in same if c["id"] not in answered), None)
 
 
-def _text(content: Body, where: str) -> str:
-    parts = base.objects(content.get("parts"), f"{where}.parts")
-    return "".join(base.text(part.get("text"), f"{where}.parts") for part in parts)
-
-
 # -- the answer ------------------------------------------------------------------------------------
 
 
@@ -195,7 +186,7 @@ class GoogleTranslation(base.Translation):
 
     def __init__(self, body: Body, memory: ConversationMemory, *, model: str, stream: bool) -> None:
         chat = chat_request(body, memory, model) | ({"stream": True} if stream else {})
-        self._arguments, self._thought = "", ""
+        self._thought = ""
         self._parts: list[Body] = []
         self._candidate: Body = {"content": {"role": "model", "parts": self._parts}, "index": 0}
         answer: Body = {"candidates": [self._candidate], "responseId": uuid4().hex}
@@ -220,11 +211,8 @@ class GoogleTranslation(base.Translation):
         self._thought += text if kind else ""
         self._show({"text": text} | kind)
 
-    def _call(self, index: int, delta: Body, function: Body) -> None:
-        if self._switch(("call", index)):
-            self._parts.append({"functionCall": {"id": delta["id"], "name": function["name"]}})
-            self._arguments = ""
-        self._arguments += function.get("arguments") or ""
+    def _begin_call(self, id: str, name: str) -> None:
+        self._parts.append({"functionCall": {"id": id, "name": name}})
 
     def _close(self) -> None:
         part = self._parts[-1]

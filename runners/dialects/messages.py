@@ -223,7 +223,6 @@ class MessagesTranslation(base.Translation):
     object, or the broken text inside one."""
 
     def __init__(self, body: Body, memory: ConversationMemory) -> None:
-        self._arguments = ""  # of the tool call that is being written
         self._blocks: list[Body] = []
         self._usage = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         self._usage |= {"input_tokens": 0, "output_tokens": 0}
@@ -250,11 +249,8 @@ class MessagesTranslation(base.Translation):
         self._blocks[-1][kind] += text
         self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _call(self, index: int, delta: Body, function: Body) -> None:
-        if self._switch(("call", index)):
-            tool = {"type": "tool_use", "id": delta["id"], "name": function["name"], "input": {}}
-            self._add_block(tool)
-        self._arguments += function.get("arguments") or ""
+    def _begin_call(self, id: str, name: str) -> None:
+        self._add_block({"type": "tool_use", "id": id, "name": name, "input": {}})
 
     def _close(self) -> None:
         block = self._blocks[-1]
@@ -263,7 +259,6 @@ class MessagesTranslation(base.Translation):
             shown = msgspec.json.encode(block["input"]).decode()
             self._delta({"type": "input_json_delta", "partial_json": shown})
         self._event("content_block_stop", index=len(self._blocks) - 1)
-        self._arguments = ""
 
     def _end(self) -> None:
         stopped = self._stop_sequence and self._finish == "stop"

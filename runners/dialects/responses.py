@@ -14,12 +14,7 @@ from uuid import uuid4
 
 from agentrl.runners.dialects import base
 from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, UntranslatableError
-from agentrl.runners.dialects.client_tools import (
-    ClientTools,
-    arguments_of,
-    custom_input,
-    flat_name,
-)
+from agentrl.runners.dialects.client_tools import ClientTools, arguments_of, custom_input, flat_name
 from agentrl.types import Json
 
 # Meaning: fields that change the answer as no chat completion can, and the values at which they do
@@ -179,8 +174,7 @@ def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) 
         said = _content(item.get("output"), f"{where}.output", plain=True)
         turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
     elif kind == "reasoning":
-        thoughts = base.objects(item.get("content"), f"{where}.content")
-        said = "".join(base.text(part.get("text"), f"{where}.content") for part in thoughts)
+        said = base.joined(item.get("content"), f"{where}.content")
         said = said or base.unseal(item.get("encrypted_content"))
         if not said:
             raise UntranslatableError(where, "encrypted reasoning is of no use to this model")
@@ -238,7 +232,6 @@ class ResponsesTranslation(base.Translation):
         self._memory = memory if body.get("store") is not False else ConversationMemory()
         self._conversation = chat["messages"][body.get("instructions") is not None :]
         self._items: list[Body] = self.answer["output"]
-        self._arguments = ""  # of the tool call that is being written
         self._sequence = 0
 
     def _start(self, model: str, prompt_tokens: int) -> None:
@@ -270,19 +263,17 @@ class ResponsesTranslation(base.Translation):
             part["logprobs"] += where["logprobs"]
         self._event(f"response.{part_type}.delta", delta=text, **where)
 
-    def _call(self, index: int, delta: Body, function: Body) -> None:
-        if self._switch(("call", index)):
-            head = self._tools.item(function["name"])
-            custom = head["type"] == "custom_tool_call"
-            item = {"id": _id("ctc" if custom else "fc"), "status": "in_progress"} | head
-            self._arguments = ""
-            self._add_item(item | {"call_id": delta["id"], "input" if custom else "arguments": ""})
-        if arguments := function.get("arguments"):
-            self._arguments += arguments
-            if self._items[-1]["type"] == "function_call":
-                said = {"delta": arguments} | self._where()
-                self._items[-1]["arguments"] += arguments
-                self._event("response.function_call_arguments.delta", **said)
+    def _begin_call(self, id: str, name: str) -> None:
+        head = self._tools.item(name)
+        custom = head["type"] == "custom_tool_call"
+        item = {"id": _id("ctc" if custom else "fc"), "status": "in_progress"} | head
+        self._add_item(item | {"call_id": id, "input" if custom else "arguments": ""})
+
+    def _add_arguments(self, arguments: str) -> None:
+        if self._items[-1]["type"] == "function_call":
+            self._items[-1]["arguments"] += arguments
+            said = {"delta": arguments} | self._where()
+            self._event("response.function_call_arguments.delta", **said)
 
     def _close(self) -> None:
         item = self._items[-1]

@@ -20,7 +20,7 @@ from agentrl.runners.executors.contract import FailedAttemptError, SandboxExecut
 from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.runners.harnesses.preset import Preset, load_preset, places, prompt_of, version_of
+from agentrl.runners.harnesses import preset as presets
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Json
 
@@ -39,7 +39,7 @@ class CommandExecutor(SandboxExecutor):
     ) -> None:
         """`root` is the run file's folder, `gateway` the base URL for agents on this machine."""
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
-        self.preset = load_preset(agent.harness, root) if agent.harness else None
+        self.preset = presets.load_preset(agent.harness, root) if agent.harness else None
         self.folder = root / agent.folder
         self.agent, self.runner, self.gateway = agent, runner, gateway
         self._launcher = ProcessLauncher(env=contract.passed_environment(agent.pass_env))
@@ -57,11 +57,11 @@ class CommandExecutor(SandboxExecutor):
             raise ConfigError(f"agent.command: there is no program {program!r} on this machine")
         await self._launcher.start()
 
-    async def _harness(self, preset: Preset) -> str:
+    async def _harness(self, preset: presets.Preset) -> str:
         """The path of its program, whose version is looked at once."""
         program = preset.find_program(*self.argv[:1])
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-            version = await version_of(program, Path(home))
+            version = await presets.version_of(program, Path(home))
         if not preset.was_tested(version):
             log.warning(
                 "%s is version %s, and its preset was tested with %s: look at what it sends with"
@@ -89,14 +89,16 @@ class CommandExecutor(SandboxExecutor):
             works_in, home = place.folder, Path(place.env["HOME"])
             env |= {**place.env, "AGENTRL_ROOT": str(self.folder)} | self.agent.env
         if self.preset is not None:
-            asked, context = prompt_of(input_of(active)), self.agent.context
-            known = places(self.gateway, active.key, home, asked, context)
+            asked = presets.prompt_of(input_of(active))
+            known = {"url": self.gateway, "key": active.key, "prompt": asked}
             if "\0" in asked or len(asked.encode()) > contract.LARGEST_VARIABLE:
                 why = f"the task is too long for an argument of {self.preset.program}, or has a NUL"
                 raise FailedAttemptError(ErrorKind.AGENT, why)
-            self.preset.write_files(known)
-            argv = [*argv, *self.preset.arguments(known), *self.agent.args]
-            env |= self.preset.environment(known, works_in) | self.agent.env
+            preset = self.preset.filled(home=home, context=self.agent.context, **known)
+            home.mkdir(parents=True, exist_ok=True)
+            preset.write_files(home)
+            argv = [*argv, *preset.argv, *self.agent.args]
+            env |= presets.private_folders(str(home), works_in) | preset.env | self.agent.env
         if place is not None:
             place.give(home)
             argv = [*place.prefix, *argv]

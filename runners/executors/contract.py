@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -188,16 +189,9 @@ class SandboxExecutor:
             result = await self._execute(active, span)
         except FailedAttemptError as error:
             failure = error.failure
-        root = Span(
-            id=span,
-            attempt=active.id,
-            parent=None,
-            name="attempt",
-            kind="agent",
-            start=start,
-            end=time.time_ns(),
-            ok=failure is None,
-        )
+        known: Any = {"id": span, "attempt": active.id, "name": "attempt", "kind": "agent"}
+        end, ok = time.time_ns(), failure is None
+        root = Span(**known, parent=None, start=start, end=end, ok=ok)
         return ExecutionResult(result=result, failure=failure, spans=[root])
 
     async def _execute(self, active: ActiveAttempt, span: str) -> Json:

@@ -62,21 +62,16 @@ def make_executor(
             f"runner.executor = {kind!r}: the agent runs in a process of its own; give it in the"
             f" run file as {'agent.path' if kind == 'pool' else 'agent.command'}"
         )
+    place: Any = {"root": root, "gateway": gateway}
     if kind == "command":
-        return CommandExecutor(config.agent, settings, root=root, gateway=gateway)
+        return CommandExecutor(config.agent, settings, **place)
     if isinstance(settings, ContainerRunnerConfig):
-        return ContainerExecutor(config.agent, settings, root=root, gateway=gateway)
+        return ContainerExecutor(config.agent, settings, **place)
     assert isinstance(settings, KubernetesRunnerConfig)
     from agentrl.runners.executors.kubernetes import KubernetesExecutor  # an extra
 
-    return KubernetesExecutor(
-        config.agent,
-        settings,
-        root=root,
-        gateway=gateway,
-        name=runner,
-        run=f"{config.name} {config.store} {config.output}",  # rollouts are named alike elsewhere
-    )
+    run = f"{config.name} {config.store} {config.output}"  # rollouts are named alike elsewhere
+    return KubernetesExecutor(config.agent, settings, **place, name=runner, run=run)
 
 
 def _plugin(

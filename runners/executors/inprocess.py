@@ -179,13 +179,9 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
         result, failure = await work
     if json_size(result) > contract.LARGEST_RESULT:
         result, failure = None, contract.too_large("its result").failure
-    return ExecutionResult(
-        result=result,
-        failure=failure,
-        rewards=log.rewards,
-        spans=tracing.records(log, attempt),
-        needs_no_call=log.needs_no_call,
-    )
+    known: Any = {"rewards": log.rewards, "needs_no_call": log.needs_no_call}
+    spans = tracing.records(log, attempt)
+    return ExecutionResult(result=result, failure=failure, spans=spans, **known)
 
 
 async def run_guarded(agent: Agent, value: Json) -> tuple[Any, Failure | None]:

@@ -148,11 +148,8 @@ class KubernetesExecutor(SandboxExecutor):
         metadata["name"] = f"agentrl-{active.id}"
         metadata.setdefault("labels", {}).update(labels)
         spec = job.setdefault("spec", {})
-        spec |= {
-            "backoffLimit": 0,
-            "activeDeadlineSeconds": math.ceil(active.left) + MARGIN,
-            "ttlSecondsAfterFinished": self.config.ttl,
-        }
+        spec |= {"backoffLimit": 0, "ttlSecondsAfterFinished": self.config.ttl}
+        spec["activeDeadlineSeconds"] = math.ceil(active.left) + MARGIN
         container = _container(job)
         pod = spec["template"]
         pod.setdefault("metadata", {}).setdefault("labels", {}).update(labels)
@@ -179,11 +176,8 @@ class KubernetesExecutor(SandboxExecutor):
         while True:
             try:
                 async with kubernetes.watch.Watch() as watch:
-                    events = watch.stream(
-                        self._jobs.list_namespaced_job,
-                        self.config.namespace,
-                        label_selector=f"{RUNNER}={self.label}",
-                    )
+                    jobs, own = self._jobs.list_namespaced_job, f"{RUNNER}={self.label}"
+                    events = watch.stream(jobs, self.config.namespace, label_selector=own)
                     async for event in events:
                         self._note_end(event["raw_object"], deleted=event["type"] == "DELETED")
             except Exception as error:  # noqa: BLE001 - without it no attempt would ever end

@@ -28,7 +28,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # linux/prctl.h
 HEADER = struct.Struct("!I")  # length of the JSON that follows
@@ -142,18 +142,11 @@ def _children() -> list[int]:
 
 def _clean_up(spec: ProcessSpec) -> None:
     """Nobody is left to be told when it fails."""
-    env, quiet, timeout = spec.get("env"), subprocess.DEVNULL, CLEANUP_TIMEOUT
+    how: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    how |= {"env": spec.get("env"), "timeout": CLEANUP_TIMEOUT}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         if after := spec.get("after"):
-            subprocess.run(
-                after,
-                env=env,
-                stdin=quiet,
-                stdout=quiet,
-                stderr=quiet,
-                timeout=timeout,
-                check=False,
-            )
+            subprocess.run(after, check=False, **how)
 
 
 def _payload(spec: ProcessSpec, fds: list[int], serve: Serve | None) -> None:

@@ -7,7 +7,6 @@
 from agentrl.runners.games.agent import GameAgent as GameAgent
 from agentrl.runners.games.agent import ask_for_move as ask_for_move
 from agentrl.runners.games.match import GameResult as GameResult
-from agentrl.runners.games.match import GameResult as Result  # noqa: F401 - its earlier name
 from agentrl.runners.games.match import GameTask as GameTask
 from agentrl.runners.games.match import Match as Match
 from agentrl.runners.games.match import verify as verify

@@ -39,13 +39,8 @@ def _check(game: Game, name: str) -> None:
     """Raises ConfigError unless it is a two-player zero-sum game with turns and perfect
     information, and for a perfect player also short and without chance."""
     kind, about = library().GameType, game.rules.get_type()
-    fits = (
-        game.perfect
-        and game.players == 2
-        and about.dynamics == kind.Dynamics.SEQUENTIAL
-        and about.utility == kind.Utility.ZERO_SUM
-    )
-    if not fits:
+    in_turns = about.dynamics == kind.Dynamics.SEQUENTIAL and game.players == 2
+    if not (in_turns and game.perfect and about.utility == kind.Utility.ZERO_SUM):
         raise ConfigError(
             f"players: {name!r} plays zero-sum games of two in turns in which nothing is hidden, "
             f"and {game.name} is none; take 'random' or a model"

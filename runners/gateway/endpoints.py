@@ -18,11 +18,10 @@ from agentrl.runners.gateway.attribution import AttemptRegistry, CallOrigin, Ref
 from agentrl.runners.gateway.handler import CallHandler, translate_error
 from agentrl.runners.gateway.routing import Route, Router
 from agentrl.runners.gateway.upstream import (
-    RENDERED,
-    PromptSize,
+    RefusedPromptError,
     Upstream,
     UpstreamError,
-    forwarded_headers,
+    forwarded,
     read,
 )
 from agentrl.store.base import Store
@@ -78,17 +77,15 @@ class Endpoints:
 
     async def count_tokens(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
         """https://docs.anthropic.com/en/api/messages-count-tokens"""
-        kind, prompt_of = dialects.messages.DIALECT, dialects.messages.prompt_of
-        return await count_tokens(self._upstream, caller, request, kind, prompt_of, "input_tokens")
+        prompt_of = dialects.messages.prompt_of
+        return await count_tokens(self._upstream, caller, request, prompt_of, "input_tokens")
 
     async def google(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
         """A method of Google's API, whose path names the model."""
         model, verb = request.match_info["model"], request.match_info["verb"]
         if verb == "countTokens":
             prompt_of = partial(dialects.google.prompt_of, model=model)
-            return await count_tokens(
-                self._upstream, caller, request, dialects.google.DIALECT, prompt_of, "totalTokens"
-            )
+            return await count_tokens(self._upstream, caller, request, prompt_of, "totalTokens")
         stream = verb == "streamGenerateContent"
         if verb not in ("generateContent", "streamGenerateContent"):
             raise UntranslatableError(
@@ -121,18 +118,16 @@ class Endpoints:
         if asked is not None and asked not in names:
             why = f"there is no model {asked!r:.80}; there is {', '.join(map(repr, names))}"
             raise RefusedError(404, "model_not_found", why)
-        if "anthropic-version" in request.headers:
-            day = "1970-01-01T00:00:00Z"
-            data = [{"type": "model", "id": n, "display_name": n, "created_at": day} for n in names]
-            if asked is not None:
-                return web.json_response(data[names.index(asked)])
-            ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
-            return web.json_response({"data": data, "has_more": False} | ends)
         about: Body = {"object": "model", "created": 0, "owned_by": "agentrl"}
-        data = [{"id": name} | about for name in names]
+        head: Body = {"object": "list"}
+        if anthropic := "anthropic-version" in request.headers:
+            about = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
+            ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
+            head = {"has_more": False} | ends
+        data = [{"id": n} | ({"display_name": n} if anthropic else {}) | about for n in names]
         if asked is not None:
             return web.json_response(data[names.index(asked)])
-        return web.json_response({"object": "list", "data": data})
+        return web.json_response(head | {"data": data})
 
     async def _within_attempt(self, work: Work, request: web.Request) -> web.StreamResponse:
         """Do `work` for the attempt that makes the request; it is cancelled when that ends."""
@@ -214,7 +209,7 @@ async def embeddings(
     async def once(route: Route) -> web.StreamResponse:
         body = msgspec.json.encode(fields | {"model": route.model or model})
         async with upstream.post(route, "embeddings", body, request.headers) as reply:
-            headers = forwarded_headers(reply.headers)
+            headers = forwarded(reply.headers)
             return web.Response(status=reply.status, body=await read(reply), headers=headers)
 
     return await _unrecorded(upstream, caller, raw, model, "embeddings", once)
@@ -224,7 +219,6 @@ async def count_tokens(
     upstream: Upstream,
     caller: CallOrigin,
     request: web.Request,
-    dialect: Dialect,
     prompt_of: Callable[[Body, ConversationMemory], Body],
     field: str,
 ) -> web.StreamResponse:
@@ -235,31 +229,22 @@ async def count_tokens(
     model = str(chat.get("model") or "")
 
     async def once(route: Route) -> web.StreamResponse:
-        asked = {name: chat[name] for name in RENDERED if name in chat}
-        asked |= {"messages": await upstream.adapt(route, chat["messages"])}
-        body = msgspec.json.encode(asked | {"model": route.model or model})
-        server = route._replace(base_url=route.base_url.removesuffix("/v1"))
+        asked = chat | {"messages": await upstream.adapt(route, chat["messages"])}
         try:
-            async with upstream.post(server, "tokenize", body, request.headers) as reply:
-                status, found = reply.status, await read(reply)
-        except UpstreamError as error:
-            if not (route.frozen and error.final):
+            size = await upstream.prompt_size(route, asked, request.headers)
+        except RefusedPromptError as error:
+            dialect = dialects.of(request.path, anthropic=True)
+            words = translate_error(dialect, error.status, error.words)
+            return web.Response(status=error.status, body=words, content_type="application/json")
+        except (LookupError, UpstreamError) as error:
+            if isinstance(error, UpstreamError) and not (route.frozen and error.final):
                 raise
-            raise _not_countable(route) from None
-        if status in (400, 422):
-            words = translate_error(dialect, status, found)
-            return web.Response(status=status, body=words, content_type="application/json")
-        try:
-            return web.json_response({field: msgspec.json.decode(found, type=PromptSize).count})
-        except msgspec.DecodeError:
-            raise _not_countable(route) from None
+            why = f"the endpoint {route.policy!r} does not tell how many tokens a prompt has"
+            why = f"{why}; estimate it, or leave it out"
+            raise RefusedError(404, "not_counted", why) from None
+        return web.json_response({field: size.count})
 
     return await _unrecorded(upstream, caller, raw, model, "count_tokens", once)
-
-
-def _not_countable(route: Route) -> RefusedError:
-    why = f"the endpoint {route.policy!r} does not tell how many tokens a prompt has"
-    return RefusedError(404, "not_counted", f"{why}; estimate it, or leave it out")
 
 
 async def _unrecorded(

@@ -29,13 +29,7 @@ from agentrl.runners.gateway.capture import ModelRequest, ModelResponse, read_ch
 from agentrl.runners.gateway.replay import CUT, RECORD
 from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.gateway.routing import Route
-from agentrl.runners.gateway.upstream import (
-    Upstream,
-    UpstreamError,
-    forwarded_headers,
-    read,
-    stream,
-)
+from agentrl.runners.gateway.upstream import Upstream, UpstreamError, forwarded, read, stream
 from agentrl.store.base import Store
 from agentrl.types import SIDE, Sampling, Transition
 
@@ -127,15 +121,10 @@ class CallHandler:
             return await self._upstream.retry(
                 self._caller, call.model, self._call, self._ask_policy
             )
+        asked: Any = {"messages": call.messages, "tools": call.tools, "started": time.time()}
         self._rows = [
             msgspec.structs.replace(
-                row,
-                **self._identity(),
-                repeats=row.repeats or row.id,
-                messages=call.messages,
-                tools=call.tools,
-                started=time.time(),
-                seconds=0.0,
+                row, **self._identity(), **asked, repeats=row.repeats or row.id, seconds=0.0
             )
             for row in recorded
         ]
@@ -197,6 +186,8 @@ class CallHandler:
         if limit and len(body) + (self._sampling.max_tokens or 0) > limit and not self._room:
             self._room = await self._find_room(route, call)
             body, self._sampling = call.encode(route, defaults, capture=capture, room=self._room)
+        if not route.frozen:
+            self._warn_of_sampling(route, defaults)
         async with self._upstream.post(route, self._dialect.api, body, headers) as reply:
             if reply.status == 400 and self._room is None and not route.frozen:
                 self._room = await self._find_room(route, call)
@@ -224,13 +215,27 @@ class CallHandler:
             size = await self._upstream.prompt_size(route, call.fields)
         except LookupError:
             return 0
-        if size is None or size.max_model_len is None:
-            return 0
-        room = size.max_model_len - size.count
-        if not 0 < room < asked:
+        room = (size.max_model_len or 0) - size.count
+        if size.max_model_len is None or not 0 < room < asked:
             return 0
         self._upstream.max_lengths[route.base_url] = size.max_model_len
+        self._upstream.warn_once(
+            "policy %s: an answer has at most the %d tokens that its prompt leaves, and the agent"
+            " asks for %d",
+            *(route.policy, room, asked),
+        )
         return room
+
+    def _warn_of_sampling(self, route: Route, defaults: Sampling) -> None:
+        wanted, used = msgspec.structs.asdict(defaults), msgspec.structs.asdict(self._sampling)
+        names = ("temperature", "top_p", "top_k", "max_tokens")
+        other = [name for name in names if wanted[name] not in (None, used[name])]
+        if other and not self._room:
+            self._upstream.warn_once(
+                "policy %s: the agent overrules the run file's sampling with %s; sampling.force ="
+                " true would keep the run file's temperature, top_p and top_k",
+                *(route.policy, ", ".join(f"{name} = {used[name]}" for name in other)),
+            )
 
     async def _whole(
         self, route: Route, raw: bytes, headers: Mapping[str, str]
@@ -245,7 +250,7 @@ class CallHandler:
         if not answer.choices:
             raise _malformed(route, "an answer without choices")
         await self._store_response(answer, route, headers.get("x-policy-version", ""))
-        return web.Response(body=body, headers=forwarded_headers(headers))
+        return web.Response(body=body, headers=forwarded(headers))
 
     async def _stream(
         self, route: Route, parts: AsyncIterator[bytes], headers: Mapping[str, str]
@@ -281,7 +286,7 @@ class CallHandler:
     async def _send(self, data: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
         try:
             if self._response is None:
-                self._response = web.StreamResponse(headers=forwarded_headers(headers))
+                self._response = web.StreamResponse(headers=forwarded(headers))
                 await self._response.prepare(self._http_request)
             await self._response.write(data)
         except ConnectionError as error:
@@ -330,21 +335,12 @@ class CallHandler:
         mapped = self._upstream.router.policy_of_role(role, self._active.seats) is not None
         if role == SIDE and not (mapped or route.frozen):
             policy = f"{policy}@{SIDE}"  # nobody learns from it
-        return [
-            choice.transition(
-                **self._identity(),
-                role=role,
-                policy=policy,
-                version=int(version) if version.isdigit() else route.version,
-                sampling=self._sampling,
-                messages=call.messages,
-                tools=call.tools,
-                left_out=call.left_out,
-                started=self._started,
-                seconds=seconds,
-            )
-            for _, choice in sorted(answer.choices.items())
-        ]
+        known: dict[str, Any] = {"role": role, "policy": policy}
+        known |= {"started": self._started, "seconds": seconds, "sampling": self._sampling}
+        known["version"] = int(version) if version.isdigit() else route.version
+        known |= {"messages": call.messages, "tools": call.tools, "left_out": call.left_out}
+        choices = [choice for _, choice in sorted(answer.choices.items())]
+        return [choice.transition(**self._identity(), **known) for choice in choices]
 
 
 async def _uncancelled(work: Coroutine[None, None, None]) -> None:

@@ -13,13 +13,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from agentrl.processes import PHASE
-from agentrl.runners.dialects.base import Body, UntranslatableError, objects, text
+from agentrl.runners.dialects.base import Body, UntranslatableError, joined
 
 log = logging.getLogger("agentrl.runner")
 Messages = list[Body]
-Count = Callable[
-    [Messages], Awaitable[int | None]
-]  # prompt tokens; None: the template refuses them
+Count = Callable[[Messages], Awaitable[int | None]]  # prompt tokens; None: they are refused
 WORDS = [str(number) for number in range(100, 164)]  # at least a token each, with any tokenizer
 INSTRUCTIONS = ("system", "developer")
 USER, CALL = {"role": "user", "content": "1"}, {"name": "f", "arguments": "{}"}
@@ -97,24 +95,19 @@ def is_plain(messages: Messages) -> bool:
 async def find_rule(count: Count, policy: str) -> PromptRule:
     """The rule of a policy, by its server's counts of prompt tokens."""
 
-    async def shows(what: str, rule: PromptRule) -> bool:
+    async def shows(probe: Callable[[str], Messages], rule: PromptRule) -> bool:
         rule = replace(rule, lost=frozenset())
-        for probe in PROBES[what]:
-            long, short = (rule.apply(probe(said)) for said in (" ".join(WORDS), "1"))
-            sizes = await count(long), await count(short)
-            if sizes[0] is None or sizes[1] is None or sizes[0] - sizes[1] < len(WORDS) // 2:
-                return False
-        return True
+        long, short = [await count(rule.apply(probe(said))) for said in (" ".join(WORDS), "1")]
+        return long is not None and short is not None and long - short >= len(WORDS) // 2
 
     async def first(what: str, *rules: PromptRule) -> PromptRule:
         for each in rules:
-            if await shows(what, each):
+            if all([await shows(probe, each) for probe in PROBES[what]]):
                 return each
         return replace(rules[0], lost=rules[0].lost | {what})
 
-    sizes = [await count([_by("user", said)]) for said in (" ".join(WORDS), "1")]
     rule = PromptRule()
-    if None in sizes or (sizes[0] or 0) - (sizes[1] or 0) < len(WORDS) // 2:
+    if not await shows(lambda said: [_by("user", said)], rule):
         log.warning(
             "policy %s: its tokenizer does not tell which messages its prompts show", policy
         )
@@ -147,4 +140,4 @@ def _text(message: Body, index: int) -> str:
     content, where = message.get("content"), f"messages[{index}].content"
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(text(part.get("text"), where) for part in objects(content, where))
+    return joined(content, where)

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 
-from agentrl.runners.dialects.base import TEXT
+from agentrl.runners.dialects.base import TEXT, data_event
 from agentrl.runners.gateway.capture import ModelRequest, value
 from agentrl.runners.gateway.routing import Route
 from agentrl.store.base import Store
@@ -74,16 +75,9 @@ def recorded_calls(calls: Sequence[Transition], branch: Branch) -> Recording:
 def fixed_answer(text: str, call: ModelRequest) -> list[Transition]:
     """A fixed answer as if it were recorded, for every choice that is asked for; it has no tokens.
     What is stored of the call is read from the answer."""
-    row = Transition(
-        id=str(call.index),
-        attempt="",
-        index=0,
-        prompt=int32(),
-        completion=int32(),
-        logprobs=float32(),
-        exact=False,
-        answer={"role": "assistant", "content": text},
-    )
+    said = {"role": "assistant", "content": text}
+    nothing: Any = {"prompt": int32(), "completion": int32(), "logprobs": float32()}
+    row = Transition(str(call.index), "", 0, **nothing, exact=False, answer=said)
     return [row] * (value(call.fields, "n") or 1)
 
 
@@ -107,9 +101,9 @@ async def stream(rows: Sequence[Transition], call: ModelRequest) -> AsyncIterato
             if calls := delta.get("tool_calls"):
                 delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
         for part in (choice | {"finish_reason": None}, last):
-            yield _event(body | {"choices": [part]})
+            yield data_event(body | {"choices": [part]})
     if options.get("include_usage"):
-        yield _event(body | {"choices": [], "usage": usage})
+        yield data_event(body | {"choices": [], "usage": usage})
     yield b"data: [DONE]\n\n"
 
 
@@ -167,7 +161,3 @@ def _tokens(row: Transition, text: bool) -> dict[str, Json]:
         pairs = zip(names, row.logprobs, strict=True)
         logprobs = {"content": [{"token": name, "logprob": x, **rest} for name, x in pairs]}
     return {"token_ids": row.completion.tolist(), "logprobs": logprobs}
-
-
-def _event(body: dict[str, Json]) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -34,25 +34,19 @@ def _holds(
     headers: Mapping[str, str],
     body: Callable[[], dict[str, Any]],
 ) -> bool:
-    for name, pattern in rule.header.items():
-        if name not in headers or not fnmatchcase(headers[name], pattern):
-            return False
-    if rule.tools not in (None, bool(request.tools)):
-        return False
-    if rule.schema is not None:
-        kind = (value(request.fields, "response_format") or {}).get("type")
-        if rule.schema != (kind == "json_schema"):
-            return False
-    if rule.model and not fnmatchcase(request.model, rule.model):
-        return False
+    form = value(request.fields, "response_format")
     leading = next((m for m in request.messages if m.get("role") in SYSTEM), {})
-    if rule.system and not fnmatchcase(_texts(leading)[0], f"{rule.system}*"):
-        return False
     last = request.messages[-1] if request.messages else {}
     said = _texts(last)[-1] if last.get("role") == "user" else ""
-    if rule.prompt and not fnmatchcase(said, f"{rule.prompt}*"):
-        return False
-    return all(_field_matches(body(), key, pattern) for key, pattern in rule.field.items())
+    return (
+        all(k in headers and fnmatchcase(headers[k], v) for k, v in rule.header.items())
+        and rule.tools in (None, bool(request.tools))
+        and rule.schema in (None, isinstance(form, dict) and form.get("type") == "json_schema")
+        and fnmatchcase(request.model, rule.model or "*")
+        and fnmatchcase(_texts(leading)[0], f"{rule.system}*")
+        and fnmatchcase(said, f"{rule.prompt}*")
+        and all(_field_matches(body(), key, pattern) for key, pattern in rule.field.items())
+    )
 
 
 def _texts(message: Mapping[str, Json]) -> list[str]:

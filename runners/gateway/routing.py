@@ -4,9 +4,9 @@ The rollout's seats map a role to a policy, then the run file's table of roles; 
 neither names, the model name that the agent asks for decides.
 
 Owns: a copy of the policies table, at most `MIN_READ_INTERVAL` seconds behind the store's change
-feed; the count of calls that policies are answering.
-Always true: a call to a policy that is paused, or published without a base URL because its weights
-are being updated, waits; frozen endpoints are never held.
+feed.
+Always true: a call to a policy that is published without a base URL, because its weights are being
+updated, waits; frozen endpoints are never held.
 Who may write: its own event loop only.
 """
 
@@ -15,8 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -68,8 +67,6 @@ class Router:
         self.several = tuple(policies) if len(policies) > 1 else ()
         self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
         self.remote = remote
-        self._paused = False
-        self._in_flight = 0
         self._changed = asyncio.Event()  # set and replaced whenever a route may have changed
 
     async def follow(self) -> None:
@@ -82,23 +79,15 @@ class Router:
             except StoreError as error:  # the last copy may still be right
                 log.warning("the routes of run %s cannot be read: %s", self.run, error)
                 cursor = 0
-            self._notify()
+            self._changed.set()
+            self._changed = asyncio.Event()
             await asyncio.sleep(MIN_READ_INTERVAL)
 
-    @asynccontextmanager
-    async def route(self, model: str, role: str, seats: Seats = NO_SEATS) -> AsyncIterator[Route]:
-        """The server for one call, which counts as in flight until the end of the block.
-
-        Waits while the policy is not served or held."""
+    async def route(self, model: str, role: str, seats: Seats = NO_SEATS) -> Route:
+        """The server for one call. Waits while the policy is not served."""
         while (route := self.find(model, role, seats)) is None:
             await self._changed.wait()
-        self._in_flight += not route.frozen
-        try:
-            yield route
-        finally:
-            self._in_flight -= not route.frozen
-            if not self._in_flight:
-                self._notify()
+        return route
 
     @property
     def ready(self) -> bool:
@@ -143,7 +132,7 @@ class Router:
             served = (p for p in self.policies.values() if p.model == name)
             policy = next(served, None) or self.policies.get(self.default)
             policy = policy or next(iter(() if self.several else self.policies.values()), None)
-        if policy is None or not policy.base_url or self._paused:
+        if policy is None or not policy.base_url:
             return None
         return Route(policy.policy, policy.version, policy.base_url, policy.model)
 
@@ -157,23 +146,6 @@ class Router:
         if name is None or name in self.policies:
             return "no policy server was ready for this call"
         return f"nobody serves the policy {name!r}, which plays the role {role!r} here"
-
-    def pause(self) -> None:
-        """Hold calls to policies that have not begun, until `resume`."""
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
-        self._notify()
-
-    async def drain(self) -> None:
-        """Returns when no policy is answering a call."""
-        while self._in_flight:
-            await self._changed.wait()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 def _frozen(name: str, config: UpstreamConfig) -> Route:

@@ -121,21 +121,6 @@ class Gateway:
         finally:
             self.unregister(active)
 
-    def pause(self) -> None:
-        """Hold new calls to policies, within the deadlines of their attempts, until `resume`.
-
-        For code that swaps a policy's weights in this process, with `drain` and `resume`; a runner
-        calls none of them. Another process has the same effect by publishing a policy with an empty
-        base URL: every gateway holds its calls until it is published with one."""
-        self._loop.call_soon_threadsafe(self.router.pause)
-
-    def resume(self) -> None:
-        self._loop.call_soon_threadsafe(self.router.resume)
-
-    async def drain(self) -> None:
-        """Returns when no policy is answering a call; `pause` first, or there may be no end."""
-        await asyncio.wrap_future(self.spawn(self.router.drain()))
-
     def spawn(self, work: Coroutine[Any, Any, None]) -> Future[None]:
         """Run `work` beside the server, where no agent can hold it up."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)

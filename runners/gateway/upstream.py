@@ -39,21 +39,11 @@ RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked again for what
 
 # Between the agent and us, or between us and the server; everything else passes through.
 HOP_BY_HOP = {"accept-encoding", "authorization", "connection", "content-length"}
-HOP_BY_HOP |= {
-    "content-encoding",
-    "date",
-    "host",
-    "keep-alive",
-    "proxy-authorization",
-    "server",
-    "te",
-    "trailer",
-}
-HOP_BY_HOP |= {"transfer-encoding", "upgrade", "x-api-key", "x-goog-api-key", "x-policy-version"}
+HOP_BY_HOP |= {"content-encoding", "date", "host", "keep-alive", "proxy-authorization", "server"}
+HOP_BY_HOP |= {"te", "trailer", "transfer-encoding", "upgrade"}
+HOP_BY_HOP |= {"x-api-key", "x-goog-api-key", "x-policy-version"}
 # For the policies that are trained only; a frozen endpoint may belong to anybody.
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
-
-
 RENDERED = ("messages", "tools", "chat_template_kwargs")  # what a prompt is made of
 PROBE = {"x-agentrl-probe": "1"}
 
@@ -63,6 +53,14 @@ class PromptSize(msgspec.Struct):
 
     count: int
     max_model_len: int | None = None  # tokens of prompt and completion
+
+
+@dataclass(eq=False)
+class RefusedPromptError(LookupError):
+    """A policy server does not render a prompt: its status and words."""
+
+    status: int
+    words: bytes
 
 
 _size = msgspec.json.Decoder(PromptSize)
@@ -97,6 +95,13 @@ class Upstream:
         )
         self._give_token_ids: set[str] = set()  # base URLs of servers that gave token ids
         self._refused_at: dict[str, float] = {}  # base URL -> time.monotonic() of its refusal
+        self._warned: set[str] = set()
+
+    def warn_once(self, message: str, *args: object) -> None:
+        """Say what holds for most calls at the first of them."""
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning(message, *args)
 
     def gives_token_ids(self, route: Route) -> bool | None:
         """Whether the server gives token ids; None while that is not known."""
@@ -127,12 +132,13 @@ class Upstream:
     async def _find_rule(self, route: Route) -> PromptRule:
         async def count(messages: Messages) -> int | None:
             try:
-                size = await self.prompt_size(route, {"messages": messages})
+                return (await self.prompt_size(route, {"messages": messages})).count
+            except RefusedPromptError:
+                return None
             except UpstreamError as error:
                 if error.status != 500:
                     raise
-                size = None  # an error of the template
-            return None if size is None else size.count
+                return None  # an error of the template
 
         try:
             return await find_rule(count, route.policy)
@@ -140,15 +146,18 @@ class Upstream:
             log.warning("policy %s: messages go as they come, because %s", route.policy, error)
             return PromptRule()
 
-    async def prompt_size(self, route: Route, chat: Mapping[str, object]) -> PromptSize | None:
-        """How long a prompt is; None where its server refuses it. Raises LookupError where the
-        server does not tell, and as `post` does."""
-        body = {name: chat[name] for name in RENDERED if name in chat} | {"model": route.model}
+    async def prompt_size(
+        self, route: Route, chat: Mapping[str, object], headers: Mapping[str, str] = PROBE
+    ) -> PromptSize:
+        """How long a prompt is. Raises RefusedPromptError where its server refuses it, LookupError
+        where the server does not tell, and as `post` does."""
+        body = {name: chat[name] for name in RENDERED if name in chat}
+        body["model"] = route.model or chat.get("model", "")
         server = route._replace(base_url=route.base_url.removesuffix("/v1"))
-        async with self.post(server, "tokenize", msgspec.json.encode(body), PROBE) as reply:
+        async with self.post(server, "tokenize", msgspec.json.encode(body), headers) as reply:
             found = await read(reply)
             if reply.status in (400, 422):
-                return None
+                raise RefusedPromptError(reply.status, found)
             try:
                 return _size.decode(found)
             except msgspec.DecodeError:
@@ -187,8 +196,7 @@ class Upstream:
             if self.router.find(model, role, seats) is None:
                 active.failures[asked.number] = self.router.why_not_served(role, seats)
             try:
-                async with self.router.route(model, role, seats) as route:
-                    value = await once(route)
+                value = await once(await self.router.route(model, role, seats))
             except UpstreamError as error:
                 active.failures[asked.number] = error.message
                 pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))
@@ -215,7 +223,7 @@ class Upstream:
                 final=True,
             )
         url = f"{route.base_url}/{api}"
-        sent = forwarded_headers(headers)
+        sent = forwarded(headers)
         if route.frozen:
             for name in PRIVATE:
                 sent.popall(name, None)
@@ -271,7 +279,7 @@ def _too_large(what: str, limit: int) -> UpstreamError:
     return UpstreamError(f"{message}; limit max_tokens or n", final=True)
 
 
-def forwarded_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
+def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """The headers of a message without those of a single connection."""
     return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in HOP_BY_HOP)
 

@@ -3,29 +3,74 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.config import AgentConfig, RunConfig, RunnerConfig, WorkspaceConfig
-from agentrl.runners.execution import AttemptRunner
-from agentrl.runners.executors.command import CommandExecutor
-from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.harnesses.observe import RequestLog, SeenRequest
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from agentrl.config import AgentConfig, PolicyConfig, RunConfig, RunnerConfig, WorkspaceConfig
 from agentrl.runners.harnesses.preset import load_preset, version_of
 from agentrl.runners.harnesses.scripted import BUG, PROMPT, ScriptedModel
-from agentrl.runners.scoring.verifiers import Verifier
+from agentrl.runners.main import attempt_runner
 from agentrl.runners.worker import Worker
-from agentrl.runners.workspace.folders import Workspace, Workspaces
+from agentrl.runners.workspace.folders import Workspace
 from agentrl.store import open_store
-from agentrl.types import NewRollout, PolicyVersion, Rollout, Transition
+from agentrl.types import Json, NewRollout, PolicyVersion, Rollout, Transition
 
 RUN = "check"
 MARK = re.compile(r"ticket-\d+")  # in the prompt of a rollout, and nowhere else
+
+
+@dataclass(slots=True)
+class SeenRequest:
+    """A request and how it was answered."""
+
+    at: float  # unix seconds
+    path: str  # method and path, with the query
+    size: int  # bytes
+    body: dict[str, Json]  # empty where it is no JSON object
+    status: int = 0
+    error: str = ""  # the body of a refusal
+    role: str = ""  # of the call, where it was recorded
+
+    @property
+    def asks(self) -> bool:
+        """Whether it is a model call that was answered."""
+        prompt = {"messages", "input", "contents"} & self.body.keys()
+        return bool(prompt) and self.status == 200 and "count" not in self.path
+
+    @property
+    def tools(self) -> int:
+        offered = self.body.get("tools") or ()
+        return sum(len(tool.get("functionDeclarations") or (tool,)) for tool in offered)
+
+
+class RequestLog:
+    """Of a gateway, as its `watch`."""
+
+    def __init__(self) -> None:
+        self.seen: list[SeenRequest] = []
+
+    @web.middleware
+    async def watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        raw, body = await request.read(), {}
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            body = msgspec.json.decode(raw, type=dict)
+        path = f"{request.method} {request.path_qs}"
+        one = SeenRequest(time.time(), path, len(raw), body)
+        self.seen.append(one)
+        answer = await handler(request)
+        one.status = answer.status
+        if answer.status >= 400 and isinstance(answer, web.Response):
+            one.error = answer.text or ""
+        return answer
 
 
 @dataclass
@@ -38,25 +83,24 @@ class Report:
     tested: bool  # its preset was, with this version
     seconds: float
     begun: float  # unix seconds
-    model: ScriptedModel
+    answers: list[Transition]  # as they were served
     rollouts: list[Rollout]
-    calls: list[Transition]  # that were recorded
+    calls: list[Transition]  # as they were recorded
     seen: list[SeenRequest]
 
     @property
     def served(self) -> int:
-        return len(self.model.served)
+        return len(self.answers)
 
     @property
     def exact(self) -> int:
         """Calls that were recorded with the tokens and log-probs that were served, in the trace of
         their own rollout."""
-        served = {tuple(one.tokens): one for one in self.model.served}
+        served = {tuple(one.completion): one for one in self.answers}
         numbers = {row.attempt: f"ticket-{row.index:03d}" for row in self.rollouts}
         return sum(
             (one := served.get(tuple(call.completion))) is not None
-            and list(call.prompt) == one.prompt
-            and [round(float(p), 4) for p in call.logprobs] == one.logprobs
+            and (call.prompt, call.logprobs) == (one.prompt, one.logprobs)
             and set(MARK.findall(str(call.messages))) == {numbers[call.attempt]}
             for call in self.calls
         )
@@ -101,63 +145,45 @@ async def check(
 
     Raises ConfigError where it is not installed."""
     preset = load_preset(name, root)
-    program, model = preset.find_program(program), ScriptedModel()
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        store = await stack.enter_async_context(open_store(f"sqlite:///{folder / 'store.db'}"))
-        await store.open_run(RUN, {})
-        url = await stack.enter_async_context(model.serving())
-        await store.publish(
-            PolicyVersion(run=RUN, policy="policy", version=0, base_url=url, model="m")
-        )
-        log = RequestLog()
-        gateway = Gateway(store, RUN, rules=preset.match, as_sent=True, watch=log.watch)
-        await asyncio.to_thread(gateway.start)
-        stack.push_async_callback(asyncio.to_thread, gateway.close)
+    program, model, log = preset.find_program(program), ScriptedModel(), RequestLog()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         config = RunConfig(
             agent=AgentConfig(harness=name, command=[program], env=dict(env or {})),
-            workspace=WorkspaceConfig(source="task.files", folder=str(folder)),
+            policy=PolicyConfig(model="m", messages="as_sent"),
             runner=RunnerConfig(concurrency=concurrency),
+            workspace=WorkspaceConfig(source="task.files", folder=folder),
         )
-        executor = CommandExecutor(config.agent, config.runner, root=root, gateway=gateway.base_url)
-        workspaces = Workspaces(config, root=root, gateway=gateway.base_url)
-        for started in (executor, workspaces):
-            await started.start()
-            stack.push_async_callback(started.close)
-        execution = AttemptRunner(
-            store, gateway, executor, Verifier(_is_fixed), workspaces=workspaces
-        )
-        worker, stop = Worker(RUN, execution, config.runner, name=RUN), asyncio.Event()
-        begun, asked = time.time(), []
-        for n in range(rollouts):
-            task = {"input": f"{PROMPT} (ticket-{n:03d})", "files": BUG}
-            new = NewRollout(id=f"{n}", run=RUN, group="g", index=n, task=task, timeout=timeout)
-            asked.append(new)
-        await store.enqueue(asked)
-        working = asyncio.create_task(worker.run(stop))
-        await store.settled("g")
-        seconds = time.time() - begun
-        stop.set()
-        await working
-        ended = await store.rollouts(RUN)
-        traces = [await store.trace(row.id) for row in ended]
-        calls = [call for trace in traces if trace for call in trace.transitions]
-        roles = iter(call.role for call in sorted(calls, key=lambda call: call.started))
-        for one in log.seen:  # calls began in the order of their requests
-            one.role = next(roles, "") if one.asks else ""
-        version = await version_of(program, folder)
-        return Report(
-            harness=name,
-            program=program,
-            version=version,
-            tested=preset.was_tested(version),
-            seconds=seconds,
-            begun=begun,
-            model=model,
-            rollouts=ended,
-            calls=calls,
-            seen=log.seen,
-        )
+        version = await version_of(program, Path(folder))
+        async with open_store(f"sqlite:///{folder}/store.db") as store, model.serving() as url:
+            await store.open_run(RUN, {})
+            served = PolicyVersion(run=RUN, policy="policy", version=0, base_url=url, model="m")
+            await store.publish(served)
+            started = attempt_runner(store, RUN, config, root, RUN, None, _is_fixed, log.watch)
+            async with started as execution:
+                worker, stop = Worker(RUN, execution, config.runner, name=RUN), asyncio.Event()
+                begun = time.time()
+                await store.enqueue(_queue(rollouts, timeout))
+                working = asyncio.create_task(worker.run(stop))
+                await store.settled("g")
+                seconds = time.time() - begun
+                stop.set()
+                await working
+            ended = await store.rollouts(RUN)
+            traces = [await store.trace(row.id) for row in ended]
+    calls = [call for trace in traces if trace for call in trace.transitions]
+    roles = iter(call.role for call in sorted(calls, key=lambda call: call.started))
+    for one in log.seen:  # calls began in the order of their requests
+        one.role = next(roles, "") if one.asks else ""
+    known = (name, program, version, preset.was_tested(version), seconds, begun)
+    return Report(*known, answers=model.served, rollouts=ended, calls=calls, seen=log.seen)
+
+
+def _queue(rollouts: int, timeout: float) -> list[NewRollout]:
+    tasks = [{"input": f"{PROMPT} (ticket-{n:03d})", "files": BUG} for n in range(rollouts)]
+    return [
+        NewRollout(id=f"{n}", run=RUN, group="g", index=n, task=task, timeout=timeout)
+        for n, task in enumerate(tasks)
+    ]
 
 
 def _is_fixed(workspace: Workspace) -> float:

@@ -8,17 +8,19 @@ versions it was tested with, and the rules that find the calls which are not the
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shutil
+import subprocess
 import tomllib
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from agentrl import threads
 from agentrl.config import RoleRule, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.plugins import load_plugin
@@ -60,22 +62,19 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         return str(Path(found).absolute())
 
-    def arguments(self, known: Mapping[str, str]) -> list[str]:
-        return [_fill(text, known) for text in self.argv]
+    def filled(self, *, url: str, key: str, home: Path, prompt: str, context: int) -> Preset:
+        """With texts for the places; `url` ends in /v1."""
+        known = {"url": url, "root": url.removesuffix("/v1"), "key": key, "home": str(home)}
+        known |= {"prompt": prompt, "context": str(context)}
+        fill = partial(PLACE.sub, lambda found: known[found[1]])
+        env, files = ({k: fill(v) for k, v in texts.items()} for texts in (self.env, self.files))
+        return replace(self, argv=[*map(fill, self.argv)], env=env, files=files)
 
-    def environment(self, known: Mapping[str, str], repository: Path) -> dict[str, str]:
-        """Its own variables, and those that keep it in the folders of the attempt."""
-        own = {name: _fill(text, known) for name, text in self.env.items()}
-        return private_folders(known["home"], repository) | own
-
-    def write_files(self, known: Mapping[str, str]) -> None:
+    def write_files(self, home: Path) -> None:
         """Makes HOME with its configuration in it."""
-        home = Path(known["home"])
-        home.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
-            file = home / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(_fill(text, known), encoding="utf-8")
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).write_text(text, encoding="utf-8")
 
     def was_tested(self, version: str) -> bool:
         if self.tested is None:
@@ -87,26 +86,9 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def private_folders(home: str, repository: Path) -> dict[str, str]:
     """Variables that keep a program in the folders of its attempt. A shell or a wrapper may leave
     PWD stale, and some programs believe it."""
-    return {
-        "HOME": home,
-        "XDG_CONFIG_HOME": f"{home}/.config",
-        "XDG_DATA_HOME": f"{home}/.local/share",
-        "XDG_STATE_HOME": f"{home}/.local/state",
-        "XDG_CACHE_HOME": f"{home}/.cache",
-        "PWD": str(repository),
-    }
-
-
-def places(url: str, key: str, home: Path, prompt: str, context: int) -> dict[str, str]:
-    """What the texts of a preset are filled with; `url` ends in /v1."""
-    return {
-        "prompt": prompt,
-        "url": url,
-        "root": url.removesuffix("/v1"),
-        "key": key,
-        "home": str(home),
-        "context": str(context),
-    }
+    own = {"CONFIG": "config", "DATA": "local/share", "STATE": "local/state", "CACHE": "cache"}
+    xdg = {f"XDG_{name}_HOME": f"{home}/.{folder}" for name, folder in own.items()}
+    return {"HOME": home, "PWD": str(repository)} | xdg
 
 
 def load_preset(name: str, root: Path) -> Preset:
@@ -135,18 +117,13 @@ def prompt_of(task_input: Json) -> str:
 async def version_of(program: str, home: Path) -> str:
     """What `program --version` prints of a version; empty where it prints none in time."""
     env = {"PATH": os.environ.get("PATH", ""), "HOME": str(home)}
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        program, "--version", env=env, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
-    )
+    how: Any = {"env": env, "timeout": VERSION_TIMEOUT, "stdin": subprocess.DEVNULL}
+    how |= {"capture_output": True, "check": False, "errors": "replace"}
     try:
-        async with asyncio.timeout(VERSION_TIMEOUT):
-            stdout, stderr = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+        done = await threads.call(partial(subprocess.run, [program, "--version"], **how))
+    except subprocess.TimeoutExpired:
         return ""
-    found = VERSION.search((stdout or stderr).decode(errors="replace"))
+    found = VERSION.search(done.stdout or done.stderr)
     return found[0] if found else ""
 
 
@@ -162,10 +139,6 @@ def _typed(data: Any, name: str) -> Preset:
         return msgspec.convert(data, Preset)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{KEY} = {name!r}: {error}") from None
-
-
-def _fill(text: str, known: Mapping[str, str]) -> str:
-    return PLACE.sub(lambda found: known[found[1]], text)
 
 
 def _numbers(version: str) -> list[int]:

@@ -8,14 +8,18 @@ from __future__ import annotations
 import json
 import random
 import re
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiohttp import web
 
 from agentrl.http_server import listen
-from agentrl.types import Json
+from agentrl.runners.dialects.base import CHAT, ConversationMemory
+from agentrl.runners.gateway import replay
+from agentrl.runners.gateway.capture import read_request
+from agentrl.types import Json, Transition, float32, int32
 
 BUG = {
     "calc.py": "def add(a, b):\n    return a - b\n",
@@ -40,22 +44,13 @@ EDIT = """calc.py
 ```
 """  # for a harness that reads edits from the answer
 SHELL = re.compile("bash|shell|exec|command", re.IGNORECASE)
-BYTES = 4  # that usage counts as a token: harnesses sum up a conversation that looks too long
-
-
-class Served(NamedTuple):
-    """A completion as it was served."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
 
 
 class ScriptedModel:
-    """Chat completions with token ids, a byte each, and random log-probs."""
+    """Chat completions with token ids, four bytes each, and random log-probs."""
 
     def __init__(self) -> None:
-        self.served: list[Served] = []
+        self.served: list[Transition] = []
         self._random = random.Random(0)
 
     @asynccontextmanager
@@ -70,31 +65,30 @@ class ScriptedModel:
             await runner.cleanup()
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        message = answer(body, f"call_{len(self.served)}")
+        raw, number = await request.read(), len(self.served)
+        call = read_request(CHAT, raw, ConversationMemory(), number)
+        said = answer({"messages": call.messages, "tools": call.tools}, f"call_{number}")
         # The number makes equal answers different, so that one cannot be taken for another.
-        tokens = [*json.dumps(message).encode(), 256 + len(self.served)]
-        one = Served(
-            list(json.dumps([body["messages"], body.get("tools")]).encode()),
-            tokens,
-            [round(-self._random.random(), 4) for _ in tokens],
-        )
-        self.served.append(one)
-        content = [{"token": "?", "logprob": value} for value in one.logprobs]
-        choice = {"index": 0, "logprobs": {"content": content}, "token_ids": tokens}
-        choice["finish_reason"] = "tool_calls" if "tool_calls" in message else "stop"
-        usage = {"prompt_tokens": len(one.prompt) // BYTES, "completion_tokens": len(tokens)}
-        usage["total_tokens"] = sum(usage.values())
-        whole = {"id": "c", "created": 0, "model": body["model"], "prompt_token_ids": one.prompt}
-        if not body.get("stream"):
-            choices = [choice | {"message": message}]
-            return web.json_response(whole | {"choices": choices, "usage": usage})
+        tokens = _tokens(said) + int32([number])
+        prompt = _tokens([call.messages, call.tools])
+        logprobs = float32([-self._random.random() for _ in tokens])
+        finish = "tool_calls" if "tool_calls" in said else "stop"
+        known: Any = {"prompt": prompt, "completion": tokens, "logprobs": logprobs}
+        row = Transition(str(number), "", number, **known, finish=finish, answer=said)
+        self.served.append(row)
+        if not call.stream:
+            return web.Response(body=replay.whole([row], call), content_type="application/json")
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        for chunk in ({"choices": [choice | {"delta": message}]}, {"choices": [], "usage": usage}):
-            await response.write(b"data: " + json.dumps(whole | chunk).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
+        async for event in replay.stream([row], call):
+            await response.write(event)
         return response
+
+
+def _tokens(value: Json) -> array[int]:
+    """Few enough that no harness sums up a conversation that looks too long."""
+    text = json.dumps(value).encode()
+    return int32(memoryview(text.ljust(-(-len(text) // 4) * 4)).cast("i"))
 
 
 def answer(body: dict[str, Any], id: str) -> dict[str, Any]:
@@ -107,7 +101,7 @@ def answer(body: dict[str, Any], id: str) -> dict[str, Any]:
         return {"role": "assistant", "content": said if tools else EDIT}
     arguments = json.dumps(_arguments(shell, COMMANDS[done]))
     function = {"name": shell["name"], "arguments": arguments}
-    call = {"index": 0, "id": id, "type": "function", "function": function}
+    call = {"id": id, "type": "function", "function": function}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 

@@ -22,17 +22,14 @@ def failure_of(kind: ErrorKind, error: BaseException) -> Failure:
 def as_json(result: Any) -> Json:
     """`result` as JSON values; what JSON cannot express becomes its text. Never raises."""
     try:
-        return msgspec.json.decode(_encode(result))
+        return msgspec.json.decode(msgspec.json.encode(result, enc_hook=_plain))
     except Exception:  # noqa: BLE001 - objects of the user's agent are a boundary
         return as_text(result)
 
 
 def json_size(result: Any) -> int:
     """Bytes of `as_json` of a result. Never raises."""
-    try:
-        return len(_encode(result))
-    except Exception:  # noqa: BLE001 - as above
-        return len(as_text(result).encode())
+    return len(msgspec.json.encode(as_json(result)))
 
 
 def as_text(value: object) -> str:
@@ -41,10 +38,6 @@ def as_text(value: object) -> str:
         return storable_text(str(value))
     except Exception:  # noqa: BLE001 - a class of the user's, or an int that is too long
         return f"<{type(value).__name__} that has no text>"
-
-
-def _encode(result: Any) -> bytes:
-    return msgspec.json.encode(result, enc_hook=_plain)
 
 
 def _plain(value: Any) -> Any:

@@ -36,13 +36,7 @@ def reward(
     Rows of one name about one thing stay several rows. They are kept if the attempt succeeds.
     Raises ValueError for a number that is not finite, for an unknown scope, for a target that the
     scope does not have, and where there is no model call yet that it could be about."""
-    row = Reward(
-        value=float(value),
-        name=storable_text(str(name)),
-        scope=as_scope(scope),
-        target=target,
-        source=SOURCE,
-    )
+    row = Reward(float(value), storable_text(str(name)), as_scope(scope), target, SOURCE)
     if not math.isfinite(row.value):
         raise ValueError(f"a reward must be a finite number, not {row.value}")
     if row.scope is not Scope.ROLE and target is not None:

@@ -121,13 +121,8 @@ def _row(row: object) -> Reward:
             f"the verifier returned {row!r:.200}; give it a target exactly if it is about a role"
             " (its name) or a transition (the id of one in trace.transitions)"
         )
-    return replace(
-        row,
-        value=_number(row.value, row.name),
-        name=storable_text(str(row.name)),
-        source=storable_text(str(row.source)),
-        scope=scope,
-    )
+    name, source = (storable_text(str(text)) for text in (row.name, row.source))
+    return replace(row, value=_number(row.value, row.name), name=name, source=source, scope=scope)
 
 
 def as_scope(scope: Scope | str) -> Scope:

@@ -27,6 +27,7 @@ from agentrl.types import Json, Reward, Span
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
+Recorded = Callable[[], str | None] | None  # by another tracer: gives its span id
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 KEY = context.create_key("agentrl-journal")
 _open: dict[int, AttemptLog] = {}  # by trace id
@@ -50,7 +51,7 @@ class FrameworkStep(NamedTuple):
     parent: str
     around: str  # the OpenTelemetry span that was current when it began
     start: int
-    recorded: Callable[[], str | None] | None  # by another tracer: gives its span id
+    recorded: Recorded
 
 
 @dataclass(slots=True, eq=False)
@@ -70,12 +71,7 @@ class AttemptLog:
     needs_no_call: bool = False  # the agent succeeded without a model call, as it should
 
     def enter(
-        self,
-        step: str,
-        name: str,
-        kind: str,
-        parent: str | None,
-        recorded: Callable[[], str | None] | None = None,
+        self, step: str, name: str, kind: str, parent: str | None, recorded: Recorded = None
     ) -> None:
         """A framework begins a step inside the step `parent`, or inside the current span. A step
         that another tracer has `recorded` does not become a span here."""

@@ -17,6 +17,7 @@ from functools import cache, partial, wraps
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from opentelemetry import trace
 from opentelemetry.context import Context as TraceContext
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -130,15 +131,10 @@ class Tracing(SpanProcessor):
 def records(log: AttemptLog, attempt: str) -> list[Span]:
     """Finished spans as they are stored. One whose parent was not recorded, because it had not
     ended or was not sampled, is a child of the attempt."""
-    known = {span.id for span in log.spans}
+    known: set[str | None] = {None, *(span.id for span in log.spans)}
     known |= {_hex(span.context.span_id) for span in log.finished if span.context}
     spans = [*log.spans, *(_record(span, attempt, log.root) for span in log.finished)]
-    return [
-        span
-        if span.parent is None or span.parent in known
-        else msgspec.structs.replace(span, parent=log.root)
-        for span in spans
-    ]
+    return [s if s.parent in known else replace(s, parent=log.root) for s in spans]
 
 
 def _record(span: ReadableSpan, attempt: str, root: str) -> Span:

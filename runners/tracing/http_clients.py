@@ -9,7 +9,7 @@ Outside of attempts nothing happens; a header that the agent has set itself is l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from importlib import import_module
@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from agentrl.runners.tracing import attempt_log, roles
-from agentrl.runners.tracing.attempt_log import AttemptLog, HttpCall
 
 STATUS = "http.response.status_code"
 Send = Callable[..., Any]
@@ -78,22 +77,16 @@ def _aiohttp(request: Send) -> Send:
 
 @contextmanager
 def _call(method: str, url: Any, headers: Any) -> Iterator[dict[str, Any]]:
-    """Log a request that is sent inside the block, and name its attempt in `headers`; the block
-    adds the status to the attributes. Outside of attempts nothing happens."""
+    """Log a request that is sent inside the block, and name attempt, span and role in `headers`.
+    The block adds the status to the attributes. Outside of attempts nothing happens."""
     log, attributes = attempt_log.current(), dict[str, Any]()
     if log is None:
         yield attributes
         return
     attributes["url.full"] = str(url).partition("?")[0]  # the query may hold a secret
     with log.call(method, attributes) as call:
-        add_headers(headers, log, call)
+        headers.setdefault("traceparent", f"00-{log.attempt}-{call.id}-01")
+        items = [*filter(None, [headers.get("baggage")]), *roles.baggage_items(log, call)]
+        if items:
+            headers["baggage"] = ",".join(items)
         yield attributes
-
-
-def add_headers(headers: MutableMapping[str, str], log: AttemptLog, call: HttpCall) -> None:
-    """Name attempt, span and role in the headers of a request."""
-    if "traceparent" not in headers:
-        headers["traceparent"] = f"00-{log.attempt}-{call.id}-01"
-    items = [*filter(None, [headers.get("baggage")]), *roles.baggage_items(log, call)]
-    if items:
-        headers["baggage"] = ",".join(items)

@@ -53,24 +53,20 @@ def pack(old: Path, new: Path) -> bytes:
     """The changes as an archive: the names of the files, then those that are still there. Raises
     WorkspaceError where they cannot be read or are too large."""
     try:
-        return _pack(changes(old, new), files_of(new))
+        changed, after = changes(old, new), files_of(new)
+        left = {name: after[name] for name in changed if name in after}
+        if (size := sum(file.lstat().st_size for file in left.values())) > LARGEST_PACK:
+            raise WorkspaceError(f"its changed files have {size} bytes, over {LARGEST_PACK}")
+        buffer, names = io.BytesIO(), "\0".join(changed).encode(errors="surrogateescape")
+        with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
+            head = tarfile.TarInfo("changed")
+            head.size = len(names)
+            archive.addfile(head, io.BytesIO(names))
+            for name, file in left.items():
+                archive.add(file, name, recursive=False)
+        return buffer.getvalue()
     except OSError as error:
         raise no_space_or(error, "read") from None
-
-
-def _pack(changed: list[str], after: dict[str, Path]) -> bytes:
-    size = sum(after[name].lstat().st_size for name in changed if name in after)
-    if size > LARGEST_PACK:
-        raise WorkspaceError(f"its changed files have {size} bytes, over {LARGEST_PACK}")
-    buffer, names = io.BytesIO(), "\0".join(changed).encode(errors="surrogateescape")
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
-        head = tarfile.TarInfo("changed")
-        head.size = len(names)
-        archive.addfile(head, io.BytesIO(names))
-        for name in changed:
-            if name in after:
-                archive.add(after[name], name, recursive=False)
-    return buffer.getvalue()
 
 
 def unpack(copy: Path, packed: bytes) -> None:

@@ -27,7 +27,7 @@ RDONLY, NOSUID, NODEV, BIND, REC, PRIVATE = 1, 2, 4, 0x1000, 0x4000, 0x40000  # 
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY = 442, -100, 0x8000, 1
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 SET_DUMPABLE, CAPBSET_DROP, NO_NEW_PRIVS = 4, 24, 38  # linux/prctl.h
-CAPABILITIES = 64
+CAPABILITIES, CAP_SETFCAP = 64, 31
 SCRATCH = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 SCRATCH_SIZE = "256m"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -125,7 +125,9 @@ def _be_init(spec: Confinement, argv: list[str]) -> int:
 
 
 def _become(spec: Confinement, argv: list[str]) -> NoReturn:
-    for capability in range(CAPABILITIES):
+    # Without SETFCAP bwrap cannot map root into its own user namespace; it drops that itself.
+    kept = set() if spec["mounts"] else {CAP_SETFCAP}
+    for capability in {*range(CAPABILITIES)} - kept:
         _libc.prctl(CAPBSET_DROP, capability, 0, 0, 0)
     if spec["user"]:
         os.setgroups([])

@@ -17,10 +17,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from agentrl import threads
 from agentrl.config import ContainerRunnerConfig, RunConfig
@@ -31,19 +32,14 @@ from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, Supe
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import AgentPlace
 from agentrl.runners.harnesses.preset import private_folders
-from agentrl.runners.workspace import cleaner
+from agentrl.runners.workspace import cleaner, sources
 from agentrl.runners.workspace.changes import carry_over, diff, pack, unpack
 from agentrl.runners.workspace.sandbox import Sandbox
-from agentrl.runners.workspace.sources import (
-    Template,
-    Templates,
-    WorkspaceError,
-    no_space_or,
-    write_files,
-)
+from agentrl.runners.workspace.sources import Template, Templates, WorkspaceError, no_space_or
 from agentrl.types import Json, Task
 
 FOLDERS = ("repo", "home", "tmp", "io")
+Change = Callable[[Path], None]  # of the files in a repository
 LARGEST_OUTPUT = 2**20  # bytes of what a test prints
 log = logging.getLogger("agentrl.runner")
 
@@ -92,14 +88,13 @@ class Workspace:
     async def fresh(self, files: Mapping[str, Json] | None = None) -> Workspace:
         """A new copy of what the agent was given, with its changes, and `files` over them: hidden
         tests that no agent has seen. It is removed with this workspace. Raises WorkspaceError."""
-        copy = await self._of.copy(self.template)
+
+        def change(repository: Path) -> None:
+            carry_over(self.template.folder, self.path, repository)
+            sources.write_files(repository, files or {})
+
+        copy = await self._of.copy(self.template, change)
         self._copies.append(copy.folder)
-        try:
-            await threads.call(carry_over, self.template.folder, self.path, copy.path)
-            await threads.call(write_files, copy.path, files or {})
-            await threads.call(self._of.sandbox.give, copy.folder)
-        except OSError as error:
-            raise no_space_or(error, "copy") from None
         return copy
 
     async def run(
@@ -166,23 +161,18 @@ class Workspaces:
             source = task[key]
         try:
             async with asyncio.timeout(self.config.timeout):
-                workspace = await self._copy_of(source)
-                if changed is not None:
-                    try:
-                        await threads.call(unpack, workspace.path, changed)
-                    except BaseException:
-                        await self.remove(workspace)
-                        raise
-                return workspace
+                change = None if changed is None else partial(unpack, packed=changed)
+                return await self._copy_of(source, change)
         except TimeoutError:
             message = f"a workspace was not ready after {self.config.timeout:g} s"
             raise WorkspaceError(message) from None
 
-    async def copy(self, template: Template) -> Workspace:
-        """Raises WorkspaceError, and leaves nothing then, or when it is cancelled."""
+    async def copy(self, template: Template, change: Change | None) -> Workspace:
+        """`change` is made in its repository. Raises WorkspaceError, and leaves nothing then, or
+        when it is cancelled."""
         self._count += 1
         folder = self.folder / str(self._count)
-        copying = asyncio.ensure_future(threads.call(self._copy, template.folder, folder))
+        copying = asyncio.ensure_future(threads.call(self._copy, template.folder, folder, change))
         try:
             await asyncio.shield(copying)
         except BaseException:
@@ -191,10 +181,10 @@ class Workspaces:
             raise
         return Workspace(folder, template, self)
 
-    async def _copy_of(self, source: Json) -> Workspace:
+    async def _copy_of(self, source: Json, change: Change | None = None) -> Workspace:
         template = await self._templates.take(source)
         try:
-            return await self.copy(template)
+            return await self.copy(template, change)
         except BaseException:
             await self._templates.release(template)
             raise
@@ -250,7 +240,7 @@ class Workspaces:
             raise
         return Finished(status, await stdout.text(), await stderr.text())
 
-    def _copy(self, template: Path, folder: Path) -> None:
+    def _copy(self, template: Path, folder: Path, change: Change | None) -> None:
         try:
             folder.mkdir(mode=0o700)
             for name in FOLDERS:
@@ -261,6 +251,9 @@ class Workspaces:
             if done.returncode:
                 last = done.stderr.strip().rpartition("\n")[2]
                 raise WorkspaceError(f"cannot copy a workspace: {last}")
+            if change is not None:
+                change(folder / "repo")
+                self.sandbox.give(folder)
         except OSError as error:
             raise no_space_or(error, "make") from None
 
@@ -279,14 +272,10 @@ class Workspaces:
         theirs, ours = os.pipe()
         self._open.append(ours)
         program = [sys.executable, "-I", "-S", cleaner.__file__]
-        self._cleaner = subprocess.Popen(
-            [*program, str(self.folder), str(lock), str(theirs)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[theirs],
-            start_new_session=True,
-        )
+        program += [str(self.folder), str(lock), str(theirs)]
+        how: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        how |= {"pass_fds": [theirs], "start_new_session": True}
+        self._cleaner = subprocess.Popen(program, **how)
         os.close(theirs)
 
 

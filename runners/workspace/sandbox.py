@@ -64,8 +64,8 @@ class Sandbox:
         change_owner(folder, self.owner)
 
     def _bubblewrap(self, folder: str, works_in: str) -> list[str]:
-        argv = ["bwrap", "--die-with-parent", "--unshare-pid", "--ro-bind", "/", "/"]
-        argv += ["--dev", "/dev", "--proc", "/proc"]
+        argv = ["bwrap", "--die-with-parent", "--unshare-user", "--unshare-pid"]
+        argv += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
         for path in confine.SCRATCH:
             argv += ["--tmpfs", path]
         argv += ["--ro-bind", self._root, self._root]

@@ -6,9 +6,10 @@ python -m tests.benchmarks.overlap --json               # wall clock: runs of `a
 Ratios are of seconds: of a step in sync over one in flight, with max_staleness 1 and 4; of the time
 until the mean reward is 0.8; and, of long answers without tools, drained over in flight.
 reward_gap: the largest, over presets, of |mean reward in flight (4) - in sync| in the last steps.
-max_lag: of trained tokens, by max_staleness. logprob_error: the largest difference between a
-recorded log-prob and that of the version it names, of calls that crossed an update. pause_p99:
-seconds of wall clock for which a change of weights keeps the engine from computing. On the wall
+max_lag: of trained tokens, by max_staleness, of groups that are trained in the order asked; the
+modes above train them as they end. logprob_error: the largest difference between a recorded
+log-prob and that of the version it names, of calls that crossed an update. pause_p99: seconds of
+wall clock for which a change of weights keeps the engine from computing. On the wall
 clock all ratios are of `examples/staff` with tools of 3 s (sigma 1.2), the modes by turns.
 """
 
@@ -38,15 +39,17 @@ AGENT = Path(__file__).with_name("slow_agent.py")
 def virtual(seeds: list[int], steps: int, folder: Path, presets: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, list[VirtualRun]] = {}
     long = {DRAINED1: list[float](), FLIGHT1: list[float]()}
+    lags = dict.fromkeys((0.0, 0.5, 1.0, 4.0), 0)
     gaps: dict[str, list[float]] = {preset: [] for preset in presets}
     for seed in seeds:
         policy = make_policy(folder, seed)
         for name, mode in (("sync", SYNC), ("flight1", FLIGHT1), ("flight4", FLIGHT4)):
             run = VirtualRun(policy, mode, seed=seed, steps=steps).run()
             found.setdefault(name, []).append(run)
-        found.setdefault("half", []).append(
-            VirtualRun(policy, Mode(0.5, True), seed=seed, steps=min(steps, 8)).run()
-        )
+        for ahead in lags:
+            mode, few = Mode(ahead, ahead > 0, asked=True), min(steps, 8)
+            run = VirtualRun(policy, mode, seed=seed, steps=few).run()
+            lags[ahead] = max(lags[ahead], run.max_lag)
         for mode, times in long.items():
             run = VirtualRun(policy, mode, seed=seed, steps=min(steps, 8), costs=LONG, lr=1e-9)
             times.append(run.run().per_step)
@@ -59,7 +62,6 @@ def virtual(seeds: list[int], steps: int, folder: Path, presets: tuple[str, ...]
             gaps[preset].append(rewards[1] - rewards[0])
     seconds = {name: fmean(run.per_step for run in runs) for name, runs in found.items()}
     reached = {name: fmean(run.seconds_to(0.8) for run in runs) for name, runs in found.items()}
-    lags = {"0": "sync", "0.5": "half", "1": "flight1", "4": "flight4"}
     pauses = [
         pause for name in ("flight1", "flight4") for run in found[name] for pause in run.pauses
     ]
@@ -69,7 +71,7 @@ def virtual(seeds: list[int], steps: int, folder: Path, presets: tuple[str, ...]
         "reward08_sync_over_flight4": reached["sync"] / reached["flight4"],
         "drained_over_flight1_long": fmean(long[DRAINED1]) / fmean(long[FLIGHT1]),
         "reward_gap": max(abs(fmean(values)) for values in gaps.values()),
-        "max_lag": {k: max(run.max_lag for run in found[name]) for k, name in lags.items()},
+        "max_lag": {f"{ahead:g}": lag for ahead, lag in lags.items()},
         "logprob_error": max(logprob_error(run) for run in found["flight4"]),
         "pause_p99": float(np.quantile(pauses, 0.99)),
     }

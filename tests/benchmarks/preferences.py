@@ -283,9 +283,8 @@ def build(folder: Path, seed: int) -> Path:
 
     shown = [chat(words, answer(words)) for words in (asked(dice, held=False) for _ in range(3000))]
     tokenizer = small([*WORDS, "sure", "no"])
-    return imitator(
-        folder, shown, seed=seed, template=WORDS_TEMPLATE, tokenizer=tokenizer, steps=600
-    )
+    imitator(folder, shown, seed=seed, template=WORDS_TEMPLATE, tokenizer=tokenizer, steps=600)
+    return folder
 
 
 @torch.no_grad()

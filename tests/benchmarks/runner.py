@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from agentrl.config import RunConfig, resolve
+from agentrl.config import AgentConfig, RunConfig, resolve
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.contract import environment
@@ -80,7 +80,7 @@ async def drain(
 ) -> dict[str, float]:
     """Run a full queue to its end."""
     execution = AttemptRunner(store, gateway, executor, Verifier(lambda result: 1.0))
-    execution.calls_optional = True  # there is no model
+    execution.agent = AgentConfig(calls_optional=True)  # there is no model
     worker = Worker(RUN, execution, config.runner, name="benchmark")
     group = f"g{time.monotonic_ns()}"
     queue = [

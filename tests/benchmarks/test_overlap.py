@@ -33,7 +33,6 @@ def test_weights_that_change_in_flight_are_named_and_steps_take_less_time(
     for ahead, gain in ((1.0, 1.5), (4.0, 2.5)):
         flight = runs[Mode(ahead, True)]
         assert runs[Mode()].per_step / flight.per_step > gain
-        assert flight.max_lag <= ahead
         assert logprob_error(flight) < 1e-5
     assert runs[Mode(1.0)].per_step > runs[Mode(1.0, True)].per_step
 

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from math import ceil, floor
+from math import floor
 from pathlib import Path
 from typing import Any
 
@@ -309,11 +309,9 @@ class VirtualRun:
         return {name: weight.clone() for name, weight in self.learned.state_dict().items()}
 
     def note_lags(self, groups: list[Group]) -> None:
-        oldest = self.version - ceil(self.mode.ahead)
         for call in (call for g in groups for row in g.rollouts for call in row.transitions):
             versions = [version for _, version in call.spans] or [call.version or 0]
-            trained = [version for version in versions if version >= oldest]
-            self.max_lag = max([self.max_lag, *(self.version - version for version in trained)])
+            self.max_lag = max(self.max_lag, self.version - min(versions))
 
     def group(self, plays: list[Play]) -> Group:
         rollouts = []

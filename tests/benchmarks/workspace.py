@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import RunnerConfig, resolve
+from agentrl.config import AgentConfig, RunnerConfig, resolve
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
@@ -142,7 +142,7 @@ async def throughput(rollouts: int, scale: float, **runner: int) -> float:
                 executor, verifier = InProcessExecutor(as_agent(agent)), Verifier(verify)
                 slow: Any = Slow(scale)
                 execution = AttemptRunner(store, gateway, executor, verifier, workspaces=slow)
-                execution.calls_optional = True
+                execution.agent = AgentConfig(calls_optional=True)
                 settings = RunnerConfig(concurrency=2, **runner)
                 worker = Worker(RUN, execution, settings, name=RUN)
                 queue = [

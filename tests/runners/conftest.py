@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -234,17 +235,10 @@ class Bench:
     ) -> Worker:
         """`agent` is an agent, or a started executor."""
         executor = agent if isinstance(agent, Executor) else InProcessExecutor(as_agent(agent))
-        execution = AttemptRunner(
-            self.store,
-            self.gateway,
-            executor,
-            Verifier(verifier),
-            error_reward,
-            retries,
-            calls_optional,
-            limits=limits,
-            workspaces=workspaces,
-        )
+        fields = {"error_reward": error_reward, "retries": retries}
+        limits = msgspec.structs.replace(limits, calls_optional=calls_optional, **fields)
+        checks = Verifier(verifier)
+        execution = AttemptRunner(self.store, self.gateway, executor, checks, limits, workspaces)
         return Worker(RUN, execution, RunnerConfig(**config), name="test")
 
     async def run(self, agent: object, *tasks: Body, **settings: Any) -> list[Rollout]:

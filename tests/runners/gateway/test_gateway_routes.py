@@ -210,7 +210,19 @@ async def test_a_refused_key_is_not_the_agents_fault(
     assert len(judge.requests) == len(active.failures) == 1
 
 
-async def test_pause_drain_resume(bench: Any, gateway: Gateway, judge: Any, active: Any) -> None:
+UPDATING = PolicyVersion(run="test", policy="policy", version=4, base_url="", model="tiny")
+
+
+async def is_held(bench: Any, gateway: Gateway) -> None:
+    """Until the gateway has read that the policy has no address."""
+    while gateway.router.find("m", "agent") is not None:
+        cursor = await bench.store.cursor()
+        await bench.store.wait(cursor, timeout=0.05)
+
+
+async def test_new_calls_wait_while_a_policy_has_no_address(
+    bench: Any, gateway: Gateway, judge: Any, active: Any
+) -> None:
     entered, release = asyncio.Event(), asyncio.Event()
 
     async def wait(request: web.Request, body: Any) -> None:
@@ -220,17 +232,15 @@ async def test_pause_drain_resume(bench: Any, gateway: Gateway, judge: Any, acti
     bench.model.then(wait)
     before = asyncio.create_task(ask(gateway, active))
     await entered.wait()
-    gateway.pause()
-    draining = asyncio.create_task(gateway.drain())
+    await bench.store.publish(UPDATING)
+    await asyncio.wait_for(is_held(bench, gateway), 10)
     held = asyncio.create_task(ask(gateway, active))
     assert (await ask(gateway, active, "critic")).status_code == 200  # frozen: never held
-    assert not draining.done()
     release.set()
     assert (await before).status_code == 200
-    await draining
     assert len(bench.model.requests) == 1
     assert not held.done()
-    gateway.resume()
+    await bench.move(bench.model, version=5)
     assert (await held).status_code == 200
     assert active.failures == {}
 
@@ -240,14 +250,8 @@ async def test_a_policy_published_without_an_address_is_held(
 ) -> None:
     await ask(gateway, active)
 
-    async def settled(held: bool) -> None:
-        while (gateway.router.find("m", "agent") is None) is not held:
-            cursor = await bench.store.cursor()
-            await bench.store.wait(cursor, timeout=0.05)
-
-    updating = PolicyVersion(run="test", policy="policy", version=4, base_url="", model="tiny")
-    await bench.store.publish(updating)
-    await asyncio.wait_for(settled(True), 10)
+    await bench.store.publish(UPDATING)
+    await asyncio.wait_for(is_held(bench, gateway), 10)
     held = asyncio.create_task(ask(gateway, active))
     late = gateway.register(await bench.attempt(timeout=0.3))
     out_of_time = await ask(gateway, late)

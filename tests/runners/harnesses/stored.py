@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.runners import dialects
+from agentrl.runners.dialects.base import ConversationMemory
+from agentrl.runners.gateway.capture import ModelRequest, read_request
+
 REQUESTS = Path(__file__).parent / "requests"
 HARNESSES = sorted(file.stem for file in REQUESTS.glob("*.json"))
 
@@ -27,3 +31,11 @@ def stored(harness: str) -> list[StoredRequest]:
         if "tools" in (body := request["body"]):
             body["tools"] = data["tools"][body["tools"]]
     return [StoredRequest(**request) for request in data["requests"]]
+
+
+def as_chat(request: StoredRequest) -> ModelRequest:
+    """The chat completion that it becomes."""
+    dialect = dialects.of(request.path)
+    if dialect is dialects.google.DIALECT:
+        dialect = dialects.google.dialect("policy", stream=False)
+    return read_request(dialect, json.dumps(request.body).encode(), ConversationMemory(), 0)

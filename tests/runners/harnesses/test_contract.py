@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from agentrl.algorithms.data.merge import merge
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.harnesses.preset import load_preset
-from tests.runners.conftest import Bench, ids
+from tests.runners.conftest import Bench, FakeModel, ids
 from tests.runners.harnesses.fillers import PHRASES, SYLLABLES, is_json
-from tests.runners.harnesses.stored import HARNESSES, StoredRequest, stored
+from tests.runners.harnesses.stored import HARNESSES, StoredRequest, as_chat, stored
+from tests.runners.harnesses.templates import text_of
 
 SAID = "It is é done."
 FILLER = re.compile(f"({'|'.join(SYLLABLES)}){{2}}")
@@ -68,6 +71,56 @@ async def test_a_side_call_is_learned_from_only_by_a_policy_that_it_is_mapped_to
         assert (await send(bench, active, title)).status_code == 200
         trace = await bench.store.trace(active.attempt.rollout.id)
         assert [(call.role, call.policy) for call in trace.transitions] == [("side", policy)]
+
+
+def rendered(messages: list[dict[str, Any]]) -> str:
+    """A prompt without tools; the ids of calls are not shown, as in every chat template."""
+    parts = []
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        said = [[call["name"], call["arguments"]] for call in calls]
+        parts.append(json.dumps([message["role"], text_of(message), said]) + "\n")
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("harness", HARNESSES)
+@pytest.mark.parametrize("role", ["agent", "subagent"])
+async def test_a_conversation_is_one_row(bench: Bench, harness: str, role: str) -> None:
+    """Each harness gives back what the model said, tool calls included, so that the tokens of a
+    call begin with those of the one before."""
+    calls = [request for request in stored(harness) if request.role == role]
+    if not calls:
+        pytest.skip("it makes no such calls")
+    model: Any = bench.model
+    model.prompt = lambda body: {"prompt_token_ids": ids(rendered(body["messages"]))}
+    model.tokens = lambda text, body, chat: FakeModel.tokens(
+        bench.model, rendered([model.answer(body)]), body, chat
+    )
+    active = bench.gateway.register(await bench.attempt(), sealed=True)
+    for request, following in zip(calls, [*calls[1:], None], strict=True):
+        said: dict[str, Any] = {"role": "assistant", "content": SAID}
+        if following is not None:
+            begun = len(as_chat(request).messages)
+            said = {"content": None} | as_chat(following).messages[begun]
+            if calls_made := said.get("tool_calls"):
+                said["tool_calls"] = [as_written(call, request) for call in calls_made]
+        model.answer = lambda body, said=said: said
+        request.body.pop("stream", None)
+        path = request.path.replace("streamGenerateContent?alt=sse", "generateContent")
+        answer = await send(bench, active, replace(request, path=path))
+        assert answer.status_code == 200, answer.text
+    trace = await bench.store.trace(active.attempt.rollout.id)
+    assert len(trace.transitions) == len(calls)
+    assert len(merge(trace.transitions)) == 1
+
+
+def as_written(call: dict[str, Any], request: StoredRequest) -> dict[str, Any]:
+    """As a model may write it: with other white space than the JSON of a harness, unless its API
+    has the harness give back the text itself."""
+    function = call["function"]
+    if "responses" in request.path:
+        return call
+    return call | {"function": function | {"arguments": f" {function['arguments']}"}}
 
 
 @pytest.mark.parametrize("harness", HARNESSES)

@@ -13,13 +13,11 @@ import pytest
 from aiohttp import web
 
 from agentrl.processes import PHASE
-from agentrl.runners import dialects
 from agentrl.runners.dialects import UntranslatableError
-from agentrl.runners.dialects.base import ConversationMemory
-from agentrl.runners.gateway.capture import ModelRequest, read_request
+from agentrl.runners.gateway.capture import ModelRequest
 from agentrl.runners.gateway.prompt_rule import PromptRule, find_rule
 from agentrl.runners.gateway.server import Gateway
-from tests.runners.harnesses.stored import HARNESSES, stored
+from tests.runners.harnesses.stored import HARNESSES, as_chat, stored
 from tests.runners.harnesses.templates import QWEN25, TEMPLATES, render, text_of
 
 DEVELOPER = {"role": "developer", "content": "be brief"}
@@ -40,16 +38,11 @@ async def rule_of(template: str) -> PromptRule:
 @cache
 def requests() -> list[tuple[str, ModelRequest]]:
     """All stored requests as chat completions."""
-    found = []
-    for harness in HARNESSES:
-        for request in stored(harness):
-            dialect = dialects.of(request.path)
-            if dialect is dialects.google.DIALECT:
-                dialect = dialects.google.dialect("policy", stream=False)
-            raw = json.dumps(request.body).encode()
-            call = read_request(dialect, raw, ConversationMemory(), 0)
-            found.append((f"{harness} {request.call}", call))
-    return found
+    return [
+        (f"{harness} {request.call}", as_chat(request))
+        for harness in HARNESSES
+        for request in stored(harness)
+    ]
 
 
 def lost(template: str, rule: PromptRule, call: ModelRequest) -> list[str]:
@@ -221,7 +214,7 @@ async def test_the_embedded_server_shows_a_developer(store: Any, tiny_llama_dir:
 # -- sampling --------------------------------------------------------------------------------------
 
 
-async def test_max_tokens_are_those_that_fit(bench: Any) -> None:
+async def test_max_tokens_are_those_that_fit(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
     """As vLLM does it: a prompt and max_tokens beyond the context are refused."""
     bench.model.max_length = 100
     answered = bench.model.whole
@@ -247,10 +240,13 @@ async def test_max_tokens_are_those_that_fit(bench: Any) -> None:
         assert (await http.post("/chat/completions", json=body)).status_code == 400
     trace = await bench.store.trace(active.attempt.rollout.id)
     assert [row.sampling.max_tokens for row in trace.transitions] == [100 - size] * 2
+    assert caplog.text.count(f"at most the {100 - size} tokens that its prompt leaves") == 1
 
 
 @pytest.mark.parametrize("force", [False, True])
-async def test_sampling_may_be_forced(bench: Any, force: bool) -> None:
+async def test_sampling_may_be_forced(
+    bench: Any, force: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     from agentrl.types import Sampling
 
     sampling = Sampling(temperature=0.7, force=force)
@@ -258,9 +254,12 @@ async def test_sampling_may_be_forced(bench: Any, force: bool) -> None:
     headers = {"authorization": f"Bearer {active.key}"}
     async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:
         asked = {"temperature": 0, "top_p": 0.5, "top_k": 3, "max_tokens": 9}
-        await http.post("/chat/completions", json={"model": "m", "messages": [USER]} | asked)
+        for _ in range(2):
+            await http.post("/chat/completions", json={"model": "m", "messages": [USER]} | asked)
     sent = bench.model.requests[0]
-    (row,) = (await bench.store.trace(active.attempt.rollout.id)).transitions
+    row, _ = (await bench.store.trace(active.attempt.rollout.id)).transitions
+    said = "overrules the run file's sampling with temperature = 0.0, top_p = 0.5, top_k = 3; "
+    assert caplog.text.count(said) == (not force)
     if force:
         assert (sent["temperature"], sent["top_p"], sent.get("top_k", 0)) == (0.7, 1.0, 0)
     else:

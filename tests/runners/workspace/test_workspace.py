@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import ConfigError
+from agentrl.runners.workspace import changes
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import ErrorKind, RolloutState
 from tests.runners.workspace.conftest import configured
@@ -104,6 +106,15 @@ async def test_the_verifier_gets_the_files_and_a_fresh_copy(play: Any) -> None:
     assert rollout.reward() == 1.0
 
 
+async def test_changes_that_are_too_large_to_keep_are_scored_all_the_same(
+    play: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(changes, "LARGEST_PACK", 1)
+    (rollout,) = await play(FIX, {"files": FILES}, score=1)
+    assert (rollout.failure, rollout.reward()) == (None, 1.0)
+    assert "would be run again: its changed files have" in caplog.text
+
+
 async def test_links_of_an_agent_lead_nowhere(play: Any, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -155,13 +166,15 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("sandbox", ["user", "unshare"])
+@pytest.mark.parametrize("sandbox", ["user", "unshare", "bubblewrap"])
 async def test_a_sandbox_reaches_the_gateway_and_its_folder_only(
     play: Any, tmp_path: Path, sandbox: str, space: Path
 ) -> None:
-    python = sys.executable if sandbox == "unshare" else "/usr/bin/python3"
+    python = "/usr/bin/python3" if sandbox == "user" else sys.executable
     if sandbox == "user" and (os.getuid() or not Path(python).exists()):
         pytest.skip("needs root, and a Python that another user may run")
+    if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("needs bubblewrap")
     (tmp_path / "tasks.py").write_text("the answers")
     outside = Path.home() / f"agentrl-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -175,7 +188,7 @@ async def test_a_sandbox_reaches_the_gateway_and_its_folder_only(
     assert rollout.failure is None
     assert rollout.reward() == 1.0
     seen = rollout.result
-    assert (seen["uid"] == os.getuid()) == (sandbox == "unshare")
+    assert (seen["uid"] == os.getuid()) == (sandbox != "user")
     assert seen["answers"] in ("", "PermissionError")
     assert seen["outside"] in ("OSError", "PermissionError")
     assert (seen["inside"], seen["tmp"]) == ("1", "1")
@@ -239,6 +252,7 @@ async def test_a_workspace_is_kept_if_asked(play: Any, tmp_path: Path) -> None:
 RUNNER = """
 import asyncio, sys
 from pathlib import Path
+from agentrl.runners.workspace import changes
 from agentrl.runners.workspace.folders import Workspaces
 from tests.runners.workspace.conftest import configured
 async def main():
