@@ -235,12 +235,13 @@ async def supervise(
     *,
     local: tuple[Any, Any] | None = None,
     play: Path | None = None,
+    verb: str = "start",
     console: Console | None = None,
     level: int = PHASE,
 ) -> float:
     """Start the processes of a run, show its progress, and stop them when the algorithm is done.
     Returns the seconds that it took; raises AgentRLError when another process ends. play: file of
-    an evaluation plan, to play instead of training."""
+    an evaluation plan, to play instead of training; verb: "prompts" searches."""
     config, output = agent_env.without_values(config), Path(config.output)
     logs = make_folder(output / "logs")
     # Runners read the settings from the store, and an algorithm left over is fenced from here on.
@@ -249,7 +250,7 @@ async def supervise(
     run_file.touch(mode=0o600)
     run_file.chmod(0o600)  # also one of an earlier start
     run_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
-    order = ["start", str(run_file)] if play is None else ["play", str(run_file), str(play)]
+    order = [verb, str(run_file)] if play is None else ["play", str(run_file), str(play)]
     algorithm = Child("algorithm", ["algorithm", *order], logs / "algorithm.log")
     arguments = ["runner", "start", "--store", config.store, "--run", config.name]
     runners = 0 if local or config.data.name else config.runner.processes
@@ -271,7 +272,8 @@ async def supervise(
         count = partial(_ended_rollouts, store, config.name)
         working = [_algorithm(algorithm), *(_keep_alive(child, count) for child in workers)]
         working += [_local_runner(config, *local)] if local else []
-        showing = [show_progress(store, config, console, quiet=level > PHASE), log_lines.follow()]
+        quiet = verb == "prompts" or level > PHASE
+        showing = [show_progress(store, config, console, quiet=quiet), log_lines.follow()]
         showing += [sinks.keep()] if sinks else []
         watchers = [asyncio.create_task(work) for work in working]
         followers = [asyncio.create_task(work) for work in showing]

@@ -22,7 +22,6 @@ POLICY = "policy"  # name of the trained policy of a run that has only one
 EMPTY = "rollouts/empty"  # metric of a step without a usable rollout: how many it had
 ENDED = "run/ended"  # metric of a run's last step: 1 once no rollout will be queued any more
 
-
 if TYPE_CHECKING:
     Int32 = array[int]
     Float32 = array[float]
@@ -142,6 +141,17 @@ class NewRollout(Record, frozen=True):
     priority: int = 0  # larger is claimed first
     branch: Branch | None = None
     seats: dict[str, str] = {}  # role -> policy that plays it here, before that of the run file
+    candidate: str | None = None  # whose texts the agent's roles read here; None: its own
+
+
+class PromptText(Record, frozen=True):
+    """What a role reads in the place of a text of the agent."""
+
+    component: str
+    role: str
+    seed: str  # in its system or developer message, or in the description of `tool`; "": no text
+    text: str
+    tool: str = ""
 
 
 class Attempt(Record, frozen=True):
@@ -152,6 +162,7 @@ class Attempt(Record, frozen=True):
     fence: int  # 1 for the first attempt of a rollout; only the highest fence may write
     lease_until: float  # unix seconds
     ran: Json = None  # of an earlier attempt, whose trace is this one's now: only score it
+    prompts: list[PromptText] = []  # those of the rollout's candidate
 
 
 class Transition(Record, frozen=True):
@@ -204,6 +215,7 @@ class Reward(Record, frozen=True):
     scope: Scope = Scope.ROLLOUT
     target: str | None = None  # role name or transition id, by scope
     source: str = "verifier"
+    note: str = ""  # why, in the verifier's words
 
 
 class Span(Record, frozen=True):
@@ -269,6 +281,7 @@ class Rollout(Record, frozen=True):
     trained: int | None = None  # the step that trained its group
     branch: Branch | None = None
     seats: dict[str, str] = {}  # role -> policy that played it here, before that of the run file
+    candidate: str | None = None
 
     def reward(self, name: str = "outcome") -> float:
         """Rollout-scope reward of that name; NaN when missing."""
@@ -385,12 +398,3 @@ class Trace(Record, frozen=True):
     attempt: str
     transitions: list[Transition]
     spans: list[Span]
-
-
-class Stats(Record, frozen=True):
-    """The size of a store: `bytes` on disk, of which a vacuum would give back `free`."""
-
-    rows: dict[str, int]  # by table
-    bytes: int
-    free: int
-    cursor: int

@@ -34,9 +34,10 @@ from typing import Protocol, Self
 from agentrl import types
 from agentrl.datasets.records import Dataset, Item, Judgement, Side
 from agentrl.store import pages
+from agentrl.store.prompt_verbs import PromptStore
 
 
-class Store(Protocol):
+class Store(PromptStore, Protocol):
     url: str
 
     async def close(self) -> None:
@@ -79,15 +80,14 @@ class Store(Protocol):
         ...
 
     async def claim_groups(
-        self, run: str, epoch: int, n: int, *, timeout: float | None = None
+        self, run: str, epoch: int, n: int, *, ordered: bool = False, timeout: float | None = None
     ) -> list[types.Group]:
-        """The oldest `n` settled, untrained training groups of the run, by id, with rollouts,
+        """The first `n` settled, untrained training groups of the run, by id, with rollouts,
         rewards and the transitions of each rollout's last attempt. Settled: every rollout is
-        terminal, failures included. Waits until `n` are settled; returns fewer only when
-        `timeout` seconds have passed.
-
-        A repeat returns first what this epoch claimed and has not committed. Raises Fenced, also
-        while it waits, if `epoch` is old; NotFound for an unknown run; Invalid unless `n` > 0."""
+        terminal, failures included. Waits until `n` are settled, `ordered`: until the first `n` of
+        all untrained groups are; returns fewer only when `timeout` seconds have passed. A repeat
+        returns first what this epoch claimed and has not committed. Raises Fenced, also while it
+        waits, if `epoch` is old; NotFound for an unknown run; Invalid unless `n` > 0."""
         ...
 
     async def publish(self, version: types.PolicyVersion, *, epoch: int | None = None) -> None:
@@ -108,9 +108,9 @@ class Store(Protocol):
     async def enqueue(self, rollouts: Sequence[types.NewRollout]) -> int:
         """Add rollouts; ids already present are ignored. Returns how many were new.
 
-        A group has one run and one purpose. It settles once all rollouts enqueued so far are
-        terminal, so enqueue them in one call. Raises NotFound for a run never opened; Conflict for
-        new rollouts of a group that was claimed for training, and for a group of another run or
+        A group has one run, one purpose and one candidate. It settles once all rollouts enqueued
+        so far are terminal, so enqueue them in one call. Raises NotFound for an unknown run or
+        candidate; Conflict for new rollouts of a claimed group and for a group of another run or
         purpose; Invalid for a rollout that cannot be run. All rollouts are added, or none."""
         ...
 
@@ -345,7 +345,6 @@ class Store(Protocol):
 
     async def add_logprobs(self, model: str, logprobs: dict[str, types.Float32]) -> None:
         """Keep log-probs of sides; `model` is a digest of its weights."""
-        ...
 
     async def logprobs(self, model: str, sides: Sequence[str]) -> dict[str, types.Float32]:
         """Those that are known, by side."""
@@ -367,7 +366,7 @@ class Store(Protocol):
         ...
 
     # -- maintenance: called by an administrator ---------------------------------------------------
-    async def stats(self) -> types.Stats:
+    async def stats(self) -> pages.Stats:
         """Rows of every table and bytes of the database. It counts rows, which takes a while."""
         ...
 

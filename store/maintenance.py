@@ -21,9 +21,9 @@ from agentrl.errors import Conflict, Invalid
 from agentrl.store import rollouts, rows, runs
 from agentrl.store.database import Connection, ReaderThreads, load_sql
 from agentrl.store.feed import GROUPS
-from agentrl.store.pages import Pruned
+from agentrl.store.pages import Pruned, Stats
 from agentrl.store.writer import Transaction, Writer
-from agentrl.types import RolloutState, Stats
+from agentrl.types import RolloutState
 
 SQL = load_sql("maintenance")
 FEED = load_sql("feed")

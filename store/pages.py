@@ -85,6 +85,15 @@ class AttemptRow(Record, frozen=True):
     late_rewards: list[Reward]
 
 
+class Stats(Record, frozen=True):
+    """The size of a store: `bytes` on disk, of which a vacuum would give back `free`."""
+
+    rows: dict[str, int]  # by table
+    bytes: int
+    free: int
+    cursor: int
+
+
 class Pruned(Record, frozen=True):
     """Numbers of rows that a prune removed, or would remove."""
 

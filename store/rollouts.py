@@ -22,7 +22,7 @@ import msgspec
 
 from agentrl import types
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import limits, rows, runs, traces
+from agentrl.store import limits, prompts, rows, runs, traces
 from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import QUEUE
 from agentrl.store.rows import digest
@@ -41,8 +41,11 @@ def enqueue(tx: Transaction, rollouts: Sequence[types.NewRollout]) -> int:
         _open_group(tx, member)
     for rollout in rollouts:
         first = groups[rollout.group]
-        if (rollout.run, rollout.purpose) != (first.run, first.purpose):
-            raise Invalid(f"Group {rollout.group!r} mixes runs or purposes: give each its own.")
+        same = (rollout.run, rollout.purpose, rollout.candidate)
+        if same != (first.run, first.purpose, first.candidate):
+            raise Invalid(
+                f"Group {rollout.group!r} mixes runs, purposes or candidates: give each its own."
+            )
         columns = rows.new_rollout_columns(rollout)
         if tx.conn.execute(SQL["enqueue"], columns).rowcount:
             added[rollout.group] += 1
@@ -63,7 +66,7 @@ def claim(
         tx.conn.execute(SQL["lock_claim"], {"claim_id": claim_id})
         if repeat := tx.conn.execute(SQL["claimed"], (claim_id,)).fetchall():
             return [
-                rows.attempt(row, row["claimed_id"], row["fence"], row["lease_until"])
+                _attempt(tx.conn, row, row["claimed_id"], row["fence"], row["lease_until"])
                 for row in repeat
                 if row["claimed_state"] == types.AttemptState.RUNNING
                 and row["lease_until"] > tx.now
@@ -95,7 +98,8 @@ def claim(
             tx.conn.execute(SQL["take_spans"], taken)
         tx.add_counts(row["run_id"], queued=-1, running=1)
         tx.add_event(row["run_id"], "rollout", row["id"])
-        claimed.append(rows.attempt(row, columns["attempt"], columns["fence"], tx.now + lease))
+        until = tx.now + lease
+        claimed.append(_attempt(tx.conn, row, columns["attempt"], columns["fence"], until))
     return claimed or None
 
 
@@ -193,6 +197,11 @@ def settled(conn: Connection, group: str) -> bool:
 # -- parts -----------------------------------------------------------------------------------------
 
 
+def _attempt(conn: Connection, row: Any, id: str, fence: int, until: float) -> types.Attempt:
+    texts = prompts.texts(conn, row["run_id"], row["candidate"]) if row["candidate"] else []
+    return rows.attempt(row, id, fence, until, texts)
+
+
 def _load_and_limit(conn: Connection, runner: str) -> tuple[int, float]:
     """How many rollouts a runner holds, and how many it may hold because of suspects among them;
     not counted while there is no suspect anywhere."""
@@ -243,6 +252,8 @@ def _open_group(tx: Transaction, member: types.NewRollout) -> None:
     if new and member.purpose is types.Purpose.TRAIN:
         tx.add_counts(member.run, groups_open=1)
     row = tx.conn.execute(SQL["group"], (member.group,)).fetchone()
+    if member.candidate is not None:
+        prompts.texts(tx.conn, member.run, member.candidate)
     if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
         raise Conflict(
             f"Group {member.group!r} belongs to run {row['run_id']!r} for {row['purpose']}: "

@@ -123,12 +123,20 @@ def new_rollout_columns(rollout: types.NewRollout) -> Columns:
     }
 
 
-def attempt(row: Row, id: str, fence: int, lease_until: float) -> types.Attempt:
+def attempt(
+    row: Row, id: str, fence: int, lease_until: float, prompts: list[types.PromptText]
+) -> types.Attempt:
     """The lease of a rollout's row."""
     sampling = msgspec.json.decode(row["sampling"], type=types.Sampling)
     rollout = record(types.NewRollout, row, sampling=sampling, **_rollout_fields(row))
-    ran = from_json(row["ran"])
-    return types.Attempt(id=id, rollout=rollout, fence=fence, lease_until=lease_until, ran=ran)
+    return types.Attempt(
+        id=id,
+        rollout=rollout,
+        fence=fence,
+        lease_until=lease_until,
+        ran=from_json(row["ran"]),
+        prompts=prompts,
+    )
 
 
 def rollout(row: Row, rewards: list[types.Reward]) -> types.Rollout:

@@ -80,11 +80,17 @@ def commit_step(
     tx.add_event(commit.run, "step", str(commit.step))
 
 
-def claim_groups(tx: Transaction, run: str, epoch: int, n: int, *, last: bool) -> list[str] | None:
+def claim_groups(
+    tx: Transaction, run: str, epoch: int, n: int, *, ordered: bool, last: bool
+) -> list[str] | None:
     """Ids, or none where fewer than `n` are settled and it is not the `last` look."""
     find_run(tx.conn, run, epoch)
     held = [row["id"] for row in tx.conn.execute(SQL["claimed_groups"], (run, n))]
-    more = tx.conn.execute(SQL["settled_groups"], (run, n - len(held))).fetchall()
+    columns = {"run": run, "n": n, "until": None}
+    if ordered:  # those behind an open group are not looked at
+        columns["until"] = tx.conn.execute(SQL["last_of_first_groups"], columns).fetchone()["id"]
+    columns["n"] = n - len(held)
+    more = tx.conn.execute(SQL["settled_groups"], columns).fetchall()
     if len(held) + len(more) < n and not last:
         return None
     for row in more:

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from agentrl import types
 from agentrl.datasets.records import Item, Side
 from agentrl.errors import Invalid
-from agentrl.store import browse, limits, maintenance, pages, rows, traces
+from agentrl.store import browse, limits, maintenance, pages, prompts, rows, traces
 from agentrl.store import datasets as data
 from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
@@ -104,18 +104,20 @@ class SqlStore:
     rewind = _writing(maintenance.rewind)
 
     async def claim_groups(
-        self, run: str, epoch: int, n: int, *, timeout: float | None = None
+        self, run: str, epoch: int, n: int, *, ordered: bool = False, timeout: float | None = None
     ) -> list[types.Group]:
         limits.check_positive("n", n)
 
         def claim(tx: Transaction, last: bool) -> list[str] | None:
-            return training.claim_groups(tx, run, epoch, n, last=last)
+            return training.claim_groups(tx, run, epoch, n, ordered=ordered, last=last)
 
         ids = await self._until(GROUPS, claim, timeout)
         return await self._readers.read(partial(traces.groups, run=run, ids=ids))
 
     publish = _writing(training.publish)
     log = _writing(training.log)
+    put_candidates = _writing(prompts.put_candidates)
+    add_reflection = _writing(prompts.add_reflection)
 
     # -- queue -------------------------------------------------------------------------------------
 
@@ -186,6 +188,8 @@ class SqlStore:
     counts = _reading(training.counts)
     failures = _reading(queue.failures)
     policies = _reading(training.policies)
+    candidates = _reading(prompts.candidates)
+    reflections = _reading(prompts.reflections)
     stats = _reading(maintenance.stats)
 
     # -- data sets ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from math import ceil
 from pathlib import Path
 
 import click
@@ -79,8 +80,9 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
             settings.preset, settings.options, streams=ALL_STREAMS, root=Path(config.root)
         )
         own = {row.transition: row for row in credits if row.policy == policy}
+        oldest = team.steps_learned(config, policy, step or 0) - ceil(settings.max_staleness)
         explanation = explain(
-            algo, groups, min_group=settings.min_group, credits=own, policy=policy
+            algo, groups, min_group=settings.min_group, credits=own, policy=policy, oldest=oldest
         )
         if config.policies:
             lines.append(f"policy {policy}")
@@ -142,8 +144,8 @@ def _built(name: str) -> Algo:
 def _line(name: str, function: object) -> str:
     """A preset with the fields that it sets besides credit; a modifier with those it changes."""
     modifier = name.startswith("+")
-    algo = _built("reinforce" + name if modifier else name)
-    base = presets.make("reinforce", {}) if modifier else Algo(algo.credit)
+    algo = _built("grpo" + name if modifier else name)
+    base = presets.make("grpo", {}) if modifier else Algo(algo.credit)
     words = {"credit": "credit", "gates": "gates", "penalties": "penalties", "agg": "average",
              "keep": "filter"}  # fmt: skip
     fields = [word for key, word in words.items() if getattr(algo, key) != getattr(base, key)]

@@ -18,14 +18,24 @@ from agentrl.cli.data import data
 from agentrl.cli.export import export
 from agentrl.cli.harness import harness
 from agentrl.cli.plan import plan
+from agentrl.cli.prompts import prompts
 from agentrl.cli.rm import rm
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init
 from agentrl.cli.store import store as store_group
 from agentrl.cli.view import view
 from agentrl.config import RunConfig, load, store_in, to_toml
+from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import AgentRLError
-from agentrl.processes import ERROR_MARK, LOG_LEVEL, PARENT, USER_ERROR, die_with_parent, seal
+from agentrl.processes import (
+    ERROR_MARK,
+    LOG_LEVEL,
+    PARENT,
+    USER_ERROR,
+    die_with_parent,
+    log_to_stderr,
+    seal,
+)
 from agentrl.telemetry.console import console_level
 
 
@@ -36,7 +46,7 @@ def cli() -> None:
 
 
 for command in (
-    bench, config_group, data, export, harness, init, plan, rm, store_group, view
+    bench, config_group, data, export, harness, init, plan, prompts, rm, store_group, view
 ):  # fmt: skip
     cli.add_command(command)
 
@@ -124,11 +134,21 @@ def train(
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.argument("rest", nargs=-1, metavar="[CHECKPOINT] [KEY=VALUE]...")
 @click.option("--tasks", help="Task file to score on; default: the run file's held-out tasks.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder of <component>.txt to play with; default: what `agentrl prompts` has found.",
+)
 @quiet
 @verbose
 @log_level
 def evaluate(
-    run_file: Path, rest: tuple[str, ...], tasks: str | None, quiet: bool, verbose: bool
+    run_file: Path,
+    rest: tuple[str, ...],
+    tasks: str | None,
+    prompts: Path | None,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
     """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE.
 
@@ -140,7 +160,8 @@ def evaluate(
         raise click.UsageError(f"one checkpoint at a time, not {', '.join(map(str, checkpoints))}")
     config = load(run_file, [argument for argument in rest if "=" in argument])
     level = _console_level(quiet=quiet, verbose=verbose)
-    evaluation.evaluate(config, checkpoints[0] if checkpoints else None, tasks, level=level)
+    checkpoint = checkpoints[0] if checkpoints else None
+    evaluation.evaluate(config, checkpoint, tasks, prompts=prompts, level=level)
 
 
 @cli.command()
@@ -298,9 +319,24 @@ config_file = click.argument("config", type=click.Path(path_type=Path), callback
 @config_file
 def start_algorithm(config: RunConfig) -> None:
     die_with_parent()
-    from agentrl.algorithms.train.main import main as run_algorithm
+    if has_no_own_policy(config):
+        from agentrl.algorithms.prompts.main import main as run_algorithm
+    else:
+        from agentrl.algorithms.train.main import main as run_algorithm
 
     run_algorithm(config)
+
+
+@algorithm.command("prompts")
+@config_file
+def search_prompts(config: RunConfig) -> None:
+    die_with_parent()
+    log_to_stderr()
+    if has_no_own_policy(config):
+        from agentrl.algorithms.prompts.main import search_upstreams as search
+    else:
+        from agentrl.algorithms.train.main import search_prompts as search
+    asyncio.run(search(config))
 
 
 @algorithm.command("play")

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import msgspec
 
-from agentrl.config import RunConfig, agents, infrastructure, rewards, schema
+from agentrl.config import RunConfig, agents, infrastructure, prompts, rewards, schema
 from agentrl.config.base import EXTERNAL
 from agentrl.errors import ConfigError
 
@@ -56,7 +56,8 @@ def run_file_schema() -> dict[str, Any]:
     tables = (config.engine, config.learner, config.runner, config.selfplay)
     defaults = {*map(type, tables), rewards.RewardModelConfig}
     for name, table in made["$defs"].items():
-        section = (vars(infrastructure) | vars(agents) | vars(rewards) | vars(schema))[name]
+        parts = (infrastructure, agents, prompts, rewards, schema)
+        section = next(vars(part)[name] for part in parts if name in vars(part))
         _describe(section, table["properties"])
         field = section.__struct_config__.tag_field
         if section.__struct_config__.tag == EXTERNAL:

@@ -31,7 +31,8 @@ from agentrl.config.infrastructure import (
     RunnerConfig,
     TorchLearnerConfig,
 )
-from agentrl.config.rewards import RewardModel, RewardModelTraining
+from agentrl.config.prompts import PromptsConfig
+from agentrl.config.rewards import Judge, RewardModel, RewardModelTraining
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
@@ -46,6 +47,8 @@ class TasksConfig(Section, frozen=True):
     # Of training: each task once an epoch, or drawn by its success rate, most often tasks that are
     # solved half of the time. Outcomes must be from 0 to 1 for this.
     order: Literal["shuffle", "difficulty"] = "shuffle"
+    # Mean outcome from which a task is drawn no more (ScaleRL, arXiv 2510.13786).
+    solved: Positive | None = None  # none: every task is drawn again
 
 
 class VerifierConfig(Section, frozen=True):
@@ -171,8 +174,8 @@ class AlgorithmConfig(Section, frozen=True):
     # With order = "ready", of tokens that got too old: keep the reward for the group's baseline and
     # learn nothing from the tokens, or cancel the whole group and ask for another.
     stale: Literal["withhold", "cancel"] = "withhold"
-    close_at: Count | None = None  # rollouts with a reward that end their group; none: group_size
-    # Seconds after a group's first rollout was claimed; then min_group with a reward end it.
+    close_at: Count | None = None  # successful rollouts that end their group; none: group_size
+    # Seconds after a group's first rollout was claimed; then min_group successful ones end it.
     group_deadline: Seconds | None = None
     dynamic_sampling: bool | None = None  # replace groups of equal reward; none: as the preset does
     max_rounds: Count | None = None  # of replacing; then the step has fewer groups. Default 10
@@ -180,6 +183,9 @@ class AlgorithmConfig(Section, frozen=True):
     minibatches: Count = 1  # optimizer steps a batch is split into
     epochs: Count = 1  # passes over a batch
     lr: Positive = 1e-6
+    # Effective sample size of the weights against the sampler, as a share of the tokens, below
+    # which lr falls in proportion (VCPO, arXiv 2602.17616); costs a forward of the batch.
+    lr_ess: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # none: lr does not fall
     warmup: Natural = 0  # steps of linear learning-rate warm-up
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after it
     min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
@@ -337,12 +343,14 @@ class RunConfig(Section, frozen=True):
     teacher: TeacherConfig = TeacherConfig()
     reward_model: RewardModelTraining = RewardModelTraining()
     reward_models: dict[Name, RewardModel] = {}  # by the name of their reward
+    judges: dict[Name, Judge] = {}  # by the name of their reward
     learner: Learner = TorchLearnerConfig()
     engine: Engine = EmbeddedEngineConfig()
     runner: Runner = RunnerConfig()
     eval: EvalConfig = EvalConfig()
     selfplay: Selfplay = SelfplayConfig()
     metrics: MetricsConfig = MetricsConfig()
+    prompts: PromptsConfig = PromptsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers it
     # [[roles.match]] in the run file: roles of calls that say none themselves. The first that holds

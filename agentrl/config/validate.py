@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from agentrl.config import policies as team
-from agentrl.config import selfplay
+from agentrl.config import prompts, selfplay
 from agentrl.config.agents import WorkspaceConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
@@ -32,7 +32,7 @@ from agentrl.types import POLICY
 
 PLAYING = (
     "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models",
-    "runner", "selfplay", "upstreams", "roles", "role_rules",
+    "judges", "runner", "selfplay", "upstreams", "roles", "role_rules",
 )  # fmt: skip
 SAMPLING = (
     "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
@@ -63,13 +63,20 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _lora(config.policy.lora)
     yield from _schedule(config.algorithm)
     yield from _staleness(config)
+    if config.tasks.solved is not None and config.tasks.order == "difficulty":
+        yield "tasks.solved leaves out what tasks.order = 'difficulty' draws seldom; choose one"
     yield from _policies(config)
     yield from _stand_ins(config)
     yield from selfplay.problems(config)
     yield from _sinks(config.metrics.sinks)
     yield from _workspace(config)
     yield from _data(config)
+    yield from prompts.problems(config)
+    searched = bool(config.prompts.components) and config.prompts.algorithm == "gepa"
+    if searched and not is_installed("gepa"):
+        yield "prompts.algorithm: 'gepa' is not installed: pip install 'agentrl[prompts]'"
     yield from _warmup(config)
+    yield from _judges(config)
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:
@@ -159,6 +166,16 @@ def _warmup(config: RunConfig) -> Iterator[str]:
             "[warmup] trains all weights of the run's one policy, and this run trains adapters or "
             "several; make a run of its own for it, whose <output>/warmup is their policy.model"
         )
+
+
+def _judges(config: RunConfig) -> Iterator[str]:
+    for name, judge in config.judges.items():
+        answering = {n for n, upstream in config.upstreams.items() if upstream.text is None}
+        known = answering | (set(config.policies) or {POLICY})
+        if judge.upstream not in known:
+            yield f"judges.{name}.upstream = {judge.upstream!r}; {nearest(judge.upstream, known)}"
+        if name in config.reward_models:
+            yield f"judges.{name}: [reward_models] give a reward of that name; rename one"
 
 
 def _member(name: str, member: MemberConfig) -> Iterator[str]:
@@ -308,9 +325,13 @@ def _staleness(config: RunConfig) -> Iterator[str]:
             f"engine.keys = {keys!r}: after every update vLLM's log-probs are compared with the "
             "learner's, which keys of older weights would falsify; remove it"
         )
+    grows = algorithm.branching.kind != "none" or algorithm.counterfactual.stand_ins
     for key in ("order", "close_at", "group_deadline"):
-        if getattr(algorithm, key) != getattr(AlgorithmConfig(), key):
-            yield f"algorithm.{key}: not in this version; remove it"
+        if grows and getattr(algorithm, key) != getattr(AlgorithmConfig(), key):
+            yield (
+                f"algorithm.{key}: rollouts join a group when all of its own have ended, with "
+                "algorithm.branching or counterfactual; leave one of them out"
+            )
     if algorithm.order == "asked" and algorithm.stale != "withhold":
         yield (
             f"algorithm.stale = {algorithm.stale!r}: groups that are trained in the order asked "

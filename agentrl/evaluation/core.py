@@ -52,10 +52,18 @@ class SavedCheckpoint:
 
 
 def evaluate(
-    config: RunConfig, checkpoint: Path | None, tasks: str | None, *, level: int = PHASE
+    config: RunConfig,
+    checkpoint: Path | None,
+    tasks: str | None,
+    *,
+    prompts: Path | None = None,
+    level: int = PHASE,
 ) -> trainer.TrainingResult:
     """Score a checkpoint, by default the run's last, or the answers of `[upstreams]` where the run
-    has no model of its own. The evaluation is in the store that the run file names, if any."""
+    has no model of its own. The evaluation is in the store that the run file names, if any.
+    prompts: folder of the texts to play with."""
+    if prompts and not config.prompts.components:
+        raise ConfigError(f"--prompts {prompts}: [prompts.components] names no text to replace")
     if team.has_no_own_policy(config):
         if checkpoint:
             raise ConfigError(
@@ -76,6 +84,11 @@ def evaluate(
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
         selfplay=SelfplayConfig(),  # no opponents from a pool
+        prompts=replace(
+            config.prompts,
+            schedule="off",
+            directory=str(prompts.resolve() if prompts else Path(config.output, "prompts")),
+        ),
     )
     trainer.check(config)
     if checkpoint:

@@ -152,6 +152,8 @@ class Progress:
             heldout = f"{scores[-1]:.3f} (from {scores[0]:.3f})" if scores else "-"
             reward, *rates = _reward_and_rates(last)
             grid.add_row(reward, f"held-out {heldout}", *rates)
+            if idle := _idle(last):
+                grid.add_row(*idle)
             for policy in self.config.policies or [""]:
                 if health := _health(last, policy):
                     grid.add_row(*health)
@@ -194,9 +196,18 @@ def _health(metrics: dict[str, float], policy: str = "") -> list[str]:
     several."""
     prefix = f"{policy}/" if policy else ""
     names = {"entropy": "policy/entropy", "KL": "old/kl", "clipped": "policy/clip_fraction"}
+    if metrics.get(f"{prefix}staleness/version_max"):
+        names |= {"lag": "staleness/version_mean", "ESS": "sampler/ess"}
     keys = {word: prefix + key for word, key in names.items() if prefix + key in metrics}
     found = [f"{word} {_number(metrics, key)}" for word, key in keys.items()]
     return [policy, *found] if policy and found else found
+
+
+def _idle(metrics: dict[str, float]) -> list[str]:
+    """The share of a step in which each side waited for the other."""
+    whole = metrics.get("time/learner_idle", 0.0) + metrics.get("time/update", 0.0)
+    sides = {side: metrics.get(f"time/{side}_idle", 0.0) for side in ("sampler", "learner")}
+    return [f"{side} idle {idle / whole:.0%}" for side, idle in sides.items()] if whole else []
 
 
 def _rate(metrics: dict[str, float], key: str) -> str:
@@ -255,7 +266,7 @@ async def roles_without_calls(store: Store, config: RunConfig) -> str:
     """A sentence that names the roles of the run file in which no call of the first trained step
     was made; empty if there are none. `policies_without_calls` reports policies without a call."""
     named = policy_by_role(config)
-    if not named:
+    if not (named and config.steps):
         return ""
     seen: set[str] = set()
     for row in await store.rollouts(config.name, purpose=Purpose.TRAIN, trained=0):

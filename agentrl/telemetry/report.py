@@ -188,11 +188,14 @@ def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str,
 
 
 def _times(steps: list[StepRow], seconds: float) -> str:
-    parts = [
-        f"{part} {sum(row.metrics.get(f'time/{part}', 0.0) for row in steps):.0f}"
-        for part in ("build", "rollouts", "update", "eval")
-    ]
-    return f"{seconds:.0f} s in all: {', '.join(parts)}"
+    def total(name: str) -> float:
+        return sum(row.metrics.get(name, 0.0) for row in steps)
+
+    parts = [f"{p} {total(f'time/{p}'):.0f}" for p in ("build", "rollouts", "update", "eval")]
+    parts += [f"{side} idle {total(f'time/{side}_idle'):.0f}" for side in ("sampler", "learner")]
+    wasted = total("tokens/wasted")
+    end = f"; {wasted:.0f} tokens of cancelled rollouts" if wasted else ""
+    return f"{seconds:.0f} s in all: {', '.join(parts)}{end}"
 
 
 def win_rate_table(steps: Sequence[StepRow]) -> Table | None:

@@ -63,6 +63,8 @@ class Ema(RunningMean):
 
     def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:
         kinds = [_field(rollout, self.key) if self.key else "" for rollout in rollouts]
+        pairs = zip(kinds, rollouts, strict=True)  # other texts make another agent
+        kinds = [f"{row.candidate}/{kind}" if row.candidate else kind for kind, row in pairs]
         owners = rollout_of(batch, self.level).tolist()
         roles = [""] * len(owners)
         if self.level == "role":

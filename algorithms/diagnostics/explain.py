@@ -25,6 +25,7 @@ from agentrl.algorithms.data.rewards import check_rewards, reward_reference
 from agentrl.algorithms.diagnostics.credit_records import Stored, read, replayed
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.staleness import withhold
 from agentrl.errors import TrainingError
 from agentrl.types import POLICY, Credit, Group
 
@@ -57,11 +58,14 @@ def explain(
     min_group: int = 0,
     credits: Mapping[str, Credit] = MappingProxyType({}),
     policy: str = POLICY,
+    oldest: int = 0,
 ) -> Explanation:
     """Explains the step of `algo` on `groups`, for a trained policy. `credits`: what the step
-    stored, by transition. Raises TrainingError where the step itself would have."""
+    stored, by transition. `oldest`: the first version of which it trained tokens. Raises
+    TrainingError where the step itself would have."""
     check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
+    algo = withhold(algo, batch, oldest)
     stored = read(algo, batch, credits)
     batch = replayed(algo, batch, stored)
     same = batch.behaviour.double()

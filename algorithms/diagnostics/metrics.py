@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import permutations
-from math import isfinite, isnan
+from itertools import pairwise, permutations
+from math import inf, isfinite, isnan
 from statistics import fmean, pstdev
 
 import torch
@@ -26,6 +26,7 @@ from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Terms, eta, gate_factors, kl_value, streams_at
 from agentrl.algorithms.objective.ratios import ratio
 from agentrl.algorithms.objective.sides import side_metrics
+from agentrl.algorithms.objective.staleness import effective_share
 from agentrl.types import POLICY, Group, Rollout, RolloutState, Scope, Transition
 
 Metrics = dict[str, float]
@@ -34,6 +35,7 @@ RULES: dict[str, Callable[[Sequence[float]], float]] = {
     "max": max, "peak": max, "min": min, "forwarded": sum, "retries": sum
 }  # fmt: skip
 """How the optimizer steps of a training step are merged, by a word of the metric's last part."""
+LAGS = (0, 1, 2, 4, 8)  # where the classes of lag begin
 COUNTS = frozenset(
     f"{noun}/{what}"
     for noun, whats in {
@@ -117,12 +119,17 @@ def rewards(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def agreement(groups: Sequence[Group]) -> Metrics:
-    """reward/<name>/agreement of rewards that a model gave: of the pairs of rollouts of a group
-    with different outcomes, the share in the same order; equal rewards count half."""
+    """reward/<name>/agreement of rewards that a model or judge gave: of the pairs of rollouts of a
+    group with different outcomes, the share in the same order; equal rewards count half."""
     found: dict[str, list[float]] = {}
     for group in groups:
         known = [row for row in group.rollouts if not isnan(row.reward())]
-        names = {r.name for row in known for r in row.rewards if r.source.startswith("model:")}
+        names = {
+            r.name
+            for row in known
+            for r in row.rewards
+            if r.source.startswith(("model:", "judge:"))
+        }
         for better, worse in permutations(known, 2):
             for name in names if better.reward() > worse.reward() else ():
                 gap = better.reward(name) - worse.reward(name)
@@ -206,28 +213,6 @@ def completions(calls: Sequence[Transition]) -> Metrics:
     return metrics
 
 
-def staleness(
-    step: int, groups: Sequence[Group], policy: str = POLICY, *, version: int | None = None
-) -> Metrics:
-    """How old the data is that step `step` trains on. staleness/steps_mean, steps_max: steps since
-    a group was requested. staleness/version_mean, version_max: updates of the policy since a token
-    was sampled, over tokens whose version is known. version: of the policy now, default `step`."""
-    now = step if version is None else version
-    metrics: Metrics = {}
-    if ages := [step - group.step for group in groups]:
-        metrics |= {"staleness/steps_mean": fmean(ages), "staleness/steps_max": max(ages)}
-    lags = [
-        (now - call.version, len(call.completion))
-        for call in own_calls(groups, policy)
-        if call.version is not None and call.completion
-    ]
-    if lags:
-        tokens = sum(count for _, count in lags)
-        metrics["staleness/version_mean"] = sum(lag * count for lag, count in lags) / tokens
-        metrics["staleness/version_max"] = max(lag for lag, _ in lags)
-    return metrics
-
-
 def call_tokens(groups: Iterable[Group], policy: str = POLICY) -> dict[str, int]:
     """Tokens of each call, prompt and completion, by its id."""
     return {call.id: len(call.prompt) + len(call.completion) for call in own_calls(groups, policy)}
@@ -237,15 +222,21 @@ def call_tokens(groups: Iterable[Group], policy: str = POLICY) -> dict[str, int]
 
 
 def optimizer_step(
-    algo: Algo, batch: Batch, terms: Terms, report: StepReport, sizes: Mapping[str, int]
+    algo: Algo,
+    batch: Batch,
+    terms: Terms,
+    report: StepReport,
+    sizes: Mapping[str, int],
+    lag: Tensor | None = None,
 ) -> Metrics:
-    """Metrics of one optimizer step. sizes: of `call_tokens`. policy/entropy is the mean over the
-    tokens in the loss, policy/entropy_bonus what it subtracts from the loss."""
+    """Metrics of one optimizer step. sizes: of `call_tokens`. lag: of `token_lag` [N].
+    policy/entropy is the mean over the tokens in the loss, policy/entropy_bonus what it subtracts
+    from the loss."""
     metrics = {
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "tokens/forwarded": float(report.tokens),
-        **ratio_metrics(algo, terms, report.current),
+        **ratio_metrics(algo, terms, report.current, lag),
         **report.metrics,
     }
     if algo.side is not None and terms.sides is not None:
@@ -260,7 +251,7 @@ def optimizer_step(
     return metrics
 
 
-def ratio_metrics(algo: Algo, terms: Terms, p: Tensor) -> Metrics:
+def ratio_metrics(algo: Algo, terms: Terms, p: Tensor, lag: Tensor | None = None) -> Metrics:
     """Ratios and KL between the streams of log-probs. p: before the update, [N] or [N, K].
 
     policy/clip_fraction: share of the tokens in the loss that have an advantage and a gate that is
@@ -270,6 +261,8 @@ def ratio_metrics(algo: Algo, terms: Terms, p: Tensor) -> Metrics:
     sampler's own. Of each the ratio's mean and maximum and the k1 and k3 estimates of the KL
     (joschu.net/blog/kl-approx.html). sampler/ess: effective sample size, as a share, of the weights
     that correct for the sampler, which are the plain ratios where the algorithm corrects nothing.
+    sampler/lag_<k>/*: the same, and the share of clipped tokens, over tokens whose lag is from k to
+    below the next of `LAGS`, if any is above 0.
     logprob_difference/*: |trainer - sampler| over all tokens, before the first update."""
     live, every = terms.weight > 0, torch.arange(len(p))
     streams = streams_at(terms, p.detach().double().cpu(), every)
@@ -290,15 +283,29 @@ def ratio_metrics(algo: Algo, terms: Terms, p: Tensor) -> Metrics:
         metrics["policy/clip_fraction_high"] = _mean(high[live])
     metrics |= _distance("old", now, terms.streams.get("o"), live)
     metrics |= _sampler(streams, correction, live)
+    if lag is not None and (lag > 0).any():
+        metrics |= _by_lag(streams, correction, low | high, live, lag)
     metrics |= _distance("reference", now, terms.streams.get("q"), live, sampled=False)
+    return metrics
+
+
+def _by_lag(
+    streams: Mapping[str, Tensor], correction: Tensor, clipped: Tensor, live: Tensor, lag: Tensor
+) -> Metrics:
+    metrics: Metrics = {}
+    for first, end in pairwise((*LAGS, inf)):
+        some, name = live & (lag >= first) & (lag < end), f"sampler/lag_{first}"
+        if some.any():
+            metrics |= _distance(name, streams["o"], streams["b"], some)
+            metrics[f"{name}/ess"] = effective_share(correction[some])
+            metrics[f"{name}/clip_fraction"] = _mean(clipped[some])
     return metrics
 
 
 def _sampler(streams: Mapping[str, Tensor], correction: Tensor, live: Tensor) -> Metrics:
     metrics = _distance("sampler", streams["o"], streams["b"], live)
     if (weights := correction[live]).any():
-        effective = weights.sum().square() / weights.square().sum()
-        metrics["sampler/ess"] = float(effective) / weights.numel()
+        metrics["sampler/ess"] = effective_share(weights)
     if (gap := (streams["o"] - streams["b"]).abs()).numel():
         metrics["logprob_difference/mean"] = _mean(gap)
         metrics["logprob_difference/max"] = float(gap.max())

@@ -95,6 +95,7 @@ class Algo:
     rewards: tuple[str, ...] = ("outcome",)
     optional: tuple[str, ...] = ()
     resample: str | None = None
+    old_from_versions: bool = False  # o is not computed: see `staleness.old_policy_share`
     name: str = "custom"
 
     @property
@@ -158,9 +159,10 @@ def loss_terms(
     """Terms of one optimizer step on the whole of `batch`.
 
     streams: log-probs [N] by letter, besides b which the batch carries; for an algorithm that has
-    `symbols`, also o_K [N, K], those of the batch's symbols before the first update. fresh: this is
-    the only step on the batch, so o is p and need not be given. advantage [N]: from
-    `compute_advantages` of a larger batch that this one was cut from; default: computed here.
+    `symbols`, also o_K [N, K], those of the batch's symbols before the first update. fresh: o need
+    not be given, as this is the only step on the batch, or o lies at `share` between b and p.
+    advantage [N]: from `compute_advantages` of a larger batch that this one was cut from; default:
+    computed here.
 
     Raises TrainingError for a missing stream, log-probs that are not finite, infinite credit."""
     given = {"b": batch.behaviour, **streams}
@@ -295,7 +297,10 @@ def streams_at(terms: Terms, now: Tensor, index: Tensor) -> dict[str, Tensor]:
             "the learner gave the current log-probs of the sampled tokens alone, not of the symbols"
         )
     # Terms without o are of the first step on their batch: o is p.
-    return {"p": p, "o": p} | symbols | {name: x[index] for name, x in terms.streams.items()}
+    found = {"p": p, "o": p} | symbols | {name: x[index] for name, x in terms.streams.items()}
+    if "share" in found:
+        found["o"] = found["b"] + found["share"] * (p - found["b"])
+    return found
 
 
 def gate_factors(

@@ -311,6 +311,28 @@ def check_group(config: AlgorithmConfig, algo: Algo) -> None:
         )
 
 
+def check_staleness(config: AlgorithmConfig, algo: Algo) -> None:
+    """Raises ConfigError for tokens of older versions with an algorithm that takes them for the
+    policy's own, or whose critic's values are of the present version."""
+    ahead = f"algorithm.max_staleness = {config.max_staleness:g}"
+    if config.max_staleness and algo.critic:
+        raise ConfigError(
+            f"{ahead}: {algo.name!r} compares returns of older versions with a critic's values of "
+            "the present one; set it to 0, or choose a preset without a critic"
+        )
+    if config.target_kl is not None and algo.old_from_versions:
+        raise ConfigError(
+            "algorithm.target_kl measures how far the policy moved from the old one, which "
+            "decoupled_old = 'versions' does not compute; remove one of them"
+        )
+    if config.max_staleness and "b" not in algo.needs:
+        raise ConfigError(
+            f"{ahead}: {algo.name!r} does not read the sampler's log-probs, so it would learn from "
+            "tokens of older versions as if they were new; add +tis, +behaviour or +decoupled to "
+            "algorithm.preset, or choose scalerl, dppo-tv or minirl"
+        )
+
+
 def _checked(algo: Algo, streams: Collection[str]) -> Algo:
     if algo.critic and "v" not in streams:
         raise ConfigError(

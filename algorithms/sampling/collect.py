@@ -3,7 +3,11 @@
 Always true: requests are a function of seed, step and round, so a restarted process requests the
 same rollouts, and the store ignores those it has. Groups that were claimed and not committed are
 claimed again. So a step trains the same groups however often it is started, unless
-`algorithm.max_staleness` lets it take groups of later steps that ended first.
+`algorithm.order = "ready"` lets it take groups of later steps that ended first.
+
+How many groups may be asked for follows from the counts of the store: see `room`. So of the groups
+asked for, those that no step has trained or discarded are never more than (max_staleness + 1) x
+groups, whenever a process was killed; what is asked for in the place of others comes on top.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, isfinite, isnan
+from math import floor, isfinite, isnan
 from statistics import fmean
 
 from agentrl.algorithms.credit.core import SPREAD
@@ -19,12 +23,18 @@ from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.branching import request_branches
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
+from agentrl.algorithms.sampling.stragglers import (
+    cancel_stale,
+    cancelled_metrics,
+    close_groups_during,
+    is_stale,
+)
+from agentrl.algorithms.sampling.task_sampler import TaskSampler, group_number
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
 from agentrl.store.limits import LARGEST_REWARD, ROUNDING
-from agentrl.types import Group, Transition
+from agentrl.types import Counts, Group, Purpose, Transition
 
 log = logging.getLogger(__name__)
 ROUNDS = 10  # of replacements; verl's max_num_gen_batches
@@ -58,47 +68,70 @@ class Collector:
 
         With `resample`, groups without a signal are discarded and others requested, up to
         `algorithm.max_rounds` times; after that the step trains fewer groups."""
-        claimed, replaced = await self.claim_rounds(step)
+        work = self.claim_rounds(step)
+        claimed, replaced = await close_groups_during(work, self.store, self.config)
+        played = cancelled_metrics(self.config, claimed, step)
         claimed, unreadable = split_unreadable(claimed, self.vocabulary)
         if self.tasks.difficulty is not None:
             self.tasks.difficulty.record_outcomes(claimed)
-        played = self.tasks.pool.record_games(claimed) if self.tasks.pool is not None else {}
+        if self.tasks.pool is not None:
+            played |= self.tasks.pool.record_games(claimed)
         if unreadable:
             played["groups/unreadable"] = len(unreadable)
-        if self.resample is None:
+        if not self.replaces:
             return Collected(claimed, unreadable, played)
-        kept = [group for group in claimed if self.is_informative(group)]
-        idle = [group for group in claimed if not self.is_informative(group)]
+        kept = [group for group in claimed if self.is_kept(group, step)]
+        idle = [group for group in claimed if not self.is_kept(group, step)]
         metrics = resampling_metrics(claimed, idle, replaced) | played
         return Collected(kept, idle + unreadable, metrics)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether others are asked for in the place of some groups."""
+        return self.resample is not None or self.config.algorithm.stale == "cancel"
+
+    def is_kept(self, group: Group, step: int) -> bool:
+        """Whether a claimed group is trained, and not replaced."""
+        if self.config.algorithm.stale == "cancel" and is_stale(self.config, group.rollouts, step):
+            return False
+        return self.resample is None or self.is_informative(group)
+
+    async def claim(self, n: int) -> list[Group]:
+        """The first groups, or those that ended first; what was claimed for this step before is
+        among them."""
+        ordered = self.config.algorithm.order == "asked"
+        return await self.store.claim_groups(self.config.name, self.epoch, n, ordered=ordered)
 
     async def claim_rounds(self, step: int) -> tuple[list[Group], int]:
         """All claimed groups, and the number of requested replacements."""
         size, replaced = self.config.algorithm.groups, 0
-        run, epoch = self.config.name, self.epoch
         await self.ask(step)
-        # The oldest groups; those that were claimed for this step before are among them.
-        claimed = await self.store.claim_groups(run, epoch, size)
-        if self.resample is None:
+        if self.config.algorithm.stale == "cancel":
+            await cancel_stale(self.store, self.config, step)
+        claimed = await self.claim(size)
+        if not self.replaces:
             return claimed, replaced
         for number in range(self.config.algorithm.max_rounds or ROUNDS):
-            lacking = size - sum(map(self.is_informative, claimed))
-            broken = not any(known_values(group, self.resample) for group in claimed)
+            lacking = size - sum(self.is_kept(group, step) for group in claimed)
+            reward = self.resample
+            broken = reward and not any(known_values(group, reward) for group in claimed)
             if not lacking or broken:  # more rollouts would fail too
                 break
             replaced += lacking
             others = self.tasks.replacements(step, number, lacking)
             await self.store.enqueue(others)
             await request_branches(self.store, self.config, others)
-            claimed = await self.store.claim_groups(run, epoch, len(claimed) + lacking)
+            claimed = await self.claim(len(claimed) + lacking)
         return claimed, replaced
 
     async def ask(self, step: int) -> None:
         """Request the groups of this step and of the steps that may be prefetched. Branches join
         this step's groups before they are claimed."""
-        last = min(step + ceil(self.config.algorithm.max_staleness), self.config.steps - 1)
-        for ahead in range(step, last + 1):
-            await self.store.enqueue(self.tasks.rollouts(ahead))
+        free = room(self.config, step, await self.store.counts(self.config.name))
+        if free > 0:
+            last = await self.store.groups(self.config.name, purpose=Purpose.TRAIN, limit=1)
+            first = 1 + group_number(last[0].id) if last else 0
+            await self.store.enqueue(self.tasks.groups(first, free))
         await request_branches(self.store, self.config, self.tasks.rollouts(step))
 
     def is_informative(self, group: Group) -> bool:
@@ -110,6 +143,18 @@ class Collector:
         if unreadable_reason(group, self.vocabulary):
             return False
         return max(values) - min(values) > SPREAD * max(map(abs, values))
+
+
+def room(config: RunConfig, step: int, counts: Counts) -> int:
+    """How many more groups may be asked for before a step is trained, so that those that no step
+    has trained or discarded are (max_staleness + 1) x groups, or what the run has still to train.
+
+    Trained in the order asked, no group then waits for more than max_staleness steps, rounded up,
+    so no token of it is older than as many updates."""
+    size = config.algorithm.groups
+    ahead = floor(config.algorithm.max_staleness * size + 1e-9)  # 0.29 * 100 is 28.999...
+    most = min(size + ahead, (config.steps - step) * size)
+    return most - counts.groups_open - counts.groups_settled
 
 
 def resampling_reward(config: AlgorithmConfig, algo: Algo) -> str | None:

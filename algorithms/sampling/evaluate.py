@@ -6,33 +6,17 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 
-import msgspec
 from msgspec.structs import replace
 
-from agentrl.algorithms.sampling.task_sampler import evaluation_rollouts
+from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.config import RunConfig
-from agentrl.loading import load_tasks
 from agentrl.processes import PHASE
-from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import ENDED, Json, NewRollout, Rollout, Scope
+from agentrl.types import Json, NewRollout, Rollout, Scope
 
 log = logging.getLogger("agentrl.algorithm")
-
-
-async def evaluate_upstreams(config: RunConfig) -> None:
-    """The algorithm process of a run whose calls `[upstreams]` answer: it scores the held-out tasks
-    once, because endpoints have their own sampling settings."""
-    tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
-    temperatures = {"score": config.eval.temperature}
-    async with open_store(config.store) as store:
-        state = await store.open_run(config.name, msgspec.to_builtins(config))
-        limit = config.eval.tasks or None
-        await evaluate_heldout(store, config, state.epoch, 0, tasks[:limit], temperatures)
-        await store.log(config.name, 0, {ENDED: 1.0}, epoch=state.epoch)
 
 
 async def evaluate_heldout(
@@ -42,6 +26,7 @@ async def evaluate_heldout(
     step: int,
     tasks: list[dict[str, Json]],
     temperatures: dict[str, float],
+    candidate: str | None = None,
 ) -> None:
     """Log the scores of one rollout per task after `step` steps, as `eval/<name>` and so on for
     each named temperature, unless they are in the store already."""
@@ -55,7 +40,7 @@ async def evaluate_heldout(
     asked = {}
     for name, temperature in temperatures.items():
         sampling = replace(config.sampling, temperature=temperature)
-        asked[name] = evaluation_rollouts(config, step, name, tasks, sampling)
+        asked[name] = evaluation_rollouts(config, step, name, tasks, sampling, candidate=candidate)
     metrics: dict[str, float] = {}
     for name, rollouts in (await play(store, asked)).items():
         metrics |= {f"eval/{key}": x for key, x in score_metrics(name, rollouts).items()}

@@ -8,17 +8,19 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import ceil
 
 import msgspec
 import torch
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.state import CountedMeans
+from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.config import RunConfig
-from agentrl.types import Branch, Group, Json, NewRollout, Purpose, Rollout, Sampling, Task
+from agentrl.prompts import CandidateInUse
+from agentrl.types import Branch, Group, Json, NewRollout, Rollout, Task
 
-URGENT = 1  # rollouts that the loop waits for run before prefetched ones
 DIFFICULTY = "difficulty"  # name of the tasks' difficulty in the state of the run
 
 
@@ -37,18 +39,37 @@ class TaskDifficulty:
         every = (rollout for group in groups for rollout in group.rollouts)
         rollouts = [rollout for rollout in every if rollout.branch is None]
         outcomes = torch.tensor([row.reward() for row in rollouts], dtype=torch.float64)
-        _, self.means.values = self.means.read([task_name(row.task) for row in rollouts], outcomes)
+        names = [_with_candidate(task_name(row.task), row.candidate) for row in rollouts]
+        _, self.means.values = self.means.read(names, outcomes)
 
-    def weight(self, task: Task) -> float:
+    def mean(self, task: Task, candidate: str | None = None) -> float:
+        """Its mean outcome so far; 0 for a task never seen."""
+        return self.means.values.get(_with_candidate(task_name(task), candidate), (0.0, 0))[0]
+
+    def weight(self, task: Task, candidate: str | None = None) -> float:
         """p (1 - p) of the rate p at which it is solved, in (0, 1/4]: that of a task never seen is
         1/2, and one success and one failure are added to what was seen of the others."""
-        mean, seen = self.means.values.get(task_name(task), (0.0, 0))
+        name = _with_candidate(task_name(task), candidate)
+        mean, seen = self.means.values.get(name, (0.0, 0))
         p = (min(max(mean, 0.0), 1.0) * seen + 1) / (seen + 2)
         return p * (1 - p)
 
-    def draw(self, tasks: Sequence[dict[str, Json]], seed: str, n: int) -> list[dict[str, Json]]:
+    def draw(
+        self, tasks: Sequence[dict[str, Json]], seed: str, n: int, candidate: str | None = None
+    ) -> list[dict[str, Json]]:
         """`n` tasks by weight. Of a larger `n` the first are the same."""
-        return random.Random(seed).choices(tasks, [self.weight(task) for task in tasks], k=n)
+        weights = [self.weight(task, candidate) for task in tasks]
+        return random.Random(seed).choices(tasks, weights, k=n)
+
+
+def _with_candidate(name: str, candidate: str | None) -> str:
+    """How hard a task is depends on what the agent is told."""
+    return name if candidate is None else f"{candidate}/{name}"
+
+
+def group_number(id: str) -> int:
+    """Its number, or that of the group before it for one that was asked for in another's place."""
+    return int(id.rpartition("/")[2].partition(".")[0])
 
 
 def task_name(task: Task) -> str:
@@ -61,8 +82,8 @@ def task_name(task: Task) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TaskSampler:
-    """Training tasks in a shuffled order that changes every epoch or, with `difficulty`, drawn by
-    how often they were solved so far.
+    """Training tasks in a shuffled order that changes every epoch, or drawn by how often they were
+    solved so far; `difficulty` knows that.
 
     greedy: whether the first rollout of each group is asked for at temperature 0, as a baseline.
     pool: who plays whom, in games."""
@@ -72,35 +93,59 @@ class TaskSampler:
     greedy: bool = False
     difficulty: TaskDifficulty | None = None
     pool: OpponentPool | None = None
+    prompts: CandidateInUse = field(default_factory=CandidateInUse)
 
     def task(self, index: int) -> dict[str, Json]:
         """The `index`-th task of the run, counted over all epochs."""
         epoch, position = divmod(index, len(self.tasks))
         return self.tasks[_order(f"{self.config.seed}/{epoch}", len(self.tasks))[position]]
 
+    @property
+    def by_difficulty(self) -> TaskDifficulty | None:
+        return self.difficulty if self.config.tasks.solved is None else None
+
+    def unsolved(self, task: dict[str, Json], number: int) -> dict[str, Json]:
+        """The task, or where it is solved (`tasks.solved`) another that is not, if there is one."""
+        solved, difficulty = self.config.tasks.solved, self.difficulty
+        if solved is None or difficulty is None or difficulty.mean(task, self.prompts.id) < solved:
+            return task
+        left = [other for other in self.tasks if difficulty.mean(other, self.prompts.id) < solved]
+        return left[number % len(left)] if left else task
+
     def rollouts(self, step: int) -> list[NewRollout]:
         """`groups` x `group_size` rollouts that training step `step` compares."""
         size = self.config.algorithm.groups
         numbers = range(step * size, (step + 1) * size)
-        tasks = [self.task(number) for number in numbers]
-        if self.difficulty is not None:
-            tasks = self.difficulty.draw(self.tasks, f"{self.config.seed}/{step}", size)
+        if self.by_difficulty is not None:
+            tasks = self.by_difficulty.draw(
+                self.tasks, f"{self.config.seed}/{step}", size, self.prompts.id
+            )
+        else:
+            tasks = [self.unsolved(self.task(number), number) for number in numbers]
         return [
             rollout
             for number, task in zip(numbers, tasks, strict=True)
             for rollout in self._group(f"{number:07d}", task, step)
         ]
 
+    def groups(self, first: int, n: int) -> list[NewRollout]:
+        """The rollouts of `n` groups from number `first` on."""
+        size, each = self.config.algorithm.groups, self.config.algorithm.group_size
+        steps = range(first // size, ceil((first + n) / size))
+        rollouts = [rollout for step in steps for rollout in self.rollouts(step)]
+        return rollouts[first % size * each :][: n * each]
+
     def replacements(self, step: int, round: int, n: int) -> list[NewRollout]:
         """The first `n` groups that a step may ask for in a round of replacements, of tasks in an
         order of its own. By name they come after the groups of the step and before the next's."""
         last = (step + 1) * self.config.algorithm.groups - 1
         seed = f"{self.config.seed}/{step}/{round}"
-        if self.difficulty is not None:
-            tasks = self.difficulty.draw(self.tasks, seed, n)
+        if self.by_difficulty is not None:
+            tasks = self.by_difficulty.draw(self.tasks, seed, n, self.prompts.id)
         else:
             order = _order(seed, len(self.tasks))
             tasks = [self.tasks[order[number % len(order)]] for number in range(n)]
+            tasks = [self.unsolved(task, number) for number, task in enumerate(tasks)]
         return [
             rollout
             for number, task in enumerate(tasks)
@@ -114,10 +159,11 @@ class TaskSampler:
         cold = replace(sampling, temperature=0.0)
         return [
             replace(
-                _rollout(self.config, group, index, task, step),
+                new_rollout(self.config, group, index, task, step),
                 sampling=cold if self.greedy and index == 0 else sampling,
                 priority=priority,
                 seats=self.pool.seats(group, index) if self.pool is not None else {},
+                candidate=self.prompts.id,
             )
             for index in range(self.config.algorithm.group_size)
         ]
@@ -130,53 +176,16 @@ def _order(seed: str, size: int) -> list[int]:
     return order
 
 
-def evaluation_rollouts(
-    config: RunConfig,
-    step: int,
-    name: str,
-    tasks: Sequence[dict[str, Json]],
-    sampling: Sampling,
-    seats: Mapping[str, str] = {},
-) -> list[NewRollout]:
-    """One rollout per task, as the group `<run>/eval/<step>/<name>`. seats: role -> policy."""
-    group = f"{config.name}/eval/{step:06d}/{name}"
-    return [
-        replace(
-            _rollout(config, group, index, task, step),
-            purpose=Purpose.EVAL,
-            sampling=sampling,
-            priority=URGENT,
-            seats=dict(seats),
-        )
-        for index, task in enumerate(tasks)
-    ]
-
-
 def joining_rollout(
     config: RunConfig, source: Rollout, branch: Branch, seats: Mapping[str, str], number: int
 ) -> NewRollout:
     """One more rollout of the group of `source`, after the `number` that joined before it."""
     index = config.algorithm.group_size + number
     return replace(
-        _rollout(config, source.group, index, source.task, source.step),
+        new_rollout(config, source.group, index, source.task, source.step),
         purpose=source.purpose,
         priority=URGENT,
         seats=dict(seats),
         branch=branch,
-    )
-
-
-def _rollout(
-    config: RunConfig, group: str, index: int, task: dict[str, Json], step: int
-) -> NewRollout:
-    return NewRollout(
-        id=f"{group}/{index:04d}",
-        run=config.name,
-        group=group,
-        index=index,
-        task=task,
-        sampling=config.sampling,
-        step=step,
-        max_attempts=config.agent.max_attempts,
-        timeout=config.agent.timeout,
+        candidate=source.candidate,
     )

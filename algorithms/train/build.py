@@ -14,7 +14,7 @@ from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.presets.registry import check_group
+from agentrl.algorithms.presets.registry import check_group, check_staleness
 from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
 from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import resampling_reward
@@ -93,6 +93,7 @@ def load_algorithm(config: RunConfig) -> Algo:
     if config.data.name:
         algo = on_dataset(config, algo)
     check_group(settings, algo)
+    check_staleness(settings, algo)
     factory.refuse_unused_settings(config, algo)
     return counterfactuals.with_optional_reward(settings.counterfactual, algo)
 
@@ -116,8 +117,8 @@ def make_policies(
 
 
 def make_difficulty(tasks: TasksConfig, policies: PolicySet) -> TaskDifficulty | None:
-    """The tasks' difficulty, if tasks are drawn by it; it is saved with the run."""
-    if tasks.order != "difficulty":
+    """The tasks' difficulty, if it decides what is drawn; it is saved with the run."""
+    if tasks.order != "difficulty" and tasks.solved is None:
         return None
     difficulty = TaskDifficulty()
     policies.memory.parts[DIFFICULTY] = difficulty.means

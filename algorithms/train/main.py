@@ -13,15 +13,20 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import torch
 from msgspec.structs import replace
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import folder_lock
+from agentrl.algorithms.judges.judge import make_judges
+from agentrl.algorithms.prompts.main import search
+from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling import evaluate
 from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.task_sampler import TaskSampler, evaluation_rollouts
+from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
 from agentrl.algorithms.train.load_policies import load_policies, vocabulary_sizes
@@ -31,7 +36,7 @@ from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.config import RunConfig
-from agentrl.config.policies import EvaluationPlan, has_no_own_policy, trained_policies
+from agentrl.config.policies import EvaluationPlan, trained_policies
 from agentrl.errors import DamagedError
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE, log_to_stderr
@@ -45,7 +50,7 @@ log = logging.getLogger("agentrl.algorithm")
 def main(config: RunConfig) -> None:
     """Train (or, with no steps, evaluate) until the run is complete."""
     log_to_stderr()
-    asyncio.run(evaluate.evaluate_upstreams(config) if has_no_own_policy(config) else run(config))
+    asyncio.run(run(config))
 
 
 async def run(config: RunConfig) -> None:
@@ -73,7 +78,9 @@ async def run(config: RunConfig) -> None:
             dataset = DatasetCollector(config, store, state.epoch, updater, model)
             await dataset.prepare()
         state = await resume_run(store, config, state, policies)
-        tasks = TaskSampler(config, train, greedy, difficulty, pool)
+        prompts = PromptSchedule(store, config, state)
+        await prompts.start()
+        tasks = TaskSampler(config, train, greedy, difficulty, pool, prompts.in_use)
         vocabulary = vocabulary_sizes(models)
         collector = dataset or Collector(config, store, state.epoch, tasks, resample, vocabulary)
         serving = PolicyServers(config, [] if dataset else models)
@@ -90,8 +97,20 @@ async def run(config: RunConfig) -> None:
             learner, folder = policies.updaters[pool.policy].learner, Path(config.output, "pool")
             snapshots = SnapshotStore(pool, learner, serving, store, config.name, folder)
             await snapshots.start(state.step)
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        judges = await make_judges(config, store, session)
         loop = TrainingLoop(
-            config, store, state, policies, serving, collector, heldout, lock, snapshots
+            config,
+            store,
+            state,
+            policies,
+            serving,
+            collector,
+            heldout,
+            lock,
+            prompts,
+            snapshots,
+            judges,
         )
         await serving.during(loop.run())
         await store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
@@ -118,6 +137,22 @@ async def play_plan(config: RunConfig, plan: EvaluationPlan) -> None:
                 for name, seats in plan.lineups.items()
             }
             await evaluate.play(store, asked)
+        finally:
+            await serving.close()
+
+
+async def search_prompts(config: RunConfig) -> None:
+    """Serve the run's policies as they are, and search the texts of the agent's prompts."""
+    _prepare(config.seed)
+    async with open_store(config.store) as store:
+        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        serving = PolicyServers(config, load_policies(config))
+        await serving.start()
+        try:
+            async with serving.updating():
+                await serving.publish(dict.fromkeys(trained_policies(config), 0))
+            await serving.announce(store, config.name, state.epoch)
+            await search(store, config, state)
         finally:
             await serving.close()
 

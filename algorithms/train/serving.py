@@ -7,6 +7,7 @@ then, unless algorithm.overlap = "in_flight"; and a policy that did not learn ke
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -41,6 +42,8 @@ class PolicyServers:
         self._servers: dict[str, PolicyServer] = {}  # by policy
         self._versions: dict[str, int] = {}
         self._bases = list(bases)
+        self._idle = 0.0  # seconds
+        self._held_since: float | None = None  # no call is in flight
         self._closing: list[PolicyServer] = []  # closed once no call waits for them
         for number, base in enumerate(bases):
             server = _make_server(config, base, number)
@@ -66,13 +69,26 @@ class PolicyServers:
             async with AsyncExitStack() as stack:
                 for server in () if self._in_flight else self._each():
                     await stack.enter_async_context(server.updating())
+                self._held_since = None if self._in_flight else time.monotonic()
                 yield
         finally:
+            self._idle, self._held_since = self._held(), None
             while self._closing:
                 server = self._closing.pop()
                 async with server.updating():  # the calls that it still answers end first
                     pass
                 await server.close()
+
+    def idle_seconds(self) -> float:
+        """How long no call was answered for an update, since this was asked last."""
+        idle, self._idle = self._held(), 0.0
+        if self._held_since is not None:
+            self._held_since = time.monotonic()
+        return idle
+
+    def _held(self) -> float:
+        since = self._held_since
+        return self._idle + (0.0 if since is None else time.monotonic() - since)
 
     async def publish(self, versions: Mapping[str, int]) -> None:
         """From now on serve the current weights of trained policies, as these versions; one whose

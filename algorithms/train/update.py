@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from math import ceil
 from typing import TypeVar
 
 import torch
@@ -21,15 +22,17 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.rewards import check_rewards
 from agentrl.algorithms.data.state import AlgorithmState
-from agentrl.algorithms.diagnostics import metrics
+from agentrl.algorithms.diagnostics import metrics, token_age
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner, Psi
 from agentrl.algorithms.learners.factory import score_batch
 from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective import staleness
 from agentrl.algorithms.objective import values as critic_targets
 from agentrl.algorithms.objective.core import Algo, Terms
 from agentrl.algorithms.objective.kl_control import ReferenceControl
+from agentrl.algorithms.objective.ratios import ratio
 from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import check_supplies
@@ -75,9 +78,13 @@ class Updater:
         check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
+        oldest = turn - ceil(self.config.algorithm.max_staleness)
+        old = staleness.token_lag(batch, oldest) > 0
+        algo = staleness.withhold(algo, batch, oldest)
         batch, streams = score_batch(
             algo, self.learner, replace(batch, memory=recall.columns), self.cached
         )
+        streams = {**streams, **self.staleness_streams(algo, batch, turn)}
         values = critic_targets.critic_terms(algo, batch, clip=self.config.critic.clip)
         measured = self.optimize(TrainingStep(step, turn, algo, groups, batch, streams, values))
         self.state.adopt(recall)
@@ -86,18 +93,38 @@ class Updater:
         return {
             **taken,
             **metrics.batch_metrics(groups, batch, self.policy),
-            **metrics.staleness(step, groups, self.policy, version=turn),
+            **token_age.staleness(step, groups, self.policy, version=turn),
+            "staleness/withheld": float(old.sum()),
             **(critic_targets.value_metrics(values) if values else {}),
             **measured,
             **held,
         }
+
+    def staleness_streams(self, algo: Algo, batch: Batch, turn: int) -> dict[str, Tensor]:
+        """What the settings for tokens of older versions read: the old policy's log-probs, or its
+        share between sampler and policy."""
+        found = {}
+        if self.config.algorithm.lr_ess is not None and batch.n_tokens:
+            found["o"] = self.learner.logprobs(batch)
+        if algo.old_from_versions:
+            found["share"] = staleness.old_policy_share(staleness.token_lag(batch, turn))
+        return found
+
+    def lr(self, step: TrainingStep) -> float:
+        """The learning rate of a step, by schedule and effective sample size."""
+        full = learning_rate(self.config.algorithm, step.turn, self.config.steps)
+        enough, old = self.config.algorithm.lr_ess, step.streams.get("o")
+        if enough is None or old is None:
+            return full
+        weights = ratio(old.double().cpu() - step.batch.behaviour.double())
+        return full * min(1.0, staleness.effective_share(weights) / enough)
 
     def optimize(self, step: TrainingStep) -> Metrics:
         """Make the optimizer steps of a training step, until the KL divergence exceeds target_kl;
         returns their metrics. Raises TrainingError if too many in a row change no weight."""
         if self.recorder is not None:
             self.recorder.open(step.algo, step.batch)
-        lr = learning_rate(self.config.algorithm, step.turn, self.config.steps)
+        lr = self.lr(step)
         sizes = metrics.call_tokens(step.groups, self.policy)
         planned: list[Terms] = []
         measured: list[Metrics] = []
@@ -119,7 +146,8 @@ class Updater:
                 self.bad_steps.streak = 0
             if self.recorder is not None:
                 self.recorder.record(step.algo, part, terms, report.current)
-            measured.append(metrics.optimizer_step(step.algo, part, terms, report, sizes))
+            lag = staleness.token_lag(part, step.turn)
+            measured.append(metrics.optimizer_step(step.algo, part, terms, report, sizes, lag))
             target, old = self.config.algorithm.target_kl, terms.streams.get("o")
             if target is not None and old is not None:
                 early_stop = mean_kl(old, report.logprobs, terms.weight) > target
@@ -160,6 +188,8 @@ class Updater:
         if algo.symbols:
             symbols, o_NK = self.learner.top(batch, algo.symbols)
             streams = {"o": o_NK[:, 0], "o_K": o_NK, **step.streams}
+        elif "o" in step.streams or "share" in step.streams:
+            streams = dict(step.streams)
         else:
             streams = {"o": self.learner.logprobs(batch), **step.streams}
         advantage = objective.compute_advantages(algo, batch)
@@ -175,7 +205,9 @@ class Updater:
                 if symbols is not None:
                     part = replace(part, symbols=symbols[tokens])
                 cut = {letter: column[tokens] for letter, column in streams.items()}
-                terms = objective.loss_terms(algo, part, cut, advantage=advantage[tokens])
+                terms = objective.loss_terms(
+                    algo, part, cut, fresh="share" in cut, advantage=advantage[tokens]
+                )
                 yield part, terms, values and critic_targets.select_tokens(values, tokens)
 
 

@@ -65,7 +65,7 @@ class ActiveAttempt:
     ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> calls that failed
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
     memory: ConversationMemory = field(default_factory=ConversationMemory)
-    roles: Collection[str] = ()  # those that the run file or a seat names
+    roles: Collection[str] = ()  # those that the run file, a seat or a prompt names
     rules: Sequence[RoleRule] = ()  # for calls that do not say their role
     recording: Recording | None = None  # what it repeats of another rollout
     place: AgentPlace | None = None
@@ -157,7 +157,8 @@ class AttemptRegistry:
         self, attempt: Attempt, *, sealed: bool = False, scoring: bool = False
     ) -> ActiveAttempt:
         deadline = time.monotonic() + attempt.rollout.timeout
-        roles = self.roles.union(attempt.rollout.seats)
+        prompted = {prompt.role for prompt in attempt.prompts}
+        roles = self.roles.union(attempt.rollout.seats, prompted)
         active = self._active[attempt.id] = ActiveAttempt(
             attempt, deadline, sealed, scoring, roles=roles, rules=() if scoring else self.rules
         )

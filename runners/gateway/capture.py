@@ -121,7 +121,7 @@ def read_request(
         body = msgspec.json.decode(raw, type=dict[str, Any])
         with typed():
             translation = dialect.translate(body, memory)
-        fields = translation.chat
+        fields = dict(translation.chat)  # the dialect keeps its own
     stream = value(fields, "stream")
     if stream is not None and not isinstance(stream, bool):
         why = f"{stream!r:.80} is neither true nor false"

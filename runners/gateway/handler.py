@@ -26,6 +26,7 @@ from agentrl.runners.dialects.base import CHAT, data_event
 from agentrl.runners.gateway import replay
 from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
 from agentrl.runners.gateway.capture import ModelRequest, ModelResponse, read_chunk, read_request
+from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
 from agentrl.runners.gateway.replay import CUT, RECORD
 from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.gateway.routing import Route
@@ -70,14 +71,11 @@ class CallHandler:
 
     async def run(self) -> web.StreamResponse:
         """Raises UpstreamError when there is no answer and none can come in time, RefusedError when
-        the attempt ended meanwhile, and what `read_request` raises for the request."""
+        the attempt ended meanwhile or the call lacks a text that is to be replaced, and what
+        `read_request` raises for the request."""
         self._raw = await read_body(self._http_request)
         self._call = self._active.begin_call(self._raw)
         self._request = self._read_request()
-        if self._caller.role is None:
-            headers = self._http_request.headers
-            role = role_of_request(self._active.rules, self._request, headers, self._raw)
-            self._caller = self._caller._replace(role=role)
         try:
             async with asyncio.timeout(self._active.left):
                 return await self._answer()
@@ -110,7 +108,19 @@ class CallHandler:
         return self._response
 
     def _read_request(self) -> ModelRequest:
-        return read_request(self._dialect, self._raw, self._active.memory, self._call.number)
+        active, number = self._active, self._call.number
+        request = read_request(self._dialect, self._raw, active.memory, number)
+        if self._caller.role is None:
+            headers = self._http_request.headers
+            role = role_of_request(active.rules, request, headers, self._raw)
+            self._caller = self._caller._replace(role=role)
+        if prompts := active.attempt.prompts:
+            try:
+                apply_prompts(request, self._caller.role_of(request.model), prompts)
+            except PromptNotFoundError as error:
+                active.failures[number] = str(error)  # also if the agent ignores the refusal
+                raise RefusedError(400, "prompt_not_found", str(error)) from None
+        return request
 
     async def _answer(self) -> web.StreamResponse:
         """From the policy, or from the record if a branch repeats the call."""

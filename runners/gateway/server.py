@@ -114,8 +114,9 @@ class Gateway:
         """Inside the block the verifier of `attempt` can call frozen endpoints, such as a judge, in
         the trace whose id the block is given. It cannot call policies, and its calls are not
         recorded: what a verifier samples must not be learned from."""
-        own = replace(attempt, id=secrets.token_hex(16))  # late calls of the agent stay out
-        active = self.attempts.register(own, scoring=True)
+        own = secrets.token_hex(16)  # late calls of the agent stay out
+        attempt = replace(attempt, id=own, prompts=[])
+        active = self.attempts.register(attempt, scoring=True)
         try:
             yield active.id
         finally:

@@ -121,8 +121,10 @@ def _row(row: object) -> Reward:
             f"the verifier returned {row!r:.200}; give it a target exactly if it is about a role"
             " (its name) or a transition (the id of one in trace.transitions)"
         )
-    name, source = (storable_text(str(text)) for text in (row.name, row.source))
-    return replace(row, value=_number(row.value, row.name), name=name, source=source, scope=scope)
+    given = (row.name, row.source, row.note)
+    name, source, note = (storable_text(str(text)) for text in given)
+    own = {"name": name, "source": source, "note": note, "scope": scope}
+    return replace(row, value=_number(row.value, row.name), **own)
 
 
 def as_scope(scope: Scope | str) -> Scope:

@@ -46,7 +46,7 @@ RUNNERS = frozenset({"claim", "heartbeat", "finish", "add_transitions", "add_spa
 RUNNERS |= {"run", "trace", "policies", "cursor", "wait", "judgement", "add_judgements"}
 READERS = frozenset({"run", "runs", "rollouts", "groups", "search", "trace", "attempts", "credits"})
 READERS |= {"steps", "metric_names", "series", "counts", "failures", "policies"}
-READERS |= {"cursor", "wait", "settled", "stats"}
+READERS |= {"cursor", "wait", "settled", "stats", "candidates", "reflections"}
 READERS |= {"datasets", "items", "sides", "calls", "judgement", "logprobs"}
 SCOPES = {KeyScope.RUNNER: RUNNERS, KeyScope.READER: READERS}
 """Verbs that a key of a scope may call; an administrator's may call all."""
@@ -144,7 +144,8 @@ ENCODE: dict[str, Callable[[Any], bytes]] = {
 PACKED = decoders(PackedTrace | None)[MSGPACK]
 VERBS = {
     name: _verb(name)
-    for name, method in vars(Store).items()
+    for part in reversed(Store.__mro__)
+    for name, method in vars(part).items()
     if inspect.iscoroutinefunction(method) and not name.startswith("_") and name != "close"
 }
 

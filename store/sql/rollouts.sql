@@ -12,10 +12,11 @@ update groups set pending = pending + :new, state = 'open' where id = :group;
 -- name: enqueue
 insert into rollouts (
     id, run_id, group_id, position, purpose, step, state, priority, max_attempts, timeout,
-    sampling, task, branch_of, branch_calls, branch_without, seats
+    sampling, task, branch_of, branch_calls, branch_without, seats, candidate
 ) values (
     :id, :run, :group, :index, :purpose, :step, 'queued', :priority, :max_attempts, :timeout,
-    :sampling, :task, :branch_of, :branch_calls, :branch_without, :seats
+    :sampling, :task, :branch_of, :branch_calls, :branch_without, :seats,
+    :candidate
 )
 on conflict (id) do nothing;
 

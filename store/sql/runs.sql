@@ -24,10 +24,17 @@ select id from groups
 where run_id = ? and purpose = 'train' and state = 'claimed'
 order by id limit ?;
 
+-- name: last_of_first_groups
+select max(id) as id from (
+    select id from groups
+    where run_id = :run and purpose = 'train' and state in ('open', 'settled', 'claimed')
+    order by id limit :n
+) as untrained;
+
 -- name: settled_groups
 select id from groups
-where run_id = ? and purpose = 'train' and state = 'settled'
-order by id limit ?;
+where run_id = :run and purpose = 'train' and state = 'settled' and id <= coalesce(:until, id)
+order by id limit :n;
 
 -- name: claim_group
 update groups set state = 'claimed', claimed_epoch = :epoch where id = :group;
@@ -55,8 +62,8 @@ where r.run_id = :run and r.group_id in (select value from json_each(:groups))
   and r.attempt_id is not null;
 
 -- name: add_reward
-insert into rewards (attempt_id, late, position, scope, target, name, value, source, step)
-values (:attempt, :late, :position, :scope, :target, :name, :value, :source, :step);
+insert into rewards (attempt_id, late, position, scope, target, name, value, source, step, note)
+values (:attempt, :late, :position, :scope, :target, :name, :value, :source, :step, :note);
 
 -- name: add_credit
 insert into credits (transition, policy, step, advantage, baseline, gate, weight, psi)

@@ -45,8 +45,8 @@ insert into spans (
 on conflict (attempt_id, id) do nothing;
 
 -- name: add_reward
-insert into rewards (attempt_id, late, position, scope, target, name, value, source, step)
-values (:attempt, :late, :position, :scope, :target, :name, :value, :source, :step)
+insert into rewards (attempt_id, late, position, scope, target, name, value, source, step, note)
+values (:attempt, :late, :position, :scope, :target, :name, :value, :source, :step, :note)
 on conflict (attempt_id, late, position) do nothing;
 
 -- name: rollout
@@ -93,7 +93,7 @@ order by +r.group_id, r.position, r.seq
 limit :limit
 
 -- name: rewards
-select attempt_id, scope, target, name, value, source from rewards
+select attempt_id, scope, target, name, value, source, note from rewards
 where attempt_id in (select value from json_each(:attempts)) and late = :late
 order by attempt_id, position;
 

@@ -43,6 +43,28 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[upstreams.judge]\nbase_url = 'http://x'\ntext = 'no'", [], r"either its base_url or"),
         ("[upstreams.judge]\nmodel = 'x'\ntext = ''", [], r"model and key_env are of a base_url"),
         ("[upstreams.policy]\nbase_url = 'http://x'", [], r"the name of a policy"),
+        ("[prompts]\nbudget = 9", [], r"\[prompts\] is nothing without prompts\.components"),
+        (
+            "[prompts]\nreflector = 'x'\n[prompts.components]\na = 'a.txt'",
+            [],
+            r"prompts\.reflector = 'x'; name who proposes texts: policy",
+        ),
+        (
+            "[prompts]\nreflector = 'policy'\nbudget = 56\n[prompts.components]\na = 'a.txt'",
+            [],
+            r"prompts\.budget = 56 rollouts .* at least 57",
+        ),
+        (
+            "[prompts]\nreflector = 'policy'\nschedule = 'alternate'\n"
+            "[prompts.components]\na = 'a.txt'\n[algorithm]\nmax_staleness = 1",
+            [],
+            r"prompts\.schedule = 'alternate' with algorithm\.max_staleness",
+        ),
+        (
+            "[prompts]\nreflector = 'policy'\n[prompts.components]\na = { file = 'a', rol = 'b' }",
+            [],
+            r"prompts\.components\.a",
+        ),
         ("[roles]\ncritic = 'juge'", [], r"roles\.critic = 'juge'; valid: policy"),
         ("[algorithm]\nlrr = 1", [], r"'algorithm\.lrr' in \[algorithm\]; did you mean 'lr'\?"),
         ("[sampling]\ntemp = 1", [], r"'sampling\.temp' in \[sampling\]; valid: .*temperature"),
@@ -73,6 +95,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             [],
             r"overlap = 'none' .*max_staleness = 1 asks for that; remove one",
         ),
+        ("[tasks]\nsolved = 0.9\norder = 'difficulty'", [], r"tasks\.solved leaves out"),
         ("[engine]\nkeys = 'keep'", [], r"engine\.keys = 'keep': .* remove it"),
         (
             "[algorithm]\noverlap = 'in_flight'\nmax_staleness = 1\n"
@@ -85,7 +108,13 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             [],
             r"stale = 'cancel': .* never get too old",
         ),
-        ("[algorithm]\nclose_at = 5", [], r"close_at: not in this version"),
+        ("[algorithm]\nclose_at = 9", [], r"close_at = 9: .*group_size = 8"),
+        ("[algorithm]\nclose_at = 1", [], r"close_at = 1: .*min_group = 2"),
+        (
+            "[algorithm]\nclose_at = 5\nbranching = {kind = 'mc'}",
+            [],
+            r"close_at: rollouts join a group when all of its own have ended",
+        ),
         ("steps = 1.5", [], r"steps"),
         ("name = 'a/b'", [], r"name"),
         ("steps = ", [], r"not a readable TOML file"),

@@ -35,6 +35,12 @@ METRICS = {
     "calls/refused": 3.0,
     "calls/too_long": 1.0,
     "policy/entropy": 1.5,
+    "staleness/version_max": 1.0,
+    "staleness/version_mean": 0.5,
+    "sampler/ess": 0.75,
+    "time/learner_idle": 2.0,
+    "time/sampler_idle": 0.5,
+    "tokens/wasted": 7.0,
     "policy/clip_fraction": 0.125,
 }
 
@@ -105,6 +111,10 @@ async def test_progress_of_a_run(config: RunConfig) -> None:
     assert "600 tokens/s" in text
     assert "1 rollouts failed" in text
     assert "entropy 1.500" in text
+    assert "lag 0.500" in text
+    assert "ESS 0.750" in text
+    assert "sampler idle 17%" in text
+    assert "learner idle 67%" in text
     assert "clipped 0.125" in text
     assert "KL" not in text  # one optimizer step: nothing moved
 
@@ -201,7 +211,8 @@ async def test_report(config: RunConfig) -> None:
     assert "r/eval/000000/0/0000: succeeded, outcome 1" in text
     assert "A failure, after 0 steps" in text
     assert "1 rollouts failed (1 agent_error); the last one: it broke at [/INST]" in text
-    assert "9 s in all: build 0, rollouts 4, update 2, eval 0" in text
+    assert "9 s in all: build 0, rollouts 4, update 2, eval 0, sampler idle 1" in text
+    assert "learner idle 4; 14 tokens of cancelled rollouts" in text
     assert "4 model calls without token ids were not trained; 2 model calls longer than" in text
     assert Path(config.output, "curve.png").stat().st_size > 1000
 

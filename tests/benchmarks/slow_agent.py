@@ -1,5 +1,5 @@
 """The agent of examples/staff on the plain OpenAI client, with a tool that takes a while: a
-lognormal time of 3 s, sigma 1.2, drawn by question and call."""
+lognormal time of 3 s, sigma 1.2, drawn by call."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CALLS = 5
 client = AsyncOpenAI()
 
 
-async def agent(task: dict[str, Any]) -> str:
+async def agent(question: str) -> str:
     messages: list[Any] = [
         {"role": "system", "content": PROMPT},
-        {"role": "user", "content": task["input"]},
+        {"role": "user", "content": question},
     ]
     for number in range(CALLS):
         reply = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
@@ -38,7 +38,7 @@ async def agent(task: dict[str, Any]) -> str:
         for call in message.tool_calls:
             found = look_up(call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
-        await asyncio.sleep(lognormal(SECONDS, SIGMA, task["id"], number, message.content))
+        await asyncio.sleep(lognormal(SECONDS, SIGMA, question, number, message.tool_calls[0].id))
     return ""
 
 

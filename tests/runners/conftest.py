@@ -245,7 +245,7 @@ class Bench:
         """Run the agent on the tasks to the end; the rollouts in the order of the tasks."""
         queue = {
             key: settings.pop(key)
-            for key in ("timeout", "max_attempts", "branch", "seats")
+            for key in ("timeout", "max_attempts", "branch", "seats", "candidate")
             if key in settings
         }
         names = await self.enqueue(*tasks, **queue)

@@ -9,8 +9,10 @@ import string
 
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 
 from agentrl.errors import Conflict, Fenced, Invalid, NotFound, StoreError
+from agentrl.prompts import Candidate, Reflection
 from agentrl.store.limits import LONGEST_LEASE
 from agentrl.types import (
     Branch,
@@ -21,6 +23,7 @@ from agentrl.types import (
     NewRollout,
     Outcome,
     PolicyVersion,
+    PromptText,
     Purpose,
     Reward,
     RolloutState,
@@ -78,6 +81,48 @@ async def test_a_rollout_comes_out_as_it_went_in(store):
     (row,) = await store.rollouts("run")
     assert (row.task, row.state, row.attempt) == (rollout.task, RolloutState.RUNNING, attempt.id)
     assert (row.branch, row.seats) == (rollout.branch, rollout.seats)
+
+
+async def test_a_rollout_travels_with_the_texts_of_its_candidate(store, kit):
+    text = PromptText(component="s", role="solver", seed="a", text="b \u00e9", tool="look")
+    base = {"run": "run", "step": 0, "parents": [], "texts": [text]}
+    first = Candidate(id="c", state="proposed", **base)
+    second = Candidate(id="d", state="rejected", **base | {"parents": ["c"], "reflection": "n"})
+    await store.put_candidates([first, second])
+    await store.put_candidates([replace(first, state="accepted", parents=["other"])])
+    assert await store.candidates("run") == [replace(first, state="accepted"), second]
+    await store.enqueue(kit.group("a", 1, candidate="c"))
+    (attempt,) = await claim(store, claim_id="x")
+    assert attempt.prompts == [text]
+    assert (await claim(store, claim_id="x"))[0].prompts == [text]
+    assert (await store.rollouts("run"))[0].candidate == "c"
+    with pytest.raises(NotFound, match="no candidate 'unknown'"):
+        await store.enqueue(kit.group("b", 1, candidate="unknown"))
+    with pytest.raises(Invalid, match="candidates"):
+        await store.enqueue([*kit.group("c", 1), *kit.group("c", 2, candidate="c")[1:]])
+    with pytest.raises(NotFound):
+        await store.put_candidates([replace(first, run="unknown")])
+    assert await store.candidates("unknown") == []
+
+
+async def test_reflections_are_kept_in_order_and_once(store, kit):
+    made = [
+        Reflection(id=f"n/{i}", run="run", step=i, question="why?", answer="so", seconds=0.5)
+        for i in (1, 0)
+    ]
+    for one in (*made, replace(made[0], answer="again")):
+        await store.add_reflection(one)
+    assert await store.reflections("run") == made
+    with pytest.raises(NotFound):
+        await store.add_reflection(replace(made[0], run="unknown"))
+
+
+async def test_a_reward_keeps_its_note(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    reward = Reward(value=0.0, note="the date is missing")
+    await store.finish([replace(kit.good(attempt), rewards=[reward])])
+    assert (await store.rollouts("run"))[0].rewards == [reward]
 
 
 async def test_seats_stay_with_a_rollout_to_its_end(store, kit):
@@ -536,6 +581,23 @@ async def test_claim_groups_waits_for_all_it_asked_for(store, kit):
     await settle(store, kit, "b")
     async with asyncio.timeout(SOON):
         assert [group.id for group in await waiting] == ["a", "b"]
+
+
+async def test_groups_that_are_claimed_in_order_wait_for_the_first(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    slow = await claim(store)
+    for group in ("b", "c", "d"):
+        await settle(store, kit, group)
+    few = await store.claim_groups("run", 1, 2, ordered=True, timeout=0)
+    assert [group.id for group in few] == ["b"]  # c is behind the first two
+    waiting = asyncio.create_task(store.claim_groups("run", 1, 2, ordered=True))
+    await store.finish([kit.good(attempt) for attempt in slow])
+    async with asyncio.timeout(SOON):
+        assert [group.id for group in await waiting] == ["a", "b"]
+    assert len(await store.claim_groups("run", 1, 2, ordered=True, timeout=0)) == 2
+    assert [g.id for g in await store.claim_groups("run", 1, 3, ordered=True)] == ["a", "b", "c"]
+    await store.commit_step(kit.step(0, ["a", "b"], discarded=["c"]))
+    assert [g.id for g in await store.claim_groups("run", 1, 1, ordered=True)] == ["d"]
 
 
 async def test_claim_groups_takes_what_there_is_at_the_timeout(store, kit):

@@ -18,6 +18,7 @@ from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average, G
 from agentrl.algorithms.objective.ratios import InRange, Ratio, RatioInRange, Truncate, ratio
 from agentrl.algorithms.presets.registry import Cap, Num, modifier, preset
 from agentrl.config import Count, Positive
+from agentrl.errors import ConfigError
 
 SEQUENCE_CLIP = (3e-4, 4e-4)  # of a ratio that is the mean of a row's
 
@@ -276,9 +277,25 @@ def seq_mask_tis(algo: Algo, *, low: Num = 0.99, high: Cap = 1.01, cap: Cap = 2.
 
 
 @modifier("decoupled")
-def decoupled(algo: Algo) -> Algo:
-    """The uncapped weight of old policy against sampler. arXiv 2110.00641, 2505.24298."""
-    return _with(algo, Gate(Ratio(), "o", "b"))
+def decoupled(algo: Algo, *, decoupled_old: Literal["exact", "versions"] = "exact") -> Algo:
+    """The uncapped weight of old policy against sampler. arXiv 2110.00641, 2505.24298. versions:
+    the old policy lies between sampler and present one by how many updates lie between them, and is
+    not computed (A-3PO, arXiv 2512.06547)."""
+    found = _with(algo, Gate(Ratio(), "o", "b"))
+    return replace(found, old_from_versions=decoupled_old == "versions")
+
+
+@modifier("behaviour")
+def behaviour(algo: Algo) -> Algo:
+    """The ratio against the sampler in the place of the old policy (verl's bypass mode): clips
+    count from what sampled the tokens, however old it is."""
+    if algo.symbols or not any((g.num, g.den) == ("p", "o") for g in algo.gates):
+        raise ConfigError(
+            "algorithm.preset: +behaviour changes the ratio of a token against the old policy, "
+            "which this preset has not; leave it out, or add +tis instead"
+        )
+    gates = (replace(g, den="b") if (g.num, g.den) == ("p", "o") else g for g in algo.gates)
+    return replace(algo, gates=tuple(gates))
 
 
 @modifier("opsm")

@@ -106,7 +106,7 @@ def dapo(
 @preset("scalerl")
 def scalerl(reward: str, *, cap: Cap = 5.0) -> Algo:
     """Truncated weight against the sampler, batch deviation over groups whose rewards differ, mean
-    over prompts. arXiv 2510.13786."""
+    over prompts. The settings that complete it are in `algorithms/README.md`. arXiv 2510.13786."""
     credit = GroupRelative(NonzeroVarianceReward(reward), norm="std", norm_by=("all",))
     return Algo(credit, (Gate(Truncate(0.0, cap), den="b"),), agg=Average(("group",)))
 

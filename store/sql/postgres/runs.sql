@@ -4,8 +4,8 @@ select * from runs where id = ? for no key update;
 -- name: settled_groups
 -- A group that is locked is growing, so it is not settled any more.
 select id from groups
-where run_id = ? and purpose = 'train' and state = 'settled'
-order by id limit ?
+where run_id = :run and purpose = 'train' and state = 'settled' and id <= coalesce(:until, id)
+order by id limit :n
 for no key update skip locked;
 
 -- name: calls

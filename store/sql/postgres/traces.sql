@@ -2,7 +2,7 @@
 select run_id, state, lease_until from attempts where id = ? for no key update;
 
 -- name: rewards
-select attempt_id, scope, target, name, value, source from rewards
+select attempt_id, scope, target, name, value, source, note from rewards
 where attempt_id = any (array(select json_array_elements_text(:attempts::json))) and late = :late
 order by attempt_id, position;
 

@@ -25,9 +25,9 @@ from agentrl.algorithms.diagnostics.metrics import (
     merge_optimizer_steps,
     optimizer_step,
     ratio_metrics,
-    staleness,
     throughput,
 )
+from agentrl.algorithms.diagnostics.token_age import staleness
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Gate, loss_terms
 from agentrl.algorithms.objective.ratios import Clip, Ratio, Truncate
@@ -206,17 +206,23 @@ def test_groups_that_teach_nothing() -> None:
 
 
 def test_staleness_counts_sampled_tokens() -> None:
-    calls = [call("a", 3, version=2), call("b", 1, version=5), call("c", 9, version=None)]
+    calls = [
+        call("a", 3, version=2, spans=[(0, 2), (1, 4)]),
+        call("b", 1, version=5),
+        call("c", 9, version=None),
+    ]
     old, new = (
         Group(id=str(step), run="r", step=step, rollouts=[rollout("a", [], *part)])
         for step, part in ((3, calls[:1]), (5, calls[1:]))
     )
-    lags = [5 - 2] * 3 + [5 - 5]
+    lags = [5 - 2, 5 - 4, 5 - 4, 5 - 5]
     assert staleness(5, [old, new]) == {
         "staleness/steps_mean": 1,
         "staleness/steps_max": 2,
         "staleness/version_mean": fmean(lags),
+        "staleness/version_p95": max(lags),
         "staleness/version_max": max(lags),
+        "staleness/mixed": 1,
     }
 
 

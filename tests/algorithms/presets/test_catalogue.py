@@ -464,6 +464,7 @@ CASES: dict[str, tuple[Any, Surrogate, Any, dict[str, Any]]] = {
         {"overlong_limit": 6, "overlong_cache": 2, "drop_truncated": True},
     ),
     "grpo+tis": (zscore, weighted(PPO, lambda d: d.exp().clamp(max=2)), row_means, {}),
+    "grpo+behaviour": (zscore, lambda p, o, b, a: PPO(p, b, b, a), row_means, {}),
     "grpo+seq-tis": (zscore, weighted(PPO, lambda d: min(d.sum().exp(), 2)), row_means, {}),
     "grpo+icepop": (
         zscore,

@@ -123,6 +123,7 @@ def inputs(groups: list[Group]) -> list[str]:
 
 async def test_without_a_rule_a_step_takes_what_it_asked_for(store: Store) -> None:
     plain = collector(store, dynamic_sampling=False, max_rounds=None)
+    await store.commit_step(commit(0, await plain.collect(0)))
     collected = await plain.collect(1)
     assert ids(collected.groups) == [f"r/train/000000{number}" for number in (3, 4, 5)]
     assert (collected.discarded, collected.metrics) == ([], {})
@@ -210,14 +211,14 @@ class Dying:
     """A store whose process is killed at a claim of groups, before or after it took place."""
 
     def __init__(self, store: Store, at: int, *, after: bool) -> None:
-        self.enqueue = store.enqueue
+        self.enqueue, self.counts, self.groups = store.enqueue, store.counts, store.groups
         self._store, self._left, self._after = store, at, after
 
-    async def claim_groups(self, *args: Any) -> list[Group]:
+    async def claim_groups(self, *args: Any, **named: Any) -> list[Group]:
         self._left -= 1
         if self._left < 0 and not self._after:
             raise Killed
-        groups = await self._store.claim_groups(*args)
+        groups = await self._store.claim_groups(*args, **named)
         if self._left < 0:
             raise Killed
         return groups

@@ -41,6 +41,22 @@ def test_a_history_is_the_mean_outcome_of_what_is_known() -> None:
     assert difficulty.weight({}) == pytest.approx(3 / 5 * 2 / 5)
 
 
+def test_a_solved_task_is_drawn_no_more_while_others_are_left() -> None:
+    difficulty = TaskDifficulty()
+    tables = {"algorithm": {"groups": 6}, "tasks": {"solved": 0.9}, "steps": 9}
+    sampler = TaskSampler(resolve(tables, source="test"), TASKS, difficulty=difficulty)
+
+    def drawn() -> set[str]:
+        rows = [*sampler.rollouts(0), *sampler.replacements(0, 0, 6)]
+        return {row.task["input"] for row in rows}
+
+    assert drawn() == {"easy", "good", "hard"}
+    for solved, left in (("easy", {"good", "hard"}), ("good", {"hard"}), ("hard", {"hard"})):
+        difficulty.means.values[task_name({"input": solved})] = (0.95, 20)
+        assert drawn() >= left
+        assert drawn() == left or solved == "hard"  # all are solved: all are drawn
+
+
 def test_a_branch_is_no_try_at_the_task() -> None:
     difficulty, tried = TaskDifficulty(), group("a", 1.0, 0.0)
     branch = replace(tried.rollouts[0], branch=Branch(rollout="a/1", calls=1))

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
-from agentrl.algorithms.sampling.task_sampler import TaskSampler, evaluation_rollouts
+from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import resolve
 from agentrl.types import Purpose, Sampling
 

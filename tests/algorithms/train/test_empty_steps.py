@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.train.loop import check_empty_steps, failure_counts, is_empty
+from agentrl.algorithms.train.empty_steps import check_empty_steps, failure_counts, is_empty
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.preprocess import count_unseen_tools
 from agentrl.config import RunConfig, resolve

@@ -53,6 +53,8 @@ class Parts:
 
     step_rewards = judgements = credits
 
+    async def before_step(self, step: int) -> None: ...
+
     async def collect(self, step: int) -> Collected:
         self.loop_lives.clear()
         asyncio.get_running_loop().call_soon(asyncio.create_task, self.live())
@@ -70,6 +72,9 @@ class Parts:
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         yield
+
+    def idle_seconds(self) -> float:
+        return 0.0
 
     async def publish(self, versions: dict[str, int]) -> None:
         self.call()
@@ -95,7 +100,7 @@ async def test_no_version_is_served_that_is_not_committed(
     monkeypatch.setattr(module, "save_checkpoint", lambda *given: parts.call())
     monkeypatch.setattr(module, "prune", lambda *given, **more: parts.call())
     config = resolve({"name": "r", "steps": STEPS, "output": str(tmp_path)}, source="test")
-    loop = TrainingLoop(config, parts, parts, parts, parts, parts, [], parts)
+    loop = TrainingLoop(config, parts, parts, parts, parts, parts, [], parts, prompts=parts)
     try:
         await loop.run()
     except Killed:

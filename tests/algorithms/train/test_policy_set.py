@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -172,6 +174,24 @@ def test_staleness_counts_the_updates_of_the_policy() -> None:
     assert measured["planner/staleness/version_max"] == 1
 
 
+@pytest.mark.parametrize(("ahead", "withheld"), [(0, True), (0.5, False)])
+def test_a_policy_withholds_what_is_too_old_by_its_own_updates(
+    ahead: float, withheld: bool
+) -> None:
+    tables = {"max_staleness": ahead, "preset": "grpo+tis"}
+    whole, learners = recording(config(team={"schedule": "alternating"}, steps=8, algorithm=tables))
+    fresh = shared("g", 1.0, 0.0)
+    rows = [
+        replace(row, transitions=[replace(call, version=2) for call in row.transitions])
+        for row in fresh.rollouts
+    ]
+    whole.update(5, [replace(fresh, rollouts=rows)])  # the solver's third step, so lag 0
+    measured = whole.update(6, [replace(fresh, rollouts=rows)])  # the planner's fourth, lag 1
+    assert learners["solver"].coefficients[0].any()
+    assert bool(learners["planner"].batches) is not withheld
+    assert (measured["planner/staleness/withheld"] > 0) is withheld
+
+
 def test_counts_are_added_and_measurements_kept_apart() -> None:
     measured = merge_policies(
         {"rollouts": 8.0},
@@ -287,6 +307,10 @@ async def test_only_what_has_learned_is_published(
     class Server:
         base_url, model = "http://x/v1", "m"
 
+        @asynccontextmanager
+        async def updating(self) -> AsyncIterator[None]:
+            yield
+
         async def publish(self, version: int, policy: str) -> None:
             published.append((policy, version))
 
@@ -296,6 +320,12 @@ async def test_only_what_has_learned_is_published(
     for versions in ((0, 0), (1, 0), (1, 0), (1, 1)):
         await serving.publish(dict(zip(TWO, versions, strict=True)))
     assert published == [("planner", 1), ("solver", 1)]
+    clock = iter(range(100))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    async with serving.updating():  # the clock reads 0; idle_seconds reads it twice
+        assert serving.idle_seconds() == 1
+    async with serving.updating():
+        assert serving.idle_seconds() > 1  # the rest of the update before, too
 
 
 def test_weights_change_in_flight_only_where_the_server_can(

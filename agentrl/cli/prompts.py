@@ -1,0 +1,35 @@
+"""`agentrl prompts`: search for better texts, and find those of an agent."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from agentrl.config import load, store_in
+from agentrl.telemetry.console import console_level
+
+
+@click.command()
+@click.argument("run_file")
+@click.argument("overrides", nargs=-1)
+@click.option("--fresh", is_flag=True, help="Delete what an earlier search left.")
+@click.option("--quiet", "-q", is_flag=True, help="Show warnings and the result alone.")
+@click.option("--store", help="With find: store URL; default: the one that `agentrl train` makes.")
+def prompts(
+    run_file: str, overrides: tuple[str, ...], fresh: bool, quiet: bool, store: str | None
+) -> None:
+    """Search for better texts for the agent of RUN_FILE, or go on where a search was stopped.
+
+    `agentrl prompts find RUN` prints the texts that the calls of a run have, by role."""
+    from agentrl.evaluation import prompts as commands
+
+    if run_file == "find" and not Path("find").is_file():
+        if len(overrides) != 1:
+            raise click.UsageError("give one run: agentrl prompts find RUN")
+        url = store or store_in(Path("runs", overrides[0]).resolve())
+        click.echo(asyncio.run(commands.find(url, overrides[0])))
+        return
+    config = load(Path(run_file), overrides)
+    commands.optimise(config, fresh=fresh, level=console_level(quiet=quiet, verbose=False))

@@ -1,0 +1,1 @@
+"""Prompt searches: better texts for unmodified agents."""

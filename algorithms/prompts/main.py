@@ -1,0 +1,55 @@
+"""The algorithm process of a run whose calls `[upstreams]` answer. It needs no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from agentrl.algorithms.prompts.schedule import PromptSchedule
+from agentrl.algorithms.prompts.stored import play_heldout, search_prompts
+from agentrl.algorithms.sampling.evaluate import evaluate_heldout
+from agentrl.config import RunConfig
+from agentrl.config.prompts import prompt_texts
+from agentrl.loading import load_tasks
+from agentrl.processes import log_to_stderr
+from agentrl.prompts import candidate_id
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import ENDED, RunState
+
+
+def main(config: RunConfig) -> None:
+    """Evaluate the upstreams' answers."""
+    log_to_stderr()
+    asyncio.run(evaluate_upstreams(config))
+
+
+async def evaluate_upstreams(config: RunConfig) -> None:
+    """Score the held-out tasks once, because endpoints have their own sampling settings."""
+    tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
+    tasks, temperatures = tasks[: config.eval.tasks or None], {"score": config.eval.temperature}
+    async with open_store(config.store) as store:
+        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        prompts = PromptSchedule(store, config, state)
+        await prompts.start()
+        epoch, candidate = state.epoch, prompts.in_use.id
+        await evaluate_heldout(store, config, epoch, 0, tasks, temperatures, candidate)
+        await store.log(config.name, 0, {ENDED: 1.0}, epoch=epoch)
+
+
+async def search_upstreams(config: RunConfig) -> None:
+    async with open_store(config.store) as store:
+        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        await search(store, config, state)
+
+
+async def search(store: Store, config: RunConfig, state: RunState) -> None:
+    """Search, then score what it found and the agent's own texts on the held-out tasks."""
+    texts = prompt_texts(config)
+    best = await search_prompts(store, config, state, texts, None)
+    step = len([row for row in await store.steps(config.name) if row.committed])
+    scored = {"prompts/heldout_before": candidate_id(texts), "prompts/heldout": best.id}
+    await play_heldout(store, config, state, scored, step)
+    await store.log(config.name, 0, {ENDED: 1.0}, epoch=state.epoch)

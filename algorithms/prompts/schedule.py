@@ -1,0 +1,59 @@
+"""Which texts a run plays with, step by step, and when it searches for better ones."""
+
+from __future__ import annotations
+
+import logging
+
+from msgspec.structs import replace
+
+from agentrl.config import RunConfig
+from agentrl.config.prompts import found_texts, prompt_texts
+from agentrl.processes import PHASE
+from agentrl.prompts import Candidate, CandidateInUse, candidate_id
+from agentrl.store.base import Store
+from agentrl.types import PromptText, RunState
+
+log = logging.getLogger("agentrl.algorithm")
+
+
+class PromptSchedule:
+    """What was searched before is in the store, so a start after `kill -9` repeats it in a moment:
+    the texts of a step are the same however often it is trained."""
+
+    def __init__(self, store: Store, config: RunConfig, state: RunState) -> None:
+        self.in_use = CandidateInUse()
+        self._store, self._config, self._state = store, config, state
+        self._texts: list[PromptText] = []
+
+    async def start(self) -> None:
+        """The texts of the next step, but for a search that is due before it."""
+        prompts = self._config.prompts
+        if not prompts.components:
+            return
+        directory = None if prompts.schedule != "off" else found_texts(self._config)
+        texts = prompt_texts(self._config, directory)
+        log.log(PHASE, f"prompts: {directory or 'the agent has its own texts'}")
+        id, name = candidate_id(texts), self._config.name
+        own = Candidate(id=id, run=name, step=0, parents=[], state="accepted", texts=texts)
+        await self._use(own)
+        for step in range(self._state.step):
+            await self.before_step(step)
+
+    async def before_step(self, step: int) -> None:
+        """Search, if it is time, from the texts in use and with the policies as they are now."""
+        prompts = self._config.prompts
+        every = prompts.every if prompts.schedule == "alternate" else max(1, self._config.steps)
+        if not prompts.components or prompts.schedule == "off" or step % every:
+            return
+        from agentrl.algorithms.prompts.stored import search_prompts
+
+        config = self._config
+        for row in await self._store.steps(config.name, after=step - 1, limit=1):
+            if row.step == step and "prompts/rollouts" in row.metrics:  # it has ended before
+                spent = int(row.metrics["prompts/rollouts"])
+                config = replace(config, prompts=replace(prompts, budget=spent, max_seconds=0.0))
+        await self._use(await search_prompts(self._store, config, self._state, self._texts, step))
+
+    async def _use(self, candidate: Candidate) -> None:
+        await self._store.put_candidates([candidate])
+        self._texts, self.in_use.id = candidate.texts, candidate.id

@@ -1,0 +1,267 @@
+"""One prompt search: what it has tried, what it may still spend, and how a text is proposed.
+
+Always true: no batch is played and nothing is asked that the budget does not allow; the same
+scores and answers lead to the same search, so a restart repeats it from the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
+
+from agentrl.config.prompts import PromptsConfig
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.prompts import Candidate, Reflection, candidate_id
+from agentrl.types import Json, PromptText, Task
+
+log = logging.getLogger("agentrl.algorithm")
+Texts = dict[str, str]
+"""By component."""
+Batch = tuple[Texts, Sequence[int]]
+"""Tasks, by their index, and the texts with which they are played."""
+FENCED = re.compile(r"```[^\n]*\n(.*)\n```", re.DOTALL)
+REFUSED = 3  # useless answers of the reflector in a row that end the search
+KNOWN = ("id", "input")  # fields of a task that are no answer
+ROOM = 64  # tokens that a chat template may add to a question
+SHORTEST = 4  # characters of a held-out answer that no text may have
+QUESTION = """An assistant was given these instructions:
+```
+{text}
+```
+Here is what it read and said with them in some tasks, and what was wrong with that:
+
+{examples}
+
+{ask} The new instructions have at most {length} characters. Keep what works, add what the assistant
+must know about such tasks, and give no answers of single tasks. Write the whole new instructions
+between lines of ```."""
+
+
+class SearchEnd(Exception):
+    """The budget is spent, or the score is perfect."""
+
+
+class Played(NamedTuple):
+    """A rollout as a search sees it."""
+
+    score: float  # NaN: missing
+    examples: Mapping[str, Mapping[str, str]] = {}  # by component: what a reflector is shown
+    failure: str = ""
+
+
+class Backend(Protocol):
+    """Who plays tasks and answers questions."""
+
+    def play(
+        self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
+    ) -> list[list[Played]]:
+        """All of them at once; returns when they have ended. traces: with examples."""
+        ...
+
+    def ask(self, number: int, question: str, max_tokens: int | None) -> Reflection: ...
+
+    def put(self, candidates: Sequence[Candidate]) -> None: ...
+
+    def end_iteration(self, metrics: dict[str, float]) -> None: ...
+
+
+@dataclass
+class Search:
+    """Tasks up to `train` are for proposals, the others choose between candidates."""
+
+    config: PromptsConfig
+    seed: list[PromptText]
+    backend: Backend
+    tasks: int
+    run: str = "run"
+    step: int = 0
+    random_seed: int = 0
+    answers: Collection[str] = ()  # of held-out tasks
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)  # of all validation tasks, by candidate
+    rollouts: int = 0
+    tokens: int = 0
+    _values: dict[tuple[str, int], float] = field(default_factory=dict)
+    _missing: set[tuple[str, int]] = field(default_factory=set)
+    _asked: int = 0
+    _refused: int = 0
+    _iteration: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def train(self) -> int:
+        """The number of tasks for proposals."""
+        return self.tasks - self.config.validation
+
+    @property
+    def validation(self) -> range:
+        return range(self.train, self.tasks)
+
+    @property
+    def seed_texts(self) -> Texts:
+        return {text.component: text.text for text in self.seed}
+
+    @property
+    def best(self) -> Candidate:
+        """That of the highest score; of equal ones the first."""
+        top = max(self.scores, key=lambda id: self.scores[id], default=None)
+        return self.candidate(self.seed_texts) if top is None else self.candidates[top]
+
+    def candidate(self, texts: Texts) -> Candidate:
+        """Of a text that was not proposed, as the seed, the candidate is made here."""
+        own = [replace(text, text=texts[text.component]) for text in self.seed]
+        id = candidate_id(own)
+        if id not in self.candidates:
+            base = {"id": id, "run": self.run, "step": self.step, "texts": own}
+            self._put(Candidate(parents=[], state="proposed", **base))  # type: ignore[arg-type]
+        return self.candidates[id]
+
+    def evaluate(self, batches: Sequence[Batch], *, traces: bool = False) -> list[list[Played]]:
+        """How each batch went. A missing score counts as the parent's for that task, so that a
+        broken rollout neither helps nor harms. Raises SearchEnd where the budget forbids it, and
+        when a candidate has a perfect score."""
+        wanted = sum(len(tasks) for _, tasks in batches)
+        if self.rollouts + wanted > self.config.budget:
+            raise SearchEnd(f"the budget of {self.config.budget} rollouts is spent")
+        first = not self.rollouts
+        self.rollouts += wanted
+        chosen = [(self.candidate(texts), tasks) for texts, tasks in batches]
+        played = self.backend.play(chosen, traces=traces or first)
+        if first:
+            self._check_first(played[0])
+        found = []
+        for (candidate, tasks), given in zip(chosen, played, strict=True):
+            pairs = zip(tasks, given, strict=True)
+            rows = [one._replace(score=self._known(candidate, t, one.score)) for t, one in pairs]
+            found.append(rows)
+            if list(tasks) == list(self.validation):
+                self.scores[candidate.id] = fmean(row.score for row in rows)
+                self._put(replace(candidate, state="accepted"))
+        if max(self.scores.values(), default=-math.inf) >= self.config.perfect:
+            raise SearchEnd("a candidate has a perfect score")
+        return found
+
+    def _known(self, candidate: Candidate, task: int, score: float) -> float:
+        me, parent = (candidate.id, task), (next(iter(candidate.parents), ""), task)
+        if math.isnan(score) or (me not in self._values and parent in self._missing):
+            self._missing.add(me)
+            score = self._values.get(parent, 0.0)
+        else:
+            self._missing.discard(me)
+        self._values[me] = score
+        return score
+
+    def _check_first(self, rows: Sequence[Played]) -> None:
+        if all(math.isnan(row.score) for row in rows):
+            why = next((row.failure for row in rows if row.failure), "the verifier gave none")
+            raise AgentRLError(
+                f"no rollout with the seed texts has an outcome: {why}; correct that, and repeat "
+                "the command with --fresh"
+            )
+        for text in self.seed:
+            if not any(text.component in row.examples for row in rows):
+                raise ConfigError(
+                    f"prompts.components.{text.component}: no call of the agent has the role "
+                    f"{text.role!r}{f' and the tool {text.tool!r}' if text.tool else ''}; "
+                    "`agentrl prompts find RUN` lists those of a run"
+                )
+
+    def propose(
+        self, texts: Texts, component: str, shown: str, ask: str = "Write better instructions."
+    ) -> Texts:
+        """The texts with a new one of the reflector for a component; the same where its answer is
+        of no use. shown: what it reads. Raises AgentRLError for several such answers in a row."""
+        length = self.config.max_length
+        question = QUESTION.format(text=texts[component], examples=shown, ask=ask, length=length)
+        reflection = self.ask(question)
+        fenced = FENCED.search(reflection.answer)
+        text = fenced[1].strip() if fenced else ""
+        if problem := self._problem(text):
+            self._refused += 1
+            log.warning("a proposal for %s is refused: %s", component, problem)
+            if self._refused >= REFUSED:
+                raise AgentRLError(
+                    f"prompts.reflector = {self.config.reflector!r}: {REFUSED} answers in a row "
+                    f"were of no use, the last: {problem}; choose a larger model"
+                )
+            return texts
+        self._refused = 0
+        new = texts | {component: text}
+        own = [replace(old, text=new[old.component]) for old in self.seed]
+        if (id := candidate_id(own)) not in self.candidates:
+            base = {"id": id, "run": self.run, "step": self.step, "reflection": reflection.id}
+            parents = [self.candidate(texts).id]
+            self._put(Candidate(parents=parents, state="proposed", texts=own, **base))  # type: ignore[arg-type]
+        return new
+
+    def ask(self, question: str) -> Reflection:
+        """Raises SearchEnd where the answer might cost more tokens than are left."""
+        limit, left = self.config.max_reflection_tokens, None
+        if limit:
+            # A token is at least a byte.
+            left = limit - self.tokens - len(question.encode()) - ROOM
+            if left < self.config.max_length // 4:
+                raise SearchEnd(f"the budget of {limit} tokens for reflections is spent")
+        self._asked += 1
+        reflection = self.backend.ask(self._asked, question, left)
+        self.tokens += reflection.prompt_tokens + reflection.completion_tokens
+        return reflection
+
+    def _problem(self, text: str) -> str:
+        if not text:
+            return "there is no text between lines of ```"
+        if len(text) > self.config.max_length:
+            return f"{len(text)} characters, and prompts.max_length = {self.config.max_length}"
+        known = " ".join(text.text for text in self.seed)
+        leaks = (x for x in self.answers if len(x) >= SHORTEST and x in text and x not in known)
+        leak = next(leaks, None)
+        return "" if leak is None else f"it has the answer of a held-out task, {leak[:40]!r}"
+
+    def note(self, **metrics: float) -> None:
+        """Metrics of the iteration that goes on."""
+        self._iteration |= {f"prompts/{name}": value for name, value in metrics.items()}
+
+    def end_iteration(self) -> None:
+        rejected = [c for c in self.candidates.values() if c.state == "proposed"]
+        self._put(*(replace(c, state="rejected") for c in rejected))
+        metrics = {"val": self.scores.get(self.best.id, math.nan), "rollouts": self.rollouts}
+        metrics |= {"reflections": self._asked, "reflection_tokens": self.tokens}
+        metrics |= {f"length/{text.component}": len(text.text) for text in self.best.texts}
+        self.note(**{name: float(value) for name, value in metrics.items()})
+        self.backend.end_iteration(self._iteration)
+        self._iteration = {}
+
+    def _put(self, *candidates: Candidate) -> None:
+        self.candidates |= {candidate.id: candidate for candidate in candidates}
+        if candidates:
+            self.backend.put(candidates)
+
+
+def as_text(rows: Sequence[Played], component: str) -> str:
+    """The examples of a component."""
+    found = (row.examples[component] for row in rows if component in row.examples)
+    return "\n\n".join("\n".join(f"{k}: {v}" for k, v in one.items()) for one in found)
+
+
+def leaves(value: Json) -> set[str]:
+    """The texts and numbers of a payload."""
+    if isinstance(value, Mapping):
+        return set().union(*map(leaves, value.values()))
+    if isinstance(value, list | tuple):
+        return set().union(*map(leaves, value))
+    return set() if value is None or isinstance(value, bool) else {str(value)}
+
+
+def answers(tasks: Sequence[Task], heldout: Sequence[Task]) -> set[str]:
+    """What only held-out tasks say to their verifier."""
+    found, known = (
+        leaves([value for task in some for key, value in task.items() if key not in KNOWN])
+        for some in (heldout, tasks)
+    )
+    return found - known

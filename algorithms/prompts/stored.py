@@ -1,0 +1,292 @@
+"""A prompt search over the store: evaluations are rollouts, calls to the reflector are kept.
+
+Always true: evaluation n of a candidate and reflection n have ids of their own, so a search that
+was killed is repeated from its start and finds what it had played and asked. A step of the run is
+an iteration of the search, or with training one search.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from agentrl.algorithms.prompts.reflector import ask_reflector
+from agentrl.algorithms.prompts.search import (
+    Backend,
+    Played,
+    Search,
+    SearchEnd,
+    answers,
+)
+from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
+from agentrl.config import RunConfig
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.loading import load_tasks
+from agentrl.processes import PHASE
+from agentrl.prompts import Candidate, Reflection
+from agentrl.store.base import Store
+from agentrl.types import (
+    Json,
+    NewRollout,
+    PromptText,
+    Purpose,
+    Rollout,
+    RunState,
+    Scope,
+    StepCommit,
+    Task,
+    Trace,
+)
+
+log = logging.getLogger("agentrl.algorithm")
+
+T = TypeVar("T")
+LONGEST = 2000  # characters of a message that a reflector is shown
+
+
+class StoredBackend:
+    """Called by the thread of a search, works on the loop of the store. `commits`: each iteration
+    is a step of the run."""
+
+    def __init__(
+        self, store: Store, config: RunConfig, state: RunState, tasks: list[Task], step: int | None
+    ) -> None:
+        self.store, self.config, self.state, self.tasks = store, config, state, tasks
+        self.commits, self.step = step is None, step or 0
+        self.name = f"{config.name}/prompts/{self.step:06d}"
+        self.metrics: dict[str, float] = {}
+        self._loop = asyncio.get_running_loop()
+        self._evaluations = count()
+        self._known: dict[str, Reflection] = {}
+        self._ends = self._started = time.monotonic()
+        self._noted = False  # whether a verifier gave a reason
+
+    async def load(self) -> None:
+        """Read what earlier lives of the search have asked and how long they took."""
+        self._known = {one.id: one for one in await self.store.reflections(self.config.name)}
+        rows = await self.store.steps(self.config.name) if self.commits else []
+        before = sum(row.metrics.get("time/step", 0.0) for row in rows if row.committed)
+        self._ends += (self.config.prompts.max_seconds or math.inf) - before
+
+    def play(
+        self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
+    ) -> list[list[Played]]:
+        return self._do(self._play(batches, traces))
+
+    def ask(self, number: int, question: str, max_tokens: int | None) -> Reflection:
+        return self._do(self._ask(f"{self.name}/{number:05d}", question, max_tokens))
+
+    def put(self, candidates: Sequence[Candidate]) -> None:
+        self._do(self.store.put_candidates(candidates))
+
+    def end_iteration(self, metrics: dict[str, float]) -> None:
+        self.metrics = metrics
+        if not self.commits:
+            return
+        now = time.monotonic()
+        timed = metrics | {"time/step": now - self._started}
+        if self.step >= self.state.step:
+            commit = StepCommit(
+                run=self.config.name,
+                epoch=self.state.epoch,
+                step=self.step,
+                groups=[],
+                versions={},
+                checkpoint=None,
+                metrics={name: value for name, value in timed.items() if not math.isnan(value)},
+            )
+            self._do(self.store.commit_step(commit))
+        self.step, self._started = self.step + 1, now
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _play(
+        self, batches: Sequence[tuple[Candidate, Sequence[int]]], traces: bool
+    ) -> list[list[Played]]:
+        groups = [f"{self.name}/{next(self._evaluations):05d}.{c.id}" for c, _ in batches]
+        asked = [
+            rollout
+            for group, (candidate, tasks) in zip(groups, batches, strict=True)
+            for rollout in candidate_rollouts(
+                self.config, group, [self.tasks[i] for i in tasks], candidate.id, self.step
+            )
+        ]
+        await self.store.enqueue(asked)
+        for group in groups:
+            left = None if self._ends == math.inf else max(0.0, self._ends - time.monotonic())
+            if not await self.store.settled(group, timeout=left):
+                await self.store.cancel([rollout.id for rollout in asked])
+                raise SearchEnd(f"its {self.config.prompts.max_seconds:g} seconds are over")
+        found = [await self.store.rollouts(self.config.name, group=group) for group in groups]
+        return [
+            [
+                Played(
+                    row.reward(),
+                    await self._examples(row, candidate.texts) if traces else {},
+                    row.failure.message if row.failure else "",
+                )
+                for row in rows
+            ]
+            for rows, (candidate, _) in zip(found, batches, strict=True)
+        ]
+
+    async def _examples(
+        self, row: Rollout, texts: Sequence[PromptText]
+    ) -> dict[str, dict[str, str]]:
+        trace = await self.store.trace(row.id)
+        noted = any(reward.note for reward in row.rewards)
+        if trace is not None and not (noted or self._noted) and row.rewards:
+            log.warning(
+                "the verifier gives no reasons (Reward.note): the reflector sees numbers alone"
+            )
+        self._noted = self._noted or bool(row.rewards)
+        found = {} if trace is None else {t.component: _example(trace, t) for t in texts}
+        shown = {name: str(row.task[name]) for name in self.config.prompts.show if name in row.task}
+        return {name: {**example, **shown} for name, example in found.items() if example}
+
+    async def _ask(self, id: str, question: str, max_tokens: int | None) -> Reflection:
+        if id in self._known:
+            if self._known[id].question != question:
+                raise AgentRLError(
+                    f"reflection {id} was asked something else before: settings, tasks or the "
+                    "version of gepa have changed; restore them, or give --fresh"
+                )
+            return self._known[id]
+        if time.monotonic() > self._ends:
+            raise SearchEnd(f"its {self.config.prompts.max_seconds:g} seconds are over")
+        started = time.monotonic()
+        body: dict[str, Json] = {"messages": [{"role": "user", "content": question}]}
+        answer = await ask_reflector(self.store, self.config, body, max_tokens)
+        usage = answer.get("usage") or {}
+        message = (answer.get("choices") or [{}])[0].get("message") or {}
+        reflection = Reflection(
+            id=id,
+            run=self.config.name,
+            step=self.step,
+            question=question,
+            answer=message.get("content") or "",
+            prompt_tokens=usage.get("prompt_tokens", 0),
+            completion_tokens=usage.get("completion_tokens", 0),
+            seconds=time.monotonic() - started,
+        )
+        await self.store.add_reflection(reflection)
+        return reflection
+
+
+def candidate_rollouts(
+    config: RunConfig, group: str, tasks: Sequence[Task], candidate: str, step: int
+) -> list[NewRollout]:
+    """One rollout per task, sampled as evaluations are."""
+    more = {
+        "purpose": Purpose.EVAL,
+        "sampling": replace(config.sampling, temperature=config.eval.temperature),
+        "priority": URGENT,
+        "candidate": candidate,
+    }
+    rows = (new_rollout(config, group, index, task, step) for index, task in enumerate(tasks))
+    return [replace(row, **more) for row in rows]
+
+
+def _example(trace: Trace, text: PromptText) -> dict[str, str]:
+    """The last call that read a component, and what is known of how it went; empty without one."""
+    calls = [
+        call
+        for call in trace.transitions
+        if call.role == text.role
+        and (not text.tool or any(_name(tool) == text.tool for tool in call.tools))
+    ]
+    if not calls:
+        return {}
+    last = calls[-1]
+    answer = last.answer or {}
+    said = answer.get("content") or json.dumps(answer.get("tool_calls"))
+    words = [
+        f"{reward.name} = {reward.value:g}" + (f": {reward.note}" if reward.note else "")
+        for reward in trace.rollout.rewards
+        if reward.scope is Scope.ROLLOUT or reward.target in (text.role, *(c.id for c in calls))
+    ]
+    failure = trace.rollout.failure
+    words += [f"{failure.kind.value}: {failure.message}"] if failure else []
+    words += [f"{span.name} failed" for span in trace.spans if not span.ok]
+    read = json.dumps(last.messages[-1].get("content"), ensure_ascii=False)
+    return {"Read": read[:LONGEST], "Said": str(said)[:LONGEST], "Feedback": "; ".join(words)}
+
+
+def _name(tool: Mapping[str, Json]) -> str:
+    function = tool.get("function")
+    return str(function.get("name")) if isinstance(function, dict) else ""
+
+
+async def search_prompts(
+    store: Store, config: RunConfig, state: RunState, texts: list[PromptText], step: int | None
+) -> Candidate:
+    """Search from `texts`; the best candidate. step: of the training that the search is a part of;
+    None: its iterations are the steps of the run."""
+    train = load_tasks(config.tasks.train, Path(config.root), key="tasks.train")
+    heldout = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
+    if len(train) <= config.prompts.validation:
+        raise ConfigError(
+            f"prompts.validation = {config.prompts.validation} of the {len(train)} tasks.train; "
+            "none are left to learn from"
+        )
+    backend: Backend = (own := StoredBackend(store, config, state, list(train), step))
+    await own.load()
+    search = Search(
+        config.prompts,
+        texts,
+        backend,
+        len(train),
+        run=config.name,
+        step=step or 0,
+        random_seed=config.seed,
+        answers=answers(train, heldout),
+    )
+    log.log(PHASE, f"searching prompts ({config.prompts.algorithm}, {len(texts)} texts)")
+    await asyncio.to_thread(_run, search)
+    best = replace(search.best, state="chosen")
+    await store.put_candidates([best])
+    if step is not None:
+        await store.log(config.name, step, own.metrics, epoch=state.epoch)
+    return best
+
+
+def _run(search: Search) -> None:
+    algorithm: Callable[[Search], None]
+    if search.config.algorithm == "gepa":
+        from agentrl.algorithms.prompts.gepa import gepa_search as algorithm
+    else:
+        from agentrl.algorithms.prompts.apo import apo_search as algorithm
+    try:
+        algorithm(search)
+    except SearchEnd as end:
+        log.log(PHASE, f"the search ends after {search.rollouts} rollouts: {end}")
+    search.end_iteration()
+
+
+async def play_heldout(
+    store: Store, config: RunConfig, state: RunState, candidates: Mapping[str, str], step: int
+) -> None:
+    """Score candidates, by the name of their metric, on the held-out tasks."""
+    tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
+    tasks = tasks[: config.eval.tasks or None]
+    groups = {name: f"{config.name}/prompts/heldout/{id}" for name, id in candidates.items()}
+    for name, group in groups.items():
+        await store.enqueue(candidate_rollouts(config, group, tasks, candidates[name], step))
+    for name, group in groups.items():
+        await store.settled(group)
+        rows = await store.rollouts(config.name, group=group)
+        known = [row.reward() for row in rows if not math.isnan(row.reward())]
+        values = {f"{name}_missing": float(len(rows) - len(known))}
+        values |= {name: fmean(known)} if known else {}
+        await store.log(config.name, step, values, epoch=state.epoch)

@@ -1,0 +1,50 @@
+"""Requests for rollouts, without torch: evaluations of upstreams need none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from agentrl.config import RunConfig
+from agentrl.types import NewRollout, Purpose, Sampling, Task
+
+URGENT = 1  # rollouts that the loop waits for run before prefetched ones
+
+
+def evaluation_rollouts(
+    config: RunConfig,
+    step: int,
+    name: str,
+    tasks: Sequence[Task],
+    sampling: Sampling,
+    seats: Mapping[str, str] = {},
+    candidate: str | None = None,
+) -> list[NewRollout]:
+    """One rollout per task, as the group `<run>/eval/<step>/<name>`. seats: role -> policy."""
+    group = f"{config.name}/eval/{step:06d}/{name}"
+    return [
+        replace(
+            new_rollout(config, group, index, task, step),
+            purpose=Purpose.EVAL,
+            sampling=sampling,
+            priority=URGENT,
+            seats=dict(seats),
+            candidate=candidate,
+        )
+        for index, task in enumerate(tasks)
+    ]
+
+
+def new_rollout(config: RunConfig, group: str, index: int, task: Task, step: int) -> NewRollout:
+    return NewRollout(
+        id=f"{group}/{index:04d}",
+        run=config.name,
+        group=group,
+        index=index,
+        task=dict(task),
+        sampling=config.sampling,
+        step=step,
+        max_attempts=config.agent.max_attempts,
+        timeout=config.agent.timeout,
+    )

@@ -1,0 +1,97 @@
+"""Steps without one usable rollout: which they are, and when they end the run.
+
+A step is empty if all its rollouts failed, or none has a call that can be trained. It commits its
+failure counts and nothing else. How many came in a row is read from the store, so it is right after
+a restart too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+
+from agentrl.algorithms.data.merge import valid
+from agentrl.algorithms.diagnostics.metrics import Metrics
+from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.config import RunConfig
+from agentrl.errors import TrainingError
+from agentrl.failures import commonest_failure
+from agentrl.store.base import Store
+from agentrl.types import EMPTY, Group, Purpose, RolloutState, StepRow
+
+# Metrics that an empty step commits, besides rollouts/failed/*.
+FAILURES = ("rollouts", "rollouts/failed", "calls/refused", "calls/inexact", "calls/too_long")
+
+
+def is_empty(
+    policies: PolicySet,
+    step: int,
+    metrics: Metrics,
+    groups: Iterable[Group],
+    discarded: Iterable[Group],
+) -> bool:
+    """Whether no policy has anything to learn from. `metrics` are those of the policies that learn
+    in this step; discarded groups, and what the other policies could learn from, count too."""
+    if metrics["rollouts/usable"]:
+        return False
+
+    def usable(names: Iterable[str], groups: Iterable[Group]) -> bool:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rewards = {name: policies.updaters[name].algo.rewards for name in names}
+        return any(valid(row, read, name) for name, read in rewards.items() for row in rollouts)
+
+    waiting = policies.updaters.keys() - dict(policies.learning(step)).keys()
+    return not (usable(policies.updaters, discarded) or usable(waiting, groups))
+
+
+def failure_counts(metrics: Mapping[str, float]) -> Metrics:
+    """The metrics of a step that an empty one commits."""
+    kept = {
+        name: value
+        for name, value in metrics.items()
+        if name in FAILURES or name.startswith(("rollouts/failed/", "judges/"))
+    }
+    return kept | {EMPTY: metrics["rollouts"]}
+
+
+async def check_empty_steps(store: Store, config: RunConfig) -> None:
+    """Raises TrainingError, with the commonest cause, where the last `max_empty_steps` steps were
+    empty, or all of a run that is shorter."""
+    rows = [row for row in await store.steps(config.name) if row.committed]
+    empty = list(takewhile(lambda row: EMPTY in row.metrics, reversed(rows)))
+    if not empty or len(empty) < min(config.max_empty_steps, config.steps):
+        return
+    again = f"the same command goes on after step {len(rows)}"
+    if len(rows) == config.steps:
+        again = "repeat the command with more steps, or with --fresh"
+    raise TrainingError(
+        f"nothing was learned in {len(empty)} steps in a row, of which no rollout could be used: "
+        f"{await _cause(store, config.name, empty)}. Mend that, and {again}"
+    )
+
+
+async def _cause(store: Store, run: str, empty: Sequence[StepRow]) -> str:
+    """What kept most rollouts of the steps from being used, in one sentence."""
+    failed, purpose = RolloutState.FAILED, Purpose.TRAIN
+    found = [await store.rollouts(run, purpose=purpose, step=r.step, state=failed) for r in empty]
+    failures = [rollout.failure for rows in found for rollout in rows if rollout.failure]
+    total, long, refused = (
+        sum(int(row.metrics.get(name, 0.0)) for row in empty)
+        for name in (EMPTY, "calls/too_long", "calls/refused")
+    )
+    if failures and (2 * len(failures) >= total or not (long or refused)):
+        return commonest_failure(failures, total)
+    if long and 2 * long >= refused:
+        return (
+            f"{long} model calls were longer than the policy's context; shorten the prompts, or "
+            "choose a model that reads more"
+        )
+    if refused:
+        return (
+            f"{refused} model calls came without token ids; serve the policy with ids, or set "
+            'algorithm.inexact = "retokenize"'
+        )
+    return (
+        "no group has algorithm.min_group rollouts with a reward and with a call that a trained "
+        "policy answered; look at one with `agentrl show ROLLOUT`"
+    )

@@ -1,0 +1,20 @@
+"""Half of the score is the desk, half the rules of the line."""
+
+from statistics import fmean
+from typing import Any
+
+from agentrl import Reward
+
+
+def verify(task: dict[str, Any], result: dict[str, str]) -> list[Reward]:
+    month, cents = task["expected"]["line"][:-1].split(";")
+    line, clean = result["line"], "arr" not in result["line"]
+    kept = {
+        "cents": cents in line and clean,
+        "sep": f"{month};" in line and clean,
+        "end": line.endswith("#"),
+    }
+    wrong = [f"rule {rule} is not kept." for rule, good in kept.items() if not good]
+    note = " ".join([*wrong, *([] if clean else ["there is chatter in the answer."])])
+    desk = float(result["desk"] == task["expected"]["desk"])
+    return [Reward(value=(desk + fmean(kept.values())) / 2, note=note or "fine.")]

@@ -1,0 +1,114 @@
+"""The texts of a candidate take the place of the agent's own, on the way to the model.
+
+Always true: all else that a message says, such as the date, stays; messages that do not change are
+sent as the bytes that came; neither the agent nor the memory of its conversation sees the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+
+from agentrl.runners.gateway.capture import ModelRequest
+from agentrl.types import Json, PromptText
+
+SYSTEM = ("system", "developer")
+HEAD = 4096  # bytes in which the first message mostly begins to say the text
+Object = dict[str, Json]
+
+
+class PromptNotFoundError(Exception):
+    """The agent does not send the text that a candidate replaces."""
+
+
+def apply_prompts(request: ModelRequest, role: str, prompts: Sequence[PromptText]) -> None:
+    """Changes the request to what the model is to read. Raises PromptNotFoundError, naming the
+    role."""
+    for prompt in prompts:
+        if prompt.role == role:
+            _apply(request, prompt)
+
+
+def _apply(request: ModelRequest, prompt: PromptText) -> None:
+    key, items = ("tools", request.tools) if prompt.tool else ("messages", request.messages)
+    if prompt.tool and all(_function(tool).get("name") != prompt.tool for tool in items):
+        return
+    sent = request.fields.get(key)
+    if not prompt.seed and sent:
+        items.insert(0, {"role": "system", "content": prompt.text})
+        request.fields[key] = [items[0], *_list(sent)]
+        return
+    for at, item in enumerate(items if sent else ()):
+        new = _tool(item, prompt) if prompt.tool else _message(item, prompt)
+        if new is not None:
+            items[at] = new
+            changed = _spliced(sent, prompt) if at == 0 else None
+            if changed is None:
+                changed = _list(sent)
+                changed[at] = new
+            request.fields[key] = changed
+            return
+    where = f"description of tool {prompt.tool!r}" if prompt.tool else "system message"
+    raise PromptNotFoundError(
+        f"role {prompt.role!r}: no {where} of this call has the text of prompts.components."
+        f"{prompt.component}, {prompt.seed[:60]!r}; give the text as the agent sends it"
+    )
+
+
+def _spliced(sent: Json, prompt: PromptText) -> Json:
+    """The bytes of a list with the text in the place of the first that is the seed, which must be
+    in the first item; None where it is not. Parsing 40 kB again would take as long as reading the
+    whole call."""
+    if type(sent) is not msgspec.Raw:
+        return None
+    raw = memoryview(sent)
+    old, new = _encoded(prompt.seed), _encoded(prompt.text)
+    at = bytes(raw[:HEAD]).find(old)
+    return None if at < 0 else msgspec.Raw(b"".join((raw[:at], new, raw[at + len(old) :])))
+
+
+@lru_cache(maxsize=256)
+def _encoded(text: str) -> bytes:
+    return msgspec.json.encode(text)[1:-1]
+
+
+def _list(sent: Json) -> list[Json]:
+    return (
+        msgspec.json.decode(sent, type=list[msgspec.Raw]) if type(sent) is msgspec.Raw else [*sent]
+    )
+
+
+def _message(message: Object, prompt: PromptText) -> Object | None:
+    """The message with the candidate's text; None where it is another one."""
+    content = message.get("content")
+    if message.get("role") not in SYSTEM:
+        return None
+    if isinstance(content, str):
+        said = _said(content, prompt)
+        return None if said is None else message | {"content": said}
+    parts: list[Json] = content if isinstance(content, list) else []
+    for index, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, dict) else None
+        if isinstance(text, str) and (said := _said(text, prompt)) is not None:
+            new = [*parts[:index], part | {"text": said}, *parts[index + 1 :]]
+            return message | {"content": new}
+    return None
+
+
+def _tool(tool: Object, prompt: PromptText) -> Object | None:
+    function = _function(tool)
+    if function.get("name") != prompt.tool:
+        return None
+    said = _said(str(function.get("description", "")), prompt)
+    return None if said is None else tool | {"function": function | {"description": said}}
+
+
+def _function(tool: Object) -> Object:
+    found = tool.get("function")
+    return found if isinstance(found, dict) else {}
+
+
+def _said(text: str, prompt: PromptText) -> str | None:
+    return text.replace(prompt.seed, prompt.text, 1) if prompt.seed in text else None

@@ -1,0 +1,188 @@
+"""max_staleness is a promise: over random latencies and kills no trained token is older, and no
+more groups are asked for than it allows. The store here keeps virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, floor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.staleness import token_lag, withhold
+from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.sampling.collect import Collector
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
+from agentrl.config import RunConfig, resolve
+from agentrl.store.pages import GroupRow
+from agentrl.types import (
+    Counts,
+    Group,
+    NewRollout,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Trace,
+    Transition,
+    float32,
+    int32,
+)
+from tests import factories
+
+STEPS, SIZE, CALLS = 6, 3, 2
+UPDATE = 1.0  # seconds, of virtual time
+
+
+class Killed(Exception):
+    pass
+
+
+@dataclass
+class SimulatedStore:
+    """Queue, runners and policy server: a rollout makes calls after lognormal pauses, each answered
+    by the version that is served then."""
+
+    draw: random.Random
+    kill: float = 0.0  # probability that a claim is the process's last
+    now: float = 0.0
+    served: list[float] = field(default_factory=lambda: [0.0])  # time at which each version came
+    calls: dict[str, list[float]] = field(default_factory=dict)  # of each rollout, when they end
+    asked: dict[str, list[NewRollout]] = field(default_factory=dict)  # by group
+    taken: dict[str, str] = field(default_factory=dict)  # group -> trained or discarded
+    cancelled: dict[str, float] = field(default_factory=dict)  # rollout -> when
+
+    async def enqueue(self, rollouts: Sequence[NewRollout]) -> int:
+        for row in rollouts:
+            if row.id not in self.calls:
+                pauses = [self.draw.lognormvariate(0.0, 2.0) for _ in range(CALLS)]
+                self.calls[row.id] = [self.now + sum(pauses[: i + 1]) for i in range(CALLS)]
+                self.asked.setdefault(row.group, []).append(row)
+        return 0
+
+    def end(self, group: str) -> float:
+        return max(self.cancelled.get(r.id, self.calls[r.id][-1]) for r in self.asked[group])
+
+    async def claim_groups(self, run: str, epoch: int, n: int, *, ordered: bool) -> list[Group]:
+        if self.draw.random() < self.kill:
+            raise Killed
+        waiting = sorted(self.asked.keys() - self.taken.keys())
+        ends = [self.end(g) for g in waiting[:n]] if ordered else sorted(map(self.end, waiting))[:n]
+        self.now = max(self.now, ends[n - 1], *ends)
+        if self.draw.random() < self.kill:
+            raise Killed
+        return [self.group(g) for g in waiting if self.end(g) <= self.now][:n]
+
+    def group(self, id: str) -> Group:
+        rows = [self.rollout(row) for row in self.asked[id]]
+        return Group(id=id, run="r", step=rows[0].step, rollouts=rows)
+
+    def rollout(self, row: NewRollout) -> Rollout:
+        until = self.cancelled.get(row.id)
+        times = [t for t in self.calls[row.id] if t <= (self.now if until is None else until)]
+        versions = [sum(came <= t for came in self.served) - 1 for t in times]
+        calls = [
+            Transition(
+                id=f"{row.id}/{i}", attempt=row.id, index=i, prompt=int32([1, i]), version=version,
+                completion=int32([2]), logprobs=float32([-1.0]),
+            )
+            for i, version in enumerate(versions)
+        ]  # fmt: skip
+        rewards = [] if until is not None else [Reward(value=float(hash(row.id) % 2))]
+        state = RolloutState.SUCCEEDED if until is None else RolloutState.CANCELLED
+        known = {"group": row.group, "index": row.index, "step": row.step, "state": state}
+        return factories.rollout(row.id, calls, rewards, **known)
+
+    async def counts(self, run: str) -> Counts:
+        return Counts(groups_settled=len(self.asked) - len(self.taken))
+
+    async def groups(
+        self, run: str, *, purpose: Purpose, limit: int, state: str | None = None
+    ) -> list[GroupRow]:
+        """Open ones; of all, the last."""
+        found = [
+            GroupRow(
+                id=id, purpose=purpose, step=rows[0].step, state="", trained=None,
+                rollouts=[row.id for row in rows], states=[], outcomes=[],
+            )
+            for id, rows in sorted(self.asked.items(), reverse=True)
+            if state is None or (id not in self.taken and self.end(id) > self.now)
+        ]  # fmt: skip
+        return found[:limit]
+
+    async def trace(self, rollout: str) -> Trace:
+        rows = self.asked[rollout.rpartition("/")[0]]
+        found = self.rollout(next(row for row in rows if row.id == rollout))
+        return Trace(rollout=found, attempt=rollout, transitions=found.transitions, spans=[])
+
+    async def cancel(self, rollouts: Sequence[str]) -> int:
+        running = [id for id in rollouts if self.calls[id][-1] > self.now]
+        self.cancelled |= dict.fromkeys(running, self.now)
+        return len(running)
+
+    def outstanding(self) -> int:
+        return len(self.asked) - len(self.taken)
+
+
+def config(**algorithm: Any) -> RunConfig:
+    tables = {"preset": "grpo+tis", "groups": SIZE, "group_size": 2} | algorithm
+    return resolve({"name": "r", "steps": STEPS, "algorithm": tables}, source="test")
+
+
+async def train(store: SimulatedStore, config: RunConfig, resample: str | None) -> list[int]:
+    """Train all steps; returns the largest lag of the trained tokens in each, and checks the
+    admission at every step."""
+    lags, tasks = [], TaskSampler(config, [{"input": i} for i in range(5)])
+    settings, algo = config.algorithm, make("grpo+tis", {})
+    room = floor((settings.max_staleness + 1) * SIZE)
+    for step in range(STEPS):
+        while True:
+            try:  # whoever was killed knows nothing of what went before
+                own: Any = store
+                collector = Collector(config, own, 1, tasks, resample)
+                found = await collector.collect(step)
+                break
+            except Killed:
+                pass
+        replaced = found.metrics.get("groups/resampled", 0)
+        if settings.order == "asked" or not store.kill:  # else a claim may take others than before
+            assert store.outstanding() == min(room, (STEPS - step) * SIZE) + replaced
+        store.now += UPDATE
+        store.taken |= {group.id: "trained" for group in found.groups}
+        store.taken |= {group.id: "discarded" for group in found.discarded}
+        store.served.append(store.now)
+        batch = build_batch(found.groups)
+        fresh = withhold(algo, batch, step - ceil(settings.max_staleness))
+        terms = objective.loss_terms(fresh, batch, {}, fresh=True)
+        lags.append(int((token_lag(batch, step)[terms.weight > 0]).max()) if batch.n_tokens else 0)
+        if settings.order == "asked" or settings.stale == "cancel":
+            assert fresh is algo  # nothing is withheld
+        assert store.outstanding() <= room or store.kill
+    assert store.outstanding() == 0 or (settings.order == "ready" and store.kill)
+    return lags
+
+
+@pytest.mark.parametrize(
+    ("ahead", "order"),
+    [
+        *((ahead, {}) for ahead in (0, 0.5, 1, 4)),
+        *((ahead, {"order": "ready"}) for ahead in (0.5, 1, 4)),
+        *((ahead, {"order": "ready", "stale": "cancel"}) for ahead in (1, 4)),
+    ],
+)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32), kill=st.sampled_from([0.0, 0.3]), resample=st.booleans())
+def test_no_trained_token_is_older_and_nothing_more_is_asked_for(
+    ahead: float, order: dict[str, str], seed: int, kill: float, resample: bool
+) -> None:
+    store = SimulatedStore(random.Random(seed), kill)
+    own = config(max_staleness=ahead, **order, **({"dynamic_sampling": True} if resample else {}))
+    reward = "outcome" if resample else None
+    assert max(asyncio.run(train(store, own, reward))) <= ceil(ahead)

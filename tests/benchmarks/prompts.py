@@ -1,0 +1,159 @@
+"""Prompt searches on scripted models, in this process, and what a candidate costs the gateway.
+
+    python -m tests.benchmarks.prompts --json
+
+gepa, apo, blind: mean test score of ten seeds at 200 rollouts. rounds_ratio: sequential evaluations
+of four proposals at a time over those of one at a time, whose score is on standard error.
+rewrite_over_read: the time to put a candidate into a call over the time to read the call.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from agentrl.algorithms.prompts.apo import apo_search
+from agentrl.algorithms.prompts.gepa import gepa_search
+from agentrl.algorithms.prompts.search import Played, Search, SearchEnd
+from agentrl.config.prompts import PromptsConfig
+from agentrl.prompts import Candidate, Reflection
+from agentrl.runners.dialects.base import CHAT, ConversationMemory
+from agentrl.runners.gateway.capture import read_request
+from agentrl.runners.gateway.prompts import apply_prompts
+from agentrl.types import PromptText
+from examples.orders import world
+
+SEEDS = range(10)
+TESTS = world.make(200, "test")
+TEXTS = [PromptText(component=r, role=r, seed=t, text=t) for r, t in world.SEED.items()]
+CONFIG = PromptsConfig(components=dict.fromkeys(world.SEED, ""), reflector="r", budget=200)
+
+
+def play(task: dict[str, Any], texts: dict[str, str]) -> Played:
+    said = {"extractor": world.extractor(texts["extractor"], task["input"])}
+    said["formatter"] = world.formatter(texts["formatter"], said["extractor"])
+    kept = world.checks(task, said["formatter"])
+    read = {"extractor": task["input"], "formatter": said["extractor"]}
+    outcome, examples = fmean(kept.values()), {}
+    for role, answer in said.items():
+        note = world.feedback(role, kept, answer)
+        feedback = f"outcome = {outcome:g}; clean = {note == 'fine.':d}: {note}"
+        own = {"Read": json.dumps(read[role]), "Said": answer, "Feedback": feedback}
+        examples[role] = own
+    return Played(outcome, examples)
+
+
+def score(texts: dict[str, str]) -> float:
+    return fmean(play(task, texts).score for task in TESTS)
+
+
+class InProcess:
+    """A backend whose agent and reflector are functions."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.rounds, self.asked = seed, 0, 0
+        self.tasks = world.make(16, f"train{seed}") + world.make(12, f"val{seed}")
+        self.metrics: list[dict[str, float]] = []
+        self.candidates: dict[str, Candidate] = {}
+
+    def play(
+        self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
+    ) -> list[list[Played]]:
+        self.rounds += 1
+        return [
+            [play(self.tasks[task], {t.component: t.text for t in candidate.texts}) for task in own]
+            for candidate, own in batches
+        ]
+
+    def ask(self, number: int, question: str, max_tokens: int | None) -> Reflection:
+        self.asked += 1
+        answer = world.reflect(question, self.seed)
+        return Reflection(id=str(number), run="run", step=0, question=question, answer=answer)
+
+    def put(self, candidates: Sequence[Candidate]) -> None:
+        self.candidates |= {candidate.id: candidate for candidate in candidates}
+
+    def end_iteration(self, metrics: dict[str, float]) -> None:
+        self.metrics.append(metrics)
+
+
+def blind_search(search: Search) -> None:
+    """Hill climbing with the same edits and without feedback."""
+    dice, best = random.Random(search.random_seed), search.seed_texts
+    search.evaluate([(best, search.validation)])
+    while True:
+        role = dice.choice(list(best))
+        rules = [rule for rule, (who, _) in world.RULES.items() if who == role]
+        text = world.mutated(best[role], rules, dice.random() < 0.3, dice)
+        new = best | {role: text}
+        search.evaluate([(new, search.validation)])
+        if search.scores[search.candidate(new).id] >= search.scores[search.candidate(best).id]:
+            best = new
+
+
+def run(algorithm: Callable[[Search], None], seed: int, **more: Any) -> tuple[float, InProcess]:
+    """The test score of what a search finds."""
+    backend = InProcess(seed)
+    settings = msgspec.structs.replace(CONFIG, **more)
+    search = Search(settings, TEXTS, backend, len(backend.tasks), random_seed=seed)
+    try:
+        algorithm(search)
+    except SearchEnd:
+        search.end_iteration()
+    assert search.rollouts <= settings.budget
+    return score({text.component: text.text for text in search.best.texts}), backend
+
+
+def rewrite_over_read() -> float:
+    system = {"role": "system", "content": "Extract the fields of the order.\n" + "x" * 4000}
+    messages = [system, *({"role": "user", "content": "y" * 2000} for _ in range(20))]
+    raw = msgspec.json.encode({"model": "m", "messages": messages})
+    prompt = replace(TEXTS[0], text="Extract them all.")
+
+    def best(prompts: list[PromptText], times: int = 300) -> float:
+        took = []
+        for _ in range(times):
+            call = read_request(CHAT, raw, ConversationMemory(), 0)
+            started = time.perf_counter()
+            apply_prompts(call, "extractor", prompts)
+            msgspec.json.encode(call.fields)
+            took.append(time.perf_counter() - started)
+        return min(took)
+
+    read = []
+    for _ in range(300):
+        started = time.perf_counter()
+        read_request(CHAT, raw, ConversationMemory(), 0)
+        read.append(time.perf_counter() - started)
+    return (best([prompt]) - best([])) / min(read)
+
+
+def measure() -> dict[str, float]:
+    algorithms = {"gepa": gepa_search, "apo": apo_search, "blind": blind_search}
+    found = {name: [run(search, seed) for seed in SEEDS] for name, search in algorithms.items()}
+    many = [run(gepa_search, seed, proposals=4) for seed in SEEDS]
+    rounds = [fmean(backend.rounds for _, backend in rows) for rows in (many, found["gepa"])]
+    scores = {name: fmean(value for value, _ in rows) for name, rows in found.items()}
+    four = fmean(value for value, _ in many)
+    print(f"four at a time: {four:.3f}", file=sys.stderr)
+    return scores | {
+        "rounds_ratio": rounds[0] / rounds[1],
+        "rewrite_over_read": rewrite_over_read(),
+    }
+
+
+def main() -> None:
+    values = {name: round(value, 3) for name, value in measure().items()}
+    print(json.dumps(values) if "--json" in sys.argv else values)
+
+
+if __name__ == "__main__":
+    main()
