@@ -1,10 +1,12 @@
-"""Reward models: `[reward_model]` and `[reward_models.NAME]`."""
+"""Reward models and judges: `[reward_model]`, `[reward_models.NAME]`, `[judges.NAME]`."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from agentrl.config.base import Count, KindSection, NonNegative, Positive, Section
+import msgspec
+
+from agentrl.config.base import Count, KindSection, Natural, NonNegative, Positive, Section
 
 
 class RewardModelTraining(Section, frozen=True):
@@ -44,3 +46,57 @@ class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
 
 
 RewardModel = RewardModelConfig | ImplicitRewardModelConfig
+
+
+class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
+    """A model that judges what agents did, and whose verdicts are the reward of its name."""
+
+    upstream: str  # of [upstreams] or, to let a policy judge, the name of that policy
+    rubric: str = "how well the agent did what it was asked for"
+    concurrency: Count = 8  # questions at a time
+    max_tokens: Count = 1024  # of an answer
+    max_calls: Natural = 0  # in the whole run, which ends there; 0: any number
+    max_usd: NonNegative = 0.0  # likewise, by the prices; 0: any sum
+    # USD for a million tokens of questions, and of answers.
+    prices: tuple[NonNegative, NonNegative] = (0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        if self.max_usd and not any(self.prices):
+            raise ValueError("max_usd means nothing without prices")
+
+
+class PointwiseJudge(JudgeConfig, frozen=True, kw_only=True, tag="pointwise"):
+    """A score for each rollout by itself; the reward is 0 at the low end of the range, 1 at the
+    high one."""
+
+    range: tuple[int, int] = (0, 10)
+    # Points [score, reward] that rewards lie between, as measured on a labelled set.
+    calibration: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.range[0] >= self.range[1]:
+            raise ValueError("range is its lowest and its highest score")
+        scores, rewards = ([p[i] for p in self.calibration] for i in (0, 1))
+        if scores != sorted(set(scores)) or rewards != sorted(rewards):
+            raise ValueError("calibration must rise: scores, and rewards that do not fall")
+
+
+class GroupJudge(PointwiseJudge, frozen=True, kw_only=True, tag="group"):
+    """Scores for all rollouts of a group in one answer, as in ART's RULER."""
+
+
+class PairwiseJudge(JudgeConfig, frozen=True, kw_only=True, tag="pairwise"):
+    """Which of two is better, asked in both orders: two different answers are a tie. The reward is
+    the share of comparisons that a rollout wins, ties half. Every two of a group of up to four are
+    compared; in larger ones each with two others."""
+
+
+class PrincipleJudge(JudgeConfig, frozen=True, kw_only=True, tag="principles"):
+    """Whether each principle holds, yes or no. RLBFF, arXiv 2509.21319."""
+
+    principles: Annotated[list[str], msgspec.Meta(min_length=1)]
+    combine: Literal["mean", "all"] = "mean"  # the share that holds, or 1 if all do, else 0
+
+
+Judge = PointwiseJudge | GroupJudge | PairwiseJudge | PrincipleJudge

@@ -32,7 +32,7 @@ from agentrl.config.infrastructure import (
     TorchLearnerConfig,
 )
 from agentrl.config.prompts import PromptsConfig
-from agentrl.config.rewards import RewardModel, RewardModelTraining
+from agentrl.config.rewards import Judge, RewardModel, RewardModelTraining
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
@@ -343,6 +343,7 @@ class RunConfig(Section, frozen=True):
     teacher: TeacherConfig = TeacherConfig()
     reward_model: RewardModelTraining = RewardModelTraining()
     reward_models: dict[Name, RewardModel] = {}  # by the name of their reward
+    judges: dict[Name, Judge] = {}  # by the name of their reward
     learner: Learner = TorchLearnerConfig()
     engine: Engine = EmbeddedEngineConfig()
     runner: Runner = RunnerConfig()

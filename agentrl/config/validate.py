@@ -32,7 +32,7 @@ from agentrl.types import POLICY
 
 PLAYING = (
     "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models",
-    "runner", "selfplay", "upstreams", "roles", "role_rules",
+    "judges", "runner", "selfplay", "upstreams", "roles", "role_rules",
 )  # fmt: skip
 SAMPLING = (
     "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
@@ -76,6 +76,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     if searched and not is_installed("gepa"):
         yield "prompts.algorithm: 'gepa' is not installed: pip install 'agentrl[prompts]'"
     yield from _warmup(config)
+    yield from _judges(config)
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:
@@ -165,6 +166,16 @@ def _warmup(config: RunConfig) -> Iterator[str]:
             "[warmup] trains all weights of the run's one policy, and this run trains adapters or "
             "several; make a run of its own for it, whose <output>/warmup is their policy.model"
         )
+
+
+def _judges(config: RunConfig) -> Iterator[str]:
+    for name, judge in config.judges.items():
+        answering = {n for n, upstream in config.upstreams.items() if upstream.text is None}
+        known = answering | (set(config.policies) or {POLICY})
+        if judge.upstream not in known:
+            yield f"judges.{name}.upstream = {judge.upstream!r}; {nearest(judge.upstream, known)}"
+        if name in config.reward_models:
+            yield f"judges.{name}: [reward_models] give a reward of that name; rename one"
 
 
 def _member(name: str, member: MemberConfig) -> Iterator[str]:

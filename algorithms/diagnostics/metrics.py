@@ -119,12 +119,17 @@ def rewards(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def agreement(groups: Sequence[Group]) -> Metrics:
-    """reward/<name>/agreement of rewards that a model gave: of the pairs of rollouts of a group
-    with different outcomes, the share in the same order; equal rewards count half."""
+    """reward/<name>/agreement of rewards that a model or judge gave: of the pairs of rollouts of a
+    group with different outcomes, the share in the same order; equal rewards count half."""
     found: dict[str, list[float]] = {}
     for group in groups:
         known = [row for row in group.rollouts if not isnan(row.reward())]
-        names = {r.name for row in known for r in row.rewards if r.source.startswith("model:")}
+        names = {
+            r.name
+            for row in known
+            for r in row.rewards
+            if r.source.startswith(("model:", "judge:"))
+        }
         for better, worse in permutations(known, 2):
             for name in names if better.reward() > worse.reward() else ():
                 gap = better.reward(name) - worse.reward(name)

@@ -280,6 +280,10 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
         if isinstance(model, ImplicitRewardModelConfig) and not model.train:
             for key in sorted(set(_changed_keys(model)) & {"lr", "loss"}):
                 yield f"reward_models.{name}.{key}", "and it does not learn without train"
+    for name in config.judges if not config.policies else ():
+        if name not in algo.rewards:
+            why = f"{none} reads no reward {name!r}; name it in algorithm.options, or"
+            yield f"judges.{name}", why
     if config.teacher.model and "t" not in algo.needs:
         yield "teacher.model", f"{none} imitates none"
 

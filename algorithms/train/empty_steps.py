@@ -49,7 +49,7 @@ def failure_counts(metrics: Mapping[str, float]) -> Metrics:
     kept = {
         name: value
         for name, value in metrics.items()
-        if name in FAILURES or name.startswith("rollouts/failed/")
+        if name in FAILURES or name.startswith(("rollouts/failed/", "judges/"))
     }
     return kept | {EMPTY: metrics["rollouts"]}
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agentrl.algorithms.diagnostics.metrics import Metrics, group_metrics, throughput
+from agentrl.algorithms.judges.judge import Judges
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling.collect import Collected, Collector
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
@@ -41,6 +42,7 @@ class TrainingLoop:
     lock: FolderLock
     prompts: PromptSchedule
     snapshots: SnapshotStore | None = None  # None: without a pool of opponents
+    judges: Judges = field(default_factory=lambda: Judges([]))
 
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""
@@ -51,11 +53,13 @@ class TrainingLoop:
             await self.prompts.before_step(step)
             started = time.monotonic()
             collected = await self.collector.collect(step)  # claims the groups of the step
+            groups, judged = await self.judges.complete(collected.groups)
+            collected = replace(collected, groups=groups)
             claimed = time.monotonic()
             async with self.serving.updating():
                 # Credit, packing, gradients. In a thread: this loop has servers to attend to.
                 metrics = await asyncio.to_thread(self.policies.update, step, collected.groups)
-                metrics |= collected.metrics
+                metrics |= collected.metrics | judged
                 metrics["time/learner_idle"] = claimed - updated
                 metrics["time/sampler_idle"] = self.serving.idle_seconds()
                 updated = time.monotonic()
@@ -109,7 +113,7 @@ class TrainingLoop:
                 groups=[group.id for group in collected.groups if collected.stored],
                 discarded=[group.id for group in collected.discarded],
                 credits=self.policies.credits(step),
-                rewards=self.policies.step_rewards(step),
+                rewards=[*self.judges.rewards, *self.policies.step_rewards(step)],
                 versions=self.policies.versions(step + 1),
                 checkpoint=f"checkpoints/{path.name}",
                 metrics=metrics,

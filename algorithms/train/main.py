@@ -13,12 +13,14 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import torch
 from msgspec.structs import replace
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import folder_lock
+from agentrl.algorithms.judges.judge import make_judges
 from agentrl.algorithms.prompts.main import search
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling import evaluate
@@ -95,8 +97,20 @@ async def run(config: RunConfig) -> None:
             learner, folder = policies.updaters[pool.policy].learner, Path(config.output, "pool")
             snapshots = SnapshotStore(pool, learner, serving, store, config.name, folder)
             await snapshots.start(state.step)
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        judges = await make_judges(config, store, session)
         loop = TrainingLoop(
-            config, store, state, policies, serving, collector, heldout, lock, prompts, snapshots
+            config,
+            store,
+            state,
+            policies,
+            serving,
+            collector,
+            heldout,
+            lock,
+            prompts,
+            snapshots,
+            judges,
         )
         await serving.during(loop.run())
         await store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)

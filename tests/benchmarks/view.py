@@ -1,19 +1,24 @@
 """How long `agentrl view` takes, from the store's disk to the reader's eye.
 
-python -m tests.benchmarks.view --json [--quick] [--keep FILE]
+python -m tests.benchmarks.view --json [--quick] [--keep FILE] [--postgres URL] [--tabs PAIRS]
 
 Pages and searches are timed over HTTP on the store of `view_store`: 1.0 M calls of 400,000
-rollouts, with `--quick` 25,000. A store of its own has a hard rollout (60 calls, 24,000 tokens,
-1.2 MB of tool output), and a run on which the time from a commit until Chromium shows it is
-measured.
+rollouts, with `--quick` 25,000; the file itself, then a store server in front of it (`http`), then
+a copy of it in an empty PostgreSQL database. A store of its own has a hard rollout (60 calls,
+24,000 tokens, 1.2 MB of tool output), and a run on which the time from a commit until Chromium
+shows it is measured. `--tabs` trains the example agent in pairs, without and with three tabs open
+on it, and compares the seconds of their steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -122,13 +127,58 @@ def reader(url: str, browser: Any, commits: int) -> dict[str, Any]:
         while page.evaluate("document.querySelector('.tiles dd').textContent") != str(n + 1):
             page.wait_for_timeout(10)
         shown.append(time.perf_counter() - since)
-    found["shown_p95_s"], found["rss_mb"] = (
-        p95(shown),
-        psutil.Process(process.pid).memory_info().rss / 1e6,
-    )
+    found["shown_p95_s"] = p95(shown)
+    found["rss_mb"] = psutil.Process(process.pid).memory_info().rss / 1e6
     page.close()
     filled.stop(process)
     return found
+
+
+def train(folder: Path) -> subprocess.Popen[bytes]:
+    """Start a training of the example agent that evaluates nothing."""
+    command = [sys.executable, "-m", "agentrl", "train", "examples/staff/run.toml", "eval.every=0"]
+    command += ["eval.tasks=1", "eval.sampled=false", "steps=15", f"output={folder}"]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def step_seconds(folder: Path, browser: Any | None) -> list[float]:
+    """Seconds of a training's steps but the first ones, with three tabs open where there is a
+    browser."""
+    url, process, pages = f"sqlite:///{folder / 'store.db'}", train(folder), []
+    while process.poll() is None and not (folder / "store.db").exists():
+        time.sleep(0.2)
+    if browser is not None:
+        viewer, address = filled.start(url)
+        pages = [browser.new_page() for _ in range(3)]
+        for page in pages:
+            page.goto(f"{address}run/staff")
+    while process.poll() is None:
+        if pages:
+            pages[0].wait_for_timeout(200)
+        else:
+            time.sleep(0.2)
+    assert process.returncode == 0, "the training failed"
+    for page in pages:
+        page.close()
+    if browser is not None:
+        filled.stop(viewer)
+
+    async def ends() -> list[float]:
+        async with open_store(url, readonly=True) as store:
+            return [row.at for row in await store.steps("staff")]
+
+    at = filled.finish(ends())
+    return [after - before for before, after in itertools.pairwise(at)][2:]
+
+
+def tabs(browser: Any, folder: Path, pairs: int) -> dict[str, Any]:
+    """Median seconds of a step without and with three tabs, and their ratio over all pairs."""
+    without, with_tabs = [], []
+    for i in range(pairs):
+        without += step_seconds(folder / f"without{i}", None)
+        with_tabs += step_seconds(folder / f"with{i}", browser)
+    before, after = statistics.median(without), statistics.median(with_tabs)
+    return {"step_s": before, "step_three_tabs_s": after, "tabs_ratio": after / before}
 
 
 async def grow(url: str, n: int) -> None:
@@ -143,6 +193,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--quick", action="store_true", help="a small store, few repeats")
     parser.add_argument("--keep", type=Path, help="make the large store here, or use the one there")
+    parser.add_argument("--postgres", help="an empty PostgreSQL database, to time that too")
+    parser.add_argument("--tabs", type=int, default=0, help="pairs of trainings, 3 minutes each")
     options = parser.parse_args()
     from playwright.sync_api import sync_playwright
 
@@ -152,11 +204,17 @@ def main() -> None:
         if not large.exists():
             view_store.fill(large, quick=options.quick)
         result = pages(f"sqlite:///{large}", quick=options.quick)
+        with view_store.served(f"sqlite:///{large}") as address:
+            result["http"] = pages(address, quick=options.quick)
+        if options.postgres:
+            view_store.copy_to_postgres(large, options.postgres)
+            result["postgres"] = pages(options.postgres, quick=options.quick)
         url = f"sqlite:///{folder / 'hard.db'}"
         asyncio.run(make_hard(url, folder))
         with sync_playwright() as playwright:
             chromium = playwright.chromium.launch(executable_path=filled.CHROMIUM, args=FLAGS)
             result |= reader(url, chromium, 5 if options.quick else 40)
+            result |= tabs(chromium, folder, options.tabs) if options.tabs else {}
             chromium.close()
     print(json.dumps(result, indent=None if options.json else 1))
 

@@ -1,0 +1,1 @@
+"""Judges: models whose verdicts on rollouts are rewards."""
