@@ -19,6 +19,12 @@ from agentrl.types import Json, NewRollout, Rollout, Scope
 log = logging.getLogger("agentrl.algorithm")
 
 
+def temperatures(config: RunConfig, step: int) -> dict[str, float]:
+    """At which a policy is scored; the first and the last one also as it was sampled."""
+    also = config.eval.sampled and step in (0, config.steps)
+    return {"score": config.eval.temperature} | ({"sampled": 1.0} if also else {})
+
+
 async def evaluate_heldout(
     store: Store,
     config: RunConfig,

@@ -11,25 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from agentrl.algorithms.data.merge import valid
-from agentrl.algorithms.diagnostics.metrics import Metrics
+from agentrl.algorithms.diagnostics.metrics import Metrics, group_metrics
+from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.config import RunConfig
 from agentrl.errors import TrainingError
 from agentrl.failures import commonest_failure
 from agentrl.store.base import Store
-from agentrl.types import EMPTY, Group, Purpose, RolloutState, StepRow
+from agentrl.types import EMPTY, Group, Purpose, RolloutState, RunState, StepCommit, StepRow
 
 # Metrics that an empty step commits, besides rollouts/failed/*.
 FAILURES = ("rollouts", "rollouts/failed", "calls/refused", "calls/inexact", "calls/too_long")
 
 
-def is_empty(
-    policies: PolicySet,
-    step: int,
-    metrics: Metrics,
-    groups: Iterable[Group],
-    discarded: Iterable[Group],
-) -> bool:
+def is_empty(policies: PolicySet, step: int, metrics: Metrics, collected: Collected) -> bool:
     """Whether no policy has anything to learn from. `metrics` are those of the policies that learn
     in this step; discarded groups, and what the other policies could learn from, count too."""
     if metrics["rollouts/usable"]:
@@ -41,7 +36,7 @@ def is_empty(
         return any(valid(row, read, name) for name, read in rewards.items() for row in rollouts)
 
     waiting = policies.updaters.keys() - dict(policies.learning(step)).keys()
-    return not (usable(policies.updaters, discarded) or usable(waiting, groups))
+    return not (usable(policies.updaters, collected.discarded) or usable(waiting, collected.groups))
 
 
 def failure_counts(metrics: Mapping[str, float]) -> Metrics:
@@ -52,6 +47,24 @@ def failure_counts(metrics: Mapping[str, float]) -> Metrics:
         if name in FAILURES or name.startswith(("rollouts/failed/", "judges/"))
     }
     return kept | {EMPTY: metrics["rollouts"]}
+
+
+def empty_commit(
+    state: RunState, policies: PolicySet, step: int, collected: Collected, metrics: Metrics
+) -> StepCommit:
+    """Commits the failure counts of an empty step. It trains no group and writes no checkpoint, so
+    the one before it stays the last."""
+    groups = [*(collected.groups if collected.stored else []), *collected.discarded]
+    return StepCommit(
+        run=state.run,
+        epoch=state.epoch,
+        step=step,
+        groups=[],
+        discarded=[group.id for group in groups],
+        versions=policies.versions(step + 1),
+        checkpoint=None,
+        metrics=failure_counts(metrics | group_metrics(groups)),
+    )
 
 
 async def check_empty_steps(store: Store, config: RunConfig) -> None:

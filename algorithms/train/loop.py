@@ -11,13 +11,13 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agentrl.algorithms.diagnostics.metrics import Metrics, group_metrics, throughput
+from agentrl.algorithms.diagnostics.metrics import Metrics, throughput
 from agentrl.algorithms.judges.judge import Judges
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling.collect import Collected, Collector
-from agentrl.algorithms.sampling.evaluate import evaluate_heldout
+from agentrl.algorithms.sampling.evaluate import evaluate_heldout, temperatures
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
-from agentrl.algorithms.train.empty_steps import check_empty_steps, failure_counts, is_empty
+from agentrl.algorithms.train.empty_steps import check_empty_steps, empty_commit, is_empty
 from agentrl.algorithms.train.offline import DatasetCollector
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
@@ -46,7 +46,7 @@ class TrainingLoop:
 
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""
-        await self.announce()
+        await self.serving.announce(self.store, self.config.name, self.state.epoch)
         await self.evaluate(self.state.step)
         updated = time.monotonic()
         for step in range(self.state.step, self.config.steps):
@@ -66,36 +66,20 @@ class TrainingLoop:
                 metrics["time/rollouts"] = claimed - started
                 metrics["time/update"] = updated - claimed
                 metrics |= throughput(metrics)
-                taken = collected.groups, collected.discarded
-                empty = is_empty(self.policies, step, metrics, *taken)
-                commit = self.commit_empty if empty else self.commit
-                await commit(step, collected, metrics)
+                empty = is_empty(self.policies, step, metrics, collected)
+                if empty:
+                    found = empty_commit(self.state, self.policies, step, collected, metrics)
+                    await self.store.commit_step(found)
+                else:
+                    await self.commit(step, collected, metrics)
                 await self.serving.publish(self.policies.versions(step + 1))
                 if self.snapshots is not None:
                     await self.snapshots.serve_pool()
             if empty:
                 await check_empty_steps(self.store, self.config)
-            await self.announce()
+            await self.serving.announce(self.store, self.config.name, self.state.epoch)
             await self.evaluate(step + 1)
         await check_empty_steps(self.store, self.config)  # also where no step was left to train
-
-    async def commit_empty(self, step: int, collected: Collected, metrics: Metrics) -> None:
-        """Commit the failure counts of a step without one usable rollout. It trains no group and
-        writes no checkpoint, so the one before it stays the last."""
-        stored = collected.groups if collected.stored else []
-        groups = [*stored, *collected.discarded]
-        await self.store.commit_step(
-            StepCommit(
-                run=self.config.name,
-                epoch=self.state.epoch,
-                step=step,
-                groups=[],
-                discarded=[group.id for group in groups],
-                versions=self.policies.versions(step + 1),
-                checkpoint=None,
-                metrics=failure_counts(metrics | group_metrics(groups)),
-            )
-        )
 
     async def commit(self, step: int, collected: Collected, metrics: Metrics) -> None:
         """Write the checkpoint, then commit the step that names it, then delete old checkpoints."""
@@ -121,10 +105,6 @@ class TrainingLoop:
         )
         prune(folder, keep=self.config.keep_checkpoints, last=path, run=self.state.identity)
 
-    async def announce(self) -> None:
-        """Tell the runners where each policy is served."""
-        await self.serving.announce(self.store, self.config.name, self.state.epoch)
-
     async def evaluate(self, step: int) -> None:
         """Held-out scores after `step` steps, where the run file asks for them."""
         settings = self.config.eval
@@ -134,11 +114,7 @@ class TrainingLoop:
         limit = settings.tasks if outer else settings.curve_tasks
         if isinstance(self.collector, DatasetCollector):
             await self.collector.evaluate(step, limit)
-        if not self.heldout:
-            return
-        tasks = self.heldout[: limit or None]
-        temperatures = {"score": settings.temperature}
-        if outer and settings.sampled:
-            temperatures["sampled"] = 1.0
-        epoch, candidate = self.state.epoch, self.prompts.in_use.id
-        await evaluate_heldout(self.store, self.config, epoch, step, tasks, temperatures, candidate)
+        if tasks := self.heldout[: limit or None]:
+            epoch, candidate = self.state.epoch, self.prompts.in_use.id
+            sampled = temperatures(self.config, step)
+            await evaluate_heldout(self.store, self.config, epoch, step, tasks, sampled, candidate)

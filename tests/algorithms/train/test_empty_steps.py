@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train.empty_steps import check_empty_steps, failure_counts, is_empty
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.preprocess import count_unseen_tools
@@ -25,7 +26,7 @@ from tests.algorithms.train.test_update import Recorder, group, updater
 def alone(groups: list[Group], discarded: list[Group] = []) -> bool:  # noqa: B006 - read only
     learner = updater(Recorder())
     team = PolicySet(learner.config, {"policy": learner})
-    return is_empty(team, 0, team.update(0, groups), groups, discarded)
+    return is_empty(team, 0, team.update(0, groups), Collected(groups, discarded, {}))
 
 
 def broken(made: Group, **changed: Any) -> Group:
@@ -55,9 +56,11 @@ def test_of_several_policies_one_that_could_learn_is_enough() -> None:
         for row in both.rollouts
     ]
     groups = [replace(both, rollouts=solver)]
-    assert not is_empty(whole, 0, whole.update(0, groups), groups, [])  # the planner's turn
+    assert not is_empty(
+        whole, 0, whole.update(0, groups), Collected(groups, [], {})
+    )  # the planner's turn
     failed = [broken(both, state=RolloutState.FAILED, rewards=[])]
-    assert is_empty(whole, 0, whole.update(0, failed), failed, [])
+    assert is_empty(whole, 0, whole.update(0, failed), Collected(failed, [], {}))
 
 
 @pytest.fixture
