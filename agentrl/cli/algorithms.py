@@ -144,10 +144,11 @@ def _built(name: str) -> Algo:
 def _line(name: str, function: object) -> str:
     """A preset with the fields that it sets besides credit; a modifier with those it changes."""
     modifier = name.startswith("+")
-    algo = _built("grpo" + name if modifier else name)
-    base = presets.make("grpo", {}) if modifier else Algo(algo.credit)
+    host = presets.hosts[name[1:]] if modifier else ""
+    algo = _built(host + name)
+    base = _built(host) if modifier else Algo(algo.credit)
     words = {"credit": "credit", "gates": "gates", "penalties": "penalties", "agg": "average",
-             "keep": "filter"}  # fmt: skip
+             "keep": "filter", "side": "side loss"}  # fmt: skip
     fields = [word for key, word in words.items() if getattr(algo, key) != getattr(base, key)]
     shown = ", ".join(fields if modifier else ["credit", *fields])
     text = " ".join((inspect.getdoc(function) or "").split())

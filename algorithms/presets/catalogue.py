@@ -5,7 +5,7 @@ with the keyword options of all of them. Importing this module registers the lib
 """
 
 from agentrl.algorithms.presets import mixing  # noqa: F401
-from agentrl.algorithms.presets.registry import make, modifiers, presets
+from agentrl.algorithms.presets.registry import hosts, make, modifiers, presets
 from agentrl.algorithms.presets.zoo import (  # noqa: F401
     coma,
     gates,
@@ -19,4 +19,4 @@ from agentrl.algorithms.presets.zoo import (  # noqa: F401
     turns,
 )
 
-__all__ = ["make", "modifiers", "presets"]
+__all__ = ["hosts", "make", "modifiers", "presets"]

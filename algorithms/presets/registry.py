@@ -46,6 +46,7 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 presets: dict[str, Preset] = {}
 modifiers: dict[str, Preset] = {}
+hosts: dict[str, str] = {}  # of each modifier, a preset that it may be shown with
 
 
 def preset(
@@ -115,17 +116,19 @@ def _with_shared_options(
     return declared(build, function, [*shared[:first], *others, *shared[first:]])
 
 
-def modifier(name: str, *, prefix: str = "") -> Callable[[Preset], Preset]:
+def modifier(name: str, *, prefix: str = "", host: str = "grpo") -> Callable[[Preset], Preset]:
     """Register a function of an Algo and keyword options; it applies to any preset as "+name".
-    prefix: what its options begin with in a run file, where they stand beside the preset's."""
+    prefix: what its options begin with in a run file, where they stand beside the preset's. host: a
+    preset that it may be shown with."""
 
     def register(function: Preset) -> Preset:
         def change(algo: Algo, **options: Any) -> Algo:
             return function(algo, **{key.removeprefix(prefix): x for key, x in options.items()})
 
-        host, *options = inspect.signature(function).parameters.values()
+        algo, *options = inspect.signature(function).parameters.values()
         renamed = [option.replace(name=prefix + option.name) for option in options]
-        modifiers.setdefault(name, declared(change, function, [host, *renamed]))
+        modifiers.setdefault(name, declared(change, function, [algo, *renamed]))
+        hosts.setdefault(name, host)
         return function
 
     return register

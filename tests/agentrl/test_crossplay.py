@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.sampling import task_sampler
+from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.config import RunConfig, resolve
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy, initial_version
 from agentrl.errors import AgentRLError, ConfigError
@@ -251,9 +251,7 @@ async def test_a_plan_has_been_played_when_every_game_has_ended(tmp_path: Path) 
         assert await evaluation._ended(store, config, plan) is None
         await store.open_run(config.name, {})
         for name, seats in lineups.items():
-            await store.enqueue(
-                task_sampler.evaluation_rollouts(config, 0, name, tasks, Sampling(), seats)
-            )
+            await store.enqueue(evaluation_rollouts(config, 0, name, tasks, Sampling(), seats))
         attempts = await store.claim(4, runner="test", lease=60.0)
         assert len(attempts) == 4
         for attempt in attempts:
@@ -273,7 +271,7 @@ async def test_a_role_that_nobody_has_is_told_from_games_that_fail(tmp_path: Pat
     failure = Failure(kind=ErrorKind.AGENT, message="it broke")
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         await store.open_run(config.name, {})
-        await store.enqueue(task_sampler.evaluation_rollouts(config, 0, "team", tasks, Sampling()))
+        await store.enqueue(evaluation_rollouts(config, 0, "team", tasks, Sampling()))
         first, second = await store.claim(2, runner="test", lease=60.0)
         await store.finish([Outcome(attempt=first.id, fence=first.fence, failure=failure)])
         rows = await store.rollouts(config.name)

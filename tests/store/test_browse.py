@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import Forbidden, Invalid, NotFound, StoreError
+from agentrl.prompts import Reflection
 from agentrl.store import open_store
 from agentrl.store.http.wire import READERS, VERBS
 from agentrl.types import ErrorKind, Purpose, Reward, RolloutState, Scope
@@ -277,7 +278,8 @@ async def test_a_store_that_is_only_read_answers_readers_and_refuses_writers(sto
         "finish": ([],), "vacuum": (), "heartbeat": ([],), "add_spans": ([],),
         "add_transitions": ([],), "rewind": ("run", 1, 0, None), "draft_dataset": ("x", {}),
         "add_items": ("x", 1, [], []), "commit_dataset": ("x", 1), "add_judgements": ([],),
-        "add_logprobs": ("m", {}),
+        "add_logprobs": ("m", {}), "put_candidates": ([],),
+        "add_reflection": (Reflection(id="r", run="run", step=0, question="q", answer="a"),),
     }  # fmt: skip
     options = {"heartbeat": {"lease": 1.0}}
     for verb, arguments in writes.items():

@@ -194,7 +194,7 @@ def kto(
     return Algo(ZeroAdvantage(), agg=TOKENS, side=side)
 
 
-@modifier("nll")
+@modifier("nll", host="dpo")
 def with_nll(algo: Algo, *, nll_share: Num = 1.0) -> Algo:
     """The mean negative log-prob of the tokens of better sides, beside a loss of pairs: keeps their
     likelihood from falling. RPO, arXiv 2404.19733."""

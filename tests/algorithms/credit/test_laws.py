@@ -61,12 +61,12 @@ GRPO: dict[str, Advantage] = {
     "maxrl": lambda x, by, **k: advantages(x, by, norm="mean", **k),
 }
 SUPPLY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
-# Those that read nothing but the outcome of rollouts.
+# Those that read nothing but the outcome of rollouts, each for itself.
 PRESETS = [
     name
     for name in sorted(presets.keys() - {"streams", "coma"})
     if (algo := make(name, {}, streams=SUPPLY)).rewards == ("outcome",)
-    and not (algo.critic or algo.greedy)
+    and not (algo.critic or algo.greedy or algo.side)
 ]
 RELATIVE = ["mean", "std", "loo", "batch"]
 
@@ -113,6 +113,7 @@ def random_batch(seed: int, *, missing: float = 0.2) -> Batch:
         rollouts=[str(u) for u in range(n_rollouts)],
         transitions=[str(s) for s in range(n_calls)],
         transition_state=torch.randint(0, 2, (n_calls,), generator=draw),
+        transition_action=torch.randint(0, 3, (n_calls,), generator=draw),
         transition_node=(node := torch.randint(0, 3, (n_calls,), generator=draw)),
         transition_prompt=node // 2,
         transition_repeats=torch.zeros(n_calls, dtype=torch.bool),

@@ -22,7 +22,7 @@ from agentrl.algorithms.diagnostics.explain import brief, explain, links, report
 from agentrl.algorithms.learners.reward_models import RewardModel
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.kl_control import KlController, ReferenceControl
-from agentrl.algorithms.presets.catalogue import make, modifiers, presets
+from agentrl.algorithms.presets.catalogue import hosts, make, modifiers, presets
 from agentrl.algorithms.train.preprocess import Completer, Preprocessor
 from agentrl.algorithms.train.update import Updater
 from agentrl.cli.main import cli
@@ -98,7 +98,7 @@ def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
     needed["process"] = {"process_streams": OPTIONS["streams"]}
     needed |= {"equal": {"equal_units": ["role"]}, "coma": {"roles": ["a"], "actions": ["b"]}}
     needed["credit"] = {"credit": f"{__name__}:nothing"}
-    names = [*presets, *(f"grpo+{name}" for name in modifiers)]
+    names = [*presets, *(f"{hosts[name]}+{name}" for name in modifiers)]
     for name in names:
         options = needed.get(name.split("+")[-1], {})
         algo = make(name, options, streams=("o", "b", "q", "t", "v", "k"))
