@@ -129,7 +129,7 @@ def test_killed_and_continued_a_run_ends_where_it_would_have_ended(
 
 def gone(folder: str) -> None:
     """Nothing of Ray is left; it may take a moment to notice that its driver was killed."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 180
     while left := of(folder):
         assert time.monotonic() < until, [process.cmdline() for process in left]
         psutil.wait_procs(left, timeout=1.0)
