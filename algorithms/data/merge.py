@@ -132,15 +132,14 @@ def build_batch(
         transition_repeats=torch.tensor([call.repeats is not None for call in calls]).bool(),
         transition_truncated=torch.tensor([call.finish == "length" for call in calls]).bool(),
         rollout_greedy=~torch.tensor(warm).bool(),
-        token_version=_cat(
-            [
-                token_versions(calls[call])
-                for row in rows
-                for call in dict.fromkeys(row.transition.tolist())
-            ],
-            torch.int64,
-        ),
+        token_version=_token_version(rows, calls),
     )
+
+
+def _token_version(rows: Iterable[TokenRow], calls: Sequence[Transition]) -> Tensor:
+    """int64 [N]: of the tokens of all rows, see `token_versions`."""
+    in_order = [call for row in rows for call in dict.fromkeys(row.transition.tolist())]
+    return _cat([token_versions(calls[call]) for call in in_order], torch.int64)
 
 
 def token_versions(call: Transition) -> Tensor:

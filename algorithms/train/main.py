@@ -10,8 +10,10 @@ import asyncio
 import logging
 import random
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import aiohttp
 import msgspec
@@ -36,7 +38,7 @@ from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.config import RunConfig
-from agentrl.config.policies import EvaluationPlan, trained_policies
+from agentrl.config.policies import EvaluationPlan, FrozenPolicy, trained_policies
 from agentrl.errors import DamagedError
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE, log_to_stderr
@@ -121,28 +123,26 @@ async def play_plan(config: RunConfig, plan: EvaluationPlan) -> None:
     that have ended are not played again.
 
     Raises PolicyError for a player that cannot be served."""
-    _prepare(config.seed)
-    async with open_store(config.store) as store:
-        state = await store.open_run(config.name, msgspec.to_builtins(config))
-        serving = PolicyServers(config, load_policies(config))
-        await serving.start()
-        try:
-            async with serving.updating():
-                await serving.publish(dict.fromkeys(trained_policies(config), plan.steps))
-                await serving.serve_frozen(plan.players)
-            await serving.announce(store, config.name, state.epoch)
-            sampling = replace(config.sampling, temperature=plan.temperature)
-            asked = {
-                name: evaluation_rollouts(config, 0, name, plan.tasks, sampling, seats)
-                for name, seats in plan.lineups.items()
-            }
-            await evaluate.play(store, asked)
-        finally:
-            await serving.close()
+    async with _served(config, plan.steps, plan.players) as (store, _):
+        sampling = replace(config.sampling, temperature=plan.temperature)
+        asked = {
+            name: evaluation_rollouts(config, 0, name, plan.tasks, sampling, seats)
+            for name, seats in plan.lineups.items()
+        }
+        await evaluate.play(store, asked)
 
 
 async def search_prompts(config: RunConfig) -> None:
     """Serve the run's policies as they are, and search the texts of the agent's prompts."""
+    async with _served(config, 0) as (store, state):
+        await search(store, config, state)
+
+
+@asynccontextmanager
+async def _served(
+    config: RunConfig, steps: int, players: Mapping[str, FrozenPolicy] = MappingProxyType({})
+) -> AsyncIterator[tuple[Store, RunState]]:
+    """The run's policies, which have learned for `steps`, and the players, served and announced."""
     _prepare(config.seed)
     async with open_store(config.store) as store:
         state = await store.open_run(config.name, msgspec.to_builtins(config))
@@ -150,9 +150,10 @@ async def search_prompts(config: RunConfig) -> None:
         await serving.start()
         try:
             async with serving.updating():
-                await serving.publish(dict.fromkeys(trained_policies(config), 0))
+                await serving.publish(dict.fromkeys(trained_policies(config), steps))
+                await serving.serve_frozen(players)
             await serving.announce(store, config.name, state.epoch)
-            await search(store, config, state)
+            yield store, state
         finally:
             await serving.close()
 

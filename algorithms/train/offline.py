@@ -74,12 +74,14 @@ def step_items(count: int, seed: int, step: int, size: int) -> list[int]:
     """Which of `count` items a step learns from: all in a random order, then in another, and so
     on."""
     orders: dict[int, list[int]] = {}
+    chosen = []
     for place in range(step * size, (step + 1) * size):
-        epoch = place // count
+        epoch, at = divmod(place, count)
         if epoch not in orders:
             orders[epoch] = list(range(count))
             random.Random(f"{seed}/data/{epoch}").shuffle(orders[epoch])
-    return [orders[p // count][p % count] for p in range(step * size, (step + 1) * size)]
+        chosen.append(orders[epoch][at])
+    return chosen
 
 
 @dataclass(slots=True)
@@ -133,8 +135,8 @@ class DatasetCollector:
                     good,
                     bad,
                 )
-            places = range(len(self.items[split]) if scorer else 0)
-            for first in places[::CHUNK]:
+            places = range(len(self.items[split]))
+            for first in places[::CHUNK] if scorer else ():
                 groups = await self._groups(split, places[first : first + CHUNK], 0)
                 await self._score(scorer, groups)
 
