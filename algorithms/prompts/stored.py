@@ -21,13 +21,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from agentrl.algorithms.prompts.reflector import ask_reflector
-from agentrl.algorithms.prompts.search import (
-    Backend,
-    Played,
-    Search,
-    SearchEnd,
-    answers,
-)
+from agentrl.algorithms.prompts.search import Backend, Played, Search, SearchEnd, answers
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
