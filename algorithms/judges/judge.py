@@ -27,13 +27,7 @@ from agentrl.algorithms.judges import questions
 from agentrl.algorithms.judges.questions import Messages, Question, Verdict
 from agentrl.algorithms.sampling.chat_completion import Endpoint, complete, find_endpoint
 from agentrl.config import RunConfig
-from agentrl.config.rewards import (
-    GroupJudge,
-    Judge,
-    PairwiseJudge,
-    PointwiseJudge,
-    PrincipleJudge,
-)
+from agentrl.config.rewards import GroupJudge, Judge, PairwiseJudge, PointwiseJudge, PrincipleJudge
 from agentrl.datasets.records import Judgement
 from agentrl.errors import TrainingError
 from agentrl.store.base import Store

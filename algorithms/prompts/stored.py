@@ -21,13 +21,7 @@ from typing import Any, TypeVar
 import aiohttp
 from msgspec.structs import replace
 
-from agentrl.algorithms.prompts.search import (
-    Backend,
-    Played,
-    Search,
-    SearchEnd,
-    answers,
-)
+from agentrl.algorithms.prompts.search import Backend, Played, Search, SearchEnd, answers
 from agentrl.algorithms.sampling.chat_completion import complete, find_endpoint
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.config import RunConfig
