@@ -165,7 +165,7 @@ class Pages:
         after, split = _read(query, "after"), query.get("split") or None
         place: Any = {"split": split, "after": -1 if after is None else after, "limit": ITEMS}
         items = await self.store.items(name, version, **place)
-        sides = await self.store.sides([x for i in items for x in (i.chosen, i.rejected) if x])
+        sides = await self.store.sides([name for item in items for name in item.sides])
         sources = {id for item in items for id in item.source.split()}
         traces = await asyncio.gather(*map(self.store.trace, sources))
         values: Values = {"dataset": versions[version], "versions": versions, "query": query}

@@ -168,8 +168,7 @@ def compared(a: Trace, b: Trace, spell_a: Spell, spell_b: Spell) -> list[dict[st
 
 def item_talks(item: Item, sides: Mapping[str, Sequence[Transition]]) -> tuple[Any, Any]:
     """The messages with which both sides of an item begin, and of each side those after them."""
-    names = [item.chosen, item.rejected] if item.rejected else [item.chosen]
-    talks = [_talk(sides.get(name, []), item.steps) for name in names]
+    talks = [_talk(sides.get(name, []), item.steps) for name in item.sides]
     both = zip(*(talk[:-1] for talk in talks), strict=False) if item.rejected else ()
     alike = len(list(takewhile(lambda two: two[0] == two[1], both)))
     return talks[0][:alike], [talk[alike:] for talk in talks]

@@ -1,4 +1,4 @@
-"""Prompt searches as whole commands, over store, runner and gateway; for `tests.benchmarks.prompts`.
+"""Prompt searches as whole commands over store, runner and gateway, for `tests.benchmarks.prompts`.
 
 stored: of how many seeds `agentrl prompts` finds the very candidates that the search finds in
 process. alternate, prompts_alone, weights_alone: held-out score, mean and standard deviation of
@@ -43,7 +43,7 @@ def serving() -> Iterator[type[Any]]:
     class Counting(Handler):  # type: ignore[misc]
         calls, url = 0, ""
 
-        def do_POST(self) -> None:
+        def do_POST(self) -> None:  # noqa: N802
             Counting.calls += 1
             super().do_POST()
 
@@ -90,7 +90,9 @@ def stored(seeds: Iterable[int], expected: Callable[[int], list[str]]) -> int:
                 finish(folder, server.url, "prompts", "run.toml", *own)
                 found = asyncio.run(candidates(folder / "runs" / "orders-prompts"))
             equal += found == expected(seed)
-            print(f"seed {seed}: {len(found)} candidates, {found == expected(seed)}", file=sys.stderr)
+            print(
+                f"seed {seed}: {len(found)} candidates, {found == expected(seed)}", file=sys.stderr
+            )
     return equal
 
 
@@ -107,7 +109,9 @@ def in_turns(seeds: Iterable[int]) -> dict[str, float]:
         for seed in seeds:
             for arm, score in zip(ARMS, arms(server.url, seed), strict=True):
                 scores[arm].append(score)
-            print(f"seed {seed}: {[(arm, rows[-1]) for arm, rows in scores.items()]}", file=sys.stderr)
+            print(
+                f"seed {seed}: {[(arm, rows[-1]) for arm, rows in scores.items()]}", file=sys.stderr
+            )
     found = {arm: fmean(rows) for arm, rows in scores.items()}
     spread = {f"{arm}_sd": stdev(rows) for arm, rows in scores.items()}
     ahead = found["alternate"] - max(found["prompts_alone"], found["weights_alone"])
