@@ -126,9 +126,7 @@ class StoredBackend:
     ) -> dict[str, dict[str, str]]:
         trace = await self.store.trace(row.id)
         if row.rewards and not self._scored and not any(reward.note for reward in row.rewards):
-            log.warning(
-                "the verifier gives no reasons (Reward.note): the reflector sees numbers alone"
-            )
+            log.warning("the verifier gives no reasons (Reward.note): the reflector sees numbers")
         self._scored = self._scored or bool(row.rewards)
         found = {} if trace is None else {t.component: _example(trace, t) for t in texts}
         shown = {name: str(row.task[name]) for name in self.config.prompts.show if name in row.task}
@@ -146,11 +144,10 @@ class StoredBackend:
             raise SearchEnd(f"its {self.config.prompts.max_seconds:g} seconds are over")
         started = time.monotonic()
         who = self.config.prompts.reflector
-        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+        more = {} if max_tokens is None else {"max_tokens": max_tokens}
         endpoint = await find_endpoint(self.store, self.config, who)
         async with aiohttp.ClientSession() as session:
-            name = f"prompts.reflector {who}"
-            answer = await complete(session, endpoint, question, name, **limit)
+            answer = await complete(session, endpoint, question, f"prompts.reflector {who}", **more)
         reflection = Reflection(
             id=id,
             run=self.config.name,

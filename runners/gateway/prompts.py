@@ -65,11 +65,9 @@ def _spliced(sent: Json, prompt: PromptText) -> Json:
     whole call."""
     if type(sent) is not msgspec.Raw:
         return None
-    raw, old = memoryview(sent), _encoded(prompt.seed)
+    raw, old, new = memoryview(sent), _encoded(prompt.seed), _encoded(prompt.text)
     at = _find(raw[: AHEAD + len(old)].tobytes(), old)
-    if at < 0:
-        return None
-    return msgspec.Raw(b"".join((raw[:at], _encoded(prompt.text), raw[at + len(old) :])))
+    return None if at < 0 else msgspec.Raw(b"".join((raw[:at], new, raw[at + len(old) :])))
 
 
 @lru_cache(maxsize=256)
