@@ -196,7 +196,7 @@ class Pages:
         if (one := known.get(id)) is None:
             raise NotFound(f"run {run!r} has no candidate {id!r}")
         parent = known.get(next(iter(one.parents), ""), one)
-        pairs = zip(parent.texts, one.texts, strict=True)
+        pairs = zip(parent.texts, one.texts, strict=False)
         texts = [(new, records.changes(old.text, new.text)) for old, new in pairs]
         asked = [row for row in await self.store.reflections(run) if row.id == one.reflection]
         values = {"run": run, "one": one, "parent": parent, "texts": texts, "asked": asked}
@@ -204,16 +204,13 @@ class Pages:
 
     async def _evaluations(self, state: RunState) -> Values:
         """The groups with which searches scored candidates, by candidate and kind."""
-        prefix, size = (
-            f"{state.run}/prompts/",
-            (state.config.get("prompts") or {}).get("validation"),
-        )
+        prefix, settings = f"{state.run}/prompts/", state.config.get("prompts") or {}
         place: Any = {"purpose": Purpose.EVAL, "before": f"{state.run}/prompts0"}
         found: dict[tuple[str, str], list[GroupRow]] = {}
         for group in await self.store.groups(state.run, limit=EVALUATIONS, **place):
             if group.id.startswith(prefix):
                 search, _, name = group.id.removeprefix(prefix).partition("/")
-                kind = "validation" if group.n == size else "minibatch"
+                kind = "validation" if group.n == settings.get("validation") else "minibatch"
                 key = (name.rpartition(".")[2], search if search == "heldout" else kind)
                 found.setdefault(key, []).append(group)
         return {"found": found}
