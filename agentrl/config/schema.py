@@ -233,7 +233,7 @@ class ReferenceConfig(Section, frozen=True):
 
 
 class TeacherConfig(Section, frozen=True):
-    """The model that the preset distill imitates."""
+    """The model that `distill` and `+distill` imitate."""
 
     model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
 
