@@ -39,6 +39,7 @@ from agentrl.types import Attempt, Json, NewRollout, Outcome, Purpose, Transitio
 log = logging.getLogger("agentrl.runner")
 LEASE, SWEEP = 60.0, 10.0  # seconds that a session is held, and after which it is held again
 TURN = "agentrl_turn"  # of a request: the digest of its messages
+BESIDE = ("/count_tokens", ":countTokens", "/embeddings", "/traces", "/logs", "/metrics")
 Turn = tuple[str, str]  # digest of the messages of a request, and its answer
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -119,17 +120,26 @@ class Sessions:
             await self._finish(lost)
 
     async def _find(self, request: web.Request, key: str) -> None:
-        request[TURN], known, start = _place(await read_body(request), self._turns)
+        try:
+            body = msgspec.json.decode(await read_body(request), type=dict[str, Any])
+        except msgspec.DecodeError:  # the call is refused for it
+            body = {}
+        request[TURN], known, start = _place(body, self._turns)
+        if previous := body.get("previous_response_id"):
+            sessions = self._open.values()
+            known = next((s.name for s in sessions if previous in s.active.memory.answers), "")
         key = key if self._settings.by == "key" else ""
         given = request.headers.get(self._settings.header, "") or key
         name = given or known or uuid.uuid4().hex
+        name = "" if request.path.endswith(BESIDE) else name
         session = self._open.get(name) or await self._begin(name, given or start)
         session.used = time.monotonic()
         session.active.extend(self._settings.timeout)
         request.match_info["attempt"], request[NAME] = session.active.id, name
 
     async def _begin(self, name: str, start: str) -> Session:
-        """A session in the store, if a hash of how it starts is in the sample."""
+        """A session, which is in the store if it has a name and the hash of its start is in the
+        sample."""
         group = session_group(self._run, name)
         rollout = NewRollout(
             id=f"{group}/{uuid.uuid4().hex[:12]}", run=self._run, group=group, index=0, task={},
@@ -140,7 +150,7 @@ class Sessions:
         async with self._claiming:
             if name in self._open:
                 return self._open[name]
-            if sampled := drawn < self._settings.sample:
+            if sampled := bool(name) and drawn < self._settings.sample:
                 await self._store.enqueue([rollout])
                 found = await self._store.claim(1, runner="gateway", lease=LEASE, run=self._run)
                 if not found or found[0].rollout.id != rollout.id:
@@ -198,13 +208,9 @@ def _refusal(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "code": status}}, status=status)
 
 
-def _place(raw: bytes, known: Mapping[Turn, str]) -> tuple[str, str, str]:
+def _place(body: Mapping[str, Any], known: Mapping[Turn, str]) -> tuple[str, str, str]:
     """Of a request: the digest of its messages, the session that said the latest of their answers,
     and the digest of those before the first."""
-    try:
-        body = msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError:  # the call is refused for it
-        body = {}
     said = next((body[key] for key in ("messages", "input", "contents") if key in body), [])
     head = [body.get(key) for key in ("system", "systemInstruction", "instructions", "prompt")]
     state, name, start = blake2b(msgspec.json.encode(head), digest_size=16), "", ""

@@ -129,8 +129,14 @@ async def test_streams_and_other_apis_are_sessions_too(start, settings, shop):
     async with served.session.post(f"{served.url}/messages", json=sent) as streamed:
         assert streamed.headers["x-agentrl-session"] == about["x-agentrl-session"]
         assert b"echo" in await streamed.read()
-    (row,) = await rollouts(shop)
-    assert len(row.transitions) == 2
+    count = {"model": "m", "messages": body["messages"]}
+    assert (await served.post("messages/count_tokens", count))[0] == 200
+    asked = {"model": "m", "input": "hi"}
+    _, first, about = await served.post("responses", asked)
+    asked = {"model": "m", "input": "more", "previous_response_id": first["id"]}
+    status, _, then = await served.post("responses", asked)
+    assert (status, then["x-agentrl-session"]) == (200, about["x-agentrl-session"])
+    assert sorted(len(row.transitions) for row in await rollouts(shop)) == [2, 2]
 
 
 async def test_a_share_of_sessions_is_recorded_and_all_are_answered(start, settings, shop):
