@@ -28,7 +28,7 @@ from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
 from agentrl.config import policies as team
-from agentrl.config.infrastructure import EXECUTORS
+from agentrl.config.infrastructure import EXECUTORS, SessionsConfig
 from agentrl.config.presets import check_presets
 from agentrl.datasets.pin import pin_dataset
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
@@ -132,6 +132,8 @@ def check(config: RunConfig) -> None:
     come last, because they may take long to make."""
     root = Path(config.root)
     check_presets(config)
+    if config.sessions != SessionsConfig():
+        raise ConfigError("[sessions] is read by `agentrl gateway serve` alone; remove it")
     if config.steps and not (config.tasks.train or config.data.name):
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     if not config.steps and not config.tasks.heldout:

@@ -16,6 +16,7 @@ from agentrl import __version__
 from agentrl.cli.bench import bench
 from agentrl.cli.data import data
 from agentrl.cli.export import export
+from agentrl.cli.gateway import gateway
 from agentrl.cli.harness import harness
 from agentrl.cli.plan import plan
 from agentrl.cli.prompts import prompts
@@ -46,7 +47,7 @@ def cli() -> None:
 
 
 for command in (
-    bench, config_group, data, export, harness, init, plan, prompts, rm, store_group, view
+    bench, config_group, data, export, gateway, harness, init, plan, prompts, rm, store_group, view
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -29,6 +29,7 @@ from agentrl.config.infrastructure import (
     Learner,
     Runner,
     RunnerConfig,
+    SessionsConfig,
     TorchLearnerConfig,
 )
 from agentrl.config.prompts import PromptsConfig
@@ -232,7 +233,7 @@ class ReferenceConfig(Section, frozen=True):
 
 
 class TeacherConfig(Section, frozen=True):
-    """The model that the preset distill imitates."""
+    """The model that `distill` and `+distill` imitate."""
 
     model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
 
@@ -353,6 +354,7 @@ class RunConfig(Section, frozen=True):
     prompts: PromptsConfig = PromptsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers it
+    sessions: SessionsConfig = SessionsConfig()
     # [[roles.match]] in the run file: roles of calls that say none themselves. The first that holds
     # counts; those of the harness come after.
     role_rules: list[RoleRule] = []

@@ -63,7 +63,6 @@ class Backend(Protocol):
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
     ) -> list[list[Played]]:
         """All of them at once; returns when they have ended. traces: with examples."""
-        ...
 
     def ask(self, number: int, question: str, max_tokens: int | None) -> Reflection: ...
 
