@@ -18,12 +18,12 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from agentrl.config import RunConfig, store_in
+from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.failures import brief
 from agentrl.processes import PHASE
 from agentrl.store.base import Store
-from agentrl.telemetry.report import policies_without_calls, untrained_calls
+from agentrl.telemetry.report import policies_without_calls, store_option, untrained_calls
 from agentrl.types import EMPTY, Counts, ErrorKind, FailureCount, Purpose, StepRow
 
 REFRESH = 0.5  # seconds between redraws
@@ -293,12 +293,9 @@ async def roles_without_calls(store: Store, config: RunConfig) -> str:
 def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
     """The kind of failure, how often it happened, an example, and the command that shows it."""
     times = f"{failed.attempts} attempts" if failed.attempts > 1 else "an attempt"
-    # `agentrl show` finds the default store by itself, from the working directory.
-    default = store_in(Path("runs", config.name).resolve())
-    where = "" if config.store == default else f" --store {config.store}"
     return (
         f"{failed.kind}: {times} failed so far: {brief(failed.message)}\n"
-        f"  see it: agentrl show {failed.rollout}{where}"
+        f"  see it: agentrl show {failed.rollout}{store_option(config)}"
     )
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.config import RunConfig
+from agentrl.algorithms.diagnostics.why import has_improved
+from agentrl.config import RunConfig, store_in
 from agentrl.config import policies as team
 from agentrl.store.base import Store
 from agentrl.telemetry.show import render_trace
@@ -41,6 +42,8 @@ async def print_report(
             console.print(f"[bold]{title}[/]")
             console.print(render_trace(trace, longest=400))
     rows = [_times(steps, seconds), await _failures(store, config), _refused(steps)]
+    if config.steps and not has_improved(steps):
+        rows.append(f"the run did not improve; agentrl why {config.name}{store_option(config)}")
     for row in (*rows, *policies_without_calls(config, steps).values()):
         if row:
             console.print(row, highlight=False, markup=False)
@@ -48,6 +51,12 @@ async def print_report(
     for name, path in paths.items():
         if path:
             console.print(f"{name:<11}{path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def store_option(config: RunConfig) -> str:
+    """For a command about the run, which finds the default store from the working directory."""
+    default = store_in(Path("runs", config.name).resolve())
+    return "" if config.store == default else f" --store {config.store}"
 
 
 def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
