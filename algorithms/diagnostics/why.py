@@ -1,16 +1,15 @@
 """Why a run does not learn: rules that read what it stored, and name the setting to change.
 
-They are in the order of cause and effect: a symptom, such as groups of equal rewards, comes after
-what brings it about. Torch is not imported.
+Causes come before what they bring about, such as groups of equal rewards. Torch is not imported.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, pstdev
+from statistics import fmean
 
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
@@ -18,22 +17,21 @@ from agentrl.config.load import from_store
 from agentrl.errors import NotFound
 from agentrl.failures import brief
 from agentrl.store.base import Store
-from agentrl.types import EMPTY, FailureCount, Purpose, StepRow, Transition
+from agentrl.types import EMPTY, FailureCount, Purpose, StepRow
 
 SOME, MOST = 0.2, 0.5  # shares from which a reason is given, and comes before lesser ones
 CERTAIN = 0.02  # nats per token, of a policy that says one thing
 MOVED = 2e-5  # sum of the learning rates of a run that moved its weights; of an adapter ten times
-LOOKED_AT = 24  # rollouts of the first and of the last trained step whose calls are read
+LOOKED_AT, BUDGET = 16, 5.0  # rollouts whose calls are read; seconds to look for a role
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Why a policy does not learn. share: of the run that it concerns, from 0 (not at all) to 1."""
 
-    text: str
-    change: str  # settings, and how
     share: float
-    evidence: str
+    text: str  # with the evidence
+    change: str  # settings, and how
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +42,7 @@ class PolicyRun:
     steps: Sequence[Mapping[str, float]]  # metrics of committed steps, the policy's own unprefixed
     failure: FailureCount | None  # of the commonest kind
     silent: Sequence[str]  # roles that it plays and in which no call was made
-    early: Sequence[Transition]  # calls of the first trained step
-    late: Sequence[Transition]
+    logprobs: Sequence[float]  # of the tokens that it sampled last
 
     def values(self, name: str) -> list[float]:
         return [x for step in self.steps if math.isfinite(x := step.get(name, math.nan))]
@@ -60,37 +57,30 @@ class PolicyRun:
         return part / max(part, sum(self.values(of)), 1.0)
 
 
-async def read(store: Store, run: str) -> dict[str, PolicyRun]:
-    """The record of each trained policy. Raises NotFound for an unknown run."""
+async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
+    """The record of each trained policy, of the last steps, 0: of all. Raises NotFound for an
+    unknown run."""
     state = await store.run(run)
     if state is None:
         raise NotFound(f"there is no run {run!r} in {store.url}; it has {await store.runs()}")
-    config, failures = from_store(state.config), await store.failures(run)
-    rows = [row for row in await store.steps(run) if row.committed]
-    taught = [row.step for row in rows if EMPTY not in row.metrics]
-    calls: list[list[Transition]] = [[], []]
-    for found, step in zip(calls, (taught[:1], taught[-1:]), strict=True):
-        if step:
-            trained = await store.rollouts(
-                run, purpose=Purpose.TRAIN, trained=step[0], limit=LOOKED_AT
-            )
-            traces = [await store.trace(row.id) for row in trained]
-            found += [call for trace in traces if trace for call in trace.transitions]
-    heard = {call.role for call in (*calls[0], *calls[1])}
-    return {
-        name: PolicyRun(
-            team.view(config, name),
-            [own_metrics(row.metrics, name) for row in rows],
-            max(failures, key=lambda row: row.attempts, default=None),
-            [
-                role
-                for role, player in team.policy_by_role(config).items()
-                if player == name and heard and role not in heard
-            ],
-            *([call for call in found if call.policy == name] for found in calls),
+    config = from_store(state.config)
+    rows = [row for row in await store.steps(run) if row.committed][-last:]
+    failure = max(await store.failures(run), key=lambda row: row.attempts, default=None)
+    records = {}
+    for name in team.trained_policies(config):
+        own = [role for role, player in team.policy_by_role(config).items() if player == name]
+        found = {role: await store.search(run, role=role, limit=1, budget=BUDGET) for role in own}
+        newest = await store.search(run, policy=name, purpose=Purpose.TRAIN, limit=LOOKED_AT)
+        traces = [await store.trace(row.id) for row in newest.rows]
+        calls = [call for trace in traces if trace for call in trace.transitions]
+        records[name] = PolicyRun(
+            config=team.view(config, name),
+            steps=[own_metrics(row.metrics, name) for row in rows],
+            failure=failure,
+            silent=[role for role, page in found.items() if not page.rows],
+            logprobs=[x for call in calls if call.policy == name for x in call.logprobs],
         )
-        for name in team.trained_policies(config)
-    }
+    return records
 
 
 def own_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
@@ -107,153 +97,105 @@ def reasons(run: PolicyRun) -> list[Reason]:
 
 
 def has_improved(rows: Sequence[StepRow]) -> bool:
-    """Whether the last fifth of the held-out scores, or else of the steps' mean outcomes, is above
-    the first, by more than these differ from step to step. True of games without held-out scores,
-    in which what one seat wins another loses."""
-    found = [row.metrics["eval/score"] for row in rows if "eval/score" in row.metrics]
-    noise = 0.0
-    if len(found) < 2:
-        found = [row.metrics["reward/mean"] for row in rows if "reward/mean" in row.metrics]
-        if len(found) < 3 or any("selfplay/games" in row.metrics for row in rows):
-            return True
-        noise = pstdev(b - a for a, b in pairwise(found))
-    fifth = math.ceil(len(found) / 5)
-    return fmean(found[-fifth:]) - fmean(found[:fifth]) > noise
+    """Whether the mean of the last fifth of the held-out scores, or else of the rewards, is above
+    that of the first. True of games without held-out scores: what one seat wins another loses."""
+    game = any("selfplay/games" in row.metrics for row in rows)
+    for name in ("eval/score",) if game else ("eval/score", "reward/mean"):
+        found = [row.metrics[name] for row in rows if name in row.metrics]
+        if len(found) > 1:
+            fifth = math.ceil(len(found) / 5)
+            return fmean(found[-fifth:]) > fmean(found[:fifth])
+    return True
 
 
-Rule = Callable[[PolicyRun], tuple[float, str]]
-RULES: list[Callable[[PolicyRun], Reason]] = []
-"""Causes before what they bring about."""
-
-
-def rule(text: str, change: str) -> Callable[[Rule], Rule]:
-    """Adds a function from the record to the share and the evidence of a reason."""
-
-    def add(function: Rule) -> Rule:
-        RULES.append(lambda run: Reason(text, change, *function(run)))
-        return function
-
-    return add
-
-
-@rule("the prompt is too long", "policy.model, engine.max_context: more; sampling.max_tokens: less")
-def long_prompts(run: PolicyRun) -> tuple[float, str]:
+def long_prompts(run: PolicyRun) -> Reason:
     share, refused = run.share("calls/too_long", "calls"), ""
     if run.failure and "context" in run.failure.message:
         share, refused = run.share("rollouts/failed", "rollouts"), brief(run.failure.message)
-    return share, f"{share:.0%} of the calls or rollouts exceeded the model's context. {refused}"
+    text = f"the prompt is too long: {share:.0%} exceeded the model's context. {refused}"
+    return Reason(share, text, "policy.model, engine.max_context: more; sampling.max_tokens: less")
 
 
-@rule(
-    "rollouts fail",
-    "agent.timeout, agent.max_calls, agent.max_tokens: more; agent.path, verifier.path: mend it",
-)
-def failed_rollouts(run: PolicyRun) -> tuple[float, str]:
-    share, what = run.share("rollouts/failed", "rollouts", without="rollouts/cancelled"), ""
-    if run.failure:
-        what = f", such as {run.failure.rollout}: {run.failure.kind}, {brief(run.failure.message)}"
-    return share, f"{share:.0%} of them{what}"
+def failed_rollouts(run: PolicyRun) -> Reason:
+    share, text = run.share("rollouts/failed", "rollouts", without="rollouts/cancelled"), ""
+    if (last := run.failure) is not None:
+        text = f"rollouts fail: {share:.0%}, as {last.rollout}: {last.kind}, {brief(last.message)}"
+    cure = "agent.timeout, agent.max_calls, agent.max_tokens: more; agent.path, verifier.path: mend"
+    return Reason(share if text else 0.0, text, cure)
 
 
-@rule("a role is silent", "policies.NAME.roles, roles: the names that the agent uses")
-def silent_roles(run: PolicyRun) -> tuple[float, str]:
-    heard = ", ".join(sorted({call.role for call in (*run.early, *run.late)})) or "none of its own"
-    return float(bool(run.silent)), f"no call was made in {', '.join(run.silent)}, calls were made in {heard}"
+def silent_roles(run: PolicyRun) -> Reason:
+    text = f"a role is silent: no call was made in {', '.join(run.silent)}"
+    return Reason(float(bool(run.silent)), text, "policies.NAME.roles, roles: the agent's names")
 
 
-@rule("calls are inexact", 'engine.kind: one that gives token ids; algorithm.inexact: "retokenize"')
-def inexact_calls(run: PolicyRun) -> tuple[float, str]:
+def inexact_calls(run: PolicyRun) -> Reason:
     share = run.share("calls/refused", "calls", without="calls/too_long")
-    return share, f"{share:.0%} of the calls came without token ids and were not trained"
+    text = f"calls are inexact: {share:.0%} came without token ids and are not trained"
+    return Reason(share, text, 'engine.kind: one with ids; algorithm.inexact: "retokenize"')
 
 
-@rule("rewards are missing", "verifier.path: a number of the name that the algorithm reads")
-def missing_rewards(run: PolicyRun) -> tuple[float, str]:
+def missing_rewards(run: PolicyRun) -> Reason:
     names = {name for step in run.steps for name in step if name.endswith("/frac_missing")}
     unused = run.share(EMPTY, "rollouts", without="rollouts/failed")
-    empty = 0.0 if any(run.values("calls/refused")) else unused
-    share = max([empty, *map(run.mean, names)])
-    return share, f"{share:.0%} of the rollouts have none"
+    share = max([0.0 if any(run.values("calls/refused")) else unused, *map(run.mean, names)])
+    text = f"rewards are missing: of {share:.0%} of the rollouts, or algorithm.min_group of others"
+    return Reason(share, text, "verifier.path: a number of the name that the algorithm reads")
 
 
-@rule("rollouts of a group are sampled greedily", "sampling.temperature: 1.0")
-def greedy_sampling(run: PolicyRun) -> tuple[float, str]:
-    temperature = run.config.sampling.temperature
-    return float(temperature == 0), f"sampling.temperature is {temperature:g}"
-
-
-@rule("the learning rate is too high", "algorithm.lr: a tenth; algorithm.warmup: more steps")
-def high_lr(run: PolicyRun) -> tuple[float, str]:
+def high_lr(run: PolicyRun) -> Reason:
     entropy, bad = run.values("policy/entropy"), run.share("update/bad", "update/steps")
-    jumps = [abs(b - a) / max(entropy[0], 10 * CERTAIN) for a, b in pairwise(entropy)]
-    jump = max(jumps, default=0.0)
-    return max(bad, float(jump > MOST)), (
-        f"in one step the entropy changed by {jump:.0%} of what it was at first; {bad:.0%} of the "
-        "optimizer steps were not finite"
-    )
+    jumps = (abs(b - a) / max(entropy[0], 10 * CERTAIN) for a, b in pairwise(entropy))
+    jump, what = max(jumps, default=0.0), f"{bad:.0%} of the optimizer steps were not finite"
+    if jump > MOST:
+        bad, what = 1.0, f"in one step the entropy changed by {jump:.0%} of what it was at first"
+    text = f"the learning rate is too high: {what}"
+    return Reason(bad, text, "algorithm.lr: a tenth; algorithm.warmup: more steps")
 
 
-@rule(
-    "entropy is gone",
-    "algorithm.options.entropy: 0.01; algorithm.lr: less; policy.model: one that is less certain",
-)
-def entropy_gone(run: PolicyRun) -> tuple[float, str]:
-    sampled = ([-x for call in calls for x in call.logprobs] for calls in (run.early, run.late))
-    first, last = (fmean(found or [math.inf]) for found in sampled)
-    return float(last < CERTAIN), (
-        f"the mean -log prob of sampled tokens was {first:.3f} nats at first and {last:.3f} at last"
-    )
+def entropy_gone(run: PolicyRun) -> Reason:
+    left = -fmean(run.logprobs or [-math.inf])
+    text = f"entropy is gone: the last sampled tokens have a mean -log prob of {left:.3f} nats"
+    cure = "algorithm.options.entropy: 0.01; algorithm.lr: less; policy.model: one less certain"
+    return Reason(float(left < CERTAIN), text, cure)
 
 
-@rule(
-    "the verifier gives one reward to all", "verifier.path: what it compares; tasks.train: others"
-)
-def constant_verifier(run: PolicyRun) -> tuple[float, str]:
-    means = run.values("reward/mean") or [0.0, 1.0]
-    same = min(means) == max(means) and not any(run.values("reward/std"))
-    return float(same), f"all rollouts of {len(means)} steps got {means[0]:g}"
+def constant_verifier(run: PolicyRun) -> Reason:
+    means, spread = run.values("reward/mean") or [0.0, 1.0], run.values("reward/std")
+    text = f"the verifier gives one reward to all: {means[0]:g} in all {len(means)} steps"
+    same = min(means) == max(means) and not any(spread)
+    return Reason(float(same), text, "verifier.path: what it compares; tasks.train: others")
 
 
-@rule(
-    "groups are flat",
-    'tasks.order: "difficulty"; algorithm.dynamic_sampling: true; algorithm.group_size: more',
-)
-def flat_groups(run: PolicyRun) -> tuple[float, str]:
+def flat_groups(run: PolicyRun) -> Reason:
     share = run.mean("reward/outcome/frac_zero_std")
-    return share, f"in {share:.0%} of them all rollouts got the same reward"
+    text = f"groups are flat: in {share:.0%} of them all rollouts got the same reward"
+    cure = 'tasks.order: "difficulty"; algorithm.dynamic_sampling: true; algorithm.group_size: more'
+    return Reason(share, text, cure)
 
 
-@rule("the lag is too high", "algorithm.max_staleness: less; algorithm.lr: less")
-def lag(run: PolicyRun) -> tuple[float, str]:
+def lag(run: PolicyRun) -> Reason:
     old, ess = run.mean("staleness/version_mean"), fmean(run.values("sampler/ess") or [1.0])
-    withheld = run.share("staleness/withheld", "tokens/completion")
-    return max(withheld, 2 * (1 - ess) if old > SOME else 0.0), (
-        f"tokens were {old:.1f} updates old, with an effective sample size of {ess:.0%}; "
-        f"{withheld:.0%} were withheld"
-    )
+    text = f"the lag is too high: {old:.1f} updates, an effective sample size of {ess:.0%}"
+    share = 2 * (1 - ess) if old > SOME else run.share("staleness/withheld", "tokens/completion")
+    return Reason(share, text, "algorithm.max_staleness, algorithm.lr: less")
 
 
-@rule("sampler and learner disagree", "policy.dtype, learner.fp32_head; algorithm.preset: +tis")
-def mismatch(run: PolicyRun) -> tuple[float, str]:
-    gap = 0.0 if run.mean("staleness/version_mean") else run.mean("logprob_difference/mean")
-    return min(1.0, 5 * gap), f"about weights of one version by {gap:.3f} nats per token"
-
-
-@rule("ratios are clipped", "algorithm.epochs, algorithm.minibatches, algorithm.lr: less")
-def clipped_ratios(run: PolicyRun) -> tuple[float, str]:
+def clipped_ratios(run: PolicyRun) -> Reason:
     share, kl = run.mean("policy/clip_fraction"), run.mean("old/kl")
-    return share, f"those of {share:.0%} of the tokens; a step moved the policy by {kl:.2f} nats"
+    text = f"ratios are clipped: of {share:.0%} of the tokens, at a KL divergence of {kl:.2g}"
+    return Reason(share, text, "algorithm.epochs, algorithm.minibatches, algorithm.lr: less")
 
 
-@rule("the learning rate is too low, or steps are too few", "algorithm.lr, steps: more")
-def low_lr(run: PolicyRun) -> tuple[float, str]:
+def low_lr(run: PolicyRun) -> Reason:
     """An optimizer step of Adam moves a weight by about the learning rate."""
     moved = sum(step.get("lr", 0.0) * step.get("update/steps", 0.0) for step in run.steps)
     enough = MOVED * (10 if run.config.policy.lora.rank else 1)
-    return float(0 < moved < enough), f"no weight can have moved by more than about {moved:.1g}"
+    text = f"the learning rate is too low, or steps too few: no weight moved by over {moved:.1g}"
+    return Reason(float(0 < moved < enough), text, "algorithm.lr, steps: more")
 
 
-@rule("completions are cut off", "sampling.max_tokens: more")
-def cut_completions(run: PolicyRun) -> tuple[float, str]:
-    share = run.mean("completion/truncated")
-    return share * SOME / MOST, f"a token limit ended {share:.0%} of the calls"
+RULES = (
+    long_prompts, failed_rollouts, silent_roles, inexact_calls, missing_rewards, high_lr,
+    entropy_gone, constant_verifier, flat_groups, lag, clipped_ratios, low_lr,
+)  # fmt: skip

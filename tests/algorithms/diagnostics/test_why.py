@@ -65,7 +65,6 @@ SPOILED: dict[str, tuple[str, dict[str, Any]]] = {
     "verifier always 0": ("the verifier gives one reward", {"verify": lambda task, result: 0.0}),
     "calls inexact": ("calls are inexact", {}),
     "model certain": ("entropy is gone", {}),
-    "greedy": ("rollouts of a group are sampled greedily", {"sampling": {"temperature": 0.0}}),
     "prompt too long": ("the prompt is too long", {"agent": build(lambda task: LONG)}),
     "agent times out": (
         "rollouts fail",
@@ -177,8 +176,8 @@ def test_the_command_prints_reasons_and_settings(tmp_path: Path) -> None:
 
     asyncio.run(fill())
     said = CliRunner().invoke(cli, ["why", "r", "--store", url]).output
-    assert "1. the verifier gives one reward to all\n   evidence: " in said
-    assert "   change:   verifier.path" in said
+    assert "1. the verifier gives one reward to all: 0 in all 2 steps\n" in said
+    assert "   change verifier.path" in said
     lost = CliRunner().invoke(cli, ["why", "other", "--store", url])
     assert isinstance(lost.exception, NotFound)
 
@@ -201,9 +200,9 @@ def rows(**columns: list[float]) -> list[StepRow]:
         ({"score": [0.1, 0.2]}, True),
         ({"score": [0.2, 0.2], "reward": [0.0, 1.0]}, False),
         ({"reward": [0.1, 0.2, 0.3, 0.4, 0.5]}, True),
-        ({"reward": [0.1, 0.5, 0.2, 0.5, 0.1, 0.5, 0.1, 0.5, 0.2]}, False),
+        ({"reward": [0.2, 0.1, 0.5, 0.1, 0.5, 0.1, 0.2, 0.1]}, False),
         ({"reward": [0.0, 0.0, 0.0], "games": [1.0, 1.0, 1.0]}, True),
-        ({"reward": [0.1, 0.1]}, True),
+        ({"reward": [0.1]}, True),
     ],
 )
 def test_whether_a_run_improved(columns: dict[str, list[float]], improved: bool) -> None:
