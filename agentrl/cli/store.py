@@ -119,11 +119,7 @@ def vacuum(url: str | None) -> None:
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 def prune(
-    url: str | None,
-    run: str | None,
-    keep_last: int | None,
-    older_than: float | None,
-    dry_run: bool,
+    url: str | None, run: str | None, keep_last: int | None, older_than: float | None, dry_run: bool
 ) -> None:
     """Remove the traces of trained groups and of evaluations that no step will read again.
 

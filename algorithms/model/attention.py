@@ -238,12 +238,7 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tiles: list[Tile],
-        scale: float | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: list[Tile], scale: float | None
     ) -> Tensor:
         q, k, v = _by_key_head(query, key, value)
         out, lse = _flash_tiles(q, k, v, tiles, scale)
