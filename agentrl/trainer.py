@@ -106,6 +106,10 @@ class Trainer:
 
     def fit(self, *, fresh: bool = False) -> TrainingResult:
         """Train to the end, or continue where an earlier call of this name was stopped."""
+        return run_blocking(self.fit_async(fresh=fresh))
+
+    async def fit_async(self, *, fresh: bool = False) -> TrainingResult:
+        """As `fit`, beside other work of an event loop. Cancelled, it stops its processes."""
         settings = {"policy": {}, "agent": {}, "verifier": {}} | self.settings
         settings["policy"] = {"model": str(self.policy)} | settings["policy"]
         for key, value in (("agent", self.agent), ("verifier", self.verifier)):
@@ -124,7 +128,7 @@ class Trainer:
         config = msgspec.structs.replace(config, tasks=tasks)
         check(config)
         named = isinstance(self.agent, str) and isinstance(self.verifier, str)
-        return run_blocking(front(config, local=None if named else (self.agent, self.verifier)))
+        return await front(config, local=None if named else (self.agent, self.verifier))
 
 
 def check(config: RunConfig) -> None:
@@ -302,7 +306,8 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> TrainingRe
     state = await store.run(config.name)
     last = state.checkpoint if state else None
     steps = await store.steps(config.name)
-    before, after = steps[0].metrics, steps[-1].metrics
+    scored = [row for row in steps if "eval/score" in row.metrics] or steps
+    before, after = scored[0].metrics, scored[-1].metrics
     result = TrainingResult(
         before=before.get("eval/score"),
         after=after.get("eval/score"),

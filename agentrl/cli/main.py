@@ -25,6 +25,7 @@ from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init
 from agentrl.cli.store import store as store_group
 from agentrl.cli.view import view
+from agentrl.cli.why import why
 from agentrl.config import RunConfig, load, store_in, to_toml
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import AgentRLError
@@ -47,7 +48,7 @@ def cli() -> None:
 
 
 for command in (
-    bench, config_group, data, export, gateway, harness, init, plan, prompts, rm, store_group, view
+    bench, config_group, data, export, gateway, harness, init, plan, prompts, rm, store_group, view, why
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -41,7 +41,9 @@ MODEL_LR = 1e-5  # default learning rate of a critic that is a model of its own
 
 
 class TasksConfig(Section, frozen=True):
-    """Each is a "file.jsonl", or a "file.py:name": an iterable of tasks, or a function for one."""
+    """Each is a "file.jsonl", a "file.py:name": an iterable of tasks, such as a data set, or a
+    function for one, or a data set of the hub, "hf:owner/name[/config][@revision][:split]",
+    whose column input, prompt, question, problem or instruction is the input."""
 
     train: str = ""
     heldout: str = ""
@@ -262,6 +264,9 @@ class EvalConfig(Section, frozen=True):
     curve_tasks: Natural = 64  # in the evaluations between; 0: all
     sampled: bool = True  # before and after, also at temperature 1
     temperature: NonNegative = 0.0  # everything else is sampled as in training
+    # Each "file.py:name", called with a checkpoint's directory: a number, or several by name.
+    functions: list[str] = []
+    patience: Natural = 0  # evaluations without a better score until training ends; 0: it goes on
 
 
 class SelfplayConfig(Section, frozen=True, tag_field="opponents", tag="self"):
