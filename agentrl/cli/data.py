@@ -113,9 +113,9 @@ def show(name: str | None, url: str, version: int, examples: int) -> None:
         if len(margins) > 1:
             low, middle, high = quantiles(margins, n=4)
             click.echo(f"margins: quartiles {low:g}, {middle:g}, {high:g}")
-        longer = [await _longer(store, item) for item in items[:PAGE] if item.rejected]
-        if longer:
-            click.echo(f"the better side is the longer one in {fmean(longer):.0%} of pairs")
+        if pairs := [item for item in items[:PAGE] if item.rejected]:
+            share = await _longer(store, pairs)
+            click.echo(f"the better side is the longer one in {share:.0%} of pairs")
         for row in await export_rows(store, items[:examples]):
             shown = {key: value for key, value in row.items() if not key.endswith("_ids")}
             click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
@@ -133,10 +133,8 @@ def freeze(name: str, url: str, version: int) -> None:
     async def copy(store: Store) -> None:
         found, items = await _items(store, name, version)
         for first in range(0, len(items), PAGE):
-            part = items[first : first + PAGE]
-            sides = await store.sides(
-                [s for item in part for s in (item.chosen, item.rejected) if s]
-            )
+            digests = [side for item in items[first : first + PAGE] for side in item.sides]
+            sides = await store.sides(digests)
             copies = [Side(digest=digest, own=calls) for digest, calls in sides.items() if calls]
             await store.add_items(name, found.version, [], copies)
         click.echo(f"{name} version {found.version}: {len(items)} items have their own tokens")
@@ -206,10 +204,11 @@ async def _items(store: Store, name: str, version: int) -> tuple[Dataset, list[I
     return versions[-1], await store.items(name, versions[-1].version)
 
 
-async def _longer(store: Store, item: Item) -> bool:
-    sides = await store.sides([item.chosen, str(item.rejected)])
-    sizes = [
-        sum(len(call.completion) or len(str(call.answer)) for call in sides[digest])
-        for digest in (item.chosen, str(item.rejected))
-    ]
-    return sizes[0] > sizes[1]
+async def _longer(store: Store, pairs: list[Item]) -> float:
+    """The share of pairs whose better side is the longer one."""
+    sides = await store.sides([side for item in pairs for side in item.sides])
+    sizes = {
+        digest: sum(len(call.completion) or len(str(call.answer)) for call in calls)
+        for digest, calls in sides.items()
+    }
+    return fmean(sizes[item.chosen] > sizes[item.sides[-1]] for item in pairs)

@@ -99,12 +99,12 @@ def _judged(
         return None
     own = [call for call in calls if call.policy == spec.policy]
     done = row.state in (RolloutState.SUCCEEDED, RolloutState.FAILED) and not row.counterfactual
-    why = "" if done and not isnan(value) else "rollouts without the reward"
-    why = why or ("" if own and len(own) == len(calls) else "rollouts with calls of other policies")
-    why = why or (
-        "" if all(call.exact for call in own) else "rollouts with calls without token ids"
-    )
-    if why:
+    defects = {
+        "rollouts without the reward": not done or isnan(value),
+        "rollouts with calls of other policies": not own or len(own) < len(calls),
+        "rollouts with calls without token ids": not all(call.exact for call in own),
+    }
+    if why := next((why for why, found in defects.items() if found), ""):
         draft.counts[why] += 1
         return None
     return row, value, own

@@ -55,6 +55,11 @@ class Item(Record, frozen=True):
     source: str = ""
 
     @property
+    def sides(self) -> list[str]:
+        """Digests of its sides."""
+        return [self.chosen] if self.rejected is None else [self.chosen, self.rejected]
+
+    @property
     def id(self) -> str:
         parts = (self.kind, self.chosen, self.rejected, self.label, self.steps)
         return blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()

@@ -18,10 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+import aiohttp
 from msgspec.structs import replace
 
-from agentrl.algorithms.prompts.reflector import ask_reflector
 from agentrl.algorithms.prompts.search import Backend, Played, Search, SearchEnd, answers
+from agentrl.algorithms.sampling.chat_completion import complete, find_endpoint
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
@@ -160,18 +161,21 @@ class StoredBackend:
         if time.monotonic() > self._ends:
             raise SearchEnd(f"its {self.config.prompts.max_seconds:g} seconds are over")
         started = time.monotonic()
-        body: dict[str, Json] = {"messages": [{"role": "user", "content": question}]}
-        answer = await ask_reflector(self.store, self.config, body, max_tokens)
-        usage = answer.get("usage") or {}
-        message = (answer.get("choices") or [{}])[0].get("message") or {}
+        who = self.config.prompts.reflector
+        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+        endpoint = await find_endpoint(self.store, self.config, who)
+        async with aiohttp.ClientSession() as session:
+            answer = await complete(
+                session, endpoint, question, f"prompts.reflector {who}", **limit
+            )
         reflection = Reflection(
             id=id,
             run=self.config.name,
             step=self.step,
             question=question,
-            answer=message.get("content") or "",
-            prompt_tokens=usage.get("prompt_tokens", 0),
-            completion_tokens=usage.get("completion_tokens", 0),
+            answer=answer.text,
+            prompt_tokens=answer.prompt_tokens,
+            completion_tokens=answer.completion_tokens,
             seconds=time.monotonic() - started,
         )
         await self.store.add_reflection(reflection)
