@@ -4,8 +4,6 @@ leads to name ways to train and words that exist."""
 import importlib
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -15,6 +13,7 @@ from msgspec.structs import fields
 
 from agentrl.algorithms.train.build import load_algorithms
 from agentrl.config import RunConfig, load
+from tests import warm
 
 README = Path(__file__).parents[1] / "README.md"
 WAYS = README.parent / "docs" / "how-to" / "README.md"
@@ -29,14 +28,7 @@ def test_wrap_your_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
     script = script.replace("steps=50", "steps=2, sampling={'max_tokens': 8}")
     assert script != block
     (tmp_path / "script.py").write_text(script)
-    result = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    result = warm.run("-m", "script", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     assert "Result(" in result.stdout
