@@ -35,13 +35,12 @@ def doctor(run_file: Path | None, overrides: tuple[str, ...], as_json: bool) -> 
     for finding in examine(run_file, overrides):
         findings.append(finding._asdict())
         if not as_json:
-            status = click.style(f"{finding.status:<5}", COLOURS[finding.status])
-            click.echo(f"{status}{finding.name}: {finding.sentence}")
-            click.echo(f"     {finding.cure}\n" if finding.cure else "", nl=False)
+            text = f"{finding.name}: {finding.sentence}; {finding.cure}".removesuffix("; ")
+            click.echo(click.style(f"{finding.status:<5}", COLOURS[finding.status]) + text)
     failed = any(finding["status"] == "fail" for finding in findings)
     if as_json:
-        click.echo(msgspec.json.encode({"ok": not failed, "findings": findings}).decode())
-    sys.exit(1 if failed else 0)
+        click.echo(msgspec.json.encode({"ok": not failed, "findings": findings}))
+    sys.exit(failed)
 
 
 def examine(run_file: Path | None, overrides: tuple[str, ...] = ()) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ import httpx
 from agentrl.config import RunConfig, VerlLearnerConfig, VllmEngineConfig, agent_env, store_in
 from agentrl.doctor import Status, run_check
 from agentrl.errors import ConfigError, NotFound
+from agentrl.runners.gateway.routing import frozen_route
 from agentrl.store import open_store
 from agentrl.store.urls import split_secret
 from agentrl.threads import run_blocking
@@ -35,17 +36,13 @@ SKEW = 5.0  # seconds between two clocks
 
 def packages(config: RunConfig) -> tuple[Status, str]:
     """Raises PolicyError where vLLM is asked for and missing or too old."""
-    engine, learner = config.engine, config.learner
-    if isinstance(engine, VllmEngineConfig) and not engine.vllm.urls:
+    if isinstance(config.engine, VllmEngineConfig) and not config.engine.vllm.urls:
         from agentrl.algorithms.engines.vllm.process import check_installed
 
         check_installed()
-    flash = isinstance(learner, VerlLearnerConfig) and learner.verl.attention != "sdpa"
-    if flash and find_spec("flash_attn") is None:
-        return "fail", (
-            "flash attention is not installed; pip install flash-attn, or set "
-            "learner.verl.attention = 'sdpa'"
-        )
+    verl = config.learner if isinstance(config.learner, VerlLearnerConfig) else None
+    if verl and verl.verl.attention != "sdpa" and find_spec("flash_attn") is None:
+        return "fail", "no flash attention; set learner.verl.attention=sdpa, or install flash-attn"
     found = {f"{each.name} {each.version}" for each in distributions() if each.name in SHOWN}
     return "ok", ", ".join((f"Python {platform.python_version()}", *sorted(found)))
 
@@ -90,29 +87,24 @@ def store(config: RunConfig) -> tuple[Status, str] | None:
 
 
 def clock(config: RunConfig) -> tuple[Status, str] | None:
-    """This machine's clock against that of the store's server."""
-    server = _server_time(config.store)
+    """This machine's clock against that of the store's server; a file has this machine's."""
+    server = None
+    if config.store.startswith("http"):
+        with suppress(httpx.HTTPError, KeyError):
+            answer = httpx.head(split_secret(config.store)[0], trust_env=False, timeout=ANSWER)
+            server = parsedate_to_datetime(answer.headers["date"]).timestamp()
+    elif config.store.startswith("postgres") and find_spec("psycopg"):
+        import psycopg
+
+        with suppress(psycopg.Error), psycopg.connect(config.store, connect_timeout=15) as conn:
+            query = "select extract(epoch from clock_timestamp())::float8"
+            (server,) = conn.execute(query).fetchone() or (None,)
     if server is None or abs(ahead := time.time() - server) < SKEW:
         return None
     return "warn", (
         f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the store's, so times do not "
         "fit together and keys expire early or late; synchronise both by NTP"
     )
-
-
-def _server_time(url: str) -> float | None:
-    """Unix seconds; None: a file, which has this machine's clock, or a server that is away."""
-    if url.startswith("http"):
-        with suppress(httpx.HTTPError, KeyError):
-            answer = httpx.head(split_secret(url)[0], trust_env=False, timeout=ANSWER)
-            return parsedate_to_datetime(answer.headers["date"]).timestamp()
-    if url.startswith("postgres") and find_spec("psycopg"):
-        import psycopg
-
-        with suppress(psycopg.Error), psycopg.connect(url, connect_timeout=int(ANSWER)) as conn:
-            row = conn.execute("select extract(epoch from clock_timestamp())::float8").fetchone()
-            return row[0] if row else None
-    return None
 
 
 def ports(config: RunConfig) -> None:
@@ -150,23 +142,15 @@ def proxies(config: RunConfig) -> tuple[Status, str] | None:
     outside = ", ".join(sorted(host for host in hosts if not proxy_bypass(host)))
     if not outside or not getproxies().keys() - {"no"}:
         return None
-    return "warn", (
-        f"a proxy is set, and [upstreams] are called without it: {outside}; make them reachable "
-        "directly and name them in NO_PROXY"
-    )
+    return "warn", f"[upstreams] are called without the proxy; name in NO_PROXY {outside}"
 
 
 def keys(config: RunConfig) -> None:
     """Raises ConfigError for a variable that has no value where runners are started."""
-    if not config.runner.processes:
-        return
-    agent_env.with_values(config)
-    for name, upstream in config.upstreams.items():
-        if upstream.key_env and not os.environ.get(upstream.key_env):
-            raise ConfigError(
-                f"upstreams.{name}.key_env: the environment has no {upstream.key_env}; set it to "
-                "the endpoint's API key"
-            )
+    if config.runner.processes:
+        agent_env.with_values(config)
+        for name, upstream in config.upstreams.items():
+            frozen_route(name, upstream)
 
 
 AT_START = (clock, ports, disk, proxies, keys)

@@ -28,7 +28,7 @@ def memory(config: RunConfig, source: str) -> tuple[Status, str]:
     """source: directory or hub name of the policy."""
     with torch.device("meta"):  # shapes without weights
         network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-    usable, parts = USABLE * _available(config), bytes_needed(config, network)
+    usable, parts = USABLE * available(config), bytes_needed(config, network)
     shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in parts.items())
     sentence = f"{sum(parts.values()) / GIB:.2g} of {usable / GIB:.2g} GiB: {shown}"
     if sum(parts.values()) <= usable:
@@ -68,7 +68,7 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
     }
 
 
-def _available(config: RunConfig) -> int:
+def available(config: RunConfig) -> int:
     """Bytes of the GPU or of this machine."""
     if config.policy.device != "cpu" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)

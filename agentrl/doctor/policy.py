@@ -26,8 +26,8 @@ def verifier(config: RunConfig, task: dict[str, Json]) -> tuple[Status, str] | N
     if not task or not (sources.path or sources.rewards):
         return None
     call, errors = verifiers.load(sources.path, sources.rewards, Path(config.root)), set()
-    if call.wants_trace or call.wants_workspace:
-        return "ok", "it reads what an agent did, so only the rollout can show it"
+    if call.wants_trace or call.wants_workspace:  # only a rollout can show those
+        return None
     for result in RESULTS:
         try:
             rewards = run_blocking(call(task=task, result=result, trace=None))
@@ -45,20 +45,15 @@ def verifier(config: RunConfig, task: dict[str, Json]) -> tuple[Status, str] | N
 
 def tokenizer(model: LoadedModel) -> tuple[Status, str]:
     """Whether the ids of the tokenizer are those of the model."""
-    rows, tokens, source = vocabulary_size(model.model), len(model.tokenizer), model.source
+    rows, tokens = vocabulary_size(model.model), len(model.tokenizer)
+    sizes = f"{tokens} tokens for {rows} embeddings of {model.source}"
     if not 0 <= rows - tokens <= PADDING:
-        return "fail", (
-            f"{source}: its tokenizer has {tokens} tokens and its model {rows}; put the tokenizer "
-            "files of this very model there"
-        )
+        return "fail", f"{sizes}; put the tokenizer files of this very model there"
     ends: Any = getattr(getattr(model.model, "generation_config", None), "eos_token_id", None)
     own = model.tokenizer.eos_token_id
-    if ends is not None and own not in ([ends] if isinstance(ends, int) else ends):
-        return "warn", (
-            f"{source}: answers end with token {own} by its tokenizer and {ends} by its "
-            "generation_config.json; make them agree"
-        )
-    return "ok", f"{tokens} tokens, {rows} embeddings"
+    if ends is None or own in ([ends] if isinstance(ends, int) else ends):
+        return "ok", sizes
+    return "warn", f"its eos_token is {own}, that of generation_config.json {ends}; make them agree"
 
 
 def context(model: LoadedModel, config: RunConfig, task: dict[str, Json]) -> tuple[Status, str]:

@@ -170,7 +170,7 @@ def key_missing(folder: Path, patch: Patch) -> list[str]:
     return ['upstreams.judge={base_url="http://127.0.0.1:9/v1", key_env="JUDGE_KEY"}']
 
 
-@broken("proxies", "warn", "name them in NO_PROXY")
+@broken("proxies", "warn", "name in NO_PROXY api.example.com")
 def upstream_behind_a_proxy(folder: Path, patch: Patch) -> list[str]:
     patch.setenv("https_proxy", "http://127.0.0.1:9")
     patch.setenv("no_proxy", "localhost")
@@ -179,7 +179,7 @@ def upstream_behind_a_proxy(folder: Path, patch: Patch) -> list[str]:
 
 @broken("memory", "fail", "learner.token_budget=1024")
 def too_little_memory(folder: Path, patch: Patch) -> list[str]:
-    patch.setattr(memory, "_available", lambda config: 240_000_000)
+    patch.setattr(memory, "available", lambda config: 240_000_000)
     return ["learner.token_budget=65536", "engine.max_batch=8"]
 
 
@@ -206,14 +206,14 @@ def template_without_tools(folder: Path, patch: Patch) -> list[str]:
     return replace_in_template(folder, "{%- if tools %}", "{%- if false %}")
 
 
-@broken("thinking", "warn", "use a template that keeps it")
+@broken("thinking", "warn", "mend chat_template.jinja")
 def template_that_drops_thinking(folder: Path, patch: Patch) -> list[str]:
     return replace_in_template(
         folder, "{{- message.content or '' }}", "{{- message.content.split('</think>')[-1] }}"
     )
 
 
-@broken("turns", "warn", "leaves earlier turns as they were")
+@broken("turns", "warn", "mend chat_template.jinja")
 def template_that_rewords_turns(folder: Path, patch: Patch) -> list[str]:
     return replace_in_template(
         folder, "{{- message.content or '' }}", "{{- '- ' + (message.content or '') }}"
