@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from agentrl import __version__
 from agentrl.cli.bench import bench
 from agentrl.cli.data import data
+from agentrl.cli.doctor import doctor
 from agentrl.cli.export import export
 from agentrl.cli.gateway import gateway
 from agentrl.cli.harness import harness
@@ -28,6 +29,7 @@ from agentrl.cli.view import view
 from agentrl.cli.why import why
 from agentrl.config import RunConfig, load, store_in, to_toml
 from agentrl.config.policies import has_no_own_policy
+from agentrl.doctor.machine import check_at_start
 from agentrl.errors import AgentRLError
 from agentrl.processes import (
     ERROR_MARK,
@@ -48,7 +50,8 @@ def cli() -> None:
 
 
 for command in (
-    bench, config_group, data, export, gateway, harness, init, plan, prompts, rm, store_group, view, why
+    bench, config_group, data, doctor, export, gateway, harness, init, plan, prompts, rm,
+    store_group, view, why,
 ):  # fmt: skip
     cli.add_command(command)
 
@@ -129,6 +132,9 @@ def train(
 
         trainer.check(config)
         go_back(config, start)
+    trainer.check(config)
+    for warning in check_at_start(config):
+        click.echo(f"WARNING {warning}")
     trainer.run_training(config, fresh=fresh, level=level)
 
 

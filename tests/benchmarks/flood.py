@@ -77,14 +77,23 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "keys").write_text("admin:flood-secret\n")
-        command = [sys.executable, "-m", "agentrl", "store", "serve", f"sqlite:///{folder}/store.db"]
+        command = [
+            sys.executable,
+            "-m",
+            "agentrl",
+            "store",
+            "serve",
+            f"sqlite:///{folder}/store.db",
+        ]
         command += ["--port", "0", "--keys", f"{folder}/keys"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             port = int(server.stdout.readline().strip().rpartition(":")[2])
             result = flood(port, server.pid, options.connections)
             server.terminate()
-    print(json.dumps(result) if options.json else "\n".join(f"{k:<15} {v}" for k, v in result.items()))
+    print(
+        json.dumps(result) if options.json else "\n".join(f"{k:<15} {v}" for k, v in result.items())
+    )
 
 
 if __name__ == "__main__":
