@@ -34,10 +34,13 @@ def ask(port: int, done: EventType, to: Connection) -> None:
     while not done.is_set():
         began = time.perf_counter()
         answered = False
-        with contextlib.suppress(OSError):
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-                connection.sendall(WHOLE)
-                answered = connection.recv(4096).startswith(b"HTTP/1.1 200")
+        address = ("127.0.0.1", port)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(address, timeout=10) as connection,
+        ):
+            connection.sendall(WHOLE)
+            answered = connection.recv(4096).startswith(b"HTTP/1.1 200")
         seconds.append(time.perf_counter() - began if answered else float("inf"))
         time.sleep(0.02)
     to.send(seconds)
