@@ -77,7 +77,7 @@ async def test_a_reflector_that_is_busy_says_nothing_or_nonsense_is_asked_once_e
         assert await asyncio.to_thread(again.propose, texts, "solver", "c") == new
         assert (again.tokens, again.candidates) == (33, first.candidates)
 
-        answers += [said("?")] * REFUSED
+        answers += [said("?") for _ in range(REFUSED)]
         for shown in "de":
             await asyncio.to_thread(again.propose, texts, "solver", shown)
         with pytest.raises(AgentRLError, match="3 answers in a row were of no use"):
