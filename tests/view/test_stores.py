@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,17 +39,18 @@ async def shown(url: str, folder: Path) -> list[str]:
     return [times.sub("", render(page)) for page in found]
 
 
-@pytest.mark.parametrize("kind", ["postgres", "http"])
-async def test_pages_of_every_store_are_the_same(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    expected = await shown(f"sqlite:///{tmp_path / 'store.db'}", tmp_path)
-    if kind == "postgres":
-        found = await shown(request.getfixturevalue("postgres")(), tmp_path)
+@pytest.fixture(params=["http"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "postgres":
+        yield request.getfixturevalue("postgres")()
     else:
         with _serving(f"sqlite:///{tmp_path / 'other.db'}") as address:
-            found = await shown(address, tmp_path)
-    for one, other in zip(expected, found, strict=True):
+            yield address
+
+
+async def test_pages_of_every_store_are_the_same(url: str, tmp_path: Path) -> None:
+    expected = await shown(f"sqlite:///{tmp_path / 'store.db'}", tmp_path)
+    for one, other in zip(expected, await shown(url, tmp_path), strict=True):
         assert one == other
 
 
