@@ -7,6 +7,7 @@ it once it has ended, and `agentrl data` mines and labels it.
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import Any
 
 from agentrl.errors import Invalid, NotFound
 from agentrl.store.base import Store
@@ -46,10 +47,14 @@ async def give_feedback(store: Store, run: str, said: Feedback) -> str:
         raise NotFound(f"run {run!r} has no call {place} of session {said.session!r}")
     if said.value is None and said.correction is None:
         raise Invalid("feedback has a value, a correction or both")
-    about = {"scope": Scope.TRANSITION, "target": calls[place].id, "source": FEEDBACK}
+    about: dict[str, Any] = {
+        "scope": Scope.TRANSITION,
+        "target": calls[place].id,
+        "source": FEEDBACK,
+    }
     given = []
     if said.value is not None:
-        where = {"source": FEEDBACK} if said.call is None else about
+        where: dict[str, Any] = {"source": FEEDBACK} if said.call is None else about
         given.append(Reward(name=said.name, value=said.value, note=said.note, **where))
     if said.correction is not None:
         given.append(Reward(name=CORRECTION, value=0.0, note=said.correction, **about))
