@@ -105,9 +105,9 @@ def add_outcome(tx: Transaction, outcome: types.Outcome, *, late: bool) -> None:
     tx.conn.executemany(SQL["add_reward"], rewards)
 
 
-def add_rewards(tx: Transaction, given: Sequence[types.StepReward]) -> None:
+def add_rewards(tx: Transaction, rewards: Sequence[types.StepReward]) -> None:
     """Each at a position that follows from what it is about, behind those that came before it."""
-    for reward, rollout in ((row.reward, row.rollout) for row in given):
+    for reward, rollout in ((row.reward, row.rollout) for row in rewards):
         found = tx.conn.execute(SQL["rollout"], (rollout,)).fetchone()
         if found is None or found["attempt_id"] is None:
             raise NotFound(f"There is no rollout {rollout!r} that was claimed.")

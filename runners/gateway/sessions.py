@@ -211,7 +211,7 @@ def _refusal(status: int, message: str) -> web.Response:
 def _place(body: Mapping[str, Any], known: Mapping[Turn, str]) -> tuple[str, str, str]:
     """Of a request: the digest of its messages, the session that said the latest of their answers,
     and the digest of those before the first."""
-    said: Any = next((body[key] for key in ("messages", "input", "contents") if key in body), [])
+    said: Json = next((body[key] for key in ("messages", "input", "contents") if key in body), [])
     head = [body.get(key) for key in ("system", "systemInstruction", "instructions", "prompt")]
     state, name, start = blake2b(msgspec.json.encode(head), digest_size=16), "", ""
     for message in said if isinstance(said, list) else [said]:
