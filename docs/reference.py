@@ -9,6 +9,7 @@ import re
 import sqlite3
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def settings() -> str:
                     continue
                 kind = f"[table](#{slug(done[tuple(inner)])})" if inner else type_of(one)
                 default = "" if inner or "default" not in one else code(one["default"])
-                lines.append(row(f"`{full}`", kind, default, notes.get(key, "")))
+                lines.append(row(f"`{full}`", kind, default, plain(notes.get(key, ""))))
             common |= set(table["properties"])
     return "\n".join(lines) + "\n"
 
@@ -175,18 +176,22 @@ def presets() -> str:
 def families() -> dict[str, str]:
     """By file: a page for each family of presets and modifiers."""
     pages: dict[str, str] = {}
+    homes, used = {}, defaultdict(list)
     known = {**catalogue.presets, **{f"+{k}": v for k, v in catalogue.modifiers.items()}}
     for name, function in sorted(known.items()):
         home = family_of(function)
-        module, short = sys.modules[home], home.rpartition(".")[2]
+        short = home.rpartition(".")[2]
+        homes[short] = module = sys.modules[home]
         file = home.removeprefix("agentrl.").replace(".", "/") + ".py"
         head = f"# {short}\n\n{inspect.getdoc(module)}\n\nSource: [`{file}`](../../../{file}).\n"
         made = record(name if not name.startswith("+") else catalogue.hosts[name[1:]] + name)
-        text = pages.setdefault(short, head)
-        pages[short] = f"{text}\n## `{name}`\n\n{papers(inspect.getdoc(function) or '')}\n"
-        pages[short] += "\n```text\n" + "\n".join(made) + "\n```\n"
-        pages[short] += (
-            "".join(f"\n- `{part}`: {doc}" for part, doc in parts_of(made, module)) + "\n"
+        used[short] += made
+        text = f"\n## `{name}`\n\n{papers(inspect.getdoc(function) or '')}\n"
+        pages[short] = pages.get(short, head) + text + "\n```text\n" + "\n".join(made) + "\n```\n"
+    for short, text in pages.items():
+        parts = parts_of(used[short], homes[short])
+        pages[short] = f"{text}\n## Parts\n\n" + "".join(
+            f"- `{name}`: {doc}\n" for name, doc in parts
         )
     return pages
 
@@ -204,8 +209,8 @@ def parts_of(made: list[str], module: Any) -> Iterator[tuple[str, str]]:
 
 
 def plain(text: str) -> str:
-    """Without the links that brackets outside of code would be."""
-    return re.sub(r"(`[^`]*`)|\[", lambda match: match[1] or r"\[", inspect.cleandoc(text))
+    """Without the links and tags that brackets outside of code would be."""
+    return re.sub(r"(`[^`]*`)|([\[<])", lambda m: m[1] or f"\\{m[2]}", inspect.cleandoc(text))
 
 
 def papers(text: str) -> str:

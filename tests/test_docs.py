@@ -22,7 +22,9 @@ import agentrl
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig
 from agentrl.config.keys import check_keys
+from agentrl.config.presets import check_presets
 from agentrl.runners.harnesses.preset import load_preset
+from agentrl.types import ErrorKind
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", "algorithms", "runners", "store")
@@ -66,7 +68,8 @@ def test_settings_are_of_a_run_file(text: str, tmp_path: Path) -> None:
         return
     rules = data.get("roles", {}).pop("match", [])
     data |= {"role_rules": rules} if rules else {}
-    msgspec.convert(check_keys(RunConfig, data, source="the page"), RunConfig)
+    config = msgspec.convert(check_keys(RunConfig, data, source="the page"), RunConfig)
+    check_presets(config)  # names and options; those of a user's file are checked where it is
 
 
 @pytest.mark.parametrize("text", blocks("json"))
@@ -77,6 +80,38 @@ def test_json_is_json(text: str) -> None:
 @pytest.mark.parametrize("text", blocks("python"))
 def test_code_compiles(text: str) -> None:
     compile(text, "the page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda p: p.stem)
+def test_code_of_the_guide_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    for language, text in BLOCK.findall(path.read_text(encoding="utf-8")):
+        if language == "python":
+            exec(compile(text, str(path), "exec"), {})
+
+
+def test_messages_of_the_troubleshooting_page_are_real() -> None:
+    """Every word of a message that is no placeholder stands in the code."""
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    before, kinds, after = re.split(r"^## (?:Failed rollouts|While it trains)$", page, flags=re.M)
+    folders = (ROOT / name for name in ("agentrl", "algorithms", "runners", "store"))
+    files = (path for folder in folders for path in sorted(folder.rglob("*.py")))
+    code = "".join(path.read_text(encoding="utf-8") for path in files)
+    code = re.sub(r"\"\s*\n\s*f?\"", "", code)  # a message of several lines
+    for row in re.findall(r"^\| (`.+?) \| ", before + after, re.MULTILINE):
+        for message in re.findall(r"`([^`]+)`", row):
+            if not message.endswith("/"):
+                pieces = re.split(r"'?\b[A-Z]+\b'?|'[a-z._]+'|\.\.\.|\b20\b|\[\w+\]", message)
+                missing = [piece for piece in map(str.strip, pieces) if piece not in code]
+                assert not missing, (message, missing)
+    assert set(re.findall(r"^\| `(\w+)`", kinds, re.MULTILINE)) == {
+        kind.value for kind in ErrorKind
+    }
+
+
+def test_every_extra_is_described() -> None:
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    assert [name for name in EXTRAS if f"`{name}`" not in page] == []
 
 
 def lines_of(text: str) -> Iterator[list[str]]:

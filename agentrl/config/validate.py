@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +16,7 @@ import msgspec
 from agentrl.config import policies as team
 from agentrl.config import prompts, selfplay
 from agentrl.config.agents import WorkspaceConfig
+from agentrl.config.base import installed_plugins
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -349,7 +349,7 @@ def _staleness(config: RunConfig) -> Iterator[str]:
 
 
 def _sinks(names: list[str]) -> Iterator[str]:
-    known = [*SINKS, *entry_points(group="agentrl.sinks").names]
+    known = [*SINKS, *installed_plugins("sinks").names]
     for name in names:
         if ":" not in name and name not in known:
             yield f"metrics.sinks: {name!r}; {nearest(name, known)}, or your own as file.py:name"

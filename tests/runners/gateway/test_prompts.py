@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
 import httpx
 import msgspec
 import openai
@@ -85,6 +84,8 @@ async def test_a_developer_message_that_the_conversation_remembers(bench: Any) -
 
 @pytest.mark.parametrize("parts", [False, True])
 async def test_anthropic_system(bench: Any, parts: bool) -> None:
+    import anthropic  # takes seconds
+
     attempt = await active(bench, TEXT)
     system: Any = SEED + TODAY
     if parts:
