@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
@@ -74,6 +75,7 @@ class RequestHold:
     def __init__(self) -> None:
         self.versions: dict[str, int] = {}  # by policy; the empty name: of every other name
         self.in_flight = 0
+        self.running: Counter[str] = Counter()  # of those inside `call`, by its name
         self._released, self._drained = asyncio.Event(), asyncio.Event()
         self._drained.set()
 
@@ -106,17 +108,16 @@ class RequestHold:
             self._drained.set()
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self, name: str = "") -> Iterator[None]:
         """One call is in flight while inside. Comes after `wait_released`."""
         self.begin()
+        self.running[name] += 1
         try:
             yield
         finally:
+            self.running[name] -= 1
+            self.running = +self.running
             self.finish()
-
-    def version_of(self, model: str) -> int | None:
-        """The version that answers calls to a model of this name; None: no policy has it."""
-        return self.versions.get(model, self.versions.get(""))
 
 
 def parse_versions(query: str) -> dict[str, int]:
