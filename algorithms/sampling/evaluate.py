@@ -115,7 +115,7 @@ async def heldout_scores(store: Store, run: str) -> dict[int, float]:
 
 async def has_stalled(store: Store, config: RunConfig) -> bool:
     """Whether the last `eval.patience` held-out scores were no better than one before."""
-    steps = list(await heldout_scores(store, config.name))
+    steps = list(await heldout_scores(store, config.name)) if config.eval.patience else []
     stalled = 0 < config.eval.patience <= sum(step > steps[0] for step in steps)
     if stalled:
         log.log(PHASE, f"held-out scores have not risen since step {steps[0]}: training ends")

@@ -75,7 +75,7 @@ async def check_empty_steps(store: Store, config: RunConfig) -> None:
     if not empty or len(empty) < min(config.max_empty_steps, config.steps):
         return
     record, *_ = (await why.read(store, config.name, last=len(empty))).values()
-    cause = why.reasons(record)[0]
+    cause, *_ = why.reasons(record) or [why.missing_rewards(record)]
     again = f"the same command goes on after step {len(rows)}"
     if len(rows) == config.steps:
         again = "repeat the command with more steps, or with --fresh"
