@@ -20,8 +20,6 @@ from agentrl.doctor import Finding, machine, run_check
 from agentrl.errors import AgentRLError
 from agentrl.loading import load_tasks
 
-COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
-
 
 @click.command()
 @click.argument("run_file", type=click.Path(path_type=Path), required=False)
@@ -35,8 +33,8 @@ def doctor(run_file: Path | None, overrides: tuple[str, ...], as_json: bool) -> 
     for finding in examine(run_file, overrides):
         findings.append(finding._asdict())
         if not as_json:
-            text = f"{finding.name}: {finding.sentence}; {finding.cure}".removesuffix("; ")
-            click.echo(click.style(f"{finding.status:<5}", COLOURS[finding.status]) + text)
+            text = f"{finding.status:<5}{finding.name}: {finding.sentence}; {finding.cure}"
+            click.echo(text.removesuffix("; "))
     failed = any(finding["status"] == "fail" for finding in findings)
     if as_json:
         click.echo(msgspec.json.encode({"ok": not failed, "findings": findings}))
@@ -60,27 +58,32 @@ def examine(run_file: Path | None, overrides: tuple[str, ...] = ()) -> Iterator[
 
 
 def _examine_policy(config: RunConfig, folder: str) -> Iterator[Finding]:
-    """folder: where `policy.build` makes a model that is not there yet."""
+    """folder: for what is written, such as a model that `policy.build` has yet to make."""
     from transformers.utils.logging import disable_progress_bar
 
     from agentrl.algorithms.train.load_policies import load_policies, policy_directory
-    from agentrl.doctor import policy, templates
+    from agentrl.doctor import policy, proofs, templates
     from agentrl.doctor.memory import memory
 
     disable_progress_bar()
-    if config.policy.build and not Path(config.model_path() or "none").is_dir():
-        config = replace(config, output=folder)
     config = replace(config, warmup=WarmupConfig())  # which changes no shape
-    path, root = config.tasks.train or config.tasks.heldout, Path(config.root)
-    task = load_tasks(path, root, key="tasks")[0] if path else {}
-    yield from run_check(policy.verifier, config, task)
+    if config.policy.build and not Path(config.model_path() or "?").is_dir():
+        config = replace(config, output=f"{folder}/run")
     for name in trained_policies(config):
         sizes = list(run_check(memory, config, policy_directory(view(config, name))[0]))
         yield from sizes
         if sizes[0].status == "fail":
             return
+    own = replace(config.policy, model=config.model_path())
+    config = replace(config, policy=own, output=f"{folder}/run")
+    path = config.tasks.train or config.tasks.heldout
+    task = load_tasks(path, Path(config.root), key="tasks")[0] if path else {}
     for model in load_policies(config):
         yield from run_check(policy.tokenizer, model)
         yield from run_check(policy.context, model, config, task)
         for check in (templates.tool_calls, templates.thinking, templates.turns):
             yield from run_check(check, model.tokenizer)
+        yield from run_check(proofs.trie, model, config)
+        yield from run_check(proofs.sampler, model, config)
+    if task and config.runner.processes:
+        yield from run_check(proofs.rollout, config, task)

@@ -132,7 +132,6 @@ def train(
 
         trainer.check(config)
         go_back(config, start)
-    trainer.check(config)
     for warning in check_at_start(config):
         click.echo(f"WARNING {warning}")
     trainer.run_training(config, fresh=fresh, level=level)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from agentrl.errors import AgentRLError
+from agentrl.threads import run_blocking
 
 Status = Literal["ok", "warn", "fail"]  # fail: a run would not work; warn: not as well as it could
 
@@ -17,12 +19,12 @@ class Finding(NamedTuple):
     cure: str = ""
 
 
-def run_check(check: Callable[..., tuple[Status, str] | None], *given: object) -> Iterator[Finding]:
-    """The finding of a check under the name of its function. A check returns a status and
-    "sentence; cure", or None where it does not apply; an AgentRLError that it raises is a failure.
-    """
+def run_check(check: Callable[..., Any], *given: object) -> Iterator[Finding]:
+    """The finding of a check, which may be async, under the name of its function. A check returns a
+    status and "sentence; cure", or None where it does not apply; an AgentRLError is a failure."""
     try:
         found = check(*given)
+        found = run_blocking(found) if inspect.iscoroutine(found) else found
     except AgentRLError as error:
         found = "fail", str(error)
     if found:

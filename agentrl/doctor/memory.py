@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.algorithms.model.lm_head import MAX_LOGITS
@@ -16,30 +15,19 @@ from agentrl.doctor import Status
 from agentrl.doctor.machine import GIB
 
 USABLE = 0.9  # of the memory
-SMALLER: tuple[tuple[str, str, object], ...] = (
-    ("learner", "gradient_checkpointing", True),
-    ("learner", "token_budget", 1024),
-    ("engine", "max_batch", 8),
-    ("policy", "dtype", "bfloat16"),
+CURE = (
+    "set what is smaller of learner.token_budget, engine.max_batch and engine.max_context, or "
+    "learner.gradient_checkpointing=true, policy.dtype=bfloat16 or policy.lora.rank=16"
 )
 
 
 def memory(config: RunConfig, source: str) -> tuple[Status, str]:
-    """source: directory or hub name of the policy."""
     with torch.device("meta"):  # shapes without weights
         network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     usable, parts = USABLE * available(config), bytes_needed(config, network)
     shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in parts.items())
     sentence = f"{sum(parts.values()) / GIB:.2g} of {usable / GIB:.2g} GiB: {shown}"
-    if sum(parts.values()) <= usable:
-        return "ok", sentence
-    changed = []
-    for table, key, value in SMALLER:
-        config = replace(config, **{table: replace(getattr(config, table), **{key: value})})
-        changed.append(f"{table}.{key}={str(value).lower()}")
-        if sum(bytes_needed(config, network).values()) <= usable:
-            return "fail", f"{sentence}; {' '.join(changed)} would fit"
-    return "fail", f"{sentence}; set policy.lora.rank, choose a smaller model, or use more GPUs"
+    return ("ok", sentence) if sum(parts.values()) <= usable else ("fail", f"{sentence}; {CURE}")
 
 
 def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
@@ -49,8 +37,7 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
     weights, layers, hidden = network.num_parameters(), shape.num_hidden_layers, shape.hidden_size
     linear = [m for m in network.modules() if isinstance(m, torch.nn.Linear)]
     adapter = config.policy.lora.rank * sum(m.in_features + m.out_features for m in linear)
-    own_critic = config.critic.model not in ("", "shared")
-    models = (config.reference.model, config.teacher.model, own_critic)
+    beside = sum(bool(own.model) for own in (config.reference, config.teacher, config.critic))
     # Kept of each token and layer: about 14 vectors of the hidden size and 3 of the MLP's.
     kept = 14 * hidden + 3 * getattr(shape, "intermediate_size", 4 * hidden)
     of_layers = layers * hidden + kept if learner.gradient_checkpointing else layers * kept
@@ -58,7 +45,7 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
     size = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
     cached = engine.max_batch * engine.max_context if engine.kind == "embedded" else 0
     return {
-        "weights": weights * width * (1 + sum(map(bool, models))),
+        "weights": weights * width * (1 + beside),
         # Gradient, two moments and, of bfloat16, a master weight, all of them float32.
         "optimizer": (adapter or weights) * (12 if width == 4 else 16),
         "KV cache": cached * layers * 2 * heads * size * width,

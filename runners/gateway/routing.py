@@ -62,7 +62,7 @@ class Router:
         Raises ConfigError when the key of a frozen endpoint is not in the environment."""
         self.store, self.run = store, run
         self.policies: dict[str, PolicyVersion] = {}
-        self.frozen = {name: frozen_route(name, made) for name, made in (upstreams or {}).items()}
+        self.frozen = {name: _frozen(name, made) for name, made in (upstreams or {}).items()}
         self.roles = roles or {}
         self.several = tuple(policies) if len(policies) > 1 else ()
         self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
@@ -148,7 +148,7 @@ class Router:
         return f"nobody serves the policy {name!r}, which plays the role {role!r} here"
 
 
-def frozen_route(name: str, config: UpstreamConfig) -> Route:
+def _frozen(name: str, config: UpstreamConfig) -> Route:
     key = os.environ.get(config.key_env, "") if config.key_env else ""
     if config.key_env and not key:
         raise ConfigError(

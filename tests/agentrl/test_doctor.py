@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 import shutil
 import socket
@@ -12,18 +14,32 @@ from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from transformers import AutoTokenizer
 
+from agentrl.algorithms.engines.base import PolicyServer
+from agentrl.algorithms.model.packing import Pack
 from agentrl.cli.doctor import examine
 from agentrl.cli.main import cli
-from agentrl.doctor import machine, memory
+from agentrl.config import RunConfig
+from agentrl.doctor import machine, memory, proofs
 from agentrl.store import open_store
 
+AGENT = """
+from openai import OpenAI
+
+
+def agent(text):
+    messages = [{"role": "user", "content": text}]
+    answer = OpenAI().chat.completions.create(model="policy", messages=messages)
+    return answer.choices[0].message.content
+"""
 FILES = {
-    "agent.py": "agent = lambda text: text\n",
+    "agent.py": AGENT,
     "verifier.py": "def verify(task, result): return float(result == task['answer'])\n",
     "tasks.jsonl": '{"input": "x", "answer": "y"}\n',
 }
@@ -60,7 +76,17 @@ def test_a_run_that_lacks_nothing(folder: Path) -> None:
     assert (result.exit_code, report["ok"]) == (0, True), report
     assert {each["status"] for each in report["findings"]} == {"ok"}
     names = [each["name"] for each in report["findings"]]
-    assert {"gpu", "disk", "memory", "verifier", "tokenizer", "context", "turns"} <= set(names)
+    assert {
+        "gpu",
+        "disk",
+        "memory",
+        "tokenizer",
+        "context",
+        "turns",
+        "trie",
+        "sampler",
+        "rollout",
+    } <= set(names)
 
 
 def test_a_failure_is_the_exit_code(folder: Path) -> None:
@@ -102,7 +128,7 @@ def no_template(folder: Path, patch: Patch) -> list[str]:
     return []
 
 
-@broken("ports", "fail", "set it to a free one")
+@broken("sampler", "fail", "set engine.port to a free port")
 def port_taken(folder: Path, patch: Patch) -> list[str]:
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
@@ -118,7 +144,7 @@ def tokenizer_of_another_model(folder: Path, patch: Patch) -> list[str]:
     return []
 
 
-@broken("verifier", "fail", "correct it")
+@broken("rollout", "fail", "correct the agent or the verifier")
 def verifier_that_raises(folder: Path, patch: Patch) -> list[str]:
     (folder / "verifier.py").write_text("def verify(task, result): return task['anser'] == result")
     return []
@@ -133,7 +159,7 @@ def disk_full(folder: Path, patch: Patch) -> list[str]:
 @broken("store", "fail", "upgrade agentrl or choose another store")
 def store_of_a_newer_schema(folder: Path, patch: Patch) -> list[str]:
     (folder / "out").mkdir()
-    open_store(f"sqlite:///{folder}/out/store.db")
+    asyncio.run(open_store(f"sqlite:///{folder}/out/store.db").close())
     with closing(sqlite3.connect(folder / "out" / "store.db")) as conn, conn:
         conn.execute(INSERT, ("agentrl", "0999_future", "2099"))
     return []
@@ -164,7 +190,7 @@ def postgres_away(folder: Path, patch: Patch) -> list[str]:
     return ['store="postgresql://nobody@127.0.0.1:9/none"']
 
 
-@broken("keys", "fail", "set it to the endpoint's API key")
+@broken("rollout", "fail", "set it to the endpoint's API key")
 def key_missing(folder: Path, patch: Patch) -> list[str]:
     patch.delenv("JUDGE_KEY", raising=False)
     return ['upstreams.judge={base_url="http://127.0.0.1:9/v1", key_env="JUDGE_KEY"}']
@@ -177,7 +203,7 @@ def upstream_behind_a_proxy(folder: Path, patch: Patch) -> list[str]:
     return ['upstreams.judge={base_url="https://api.example.com/v1"}']
 
 
-@broken("memory", "fail", "learner.token_budget=1024")
+@broken("memory", "fail", "learner.gradient_checkpointing=true")
 def too_little_memory(folder: Path, patch: Patch) -> list[str]:
     patch.setattr(memory, "available", lambda config: 240_000_000)
     return ["learner.token_budget=65536", "engine.max_batch=8"]
@@ -188,7 +214,7 @@ def answers_longer_than_the_context(folder: Path, patch: Patch) -> list[str]:
     return ["sampling.max_tokens=512"]
 
 
-@broken("packages", "fail", "run pip install 'agentrl[vllm]'")
+@broken("sampler", "fail", "run pip install 'agentrl[vllm]'")
 def vllm_missing(folder: Path, patch: Patch) -> list[str]:
     return ["engine.kind=vllm"]
 
@@ -220,6 +246,37 @@ def template_that_rewords_turns(folder: Path, patch: Patch) -> list[str]:
     )
 
 
+@broken("rollout", "fail", "correct the agent or the verifier")
+def agent_that_asks_no_model(folder: Path, patch: Patch) -> list[str]:
+    (folder / "agent.py").write_text("agent = lambda text: text")
+    return []
+
+
+@broken("sampler", "fail", "another engine.kind")
+def sampler_of_other_weights(folder: Path, patch: Patch) -> list[str]:
+    serve = proofs.policy_server
+
+    def other(config: RunConfig, model: Any, *more: Any) -> PolicyServer:
+        served = copy.deepcopy(model)
+        with torch.no_grad():
+            served.get_input_embeddings().weight.mul_(1.1)
+        return serve(config, served, *more)
+
+    patch.setattr(proofs, "policy_server", other)
+    return []
+
+
+@broken("trie", "fail", "set learner.packing=rows")
+def trie_that_differs(folder: Path, patch: Patch) -> list[str]:
+    exact = proofs.forward_logprobs
+
+    def wrong(model: Any, pack: Pack) -> torch.Tensor:
+        return exact(model, pack) + 0.1 * (len(pack.tokens) < 4 * (2 * proofs.TOKENS - 1))
+
+    patch.setattr(proofs, "forward_logprobs", wrong)
+    return []
+
+
 @broken("settings", "fail", "did you mean 'lr'")
 def setting_misspelled(folder: Path, patch: Patch) -> list[str]:
     return ["algorithm.lrr=1"]
@@ -235,10 +292,11 @@ def task_file_broken(folder: Path, patch: Patch) -> list[str]:
 def test_what_is_broken_is_named_with_its_cure(name: str, folder: Path, monkeypatch: Patch) -> None:
     breaking, check, status, cure = BROKEN[name]
     overrides = breaking(folder, monkeypatch)
+    for proof in {"sampler", "rollout"} - {check}:  # which take seconds
+        monkeypatch.setattr(proofs, proof, lambda *given: None)
     found = [each for each in examine(folder / "run.toml", overrides) if each.status != "ok"]
     assert [(each.name, each.status) for each in found] == [(check, status)]
-    assert cure in found[0].cure
-    assert found[0].sentence
+    assert cure in f"{found[0].sentence}; {found[0].cure}"
 
 
 def test_training_starts_with_the_quick_checks(folder: Path, monkeypatch: Patch) -> None:
