@@ -160,6 +160,7 @@ def build(
     share: float,
     folder: Path,
     seed: int,
+    steps: int = STEPS,
 ) -> None:
     """Write a model that does the best thing with the chance `share`, else anything."""
     random.seed(seed)
@@ -177,6 +178,6 @@ def build(
         tools=known or None,
         tokenizer=tokenizer,
         template=TEMPLATE,
-        steps=STEPS,
+        steps=steps,
         batch=32,
     )
