@@ -13,7 +13,8 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo rlhf demo-codex demo-pi test test-slow test-engines test-harnesses check clean
+.PHONY: demo rlhf demo-codex demo-pi test test-slow test-engines test-harnesses test-frameworks check clean
+.PHONY: docs constraints licenses release
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -45,11 +46,47 @@ test-engines: $(ENGINES)/.installed ## Install verl and vLLM for the CPU and run
 test-harnesses: $(STAMP) .harnesses/.installed ## Install eight coding harnesses (2.5 GB) and run the tests against them
 	$(BIN)/python -m pytest -rs -m slow tests/runners/harnesses/test_real.py
 
+FRAMEWORKS := $(patsubst examples/frameworks/%/requirements.txt,%,$(wildcard examples/frameworks/*/requirements.txt))
+
+test-frameworks: $(STAMP) $(FRAMEWORKS:%=.frameworks/%/.installed) ## Install the frameworks of the recipes, each apart, and run them
+	$(BIN)/python -m pytest -rs -m 'slow or not slow' tests/frameworks
+
 check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+docs: $(VENV)/.docs ## Build the documentation site into site/, and check every link in it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
+
+constraints: $(STAMP) $(VENV)/.docs $(VENV)/.release ## Write what is installed into constraints.txt
+	@{ echo '# What `make` installs, so that two machines have the same; `make constraints` renews it.'; \
+		$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.txt
+
+licenses: $(STAMP) ## List the licences of what agentrl needs, and of what its tests need
+	@$(BIN)/python -c 'from importlib.metadata import distributions; \
+		row = lambda d: (d.name, d.version, d.metadata["License-Expression"] or "; ".join( \
+			c.split(" :: ")[-1] for c in d.metadata.get_all("Classifier", []) if "License" in c) \
+			or (d.metadata["License"] or "unknown").partition("\n")[0]); \
+		print(*sorted({"\t".join(row(d)) for d in distributions()}, key=str.lower), sep="\n")'
+
+release: $(STAMP) $(VENV)/.release ## Build wheel and sdist, try both in empty environments, list the parts
+	rm -rf dist
+	@version=$$($(BIN)/python -c 'import agentrl; print(agentrl.__version__)'); \
+		grep -q "^## \[$$version\]" CHANGELOG.md || { echo "CHANGELOG.md says nothing of $$version"; exit 1; }
+	$(BIN)/python -m build --no-isolation --outdir dist
+	@for file in dist/*.whl dist/*.tar.gz; do \
+		echo "Installing $$file into an empty environment ..." && rm -rf dist/.venv && \
+		$(PYTHON) -m venv dist/.venv && dist/.venv/bin/$(PIP) $$file && \
+		(cd / && $(CURDIR)/dist/.venv/bin/agentrl --version && $(CURDIR)/dist/.venv/bin/agentrl --help >/dev/null) \
+		|| exit 1; done
+	$(BIN)/cyclonedx-py environment dist/.venv --output-file dist/sbom.json
+	rm -rf dist/.venv
+
+$(VENV)/.docs $(VENV)/.release: $(VENV)/.%: $(STAMP)
+	@$(BIN)/$(PIP) -c constraints.txt -e '.[$*]'
+	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -89,5 +126,10 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 .harnesses/bin/%: $(STAMP)
 	@$(BIN)/python -m tests.runners.harnesses.install $*
 
-clean: ## Remove the virtual environments and all runs
-	rm -rf $(VENV) $(ENGINES) .harnesses runs
+.frameworks/%/.installed: examples/frameworks/%/requirements.txt pyproject.toml
+	@$(PYTHON) -m venv .frameworks/$*
+	@.frameworks/$*/bin/$(PIP) -e . -r $<
+	@touch $@
+
+clean: ## Remove the virtual environments, all runs, the site and the built packages
+	rm -rf $(VENV) $(ENGINES) .harnesses .frameworks runs site dist

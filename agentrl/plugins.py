@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
+from agentrl.config.base import installed_plugins
 from agentrl.errors import ConfigError, nearest
 from agentrl.loading import import_error, load_attribute
 
@@ -27,7 +27,7 @@ def load_plugin(kind: Kind, name: str, own: Collection[str], root: Path, *, key:
     ConfigError when nothing has that name, its import fails, or a package hides one of `own`."""
     if ":" in name:
         return load_attribute(name, root, key=key)
-    registered = {point.name: point for point in entry_points(group=f"agentrl.{kind}")}
+    registered = {point.name: point for point in installed_plugins(kind)}
     if hidden := sorted(registered.keys() & set(own)):
         raise ConfigError(
             f"{key}: the entry point {registered[hidden[0]].value} of the group agentrl.{kind}"

@@ -1,10 +1,9 @@
-"""The code of the README runs, with a tiny model in place of the one it names."""
+"""The code of the README runs, with a tiny model in place of the one it names; the pages that it
+leads to name ways to train and words that exist."""
 
 import importlib
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -14,8 +13,11 @@ from msgspec.structs import fields
 
 from agentrl.algorithms.train.build import load_algorithms
 from agentrl.config import RunConfig, load
+from tests import warm
 
 README = Path(__file__).parents[1] / "README.md"
+WAYS = README.parent / "docs" / "how-to" / "README.md"
+WORDS = README.parent / "docs" / "concepts" / "README.md"
 
 
 def test_wrap_your_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -26,21 +28,16 @@ def test_wrap_your_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
     script = script.replace("steps=50", "steps=2, sampling={'max_tokens': 8}")
     assert script != block
     (tmp_path / "script.py").write_text(script)
-    result = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    result = warm.run("-m", "script", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     assert "Result(" in result.stdout
     assert (tmp_path / "runs" / "run" / "curve.png").is_file()
 
 
-TRAIN = re.findall(r"^agentrl train (\S+)(.*?)(?: +#.*)?$", README.read_text(), flags=re.MULTILINE)
+TRAIN = re.findall(
+    r"^agentrl train (examples\S+)(.*?)(?: +#.*)?$", WAYS.read_text(), flags=re.MULTILINE
+)
 
 
 @pytest.mark.parametrize(("run_file", "rest"), TRAIN)
@@ -51,7 +48,7 @@ def test_every_way_to_train_is_one(run_file: str, rest: str) -> None:
 
 
 def test_the_table_names_settings() -> None:
-    names = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", README.read_text()))
+    names = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", WAYS.read_text()))
     tables = {field.name: field.type for field in fields(RunConfig)}
     found = {name for name in names if name.split(".")[0] in tables and not name.endswith(".py")}
     assert {"policy.lora", "learner.packing", "metrics.sinks"} <= found
@@ -65,7 +62,7 @@ def test_the_table_names_settings() -> None:
 
 
 NOUNS = re.findall(
-    r"^\| ([a-z ]+) \| [^|]+ \| `([\w.]+)` \|$", README.read_text(), flags=re.MULTILINE
+    r"^\| ([a-z ]+) \| [^|]+ \| `([\w.]+)` \|$", WORDS.read_text(), flags=re.MULTILINE
 )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from functools import cache
+from importlib.metadata import EntryPoints, entry_points
 from typing import Annotated
 
 import msgspec
@@ -16,6 +19,17 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 EXTERNAL = "external"  # tag of kinds from outside the library; their `factory` is the given name
+
+
+def installed_plugins(kind: str) -> EntryPoints:
+    """The entry points of the group `agentrl.<kind>` of all installed packages."""
+    return _entry_points(f"agentrl.{kind}", tuple(sys.path))
+
+
+@cache
+def _entry_points(group: str, path: tuple[str, ...]) -> EntryPoints:
+    """Those that are found on `path`, which is `sys.path`. To read them takes 10 ms."""
+    return entry_points(group=group)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

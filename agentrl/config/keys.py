@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from types import UnionType
 from typing import Any, get_args
 
 import msgspec
 
-from agentrl.config.base import EXTERNAL
+from agentrl.config.base import EXTERNAL, installed_plugins
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, nearest
 
 Struct = type[msgspec.Struct]
 Structs = tuple[Struct, ...]
-GROUPS = {"engine": "engines", "learner": "learners", "runner": "executors"}  # of entry points
+PLUGINS = {"engine": "engines", "learner": "learners", "runner": "executors"}  # their kinds
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -84,10 +83,10 @@ class _Reader:
         by_tag = {str(kind.__struct_config__.tag): kind for kind in kinds}
         tag = str(data.setdefault(field, next(iter(by_tag))))
         if tag not in by_tag:
-            group = f"agentrl.{GROUPS[path[:-1]]}" if EXTERNAL in by_tag else ""
-            registered = entry_points(group=group).names if group else set[str]()
-            if not group or not (":" in tag or tag in registered):
-                names = sorted(by_tag.keys() - {EXTERNAL}) + list(registered)
+            names = by_tag.keys() - {EXTERNAL}
+            if EXTERNAL in by_tag:
+                names |= installed_plugins(PLUGINS[path[:-1]]).names
+            if tag not in names and (EXTERNAL not in by_tag or ":" not in tag):
                 raise ConfigError(f"{self.source}: {path}{field} = {tag!r}; {nearest(tag, names)}")
             data |= {field: EXTERNAL, "factory": tag}
         section = by_tag[data[field]]

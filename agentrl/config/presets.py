@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import msgspec
 
+from agentrl.config.base import installed_plugins
 from agentrl.config.policies import trained_policies, view
 from agentrl.config.schema import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, nearest
@@ -45,7 +45,7 @@ def check_presets(config: RunConfig) -> None:
 
 def _check(algorithm: AlgorithmConfig) -> None:
     name, known = algorithm.preset, preset_names()
-    if ":" in name or name.split("+")[0] in entry_points(group="agentrl.presets").names:
+    if ":" in name or name.split("+")[0] in installed_plugins("presets").names:
         return
     host, modifiers = split_preset(name, known.presets, known.modifiers)
     if host not in known.presets:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +16,7 @@ import msgspec
 from agentrl.config import policies as team
 from agentrl.config import prompts, selfplay
 from agentrl.config.agents import WorkspaceConfig
+from agentrl.config.base import installed_plugins
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -65,6 +65,10 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _staleness(config)
     if config.tasks.solved is not None and config.tasks.order == "difficulty":
         yield "tasks.solved leaves out what tasks.order = 'difficulty' draws seldom; choose one"
+    if config.eval.patience and not (config.eval.every and config.tasks.heldout):
+        yield "eval.patience counts held-out scores: set eval.every and tasks.heldout"
+    if config.eval.functions and team.has_no_own_policy(config) and not config.data.name:
+        yield "eval.functions are given a checkpoint, and [upstreams] have none: leave them out"
     yield from _policies(config)
     yield from _stand_ins(config)
     yield from selfplay.problems(config)
@@ -345,7 +349,7 @@ def _staleness(config: RunConfig) -> Iterator[str]:
 
 
 def _sinks(names: list[str]) -> Iterator[str]:
-    known = [*SINKS, *entry_points(group="agentrl.sinks").names]
+    known = [*SINKS, *installed_plugins("sinks").names]
     for name in names:
         if ":" not in name and name not in known:
             yield f"metrics.sinks: {name!r}; {nearest(name, known)}, or your own as file.py:name"

@@ -11,8 +11,9 @@ from hashlib import blake2b
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
-from agentrl.types import Json, Record, Transition
+from agentrl.types import Json, Record, Transition, float32, int32
 
 Kind = Literal["pair", "label", "steps", "demonstration"]
 
@@ -55,6 +56,11 @@ class Item(Record, frozen=True):
     source: str = ""
 
     @property
+    def sides(self) -> list[str]:
+        """Digests of its sides."""
+        return [self.chosen] if self.rejected is None else [self.chosen, self.rejected]
+
+    @property
     def id(self) -> str:
         parts = (self.kind, self.chosen, self.rejected, self.label, self.steps)
         return blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
@@ -72,6 +78,13 @@ class Judgement(Record, frozen=True):
     raw: str = ""  # the judge's whole answer
     cost: float = 0.0  # USD
     seconds: float = 0.0
+
+
+def without_tokens(call: Transition) -> Transition:
+    """The call as text, which a run renders by the chat template of its policy."""
+    none = int32()
+    fields = {"exact": False, "prompt": none, "completion": none, "logprobs": float32()}
+    return replace(call, spans=[], **fields)
 
 
 def digest_of(calls: Iterable[Transition]) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
@@ -37,29 +38,23 @@ class PolicyServer(Protocol):
 
     async def start(self) -> None:
         """Listen. Raises PolicyError when the port is taken."""
-        ...
 
     def updating(self) -> AbstractAsyncContextManager[None]:
         """Within this context weights may change: calls in flight have ended, new ones wait."""
-        ...
 
     async def publish(self, version: int, policy: str | None = None) -> None:
         """Serve the current weights of a policy, default `model`, as `version`; the others keep
         their versions. Call inside `updating`."""
-        ...
 
     async def add(self, policy: str, version: int) -> None:
         """Also serve an adapter of this name that the model has been given since. Call inside
         `updating`. Raises PolicyError where adapters are not served by name."""
-        ...
 
     async def remove(self, policy: str) -> None:
         """Stop serving a policy; later requests for it are refused. Call inside `updating`."""
-        ...
 
     async def wait_for_failure(self) -> PolicyError:
         """Returns the reason once the server has failed for good; until then it waits."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -74,6 +69,7 @@ class RequestHold:
     def __init__(self) -> None:
         self.versions: dict[str, int] = {}  # by policy; the empty name: of every other name
         self.in_flight = 0
+        self.running: Counter[str] = Counter()  # of those inside `call`, by its name
         self._released, self._drained = asyncio.Event(), asyncio.Event()
         self._drained.set()
 
@@ -106,17 +102,16 @@ class RequestHold:
             self._drained.set()
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self, name: str = "") -> Iterator[None]:
         """One call is in flight while inside. Comes after `wait_released`."""
         self.begin()
+        self.running[name] += 1
         try:
             yield
         finally:
+            self.running[name] -= 1
+            self.running = +self.running
             self.finish()
-
-    def version_of(self, model: str) -> int | None:
-        """The version that answers calls to a model of this name; None: no policy has it."""
-        return self.versions.get(model, self.versions.get(""))
 
 
 def parse_versions(query: str) -> dict[str, int]:

@@ -74,6 +74,7 @@ def vllm_server(
     engine, dtype = config.engine, config.policy.dtype
     assert isinstance(engine, VllmEngineConfig)
     learned = _learned(model, tokenizer, adapters, engine.threads)
+    in_flight = config.algorithm.overlap == "in_flight"
     folder = Path(config.output, "vllm").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     host: VllmHost
@@ -98,6 +99,7 @@ def vllm_server(
             gpu=learned.gpu >= 0,
             adapters=max(len(learned.adapters), engine.vllm.max_adapters) if adapters else 0,
             rank=learned.rank,
+            side_by_side=in_flight,
         )
     return VllmServer(
         learned,
@@ -106,7 +108,7 @@ def vllm_server(
         method=engine.vllm.sync,
         timeout=engine.vllm.timeout,
         tolerance=engine.vllm.tolerance or TOLERANCE[dtype],
-        in_flight=config.algorithm.overlap == "in_flight",
+        in_flight=in_flight,
     )
 
 

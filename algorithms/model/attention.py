@@ -48,7 +48,6 @@ class AttentionPlan(Protocol):
     ) -> Tensor:
         """[1, heads, N, dim] queries -> [1, N, heads, value dim]. window: keys further back than
         this many positions, itself included, are not seen (None: all are)."""
-        ...
 
 
 def incompatibility(model: torch.nn.Module) -> str | None:
@@ -238,12 +237,7 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tiles: list[Tile],
-        scale: float | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: list[Tile], scale: float | None
     ) -> Tensor:
         q, k, v = _by_key_head(query, key, value)
         out, lse = _flash_tiles(q, k, v, tiles, scale)

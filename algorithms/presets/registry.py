@@ -10,7 +10,6 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -19,6 +18,7 @@ import msgspec
 from agentrl.algorithms.credit.core import Credit, rewards_read
 from agentrl.algorithms.objective.core import STREAMS, Algo, Gate, KLPenalty, Stream
 from agentrl.algorithms.objective.ratios import Clip
+from agentrl.config.base import installed_plugins
 from agentrl.config.presets import split_preset
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest
@@ -200,10 +200,10 @@ def make(
     return _checked(replace(algo, rewards=read, name=name), streams)
 
 
-def options_of(name: str, root: Path = Path()) -> dict[str, Any]:
+def options_of(name: str) -> dict[str, Any]:
     """The options of a preset with its modifiers and their defaults (`EMPTY`: it must be
     set). Raises ConfigError as `make` does."""
-    accepted = [_options(part) for part in _functions(name, root)]
+    accepted = [_options(part) for part in _functions(name, Path())]
     return {option: default for own in accepted for option, (_, default) in own.items()}
 
 
@@ -221,7 +221,7 @@ def _functions(name: str, root: Path) -> list[Preset]:
 
 
 def _preset(name: str, root: Path) -> Preset:
-    registered = {point.name for point in entry_points(group="agentrl.presets")}
+    registered = installed_plugins("presets").names
     if ":" not in name and name not in presets and name not in registered:
         raise ConfigError(
             f"algorithm.preset: no preset {name!r}; {nearest(name, [*presets, *registered])}"

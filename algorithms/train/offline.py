@@ -129,22 +129,20 @@ class DatasetCollector:
             good = sum(item.label == 1 for item in self.items[split])
             bad = sum(item.label == 0 for item in self.items[split])
             if good and bad and not 1 / 3 < good / bad < 3 and split == data.split:
-                log.warning(
-                    "%d items are good and %d are not: let algorithm.options.desirable and "
-                    "undesirable make up for it (arXiv 2402.01306)",
-                    good,
-                    bad,
-                )
+                why = "let algorithm.options.desirable and undesirable make up for it"
+                log.warning("%d items are good and %d are not: %s (2402.01306)", good, bad, why)
             places = range(len(self.items[split]))
-            for first in places[::CHUNK] if scorer else ():
-                groups = await self._groups(split, places[first : first + CHUNK], 0)
-                await self._score(scorer, groups)
+            if scorer is not None:
+                for first in places[::CHUNK]:
+                    groups = await self._groups(split, places[first : first + CHUNK], 0)
+                    await self._score(scorer, groups)
 
     async def collect(self, step: int) -> Collected:
         """The items of a step. They are no groups of the store."""
         split, size = self.config.data.split, self.config.algorithm.groups
         chosen = step_items(len(self.items[split]), self.config.seed, step, size)
         groups = await self._groups(split, chosen, step)
+        await self._read_reference(groups)
         epochs = (step + 1) * size / len(self.items[split])
         return Collected(groups, [], {"data/epochs": epochs}, stored=False)
 
@@ -153,7 +151,9 @@ class DatasetCollector:
         updater, found = self.updater, self.items[self.config.data.heldout][: limit or None]
         if not found or updater.algo.side is None:
             return
-        batch = updater.batch(await self._groups(self.config.data.heldout, range(len(found)), step))
+        groups = await self._groups(self.config.data.heldout, range(len(found)), step)
+        await self._read_reference(groups)
+        batch = updater.batch(groups)
         batch, streams = score_batch(updater.algo, updater.learner, batch, updater.cached)
         terms = loss_terms(updater.algo, batch, streams, fresh=True)
         assert terms.sides is not None
@@ -179,11 +179,15 @@ class DatasetCollector:
         self.reference = state.hexdigest()
         return partial(scorer.logprobs, of=of)
 
-    async def _score(
-        self, scorer: Callable[[Batch], Tensor] | None, groups: Sequence[Group]
-    ) -> None:
+    async def _read_reference(self, groups: Sequence[Group]) -> None:
+        """Let the updater know the reference's log-probs of these sides, and no others."""
+        if (cached := self.updater.cached) is not None:
+            names = [row.id for group in groups for row in group.rollouts]
+            cached.clear()
+            cached.update(await self.store.logprobs(self.reference, names))
+
+    async def _score(self, scorer: Callable[[Batch], Tensor], groups: Sequence[Group]) -> None:
         """Compute and store the reference's log-probs of those sides that have none."""
-        assert scorer is not None
         rows = {row.id: row for group in groups for row in group.rollouts}
         known = await self.store.logprobs(self.reference, list(rows))
         missing = [replace(row, group=id) for id, row in rows.items() if id not in known]
@@ -201,10 +205,10 @@ class DatasetCollector:
         wrong = {name: self._defect(name, calls) for name, calls in sides.items()}
         good = []
         for item in items:
-            names = [side for side in (item.chosen, item.rejected) if side]
-            why = next((wrong[side] for side in names if wrong[side]), "")
-            lost.update([why] if why else [])
-            good += [] if why else [item]
+            if why := next(filter(None, (wrong[side] for side in item.sides)), ""):
+                lost[why] += 1
+            else:
+                good.append(item)
         return good
 
     def _defect(self, name: str, calls: Sequence[Transition | None]) -> str:
@@ -226,7 +230,7 @@ class DatasetCollector:
     async def _sides(self, items: Sequence[Item]) -> dict[str, list[Transition | None]]:
         """Calls with their tokens, at temperature 1, at which losses of sides are defined; None
         where the chat template cannot render one."""
-        names = [side for item in items for side in (item.chosen, item.rejected) if side]
+        names = [side for item in items for side in item.sides]
         found = await self.store.sides(names)
 
         def known(call: Transition) -> Transition | None:
@@ -252,10 +256,6 @@ class DatasetCollector:
             rows += [side(item.rejected, id, **{LABEL: 0.0})] if item.rejected else []
             rows += [mismatched_rollout(rows[0], side(before[number].chosen, id))] if moved else []
             groups.append(Group(id=id, run=self.config.name, step=step, rollouts=rows))
-        if self.updater.cached is not None:
-            names = [row.id for group in groups for row in group.rollouts]
-            self.updater.cached.clear()
-            self.updater.cached.update(await self.store.logprobs(self.reference, names))
         return groups
 
 

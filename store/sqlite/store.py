@@ -20,11 +20,7 @@ from agentrl.store.sqlstore import SqlStore
 
 class SqliteStore(SqlStore):
     def __init__(
-        self,
-        location: Location,
-        *,
-        create: bool = True,
-        clock: Callable[[], float] | None = None,
+        self, location: Location, *, create: bool = True, clock: Callable[[], float] | None = None
     ) -> None:
         if location.readonly:
             migrations.check(location)

@@ -249,7 +249,8 @@ def test_kinds_from_outside_have_free_options(
 def test_a_kind_that_a_package_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("mine", "mine:Own", "agentrl.engines")
     monkeypatch.setattr(
-        "agentrl.config.keys.entry_points", lambda group: EntryPoints([point]).select(group=group)
+        "agentrl.config.base._entry_points",
+        lambda group, path: EntryPoints([point]).select(group=group),
     )
     assert resolve({"engine": {"kind": "mine"}}, source="test").engine.kind == "mine"
     with pytest.raises(ConfigError, match=r"learner\.kind = 'mine'"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +24,10 @@ def load(name: str, root: Path = Path()) -> object:
 
 def register(monkeypatch: pytest.MonkeyPatch, **points: str) -> None:
     made = [EntryPoint(name, value, "agentrl.executors") for name, value in points.items()]
-    monkeypatch.setattr(plugins, "entry_points", lambda *, group: made)
+    monkeypatch.setattr(
+        "agentrl.config.base._entry_points",
+        lambda group, path: EntryPoints(made).select(group=group),
+    )
 
 
 def test_a_file_an_entry_point_and_the_librarys_own_are_found(

@@ -1,4 +1,4 @@
-"""The learner's page: its algorithm runs, and its table names what a step reports."""
+"""The learner's page: its algorithm runs, and the table of metrics names what a step reports."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.algorithms.worlds import Call, Play, world
 FOLDER = Path(str(agentrl.algorithms.__file__)).parent
 HELPERS = {"Batch", "Credit", "make", "modifier", "preset", "rewards", "standardise"}
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
+METRICS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 
 def test_the_algorithm_runs(tmp_path: Path) -> None:
@@ -43,7 +44,8 @@ def test_what_a_preset_is_written_with_is_imported_from_one_place() -> None:
 
 
 def test_the_table_names_what_a_step_reports() -> None:
-    rows = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
+    lines = METRICS.read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|")[1] for line in lines if line.startswith("| `")]
     documented = [
         re.sub(r"<\w+>", "*", name) for cell in rows for name in re.findall(r"`([^`]+)`", cell)
     ]

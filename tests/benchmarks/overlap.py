@@ -4,8 +4,10 @@ python -m tests.benchmarks.overlap --virtual --json     # simulated clock, real 
 python -m tests.benchmarks.overlap --json               # wall clock: runs of `agentrl train`
 
 Ratios are of seconds: of a step in sync over one in flight, with max_staleness 1 and 4; of the time
-until the mean reward is 0.8; and, of long answers without tools, drained over in flight.
-reward_gap: the largest, over presets, of |mean reward in flight (4) - in sync| in the last steps.
+until the mean reward is 0.8; and, of long answers without tools, drained over in flight: of 64 to
+512 tokens with mean 180, and, as `..._median64`, of 1 to 512 with median 64, whose longest are
+further from the rest. reward_gaps: mean reward in flight (4) - in sync in the last steps, by
+preset; reward_gap: the largest, without its sign.
 max_lag: of trained tokens, by max_staleness, of groups that are trained in the order asked; the
 modes above train them as they end. logprob_error: the largest difference between a recorded
 log-prob and that of the version it names, of calls that crossed an update. pause_p99: seconds of
@@ -32,13 +34,16 @@ from tests.benchmarks.virtual_run import STAFF, Costs, Mode, VirtualRun, make_po
 
 PRESETS = ("grpo+tis", "scalerl", "dppo-tv")
 SYNC, DRAINED1, FLIGHT1, FLIGHT4 = Mode(), Mode(1.0), Mode(1.0, True), Mode(4.0, True)
-LONG = Costs(tool=None, length=(96.0, 0.9, 1, 512))  # median 64
+LONG = {
+    "": Costs(tool=None, length=(180.0, 0.9, 64, 512)),
+    "_median64": Costs(tool=None, length=(96.0, 0.9, 1, 512)),
+}
 AGENT = Path(__file__).with_name("slow_agent.py")
 
 
 def virtual(seeds: list[int], steps: int, folder: Path, presets: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, list[VirtualRun]] = {}
-    long = {DRAINED1: list[float](), FLIGHT1: list[float]()}
+    long = {(name, mode): list[float]() for name in LONG for mode in (DRAINED1, FLIGHT1)}
     lags = dict.fromkeys((0.0, 0.5, 1.0, 4.0), 0)
     gaps: dict[str, list[float]] = {preset: [] for preset in presets}
     for seed in seeds:
@@ -50,8 +55,9 @@ def virtual(seeds: list[int], steps: int, folder: Path, presets: tuple[str, ...]
             mode, few = Mode(ahead, ahead > 0, asked=True), min(steps, 8)
             run = VirtualRun(policy, mode, seed=seed, steps=few).run()
             lags[ahead] = max(lags[ahead], run.max_lag)
-        for mode, times in long.items():
-            run = VirtualRun(policy, mode, seed=seed, steps=min(steps, 8), costs=LONG, lr=1e-9)
+        for (name, mode), times in long.items():
+            few, costs = min(steps, 8), LONG[name]
+            run = VirtualRun(policy, mode, seed=seed, steps=few, costs=costs, lr=1e-9)
             times.append(run.run().per_step)
         for preset in presets:
             pair = [found["sync"][-1], found["flight4"][-1]]
@@ -69,8 +75,13 @@ def virtual(seeds: list[int], steps: int, folder: Path, presets: tuple[str, ...]
         "sync_over_flight1": seconds["sync"] / seconds["flight1"],
         "sync_over_flight4": seconds["sync"] / seconds["flight4"],
         "reward08_sync_over_flight4": reached["sync"] / reached["flight4"],
-        "drained_over_flight1_long": fmean(long[DRAINED1]) / fmean(long[FLIGHT1]),
+        **{
+            f"drained_over_flight1_long{name}": fmean(long[name, DRAINED1])
+            / fmean(long[name, FLIGHT1])
+            for name in LONG
+        },
         "reward_gap": max(abs(fmean(values)) for values in gaps.values()),
+        "reward_gaps": {preset: fmean(values) for preset, values in gaps.items()},
         "max_lag": {f"{ahead:g}": lag for ahead, lag in lags.items()},
         "logprob_error": max(logprob_error(run) for run in found["flight4"]),
         "pause_p99": float(np.quantile(pauses, 0.99)),

@@ -20,6 +20,15 @@ def add(a: int, b: int) -> int:
 agent = create_agent(ChatOpenAI(model="policy"), [add])
 '''
 
+ASKS = """
+import os, httpx
+
+def agent(text):
+    body = {{"model": "policy", "messages": [{{"role": "user", "content": text * {times}}}]}}
+    url = os.environ["OPENAI_BASE_URL"]
+    answer = httpx.post(f"{{url}}/chat/completions", json=body, timeout=30)
+    return answer.json()["choices"][0]["message"]["content"]
+"""
 VERIFIER = """
 def verify(task, result):
     return float(len(result) % 7)

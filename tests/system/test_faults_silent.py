@@ -14,19 +14,12 @@ from msgspec.structs import replace
 from agentrl.errors import TrainingError
 from agentrl.store import open_store
 from agentrl.types import EMPTY, Purpose, Rollout, RolloutState, StepRow
+from tests import warm
+from tests.system.conftest import ASKS
 from tests.system.steady import config, failing_config, run
 
 SMALL = ["algorithm.groups=1", "algorithm.group_size=2", "steps=4", "tasks.heldout="]
 GOOD = "def verify(task, result): return float(len(result) % 7)\n"
-ASKS = """
-import os, httpx
-
-def agent(text):
-    body = {{"model": "policy", "messages": [{{"role": "user", "content": text * {times}}}]}}
-    url = os.environ["OPENAI_BASE_URL"]
-    answer = httpx.post(f"{{url}}/chat/completions", json=body, timeout=30)
-    return answer.json()["choices"][0]["message"]["content"]
-"""
 DEAD = """
 from openai import OpenAI
 ready = OpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", max_retries=0)
@@ -55,10 +48,7 @@ CASES = {  # agent, verifier, kind, and what the console says of it
 
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "agentrl", "train", "run.toml", *SMALL, *overrides]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=150, check=False
-    )
+    return warm.run("-m", "agentrl", "train", "run.toml", *SMALL, *overrides, cwd=folder)
 
 
 def committed(folder: Path, name: str) -> tuple[list[StepRow], str | None]:
@@ -95,7 +85,7 @@ def test_a_run_without_a_usable_rollout_ends_with_the_cause(run_folder: Path, ca
     assert "agentrl show tiny/train/" in result.stdout
     assert message in result.stdout
     assert "reward -" not in result.stdout
-    assert f"of 6 failed by {kind}" in result.stderr
+    assert kind in result.stderr or message == "context"  # then the prompt is named
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     for row in failed(run_folder):
@@ -120,7 +110,9 @@ def test_killed_in_between_empty_steps_are_counted_on(tmp_path: Path, tiny_model
         killed = subprocess.run([*steady, str(tiny_model_dir), "commit:1"], check=False)
         assert killed.returncode == -signal.SIGKILL
         assert len(committed(tmp_path, "steady")[0]) == done
-    with pytest.raises(TrainingError, match=r"in 3 steps in a row.*24 of 24 failed by agent_error"):
+    with pytest.raises(
+        TrainingError, match=r"in 3 steps in a row.*rollouts fail: 100%.*agent_error"
+    ):
         asyncio.run(run(settings, lambda point: None))
     rows, checkpoint = committed(tmp_path, "steady")
     assert [EMPTY in row.metrics for row in rows] == [True] * 3
@@ -149,11 +141,9 @@ def test_a_run_of_empty_steps_alone_never_succeeds(tmp_path: Path, tiny_model_di
 def test_an_evaluation_without_one_result_fails_with_the_cause(run_folder: Path) -> None:
     """Of a run without a model of its own, which evaluates the same way as a checkpoint does."""
     (run_folder / "agent.py").write_text("def agent(text): raise ValueError('no luck')")
-    command = [sys.executable, "-m", "agentrl", "eval", "run.toml", "policy.model="]
+    command = ["-m", "agentrl", "eval", "run.toml", "policy.model="]
     command += ["upstreams.far.base_url=http://127.0.0.1:1/v1", "roles.agent=far"]
-    evaluated = subprocess.run(
-        command, cwd=run_folder, capture_output=True, text=True, timeout=150, check=False
-    )
+    evaluated = warm.run(*command, cwd=run_folder)
     assert evaluated.returncode == 2, evaluated.stdout + evaluated.stderr
     assert "every rollout failed, 4 of 4 failed by agent_error" in evaluated.stderr
     assert "no luck" in evaluated.stderr

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.processes import USER_ERROR
+from tests.system.conftest import ASKS
 from tests.system.machines import Machine, Network, network, possible
 
 KEYS = {"admin": "admin-" + "a" * 40, "runner": "runner-" + "r" * 40}
@@ -102,6 +103,7 @@ class Cluster:
 def test_runners_on_other_machines_may_die_vanish_and_join(
     lan: Network, run_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    (run_folder / "agent.py").write_text(ASKS.format(times=1))  # which starts in a moment
     cluster = Cluster(lan, run_folder, tmp_path_factory.mktemp("machines"))
     cluster.serve()
     training = cluster.train()

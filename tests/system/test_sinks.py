@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,9 @@ import pytest
 from agentrl.telemetry.sinks.base import SinkPosition
 from tests import warm
 
-pytest.importorskip("tensorboard")
-pytest.importorskip("mlflow")
+pytestmark = pytest.mark.skipif(
+    not (find_spec("tensorboard") and find_spec("mlflow")), reason="two sinks are needed"
+)
 EVENTS = """
 import sys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

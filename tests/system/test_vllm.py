@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -241,11 +242,12 @@ async def test_calls_go_on_over_an_update_with_keys_of_the_new_weights(
     url = f"{server.base_url}/completions"
     async with aiohttp.ClientSession() as http:
 
-        async def call(seed: int) -> tuple[str, list[int], list[float]]:
+        async def call(seed: int) -> tuple[list[list[int]], list[int], list[float]]:
             async with http.post(url, json=body | {"seed": seed}) as reply:
                 (choice,) = (await reply.json())["choices"]
                 found = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-                return reply.headers["x-policy-version"], *found
+                assert reply.headers["x-policy-version"] == "8"
+                return choice["agentrl_spans"], *found
 
         calls = [asyncio.create_task(call(seed)) for seed in range(4)]
         while await in_flight(http, server) < len(calls):
@@ -257,17 +259,57 @@ async def test_calls_go_on_over_an_update_with_keys_of_the_new_weights(
         server.in_flight = False
         assert not any(task.done() for task in calls)
         assert await version(server) == "9"
-        for told, tokens, logprobs in await asyncio.gather(*calls):
-            assert told == "8"
+        for ((first, old_version), (start, new_version)), tokens, logprobs in await asyncio.gather(
+            *calls
+        ):
+            assert (first, old_version, new_version) == (0, 8, 9)
+            assert 0 < start < 400
             assert len(tokens) == 400
             row = torch.tensor([[5, 6, 7, *tokens]])
             with torch.no_grad():
                 old, new = (each(row).logits[0, 2:-1].log_softmax(-1) for each in policies)
             at = torch.arange(400), torch.tensor(tokens)
-            gaps = [(named[at] - torch.tensor(logprobs)).abs() for named in (old, new)]
-            assert gaps[0][0] < 1e-3
-            assert gaps[1][-1] < 1e-3
-            assert (torch.minimum(*gaps) < 1e-3).all()  # every token is of one of the two
+            named = torch.where(torch.arange(400) < start, old[at], new[at])
+            torch.testing.assert_close(torch.tensor(logprobs), named, rtol=0, atol=1e-3)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_child_killed_between_update_and_resume_is_back_with_the_update(
+    started: tuple[VllmServer, torch.nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server, model = started
+    request, killed = server._host.request, list[int]()
+
+    async def dies(method: str, path: str, body: Any = None, server: str = "") -> Any:
+        if path.startswith("/resume") and not killed:
+            killed.extend(workers())
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+        return await request(method, path, body, server)
+
+    monkeypatch.setattr(server._host, "request", dies)
+    monkeypatch.setattr(server, "in_flight", True)
+    body = {"model": server.model, "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
+    url = f"{server.base_url}/completions"
+    async with aiohttp.ClientSession() as http:
+
+        async def status() -> int:
+            async with http.post(url, json=body) as reply:
+                await reply.read()
+                return reply.status
+
+        calls = [asyncio.create_task(status()) for _ in range(4)]
+        while await in_flight(http, server) < len(calls):
+            pass
+        disturb(model)
+        await server.publish(10)  # its log-probs are compared
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            assert answer == 500 or isinstance(answer, aiohttp.ClientError)
+    assert killed
+    assert await version(server) == "10"
+    assert "vLLM ended and is started again with the newest weights" in caplog.text
 
 
 @pytest.mark.asyncio(loop_scope="module")

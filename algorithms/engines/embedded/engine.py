@@ -281,12 +281,7 @@ class Engine:
             self._drop_retired()
 
     def _swap(
-        self,
-        done: Future[float],
-        policy: int,
-        version: int,
-        load: Callable[[], None],
-        keep: bool,
+        self, done: Future[float], policy: int, version: int, load: Callable[[], None], keep: bool
     ) -> None:
         started = time.perf_counter()
         try:

@@ -158,10 +158,7 @@ class Routes:
     async def _stream(
         self, request: web.Request, pending: PendingRequest, form: ResponseFormat, usage: bool
     ) -> web.StreamResponse:
-        headers = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-        }
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         choices: list[StreamedChoice] = []
         tokens, first = 0, True

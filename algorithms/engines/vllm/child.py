@@ -11,37 +11,38 @@ from __future__ import annotations
 
 import os
 import runpy
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import msgspec
 
 from agentrl.algorithms.engines.base import VERSION_HEADER, RequestHold, parse_versions
-from agentrl.algorithms.engines.vllm.serving import CLOSE, HOLD, OPEN
+from agentrl.algorithms.engines.vllm.serving import CLOSE, HOLD, OPEN, RUNNING, versioned
+from agentrl.algorithms.engines.vllm.spans import (
+    REPLACED,
+    AsgiApp,
+    AsgiMessage,
+    Receive,
+    Send,
+    SpanMiddleware,
+    answer,
+)
 from agentrl.processes import die_with_parent
 
 KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
 KEY_HEADER = "x-agentrl-key"  # of a control request: that secret
 ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # control requests
 
-AsgiMessage = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[AsgiMessage]]
-Send = Callable[[AsgiMessage], Awaitable[None]]
-AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-
-
-class _Request(msgspec.Struct):
-    model: str = ""
-
 
 class HoldMiddleware:
     """ASGI middleware around vLLM's server. Requests with the key are control requests: `POST
     /agentrl/hold` is answered once no call is in flight, `/agentrl/close` only keeps new calls
-    waiting, `/agentrl/open?VERSIONS` admits calls, for the first time or again, and every other
-    path is vLLM's own. Requests without it reach only /health and the paths that ask a model."""
+    waiting, `/agentrl/open?VERSIONS` admits calls, for the first time or again, `/agentrl/running`
+    lists the adapters that calls in flight name, and every other path is vLLM's own. Requests
+    without it reach only /health and the paths that ask a model."""
 
     def __init__(self, app: AsgiApp) -> None:
-        self._app = app
+        self._app = SpanMiddleware(app)
         self._key = os.environ[KEY_VARIABLE].encode()
         self._requests = RequestHold()
 
@@ -55,39 +56,47 @@ class HoldMiddleware:
         elif is_public_path(scope["path"]):
             await self._serve(scope, receive, send)
         else:
-            await _answer(send, 404)
+            await answer(send, 404)
 
     async def _handle_control(
         self, scope: MutableMapping[str, Any], receive: Receive, send: Send
     ) -> None:
         if scope["path"] == HOLD:
             await self._requests.hold()
-            await _answer(send, 200)
+            await answer(send, 200)
         elif scope["path"] == CLOSE:
             self._requests.close()
-            await _answer(send, 200)
+            await answer(send, 200)
         elif scope["path"] == OPEN:
             if query := scope["query_string"].decode():
                 self._requests.versions = parse_versions(query)
             self._requests.release()
-            await _answer(send, 200)
+            await answer(send, 200)
+        elif scope["path"] == RUNNING:
+            await answer(send, 200, msgspec.json.encode(list(self._requests.running)))
         else:
             await self._app(scope, receive, send)
 
     async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         # Read first: a request that is never sent to its end must not hold up an update.
-        receive, body = await _read(receive)
+        body = await _read(receive)
         await self._requests.wait_released()
-        with self._requests.call():
-            version = self._requests.version_of(requested_model(body))
+        body, name, version = to_version(body, self._requests.versions)
+        with self._requests.call(name):
+            stamp = [] if version is None else [(VERSION_HEADER.encode(), b"%d" % version)]
+            headers = [header for header in scope["headers"] if header[0] not in REPLACED]
+            headers = [*headers, *stamp, (b"content-length", b"%d" % len(body))]
+            sent: list[AsgiMessage] = [{"type": "http.request", "body": body}]
+
+            async def again() -> AsgiMessage:
+                return sent.pop() if sent else await receive()
 
             async def stamped(message: AsgiMessage) -> None:
-                if message["type"] == "http.response.start" and version is not None:
-                    added = VERSION_HEADER.encode(), str(version).encode()
-                    message["headers"] = [*message.get("headers", ()), added]
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message.get("headers", ()), *stamp]
                 await send(message)
 
-            await self._app(scope, receive, stamped)
+            await self._app({**scope, "headers": headers}, again, stamped)
 
 
 def is_public_path(path: str) -> bool:
@@ -96,30 +105,34 @@ def is_public_path(path: str) -> bool:
     return open or (path.startswith("/v1/") and path not in ADAPTERS)
 
 
-def requested_model(body: bytes) -> str:
-    """The model that a request names; empty if it names none or is not JSON."""
+def to_version(body: bytes, versions: Mapping[str, int]) -> tuple[bytes, str, int | None]:
+    """A call's body as vLLM gets it, the model it names there, and the version that answers; None:
+    no policy has the model's name.
+
+    versions: as of a `RequestHold`; without one of every other name they are of adapters, each
+    version of which has its own name. The salt keeps prefixes of different versions apart."""
     try:
-        return msgspec.json.decode(body, type=_Request).model
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        model = msgspec.json.decode(fields.get("model", b'""'), type=str)
+        salt = msgspec.json.decode(fields.get("cache_salt", b"null"))
     except msgspec.DecodeError:
-        return ""
+        return body, "", versions.get("")
+    version = versions.get(model, versions.get(""))
+    if version is None:
+        return body, model, None
+    added = {"cache_salt": f"{version}.{salt}" if salt else str(version)}
+    if "" not in versions:
+        model = added["model"] = versioned(model, version)
+    return msgspec.json.encode({**fields, **added}), model, version
 
 
-async def _read(receive: Receive) -> tuple[Receive, bytes]:
-    """A request's body, and a `receive` that delivers it again."""
-    messages: list[AsgiMessage] = []
-    while not messages or messages[-1].get("more_body"):
-        messages.append(await receive())
-    body = b"".join(message.get("body", b"") for message in messages)
-
-    async def again() -> AsgiMessage:
-        return messages.pop(0) if messages else await receive()
-
-    return again, body
-
-
-async def _answer(send: Send, status: int) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
+async def _read(receive: Receive) -> bytes:
+    """A request's body."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    return body
 
 
 if __name__ == "__main__":

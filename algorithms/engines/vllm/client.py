@@ -13,6 +13,7 @@ import msgspec
 
 from agentrl.algorithms.engines.vllm.process import OLDEST, is_old
 from agentrl.algorithms.engines.vllm.serving import HOLD, MEMORY, LostError, VllmHost
+from agentrl.algorithms.engines.vllm.spans import SPANS
 from agentrl.algorithms.engines.vllm.weight_sync import INIT, LOAD
 from agentrl.errors import PolicyError
 from agentrl.types import Json
@@ -78,6 +79,7 @@ class ServerCapabilities:
 
     name: str  # of the model, as calls name it
     adapters: bool  # can be loaded by name
+    spans: bool  # calls that cross an update name the version of each token
     backend: str  # of vLLM's weight transfer, the same everywhere; empty: none
 
 
@@ -92,7 +94,10 @@ async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> ServerCapab
         )
     backends = {each.backend for each in found}
     return ServerCapabilities(
-        names[0], all(each.adapters for each in found), backends.pop() if len(backends) == 1 else ""
+        names[0],
+        all(each.adapters for each in found),
+        all(each.spans for each in found),
+        backends.pop() if len(backends) == 1 else "",
     )
 
 
@@ -114,7 +119,8 @@ async def _probe(http: aiohttp.ClientSession, url: str) -> ServerCapabilities:
         )
     name = next(card["id"] for card in models["data"] if not card.get("parent"))
     loads = (await _ask(http, "POST", f"{url}{LOAD}", {}))[0] != 404
-    return ServerCapabilities(name, loads, await _backend(http, url))
+    spans = (await _ask(http, "GET", f"{url}{SPANS}"))[0] == 200
+    return ServerCapabilities(name, loads, spans, await _backend(http, url))
 
 
 async def _backend(http: aiohttp.ClientSession, url: str) -> str:

@@ -7,12 +7,15 @@ and they must be started with
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \
         --generation-config vllm --enable-auto-tool-choice --tool-call-parser hermes
 
+for the versions of calls that cross an update (see `spans`) with
+`--middleware agentrl.algorithms.engines.vllm.spans.SpanMiddleware`;
 for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK; for
 weights that are not read from a disk with --weight-transfer-config '{"backend": ...}'
 (see `weight_sync`);
 on a CPU, and for the backend "agentrl", with
 `--worker-extension-cls agentrl.algorithms.engines.vllm.worker_extension.Extension`.
-Always true: calls go only to servers that have had every update. A server that is found to be gone
+Always true: calls go only to servers that have had every update, or go on with the version before
+it while others are updated, which their answers name. A server that is found to be gone
 gets neither calls nor updates until it has been given the newest weights (`adopt`), because it is
 restarted with old ones; while all are gone, calls wait.
 """
@@ -23,9 +26,11 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from agentrl.algorithms.engines.base import (
@@ -35,10 +40,17 @@ from agentrl.algorithms.engines.base import (
     parse_versions,
     port_taken,
 )
-from agentrl.algorithms.engines.vllm.child import is_public_path, requested_model
+from agentrl.algorithms.engines.vllm.child import is_public_path, to_version
 from agentrl.algorithms.engines.vllm.client import probe
 from agentrl.algorithms.engines.vllm.process import POLL
-from agentrl.algorithms.engines.vllm.serving import CLOSE, HOLD, OPEN, LostError, ServedModel
+from agentrl.algorithms.engines.vllm.serving import (
+    CLOSE,
+    HOLD,
+    OPEN,
+    RUNNING,
+    LostError,
+    ServedModel,
+)
 from agentrl.errors import PolicyError
 from agentrl.http_server import listen, read_body
 from agentrl.types import POLICY, Json
@@ -49,6 +61,12 @@ DYING = 5.0  # seconds within which a server that dies of a request fails its he
 IDLE = 2.0  # seconds that a connection is kept; vLLM closes it after 5, which looks like its death
 LARGEST = 2**30  # bytes of a request
 HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
+
+
+@dataclass(slots=True)
+class _Server:
+    versions: dict[str, int] | None = None  # that calls get there; None: it is given none
+    calls: int = 0  # in flight
 
 
 class VllmFleet:
@@ -73,6 +91,7 @@ class VllmFleet:
         self.room = sys.maxsize  # vLLM swaps adapters beyond its --max-loras in on request
         self.refuses_adapters, self.gpus = "", 0
         self.backend: str | None = ""
+        self.spans = False
         self._bind, self._adapters = (host, port), adapters
         self._start_timeout, self._timeout = start_timeout, timeout
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -84,7 +103,7 @@ class VllmFleet:
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._requests = RequestHold()
-        self._busy: dict[str, int] = {}  # calls in flight on each server that is not gone
+        self._busy: dict[str, _Server] = {}  # by URL, those that are not gone
 
     @property
     def servers(self) -> Sequence[str]:
@@ -95,7 +114,7 @@ class VllmFleet:
         async with self._client() as http:
             await asyncio.gather(*(self._healthy(http, url) for url in self.urls))
             found = await probe(http, self.urls)
-        self.name, self.backend = found.name, found.backend
+        self.name, self.backend, self.spans = found.name, found.backend, found.spans
         # They compute on other GPUs than the learner, unless they are to map its memory.
         self.gpus = 1 if found.backend == "ipc" else 0
         if not self._adapters:
@@ -190,15 +209,22 @@ class VllmFleet:
             raise port_taken(*self._bind, error) from None
 
     def _mark_ready(self, urls: Sequence[str]) -> None:
-        self._busy |= {url: self._busy.get(url, 0) for url in urls}
+        self._busy |= {url: self._busy.get(url) or _Server() for url in urls}
 
     def _mark_gone(self, url: str, problem: str) -> None:
         self._reason = f"it is gone: {url} {problem}"
-        if self._busy.pop(url, None) is None or self._busy:
+        if self._busy.pop(url, None) is None:
             return
-        self._requests.close()
+        if not self._open():
+            self._requests.close()
+        if self._busy:
+            return
         assert self._home is not None
         self._home.call_soon_threadsafe(self._gone.set)
+
+    def _open(self) -> dict[str, _Server]:
+        """The servers that calls may go to."""
+        return {url: each for url, each in self._busy.items() if each.versions is not None}
 
     async def _shut(self) -> None:
         if self._runner is not None:
@@ -212,17 +238,15 @@ class VllmFleet:
         # Read first: a request that is never sent to its end must not hold up an update.
         body = await read_body(request)
         await self._requests.wait_released()
-        with self._requests.call():
-            version = self._requests.version_of(requested_model(body))
-            if not self._busy:
-                return _retry("no server is left")
-            url = min(self._busy, key=self._busy.__getitem__)
-            self._busy[url] += 1
+        url, server = min(self._open().items(), key=lambda item: item[1].calls)
+        assert server.versions is not None
+        body, name, version = to_version(body, server.versions)
+        with self._requests.call(name):
+            server.calls += 1
             try:
                 return await self._forward(request, url, body, version)
             finally:
-                if url in self._busy:
-                    self._busy[url] -= 1
+                server.calls -= 1
 
     async def _control(
         self, method: str, path: str, body: Json, server: str
@@ -231,15 +255,15 @@ class VllmFleet:
         if path == HOLD:
             await self._requests.hold()
             return []
-        if path == CLOSE:
-            self._requests.close()
-            return []
-        if path.startswith(f"{OPEN}?"):
-            if self._busy:
-                self._requests.versions = parse_versions(path.removeprefix(f"{OPEN}?"))
-                self._requests.release()
-            return []
+        if path == RUNNING:
+            return [(200, msgspec.json.encode(list(self._requests.running)))]
         urls = [server] if server else list(self._busy)
+        if path == CLOSE or path.startswith(f"{OPEN}?"):
+            versions = None if path == CLOSE else parse_versions(path.removeprefix(f"{OPEN}?"))
+            for each in self._busy.keys() & set(urls):
+                self._busy[each].versions = versions
+            (self._requests.release if self._open() else self._requests.close)()
+            return []
         found = await asyncio.gather(*(self._ask(url, method, path, body) for url in urls))
         replies = [reply for reply in found if reply is not None]
         if not replies:
@@ -279,17 +303,17 @@ class VllmFleet:
         self, request: web.Request, url: str, body: bytes, version: int | None
     ) -> web.StreamResponse:
         assert self._session is not None
-        left = HOP | self._headers.keys()
+        left = HOP | self._headers.keys() | {VERSION_HEADER}
         sent = {k: v for k, v in request.headers.items() if k.lower() not in left}
+        stamp = {} if version is None else {VERSION_HEADER: str(version)}
         answer: web.StreamResponse | None = None
         try:
             async with self._session.request(
-                request.method, url + request.path_qs, data=body, headers=sent
+                request.method, url + request.path_qs, data=body, headers=sent | stamp
             ) as reply:
                 answer = web.StreamResponse(status=reply.status)
                 answer.content_type = reply.content_type
-                if version is not None:
-                    answer.headers[VERSION_HEADER] = str(version)
+                answer.headers.update(stamp)
                 await answer.prepare(request)
                 async for chunk in reply.content.iter_any():
                     await answer.write(chunk)

@@ -51,13 +51,16 @@ class VllmProcess:
         gpu: bool = False,
         adapters: int = 0,
         rank: int = 0,
+        side_by_side: bool = False,
     ) -> None:
-        """adapters: of LoRA, that there is room for; rank: of the largest. Raises PolicyError where
+        """adapters: of LoRA, that there is room for; rank: of the largest; side_by_side: calls of
+        two versions of each may run at once. Raises PolicyError where
         vLLM is missing or too old."""
         check_installed()
         self.log, self.key, self.url, self.name = log, key, "", POLICY
         self.backend: str | None = None
-        self.room = adapters
+        self.spans = True
+        self.room, self._side_by_side = adapters, side_by_side
         self.refuses_adapters = "" if adapters else "all weights are trained"
         if adapters and rank > RANKS[-1]:
             self.refuses_adapters = f"vLLM takes a rank of {RANKS[-1]} at most"
@@ -190,10 +193,11 @@ class VllmProcess:
 
     def _lora(self) -> list[str]:
         rank = next(rank for rank in RANKS if rank >= self._rank)
+        running = self.room * (1 + self._side_by_side)  # calls of one more wait
         return [
-            *("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(self.room)),
+            *("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(running)),
             # A new version is loaded before the one it replaces is forgotten.
-            *("--max-cpu-loras", str(self.room + 1)),
+            *("--max-cpu-loras", str(running + 1)),
         ]
 
     def _environment(self) -> dict[str, str]:

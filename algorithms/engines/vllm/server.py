@@ -2,10 +2,12 @@
 
 Owns a folder with what servers read, and the method by which new weights reach them (see
 `weight_sync`). Always true: weights change only while requests are held in front of vLLM, so every
-answer comes from the one version it names; or, `in_flight`, while vLLM is paused between two steps:
-calls that run go on with keys of the new weights, and name the version they began with. After a
-publish that failed, requests stay held. A server that ends is restarted with the newest published
-weights under the same URL, and calls that were in flight fail as on a lost connection.
+answer comes from the one version it names; or, `in_flight`, while vLLM is paused between two steps,
+one server after another: calls that run go on with keys of the new weights, and name the versions
+of their tokens (see `spans`). An adapter's new version is then loaded beside the old one, under
+which calls that run end. Where a publish failed, requests stay held. A server that ends is started
+again with the newest published weights under the same URL, and calls that were in flight fail as on
+a lost connection.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from agentrl.algorithms.engines.vllm.serving import (
     CLOSE,
     HOLD,
     OPEN,
+    RUNNING,
     LostError,
     ServedModel,
     TrainedModel,
     VllmHost,
 )
-from agentrl.algorithms.engines.vllm.weight_sync import AdapterSync, VllmServers, WeightSync
+from agentrl.algorithms.engines.vllm.spans import RESUME
+from agentrl.algorithms.engines.vllm.weight_sync import AdapterSync, WeightSync
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
@@ -38,7 +42,7 @@ log = logging.getLogger(__name__)
 RESTARTS = 3  # between two publishes, before the server has failed for good
 COMPLETIONS = "/v1/completions"
 # vLLM says that it ignores clear_cache here, and does not: running calls compute their keys again.
-PAUSE, RESUME = "/pause?mode=keep&clear_cache=true", "/resume"
+PAUSE = "/pause?mode=keep&clear_cache=true"
 GRACE = 15.0  # seconds after a failed request until a server that died of it must have ended
 
 
@@ -70,6 +74,7 @@ class VllmServer:
         self._serving = ServedModel(folder / "weights", folder / "tokenizer")
         self._sync: WeightSync | None = None
         self._held = self._publish_failed = False
+        self._swapping = False  # weights change while calls run
         self._changing = asyncio.Lock()  # by an update, or by a server that returns
         self._up, self._death = asyncio.Event(), asyncio.Event()
         self._failed: PolicyError | None = None
@@ -105,18 +110,22 @@ class VllmServer:
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        async with self._changed_after(self._hold):
+        async with self._changing_weights(in_flight=False):
             yield
 
     @asynccontextmanager
-    async def _changed_after(self, stop: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    async def _changing_weights(self, *, in_flight: bool) -> AsyncIterator[None]:
+        if self._held:  # inside `updating`
+            yield
+            return
         async with self._changing:
-            await self._retry_after_restart(stop)
-            self._held = True
+            if not in_flight:
+                await self._retry_after_restart(self._hold)
+            self._held, self._swapping = True, in_flight
             try:
                 yield
             finally:
-                self._held = False
+                self._held = self._swapping = False
                 # After a failure the calls that wait would be answered with those weights.
                 if not self._publish_failed:
                     await self._retry_after_restart(self._open)
@@ -129,37 +138,50 @@ class VllmServer:
         if policy not in self._serving.versions:
             served = ", ".join(map(repr, self._serving.versions))
             raise PolicyError(f"vLLM serves the policy {served}, and not {policy!r}")
-        if not self._held:
-            async with self._changed_after(self._pause if self.in_flight else self._hold):
-                await self.publish(version, policy)
-            return
-        assert self._sync is not None, "start() comes first"
-        self._publish_failed = True
-        with self._timed("take"):
-            # From here on a server that is started again gets the new weights.
-            self._sync.take(policy)
-        self._serving.versions[policy] = version
-        await self._retry_after_restart(lambda: self._load(policy))
-        self._publish_failed = False
-        self._restarts = 0
+        async with self._changing_weights(in_flight=self.in_flight):
+            await self._drop_old()
+            self._publish_failed = True
+            with self._timed("take"):
+                self._take(policy, version)
+            await self._retry_after_restart(lambda: self._load(policy))
+            self._publish_failed = False
+            self._restarts = 0
 
     async def add(self, policy: str, version: int) -> None:
         """As `PolicyServer.add`. Raises PolicyError also where there is no room for an adapter."""
-        carrier, versions = self._adapters(policy), self._serving.versions
+        self._check_adapters(policy)
+        versions = self._serving.versions
         if policy not in versions and len(versions) >= self._host.room:
             raise PolicyError(
                 f"vLLM has room for {self._host.room} adapters and serves {', '.join(versions)}; "
                 "raise engine.vllm.max_adapters"
             )
-        carrier.take(policy)
-        versions[policy] = version
-        await self._retry_after_restart(lambda: self._load(policy))
+        async with self._changing_weights(in_flight=self.in_flight):
+            await self._drop_old()
+            self._take(policy, version)
+            await self._retry_after_restart(lambda: self._load(policy))
 
     async def remove(self, policy: str) -> None:
-        carrier = self._adapters(policy)
-        del self._serving.versions[policy]
-        carrier.forget(policy)
-        await self._retry_after_restart(lambda: carrier.drop(policy, self._control))
+        self._check_adapters(policy)
+        async with self._changing_weights(in_flight=self.in_flight):
+            del self._serving.versions[policy]
+            await self._drop_old()
+
+    def _take(self, policy: str, version: int) -> None:
+        """From here on a server that is started again gets the new weights."""
+        assert self._sync is not None, "start() comes first"
+        self._serving.versions[policy] = version
+        self._sync.take(policy)
+
+    async def _drop_old(self) -> None:
+        """Unload the versions of adapters that no call runs under any more."""
+        if isinstance(carrier := self._sync, AdapterSync):
+
+            async def drop() -> None:
+                (used,) = await self._control.post(RUNNING)
+                await carrier.drop(used, self._control)
+
+            await self._retry_after_restart(drop)
 
     async def wait_for_failure(self) -> PolicyError:
         await self._given_up.wait()
@@ -188,13 +210,12 @@ class VllmServer:
             return policy
         return next(iter(self._learned.adapters), POLICY)
 
-    def _adapters(self, policy: str) -> AdapterSync:
+    def _check_adapters(self, policy: str) -> None:
         if not isinstance(self._sync, AdapterSync):
             raise PolicyError(
                 f"vLLM cannot serve {policy!r} beside {self.model!r}: that is a whole model here; "
                 "train adapters (policy.lora.rank), or set engine.kind = 'embedded'"
             )
-        return self._sync
 
     def _prepare(self) -> None:
         """Choose how weights are sent, and write the files that a server starts from."""
@@ -207,10 +228,10 @@ class VllmServer:
             alone=self._host.gpus == 1,
         )
         method, why = weight_sync.choose_sync(self._method, capabilities)
-        if self.in_flight and method == "adapter":
-            raise PolicyError(
-                "algorithm.overlap = 'in_flight': vLLM changes adapters while no call runs; set it "
-                "to 'drained', or engine.kind = 'embedded'"
+        if self.in_flight and method != "adapter" and not self._host.spans:
+            log.warning(
+                "A call that crosses an update names the version of its first token alone; start "
+                "vLLM with --middleware agentrl.algorithms.engines.vllm.spans.SpanMiddleware."
             )
         if method != "adapter" and len(adapters) > 1:
             raise PolicyError(
@@ -234,38 +255,54 @@ class VllmServer:
         with self._timed("hold"):
             await self._control.post(HOLD)
 
-    async def _pause(self) -> None:
-        with self._timed("hold"):
-            await self._control.post(CLOSE)
-            await self._control.post(PAUSE)
-
     async def _open(self) -> None:
         await self._control.post(f"{OPEN}?{self._serving.query()}")
 
-    async def _send(self, policy: str, servers: VllmServers) -> None:
-        """Send the newest weights of a policy to running servers while requests are held."""
+    async def _send(self, policy: str, servers: VllmClient) -> None:
+        """Send the newest weights of a policy to running servers, where calls are held or paused,
+        or run under another version of it."""
         assert self._sync is not None
         with self._timed("send"):
             await self._sync.send(policy, servers)
+        if self._swapping and self._serving.adapters:
+            return
         with self._timed("reset"):
             # What was computed with the old weights must not answer for the new ones.
             resets = await servers.post("/reset_prefix_cache")
         if not all(reset["success"] for reset in resets):
             raise PolicyError("vLLM did not give up its prefix cache after a weight update")
-        if self.in_flight:
-            await servers.post(RESUME)
+        if self.in_flight and not self._serving.adapters:
+            await servers.post(f"{RESUME}?{self._serving.query()}")
 
     async def _load(self, policy: str) -> None:
-        """Send the newest weights and compare log-probs with the learner's."""
-        await self._send(policy, self._control)
-        with self._timed("check"):
-            await self._check_logprobs(policy)
+        """Send the newest weights and compare log-probs with the learner's. In flight, calls go to
+        the other servers while one is paused; what is gone then gets them when it returns."""
+        assert self._sync is not None
+        pauses = self._swapping and not self._serving.adapters
+        in_turn = tuple(self._host.servers) if pauses and self._sync.in_turn else ("",)
+        for server in in_turn:
+            servers = self._control.only(server)
+            try:
+                if pauses:
+                    with self._timed("hold"):
+                        await servers.post(CLOSE)
+                        await servers.post(PAUSE)
+                await self._send(policy, servers)
+                with self._timed("check"):
+                    await self._check_logprobs(policy, servers)
+                if pauses:
+                    await servers.post(f"{OPEN}?{self._serving.query()}")
+            except LostError:
+                left = self._host.servers
+                if not server or server in left or not left:
+                    raise
 
-    async def _check_logprobs(self, policy: str) -> None:
+    async def _check_logprobs(self, policy: str, servers: VllmClient) -> None:
         """Raises PolicyError where the served log-probs of the probe text are not the learner's."""
         probe = list(self._learned.probe)
-        body = {"model": policy, "prompt": probe, "max_tokens": 1, "prompt_logprobs": 0}
-        answers = await self._control.post(COMPLETIONS, body | {"temperature": 1.0})
+        body = {"model": self._serving.name(policy), "prompt": probe, "max_tokens": 1}
+        body |= {"prompt_logprobs": 0, "temperature": 1.0}
+        answers = await servers.post(COMPLETIONS, body)
         scored = self._learned.score(self._at_learner(policy), probe)
         for answer in answers:
             rows = answer["choices"][0]["prompt_logprobs"][1:]
@@ -282,7 +319,8 @@ class VllmServer:
     async def _check_temperature(self) -> None:
         """Raises PolicyError where log-probs are not of the distribution that is sampled from."""
         probe = list(self._learned.probe)
-        body = {"model": self.model, "prompt": probe, "max_tokens": 8, "temperature": 2.0}
+        model = self._serving.name(self.model)
+        body = {"model": model, "prompt": probe, "max_tokens": 8, "temperature": 2.0}
         body |= {"seed": 0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
         for answer in await self._control.post(COMPLETIONS, body):
             choice = answer["choices"][0]
@@ -330,6 +368,7 @@ class VllmServer:
 
     async def _restart(self) -> None:
         words = self._host.failure_reason()
+        log.warning("vLLM ended and is started again with the newest weights; %s", words)
         while self._restarts < RESTARTS:
             self._restarts += 1
             try:
@@ -355,4 +394,6 @@ class VllmServer:
                         log.warning("%s is back and cannot be used: %s", server, error)
                         continue
                     await self._host.adopt(server)
+                    if not self._publish_failed:
+                        await self._control.only(server).post(f"{OPEN}?{self._serving.query()}")
                     log.info("%s is back, with the newest weights.", server)

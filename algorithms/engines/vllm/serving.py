@@ -14,6 +14,7 @@ from agentrl.types import POLICY, Json
 
 BASE = "base"  # name in requests of the model that a child's adapters are applied to
 HOLD, CLOSE, OPEN = "/agentrl/hold", "/agentrl/close", "/agentrl/open"
+RUNNING = "/agentrl/running"  # a control request: the adapters that calls in flight name
 MEMORY = "agentrl"  # vLLM's name of the weight-transfer engine in `worker_extension`
 
 
@@ -44,10 +45,19 @@ class ServedModel:
     adapters: bool = False  # those versions are of adapters
     backend: str = ""  # engine of vLLM's weight transfer; empty: none
 
+    def name(self, policy: str) -> str:
+        """Of its current version at vLLM, where each version of an adapter has one."""
+        return versioned(policy, self.versions[policy]) if self.adapters else policy
+
     def query(self) -> str:
         """The versions of a `RequestHold`. Without adapters, any model name means the policy."""
         nameless = {} if self.adapters else {"": next(iter(self.versions.values()))}
         return urlencode(self.versions | nameless)
+
+
+def versioned(policy: str, version: int) -> str:
+    """The name at vLLM of a version of an adapter."""
+    return f"{policy}#{version}"
 
 
 class LostError(Exception):
@@ -64,45 +74,38 @@ class VllmHost(Protocol):
     refuses_adapters: str  # why adapters cannot be loaded by name; empty: they can be
     room: int  # adapters that can be served
     backend: str | None  # of vLLM's weight transfer; empty: none; None: that of `ServedModel`
+    spans: bool  # calls that cross an update name the version of each token: see `spans`
     gpus: int  # how many of the GPUs that this process sees, from the first, vLLM computes on
 
     @property
     def servers(self) -> Sequence[str]:
         """URLs of the servers that have the newest weights."""
-        ...
 
     async def probe(self) -> None:
         """Find out what the servers can do. Raises PolicyError if they take no new weights."""
-        ...
 
     async def start(self, serving: ServedModel) -> None:
         """Returns once vLLM answers; requests are held. Called again after `ended`. Raises
         PolicyError when the port is taken, and when vLLM ends or stays silent."""
-        ...
 
     async def request(
         self, method: str, path: str, body: Json = None, server: str = ""
     ) -> list[tuple[int, bytes]]:
         """Send a control request to all servers that have the newest weights, or to one server.
         Returns status and body of each response. HOLD is answered once no call is in flight, CLOSE
-        at once; from then on new calls wait, until OPEN?VERSIONS. Raises LostError where no server
-        answers."""
-        ...
+        at once; from then on new calls wait, or go to other servers, until OPEN?VERSIONS. Raises
+        LostError where no server answers."""
 
     async def ended(self) -> object:
         """Returns when nothing answers any more."""
-        ...
 
     def returned(self) -> AsyncGenerator[str, None]:
         """Servers that answer again, with unknown weights, while others went on."""
-        ...
 
     async def adopt(self, server: str) -> None:
-        """A returned server has the newest weights now: calls may go there."""
-        ...
+        """A returned server has the newest weights now: calls may go there once it is opened."""
 
     async def stop(self) -> None: ...
 
     def failure_reason(self) -> str:
         """What is known about why vLLM ended."""
-        ...

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -45,15 +45,18 @@ class VllmServers(Protocol):
 
     async def post(self, path: str, body: Json = None, *, missing: bool = False) -> list[Any]:
         """The response of each. missing: 404 is allowed."""
-        ...
 
     async def ask(self, url: str, method: str, path: str, body: Json = None) -> Any:
         """The response of one of them."""
-        ...
 
 
 class WeightSync(ABC):
     """Sends the learner's weights to vLLM, as they were at the last `take` of each policy."""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether they may be sent to one server after another."""
+        return True
 
     @abstractmethod
     def prepare(self, serving: ServedModel) -> None:
@@ -72,40 +75,46 @@ class WeightSync(ABC):
 
 
 class AdapterSync(WeightSync):
-    """Each version of an adapter is a directory, as peft writes it.
-
-    The old version is unloaded and the new one loaded under the same name: with `load_inplace` vLLM
-    would read the files again at every forward pass."""
+    """Each version of an adapter is a directory, as peft writes it, and has a name of its own at
+    vLLM: calls that run under an older one end under it. A version that is sent again is loaded
+    anew: with `load_inplace` vLLM would read the files again at every forward pass."""
 
     def __init__(self, learned: TrainedModel, folder: Path) -> None:
         self._learned, self._folder = learned, folder
-        self._files: dict[str, Path] = {}
+        self._serving: ServedModel | None = None
+        self._files: dict[str, Path] = {}  # by name at vLLM
         self._written = 0
 
     def prepare(self, serving: ServedModel) -> None:
         assert self._learned.save_base is not None
         self._learned.save_base(serving.weights)
+        self._serving = serving
 
     def take(self, policy: str) -> None:
         assert self._learned.save_adapter is not None
+        assert self._serving is not None, "prepare() comes first"
         self._written += 1
-        self._files[policy] = self._folder / f"adapter-{self._written}"
-        self._learned.save_adapter(policy, self._files[policy])
+        path = self._folder / f"adapter-{self._written}"
+        self._learned.save_adapter(policy, path)
+        self._files[self._serving.name(policy)] = path
 
     async def send(self, policy: str, servers: VllmServers) -> None:
-        name: dict[str, Json] = {"lora_name": policy}
-        await servers.post(UNLOAD, name, missing=True)
-        await servers.post(LOAD, name | {"lora_path": str(self._files[policy])})
+        assert self._serving is not None, "prepare() comes first"
+        name = self._serving.name(policy)
+        await servers.post(UNLOAD, {"lora_name": name}, missing=True)
+        path = str(self._files[name])
+        await servers.post(LOAD, {"lora_name": name, "lora_path": path})
+
+    async def drop(self, used: Collection[str], servers: VllmServers) -> None:
+        """Unload what is neither current nor among these names, and delete its files."""
+        assert self._serving is not None, "prepare() comes first"
+        kept = {*used, *map(self._serving.name, self._serving.versions)}
+        for name in self._files.keys() - kept:
+            await servers.post(UNLOAD, {"lora_name": name}, missing=True)
+            del self._files[name]
         for old in self._folder.glob("adapter-*"):
             if old not in self._files.values():
                 shutil.rmtree(old)
-
-    def forget(self, policy: str) -> None:
-        shutil.rmtree(self._files.pop(policy))
-
-    async def drop(self, policy: str, servers: VllmServers) -> None:
-        """Unload a policy from the servers that have it."""
-        await servers.post(UNLOAD, {"lora_name": policy}, missing=True)
 
 
 class CheckpointSync(WeightSync):

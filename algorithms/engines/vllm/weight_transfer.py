@@ -50,6 +50,10 @@ class TransferSync(WeightSync):
         self._engine: TrainerWeightTransferEngine[Any] | None = None
         self._joined: Sequence[str] = ()  # the servers that the engine sends to
 
+    @property
+    def in_turn(self) -> bool:  # a broadcast has one group, with all servers in it
+        return self._backend != "nccl"
+
     def prepare(self, serving: ServedModel) -> None:
         serving.backend = self._backend
         self._learned.save(serving.weights)

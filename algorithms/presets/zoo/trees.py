@@ -22,9 +22,7 @@ from agentrl.algorithms.presets.registry import PPO_CLIP, Share, modifier, outco
 
 @column("transition")
 def BranchAdvantage(
-    batch: Batch,
-    reward: str = "outcome",
-    how: Literal["both", "parent", "siblings"] = "both",
+    batch: Batch, reward: str = "outcome", how: Literal["both", "parent", "siblings"] = "both"
 ) -> Tensor:
     """[S] how much better the rollouts that share a call end than those of the branch it left.
 

@@ -17,6 +17,10 @@ class FakeVllm:
         self.status = 200  # of updates
         self.well = True
         self.updates: list[str] = []
+        self.adapters: dict[str, str] = {}  # their folders
+        self.asked: list[tuple[str, str]] = []  # model and salt of each call
+        self.spans = False
+        self.hanging = False
         self.hang = asyncio.Event()
         self.hang.set()
         self.calls = 0
@@ -48,7 +52,7 @@ class FakeVllm:
             return web.Response(status=401)
         match request.path:
             case "/pause" | "/resume":
-                await self.hang.wait()
+                await self.wait()
                 self.updates.append(request.path_qs)
                 return web.json_response({})
             case "/health":
@@ -65,20 +69,36 @@ class FakeVllm:
             case "/v1/models":
                 cards = [{"id": "policy", "parent": self.name}, {"id": self.name}]
                 return web.json_response({"data": cards})
-            case "/v1/load_lora_adapter" if not self.lora:
+            case "/v1/load_lora_adapter" | "/v1/unload_lora_adapter" if not self.lora:
                 return web.Response(status=404)
+            case "/v1/unload_lora_adapter":
+                known = self.adapters.pop((await request.json())["lora_name"], None)
+                return web.Response(status=404 if known is None else 200)
             case "/v1/load_lora_adapter":
-                return web.Response(status=400)  # for it names none
+                body = await request.json()
+                if "lora_name" not in body:
+                    return web.Response(status=400)
+                self.adapters[body["lora_name"]] = body["lora_path"]
+                return web.Response(status=200)
+            case "/agentrl/spans":
+                return web.json_response({}, status=200 if self.spans else 404)
             case "/collective_rpc":
-                await self.hang.wait()
+                await self.wait()
                 self.updates.append((await request.json())["method"])
                 return web.json_response({"by": self.port}, status=self.status)
         body = await request.json()
         if "prompt" in body:
             return web.json_response({"choices": [self.scored(body)]})
         self.calls += 1
+        self.asked.append((body.get("model", ""), body.get("cache_salt", "")))
         await self.answer.wait()
         return web.json_response({"path": request.path})
+
+    async def wait(self) -> None:
+        """While it hangs."""
+        self.hanging = not self.hang.is_set()
+        await self.hang.wait()
+        self.hanging = False
 
     def scored(self, body: dict[str, Any]) -> dict[str, Any]:
         """Every token has a log-prob of -1; of what is sampled at temperature 2, -2."""

@@ -22,6 +22,7 @@ import pytest_asyncio
 import torch
 
 from agentrl.algorithms.engines.base import PolicyServer
+from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
@@ -135,6 +136,7 @@ def vllm_of_somebody_else(model_dir: Path, log: Path) -> Iterator[str]:
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--worker-extension-cls", "agentrl.algorithms.engines.vllm.worker_extension.Extension"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--middleware", "agentrl.algorithms.engines.vllm.spans.SpanMiddleware"),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("wb") as output:
@@ -305,6 +307,52 @@ async def test_adapters_are_served_by_name_and_have_their_own_versions(served: S
         served.adapters, kept = None, served.adapters
         assert served.gap(other) < 1e-4
     served.adapters = kept
+
+
+async def test_in_flight_every_token_has_the_version_it_names(served: Served) -> None:
+    """Of a whole model a call goes on with the new weights; of an adapter it ends under its own.
+    The prompt is the same for all: a prefix of another version would show in the first token."""
+    server: Any = served.server
+    if isinstance(server, EmbeddedServer):
+        pytest.skip("the embedded server is made for it: see test_swap")
+    weights = {served.version: [weight.detach().clone() for weight in served.trained]}
+    long = {"max_tokens": 300, "ignore_eos": True}
+    server.in_flight = True
+
+    async def call(seed: int) -> tuple[Answer, list[tuple[int, int]]]:
+        async with served.post(**long, seed=seed) as reply:
+            answer = await reply.json()
+            version = int(reply.headers["x-policy-version"])
+        (choice,) = answer["choices"]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        told = Answer(version, answer["prompt_token_ids"], choice["token_ids"], logprobs)
+        return told, choice.get("agentrl_spans") or [(0, version)]
+
+    calls = []
+    for _ in range(3):
+        calls += [asyncio.create_task(call(seed)) for seed in range(4)]
+        await asyncio.sleep(0.5)
+        served.disturb()
+        await server.publish(served.version + 1)
+        served.version += 1
+        weights[served.version] = [weight.detach().clone() for weight in served.trained]
+    answers = await asyncio.gather(*calls, call(9))
+    server.in_flight = False
+    crossed = [spans for _, spans in answers if len(spans) > 1]
+    assert len({spans[0][1] for _, spans in answers}) > 1
+    assert bool(crossed) == (served.adapters is None)
+    found = {id(answer): torch.full((300,), torch.inf) for answer, _ in answers}
+    for version, then in weights.items():
+        with torch.no_grad():
+            for weight, value in zip(served.trained, then, strict=True):
+                weight.copy_(value)
+        for answer, spans in answers:
+            ends = [start for start, _ in spans[1:]] + [len(answer.tokens)]
+            gaps = (served.logprobs(answer) - torch.tensor(answer.logprobs)).abs()
+            for (start, named), end in zip(spans, ends, strict=True):
+                if named == version:
+                    found[id(answer)][start:end] = gaps[start:end]
+    assert max(float(gaps.max()) for gaps in found.values()) < 1e-3
 
 
 async def test_frozen_policies_come_and_go_while_it_serves(served: Served) -> None:

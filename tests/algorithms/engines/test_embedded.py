@@ -13,8 +13,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
 
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
@@ -192,6 +190,9 @@ async def test_tool_choice_none_leaves_the_text_alone(
 async def test_langchain_model_calls_tools(
     server: Any, say: Callable[[str], None], streaming: bool
 ) -> None:
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
     @tool
     def query(sql: str) -> str:
         """Run one SQL query."""

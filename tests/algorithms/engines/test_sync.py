@@ -158,27 +158,31 @@ async def test_what_is_in_the_memory_is_what_was_taken_last(tmp_path: Path) -> N
     memory.close()
 
 
-async def test_a_new_version_of_an_adapter_replaces_the_old_one_by_name(tmp_path: Path) -> None:
+async def test_each_version_of_an_adapter_has_a_name_until_no_call_runs_under_it(
+    tmp_path: Path,
+) -> None:
     """With `load_inplace` vLLM would read it again at every forward pass."""
     adapters = weight_sync.make_sync("adapter", learned(weights()), tmp_path, 1.0)
+    assert isinstance(adapters, weight_sync.AdapterSync)
     servers = Asked()
-    adapters.prepare(ServedModel(tmp_path / "w", tmp_path / "t"))
-    for _ in range(2):
-        adapters.take("policy")
-        adapters.take("other")
+    serving = ServedModel(tmp_path / "w", tmp_path / "t", adapters=True)
+    adapters.prepare(serving)
+    for version in range(2):
         for policy in ("policy", "other"):
+            serving.versions[policy] = version
+            adapters.take(policy)
             await adapters.send(policy, servers)
     assert [path for path, _ in servers.asked] == [weight_sync.UNLOAD, weight_sync.LOAD] * 4
     loads = [body for path, body in servers.asked if path == weight_sync.LOAD]
-    assert [body["lora_name"] for body in loads] == ["policy", "other"] * 2
+    assert [body["lora_name"] for body in loads] == ["policy#0", "other#0", "policy#1", "other#1"]
     assert not any("load_inplace" in body for body in loads)
-    newest = {Path(body["lora_path"]) for body in loads[2:]}
-    assert set(tmp_path.glob("adapter-*")) == newest
-    assert isinstance(adapters, weight_sync.AdapterSync)
-    adapters.forget("other")
-    await adapters.drop("other", servers)
-    assert servers.asked[-1] == (weight_sync.UNLOAD, {"lora_name": "other"})
-    assert len(set(tmp_path.glob("adapter-*"))) == 1
+    await adapters.drop(["policy#0"], servers)
+    assert servers.asked[8:] == [(weight_sync.UNLOAD, {"lora_name": "other#0"})]
+    left = {Path(body["lora_path"]) for body in loads if body["lora_name"] != "other#0"}
+    assert set(tmp_path.glob("adapter-*")) == left
+    del serving.versions["other"]
+    await adapters.drop([], servers)
+    assert set(tmp_path.glob("adapter-*")) == {Path(loads[2]["lora_path"])}
 
 
 async def test_a_checkpoint_is_read_from_where_it_was_written_last(tmp_path: Path) -> None:

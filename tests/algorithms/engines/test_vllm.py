@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import sys
@@ -10,14 +11,21 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from agentrl.algorithms.engines.vllm import process as vllm_process
-from agentrl.algorithms.engines.vllm.child import ADAPTERS, KEY_VARIABLE, HoldMiddleware
+from agentrl.algorithms.engines.vllm.child import (
+    ADAPTERS,
+    KEY_VARIABLE,
+    HoldMiddleware,
+    to_version,
+)
 from agentrl.algorithms.engines.vllm.process import VllmProcess, check_installed
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, RUNNING, ServedModel
+from agentrl.algorithms.engines.vllm.spans import SpanMiddleware, answer
 from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
 from agentrl.errors import PolicyError
 
@@ -46,6 +54,7 @@ print("(APIServer pid=6) pydantic_core.ValidationError: 1 validation error for V
 print("(APIServer pid=6)   Value error, heads (2) must be divisible by 3 [type=value_error, ...]")
 print("(APIServer pid=6)     For further information visit https://errors.pydantic.dev")
 """
+OWN = ("gpu", "adapters", "rank", "side_by_side")
 SILENT = "import signal; signal.pause()"
 
 
@@ -55,7 +64,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Vl
 
     def make(code: str, **given: Any) -> VllmProcess:
         monkeypatch.setattr(vllm_process, "check_installed", lambda: None)
-        learned = {key: given.pop(key) for key in ("gpu", "adapters", "rank") if key in given}
+        learned = {key: given.pop(key) for key in OWN if key in given}
         own = {key: given.pop(key) for key in ("start_timeout", "arguments") if key in given}
         engine = VllmEngineConfig(vllm=VllmConfig(**own), **given)
         made = VllmProcess(engine, tmp_path / "log", "secret", **learned)
@@ -156,6 +165,11 @@ def test_vllm_is_told_of_adapters_and_room_for_their_rank(
     assert command[command.index("--served-model-name") + 1] == "base"
     assert "a rank of 512 at most" in process(SERVES, adapters=1, rank=1024).refuses_adapters
     assert process(SERVES).refuses_adapters == "all weights are trained"
+    both = process(SERVES, adapters=2, rank=9, side_by_side=True)._command(
+        replace(SERVING, adapters=True), 7
+    )
+    assert both[both.index("--max-loras") + 1] == "4"
+    assert both[both.index("--max-cpu-loras") + 1] == "5"
 
 
 @pytest.mark.parametrize(
@@ -224,9 +238,15 @@ class Client:
         self.app = app
 
     async def get(
-        self, path: str, *, query: bytes = b"", key: bytes = b"", body: bytes = b"{}"
-    ) -> tuple[int, bytes]:
-        """Status and policy version."""
+        self,
+        path: str,
+        *,
+        query: bytes = b"",
+        key: bytes = b"",
+        body: bytes = b"{}",
+        whole: bool = False,
+    ) -> Any:
+        """Status and policy version, or the whole body."""
         sent: list[MutableMapping[str, Any]] = []
         parts = [
             {"type": "http.request", "body": body[:5], "more_body": True},
@@ -242,6 +262,8 @@ class Client:
         headers = [(b"x-agentrl-key", key)] if key else []
         scope = {"type": "http", "path": path, "query_string": query, "headers": headers}
         await self.app(scope, receive, send)
+        if whole:
+            return sent[1]["body"]
         return sent[0]["status"], dict(sent[0]["headers"]).get(b"x-policy-version", b"")
 
 
@@ -253,9 +275,9 @@ async def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event
 
     async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         seen.append(scope["path"])
-        assert [(await receive()).get("body") for _ in range(3)][2] is None  # as it was sent
+        assert [(await receive()).get("body") for _ in range(3)][2] is None  # all of it
         await finish.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await answer(send, 200)
 
     client = Client(HoldMiddleware(vllm))
     await client.get(OPEN, query=b"policy=7&=7", key=b"secret")
@@ -293,7 +315,7 @@ async def test_requests_are_held_until_there_are_versions(monkeypatch: pytest.Mo
     monkeypatch.setitem(os.environ, KEY_VARIABLE, "secret")
 
     async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await answer(send, 200)
 
     client = Client(HoldMiddleware(vllm))
     call = asyncio.create_task(client.get("/v1/completions"))
@@ -385,3 +407,126 @@ async def test_a_websocket_does_not_get_past_the_hold(
     await client.app({"type": "websocket", "path": "/v1/realtime", "headers": []}, receive, send)
     assert sent == [{"type": "websocket.close", "code": 1008}]
     assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("body", "versions", "sent", "version"),
+    [
+        ({}, {"": 7}, {"cache_salt": "7"}, 7),
+        ({"model": "x"}, {"": 7}, {"model": "x", "cache_salt": "7"}, 7),
+        ({"model": "a"}, {"a": 3, "b": 4}, {"model": "a#3", "cache_salt": "3"}, 3),
+        ({"cache_salt": "own", "n": 2}, {"": 7}, {"cache_salt": "7.own", "n": 2}, 7),
+        ({"model": "c"}, {"a": 3}, {"model": "c"}, None),
+    ],
+)
+def test_a_call_asks_vllm_for_one_version_and_shares_no_prefix_with_another(
+    body: dict[str, Any], versions: dict[str, int], sent: dict[str, Any], version: int | None
+) -> None:
+    changed, _, answers = to_version(json.dumps(body).encode(), versions)
+    assert (json.loads(changed), answers) == (sent, version)
+    assert to_version(b"{", versions) == (b"{", "", versions.get(""))
+
+
+async def test_adapters_that_calls_in_flight_name_are_listed(
+    behind: tuple[Client, asyncio.Event, list[str]],
+) -> None:
+    client, finish, _ = behind
+    await client.get(OPEN, query=b"a=3&b=4", key=b"secret")
+    call = asyncio.create_task(client.get("/v1/completions", body=b'{"model": "a"}'))
+    await settle()
+    assert (await client.get(RUNNING, key=b"secret", whole=True)) == b'["a#3"]'
+    finish.set()
+    assert (await call)[1] == b"3"
+    assert (await client.get(RUNNING, key=b"secret", whole=True)) == b"[]"
+
+
+class Crossed:
+    """vLLM behind the middleware: one call at a time, whose two choices sample when told."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+        self.finish = asyncio.Event()
+        self.middleware = SpanMiddleware(self.vllm)
+        engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=self.requests))
+        self.app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+
+    async def vllm(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["path"] == "/resume":
+            return
+        (id,) = [value.decode() for name, value in scope["headers"] if name == b"x-request-id"]
+        parent = SimpleNamespace(sampling_params=SimpleNamespace(n=2))
+        for index in range(2):
+            self.requests[f"{index}"] = SimpleNamespace(
+                external_req_id=f"chatcmpl-{id}",
+                parent_req=parent,
+                request_index=index,
+                tokens=0,
+                detokenizer=SimpleNamespace(num_output_tokens=lambda i=str(index): self.at(i)),
+            )
+        await self.finish.wait()
+        stream = b"event-stream" in scope["query_string"]
+        kind = b"text/event-stream; charset=utf-8" if stream else b"application/json"
+        choices = [{"index": i, "finish_reason": "length"} for i in range(2)]
+        bodies = [json.dumps({"choices": choices}).encode()]
+        if stream:
+            events = [{"choices": [choice]} for choice in ({"index": 0}, *choices)]
+            bodies = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
+            bodies.append(b"data: [DONE]\n\n")
+        headers = [(b"content-type", kind)]
+        if not stream:
+            headers.append((b"content-length", b"%d" % len(bodies[0])))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for number, body in enumerate(bodies, 1):
+            more = number < len(bodies)
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    def at(self, index: str) -> int:
+        return int(self.requests[index].tokens)
+
+    async def resume(self, version: int) -> None:
+        scope = {"type": "http", "path": "/resume", "headers": [], "app": self.app}
+        query = f"policy={version}&={version}".encode()
+        await self.middleware(scope | {"query_string": query}, None, None)  # type: ignore[arg-type]
+
+    async def call(self, query: bytes = b"") -> list[MutableMapping[str, Any]]:
+        sent: list[MutableMapping[str, Any]] = []
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "path": "/v1/chat/completions", "query_string": query}
+        headers = [(b"x-policy-version", b"7"), (b"x-request-id", b"of the caller")]
+        await self.middleware(scope | {"headers": headers}, None, send)  # type: ignore[arg-type]
+        return sent
+
+
+@pytest.mark.parametrize("query", [b"", b"event-stream"])
+async def test_the_tokens_of_a_call_that_crossed_updates_have_their_versions(query: bytes) -> None:
+    crossed = Crossed()
+    call = asyncio.create_task(crossed.call(query))
+    await settle()
+    crossed.requests["0"].tokens = 12
+    await crossed.resume(8)  # the second has sampled none
+    await crossed.resume(9)  # nor has the first since
+    crossed.requests["0"].tokens = 30
+    await crossed.resume(9)  # of a server that returned: nothing new
+    crossed.finish.set()
+    start, *bodies = await call
+    events = [body["body"].removeprefix(b"data: ") for body in bodies]
+    choices = [c for e in events if e[:1] == b"{" for c in json.loads(e)["choices"]]
+    ended = {choice["index"]: choice for choice in choices if "finish_reason" in choice}
+    assert ended[0]["agentrl_spans"] == [[0, 7], [12, 9]]
+    assert ended[1]["agentrl_spans"] == [[0, 9]]
+    assert sum("agentrl_spans" in choice for choice in choices) == 2
+    if not query:
+        assert dict(start["headers"])[b"content-length"] == b"%d" % len(bodies[0]["body"])
+    assert not crossed.middleware._calls
+
+
+async def test_a_call_that_crossed_no_update_is_answered_in_vllms_own_bytes() -> None:
+    crossed = Crossed()
+    crossed.finish.set()
+    start, body = await crossed.call()
+    choices = [{"index": i, "finish_reason": "length"} for i in range(2)]
+    assert body["body"] == json.dumps({"choices": choices}).encode()
+    assert start["status"] == 200

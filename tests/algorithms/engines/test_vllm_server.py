@@ -52,10 +52,10 @@ async def server(theirs: list[FakeVllm], tmp_path: Path) -> AsyncIterator[VllmSe
     assert not (tmp_path / "served").exists()
 
 
-async def version(server: VllmServer) -> str:
+async def version(server: VllmServer, model: str = "base") -> str:
     async with (
         aiohttp.ClientSession() as http,
-        http.post(f"{server.base_url}/chat/completions", json={}) as reply,
+        http.post(f"{server.base_url}/chat/completions", json={"model": model}) as reply,
     ):
         return reply.headers["x-policy-version"] if reply.status == 200 else str(reply.status)
 
@@ -182,8 +182,8 @@ async def test_calls_stand_still_while_weights_change_in_flight(
     calls = [asyncio.create_task(version(server)) for _ in range(2)]
     await until(lambda: all(each.calls for each in theirs))
     await server.publish(1)  # though they have not ended
-    pause = "/pause?mode=keep&clear_cache=true"
-    assert theirs[0].updates == theirs[1].updates == [pause, "reload_weights", "/resume"]
+    took = ["/pause?mode=keep&clear_cache=true", "reload_weights", "/resume?base=1&=1"]
+    assert theirs[0].updates == theirs[1].updates == took
     assert not any(call.done() for call in calls)
     later = asyncio.create_task(version(server))
     for each in theirs:
@@ -206,12 +206,85 @@ async def test_one_that_dies_before_it_goes_on_is_given_the_weights_and_goes_on_
     theirs[1].updates.clear()
     theirs[1].hang.set()
     await until(lambda: len(host.servers) == 2)
-    assert theirs[1].updates[-2:] == ["reload_weights", "/resume"]
+    assert theirs[1].updates[-2:] == ["reload_weights", "/resume?base=1&=1"]
 
 
-async def test_adapters_do_not_change_in_flight(theirs: list[FakeVllm], tmp_path: Path) -> None:
-    learned = replace(LEARNED, adapters=["a"], save_base=Path.mkdir, rank=1)
-    fleet = VllmFleet([theirs[0].url], adapters=True)
-    refused = VllmServer(learned, fleet, folder=tmp_path / "adapters", in_flight=True)
-    with pytest.raises(PolicyError, match="vLLM changes adapters while no call runs"):
-        await refused.start()
+async def test_in_flight_one_server_changes_after_another_and_calls_go_where_none_does(
+    theirs: list[FakeVllm], server: VllmServer
+) -> None:
+    server.in_flight = True
+    theirs[0].hang.clear()
+    publish = asyncio.create_task(server.publish(1))
+    await until(lambda: theirs[0].hanging)
+    theirs[0].calls = 0
+    assert [await version(server) for _ in range(3)] == ["0", "0", "0"]
+    theirs[1].hang.clear()
+    theirs[0].hang.set()
+    await until(lambda: theirs[1].hanging)
+    assert theirs[0].calls == 0
+    assert [await version(server) for _ in range(3)] == ["1", "1", "1"]
+    assert theirs[0].calls == 3
+    assert not publish.done()
+    theirs[1].hang.set()
+    await publish
+
+
+async def test_a_server_that_dies_while_the_other_changes_leaves_calls_waiting(
+    theirs: list[FakeVllm], server: VllmServer
+) -> None:
+    server.in_flight = True
+    theirs[0].hang.clear()
+    publish = asyncio.create_task(server.publish(1))
+    await until(lambda: theirs[0].hanging)
+    await theirs[1].stop()
+    await until(lambda: server._host.servers == (theirs[0].url,))
+    call = asyncio.create_task(version(server))
+    await asyncio.sleep(0.05)
+    assert not call.done()  # it would be of weights that are half sent
+    theirs[0].hang.set()
+    await publish
+    assert await call == "1"
+
+
+async def test_a_new_version_of_an_adapter_is_served_beside_the_old_one(
+    theirs: list[FakeVllm], tmp_path: Path
+) -> None:
+    learned = replace(
+        LEARNED,
+        adapters=["a", "b"],
+        save_base=Path.mkdir,
+        save_adapter=lambda policy, path: path.mkdir(),
+        rank=1,
+    )
+    (theirs,) = theirs[:1]
+    fleet = VllmFleet([theirs.url], adapters=True)
+    server = VllmServer(learned, fleet, folder=tmp_path / "adapters", in_flight=True)
+    await server.start()
+    theirs.answer.clear()
+    old = asyncio.create_task(version(server, "a"))
+    await until(lambda: theirs.calls)
+    await server.publish(1, "a")
+    await server.publish(1, "b")
+    new = asyncio.create_task(version(server, "a"))
+    await until(lambda: theirs.calls == 2)
+    assert theirs.adapters.keys() == {"a#0", "a#1", "b#0", "b#1"}
+    assert not any(update.startswith("/pause") for update in theirs.updates)
+    theirs.answer.set()
+    assert await asyncio.gather(old, new) == ["0", "1"]
+    assert theirs.asked == [("a#0", "0"), ("a#1", "1")]
+    await server.publish(2, "b")  # no call runs under the old ones any more
+    assert theirs.adapters.keys() == {"a#1", "b#1", "b#2"}
+    assert len(list((tmp_path / "adapters").glob("adapter-*"))) == 3
+    await server.close()
+
+
+async def test_servers_that_do_not_tell_the_versions_of_tokens_are_a_line(
+    theirs: list[FakeVllm], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    for theirs[0].spans in (False, True):
+        fleet = VllmFleet([theirs[0].url])
+        server = VllmServer(LEARNED, fleet, folder=tmp_path / "other", in_flight=True)
+        await server.start()
+        await server.close()
+    assert [line for line in caplog.messages if "--middleware" in line] == caplog.messages
+    assert len(caplog.messages) == 1

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from agentrl.algorithms.judges import judge as judge_module
 from agentrl.algorithms.judges.judge import JudgeClient, Judges, make_judges
 from agentrl.algorithms.judges.questions import record_of
+from agentrl.algorithms.sampling import chat_completion
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.store import open_store
@@ -206,9 +206,8 @@ async def test_a_budget_ends_the_run_and_is_that_of_the_whole_run(store: Store) 
             metrics=metrics,
         )
     )  # fmt: skip
-    with pytest.raises(ExceptionGroup) as raised:
+    with pytest.raises(TrainingError, match="max_calls = 3 is used up"):
         await judged(store, config, group("4", "3"), group("5", "6"))
-    assert raised.group_contains(TrainingError, match="max_calls = 3 is used up")
 
 
 async def test_worthless_answers_that_it_values_are_named(
@@ -229,7 +228,7 @@ async def test_a_busy_endpoint_is_asked_again_and_prices_count(
     serve: Callable[[web.Application], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(judge_module.asyncio, "sleep", _no_sleep)
+    monkeypatch.setattr(chat_completion.asyncio, "sleep", _no_sleep)
     monkeypatch.setenv("JUDGE_KEY", "secret")
     seen: list[tuple[str, Json]] = []
 

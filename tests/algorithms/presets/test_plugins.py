@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from math import inf
 from pathlib import Path
 
 import pytest
 
-from agentrl import plugins
 from agentrl.algorithms.objective.core import Algo, compute_advantages
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.algorithms.presets import registry
@@ -58,8 +57,10 @@ def test_an_installed_package_registers_presets(
     (tmp_path / "their_presets.py").write_text(HEAD + "def p(): return Algo(GroupRelative())")
     monkeypatch.syspath_prepend(tmp_path)
     points = [EntryPoint("theirs", "their_presets:p", "agentrl.presets")]
-    for module in (plugins, registry):
-        monkeypatch.setattr(module, "entry_points", lambda *, group: points)
+    monkeypatch.setattr(
+        "agentrl.config.base._entry_points",
+        lambda group, path: EntryPoints(points).select(group=group),
+    )
     assert make("theirs+tis", {}).name == "theirs+tis"
     with pytest.raises(ConfigError, match=r"no preset 'theris'; did you mean 'theirs'"):
         make("theris", {})

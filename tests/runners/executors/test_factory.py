@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl import plugins
-from agentrl.config import keys, resolve
+from agentrl.config import base, resolve
 from agentrl.errors import ConfigError
 from agentrl.runners.executors.command import CommandExecutor
 from agentrl.runners.executors.factory import make_executor
@@ -81,8 +80,9 @@ async def test_an_executor_from_outside_runs_agents(
     (tmp_path / "outside_executor.py").write_text(example())
     monkeypatch.syspath_prepend(tmp_path)
     point = EntryPoint("thinking", "outside_executor:Thinking", "agentrl.executors")
-    monkeypatch.setattr(plugins, "entry_points", lambda *, group: EntryPoints([point]))
-    monkeypatch.setattr(keys, "entry_points", lambda *, group: EntryPoints([point]))
+    monkeypatch.setattr(
+        base, "_entry_points", lambda group, path: EntryPoints([point]).select(group=group)
+    )
     for name in ("outside_executor.py:Thinking", "thinking"):
         config = resolve({"name": "test", "runner": {"executor": name}}, source="test")
         url = bench.gateway.base_url

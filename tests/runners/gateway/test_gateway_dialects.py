@@ -1,4 +1,6 @@
-"""Responses and Messages with their own SDKs: the upstream only ever sees chat completions."""
+"""Responses and Messages with their own SDKs: the upstream only ever sees chat completions.
+
+The SDK of Anthropic takes seconds to import, so only the tests that need it import it."""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, get_args
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -45,7 +46,9 @@ async def sdk(active: Any) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 @pytest.fixture
-async def claude(bench: Any, active: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def claude(bench: Any, active: Any) -> AsyncIterator[Any]:
+    import anthropic
+
     url = bench.gateway.base_url.removesuffix("/v1")
     async with anthropic.AsyncAnthropic(api_key=active.key, base_url=url) as client:
         yield client
@@ -443,6 +446,8 @@ async def test_tokens_are_counted_by_the_server(bench: Any, active: Any, claude:
 
 
 async def test_tokens_that_nobody_can_count(bench: Any, active: Any, claude: Any) -> None:
+    import anthropic
+
     async def missing(request: web.Request, body: Any) -> web.Response:
         return web.json_response({"detail": "Not Found"}, status=404)
 
@@ -463,6 +468,8 @@ async def test_tokens_that_nobody_can_count(bench: Any, active: Any, claude: Any
 
 
 async def test_errors_have_the_shape_of_messages(bench: Any, active: Any, claude: Any) -> None:
+    import anthropic
+
     async def refuse(request: web.Request, body: Any) -> web.Response:
         return web.json_response({"error": {"message": "too long", "code": "x"}}, status=400)
 
@@ -513,6 +520,8 @@ async def test_a_repeated_stream_shows_what_is_stored(bench: Any, active: Any, a
 
 
 async def test_both_on_the_embedded_server(store: Any, tiny_llama_dir: Path) -> None:
+    import anthropic
+
     from agentrl.algorithms.engines.embedded.server import EmbeddedServer
     from agentrl.algorithms.model.load import load_model
     from agentrl.types import NewRollout, PolicyVersion

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -164,6 +163,8 @@ async def responses(task: Any) -> list[str]:
 
 
 async def messages(task: Any) -> list[str]:
+    import anthropic  # takes seconds
+
     asked: list[Any] = [{"role": "user", "content": "begin"}]
     heard = []
     async with anthropic.AsyncAnthropic() as client:

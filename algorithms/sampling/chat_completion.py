@@ -1,0 +1,107 @@
+"""A chat completion that belongs to no rollout: an upstream or a policy of the run is asked, as a
+judge or as the reflector of a prompt search."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import NamedTuple
+
+import aiohttp
+import msgspec
+
+from agentrl.config import RunConfig
+from agentrl.errors import AgentRLError
+from agentrl.store.base import Store
+from agentrl.types import Json
+
+TRIES = 8  # at a server that is busy or away
+FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds between two; doubled, or as long as it says
+TIMEOUT = aiohttp.ClientTimeout(total=600.0)  # seconds
+
+
+class Endpoint(NamedTuple):
+    """Who answers. identity: the server's model and, of a policy, its version."""
+
+    url: str
+    model: str
+    identity: str
+    key: str = ""
+    text: str | None = None  # the answer to every call, where there is no server
+
+
+class Completion(NamedTuple):
+    text: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Reply(msgspec.Struct):
+    """The part of an answer that is read."""
+
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+async def find_endpoint(store: Store, config: RunConfig, name: str) -> Endpoint:
+    """Where an upstream, or a policy that is served now, answers."""
+    if found := config.upstreams.get(name):
+        key = os.environ.get(found.key_env, "") if found.key_env else ""
+        model = found.model or name
+        return Endpoint(found.base_url, model, found.text or model, key, found.text)
+    served = (await store.policies(config.name))[name]
+    identity = f"{config.name}/{name}@{served.version}"
+    return Endpoint(served.base_url, served.model, identity)
+
+
+async def complete(
+    session: aiohttp.ClientSession, endpoint: Endpoint, question: str, who: str, **fields: Json
+) -> Completion:
+    """The answer to a question, which `fields` of the request say how to sample. Raises
+    AgentRLError, which begins with `who` asked, after some tries where waiting may help."""
+    if endpoint.text is not None:
+        return Completion(endpoint.text)
+    url, why = f"{endpoint.url}/chat/completions", ""
+    messages = [{"role": "user", "content": question}]
+    body = {"model": endpoint.model, "messages": messages, **fields}
+    headers = {"authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
+    for number in range(TRIES):
+        wait = FIRST_WAIT * 2**number
+        try:
+            async with session.post(url, json=body, headers=headers, timeout=TIMEOUT) as answer:
+                content, status = await answer.read(), answer.status
+                after = answer.headers.get("retry-after", "")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            why = f"is unreachable ({type(error).__name__}: {error})"
+        else:
+            if status == 200:
+                return _read(content, f"{who}: {url}")
+            why = f"answered {status}: {content[:300].decode(errors='replace')}"
+            wait = float(after) if after.isdigit() else wait
+            if status != 429 and status < 500:
+                break
+        if number + 1 < TRIES:
+            await asyncio.sleep(min(wait, LONGEST_WAIT))
+    raise AgentRLError(f"{who}: {url} {why}; the same command goes on from here")
+
+
+def _read(content: bytes, who: str) -> Completion:
+    try:
+        reply = msgspec.json.decode(content, type=_Reply)
+        text, used = reply.choices[0].message.content or "", reply.usage or _Usage()
+    except (msgspec.DecodeError, IndexError) as error:
+        raise AgentRLError(f"{who} gave no chat completion ({error})") from None
+    return Completion(text, used.prompt_tokens, used.completion_tokens)

@@ -1,0 +1,78 @@
+"""The pages of the site: the repository's Markdown files at their own paths, and what they link to.
+
+A link to a source file or a folder leads to a page that shows it, so that the same relative link
+works here and in the repository. `<!-- generated: NAME -->` is replaced by `reference.NAME()`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from posixpath import dirname, join, normpath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+import reference  # noqa: E402
+
+LINK = re.compile(r"(?:(?<=\]\()|(?<=src=\")|(?<=srcset=\"))(?!\w+:|#)[^)#\s\"]+")
+MARKER = re.compile(r"<!-- generated: (\w+) -->")
+PICTURES = {".png", ".svg"}
+LANGUAGES = {".py": "python", ".mjs": "javascript", ".toml": "toml", ".jsonl": "json"}
+SHOWN = {*PICTURES, *LANGUAGES, ".txt", ".jinja", ".sql", ".md"}  # of a folder
+
+
+def on_files(files: Files, config: Any) -> None:
+    """Add README.md, the pages of docs/ and all that can be reached from these by links."""
+    for file in [file for file in files if file.src_dir == config.docs_dir]:
+        files.remove(file)
+    written = {f"docs/reference/algorithms/{k}.md": v for k, v in reference.families().items()}
+    pages = [path.relative_to(ROOT).as_posix() for path in sorted(HERE.rglob("*.md"))]
+    waiting = ["README.md", *pages, *written]
+    for name in waiting:  # grows
+        path = ROOT / name
+        if path.suffix in PICTURES:
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+            continue
+        text = written.get(name) or page(path)
+        folder = name if path.is_dir() else dirname(name)
+
+        def follow(match: re.Match[str], folder: str = folder) -> str:
+            target = normpath(join(folder, match[0]))
+            if not (ROOT / target).exists():
+                return match[0]  # to a generated page, or dead, which mkdocs will say
+            if (ROOT / target / "README.md").is_file():
+                target = f"{target}/README.md"
+            if target not in waiting:
+                waiting.append(target)
+            return site_path(match[0].rstrip("/"), ROOT / target)
+
+        text = LINK.sub(follow, text)
+        files.append(File.generated(config, site_path(name, path), content=text))
+
+
+def site_path(name: str, path: Path) -> str:
+    """The path on the site of what `name` leads to, absolute or relative as it is."""
+    if path.is_dir():
+        return f"{name}/index.md"
+    if path.name == "README.md" and not name.endswith(".md"):
+        return f"{name}/README.md"
+    return name if path.suffix in PICTURES | {".md"} else f"{name}.md"
+
+
+def page(path: Path) -> str:
+    """The Markdown of a page, of a source file or of a folder."""
+    if path.is_dir():
+        files = (file for file in sorted(path.rglob("*")) if file.suffix in SHOWN)
+        names = [file.relative_to(path).as_posix() for file in files if "/runs/" not in str(file)]
+        return f"# {path.relative_to(ROOT)}\n\n" + "".join(f"- [`{n}`]({n})\n" for n in names)
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return MARKER.sub(lambda match: getattr(reference, match[1])(), text)
+    name = f"# {path.relative_to(ROOT)}\n\n"
+    return f"{name}````` {LANGUAGES.get(path.suffix, 'text')}\n{text}`````\n"

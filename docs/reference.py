@@ -1,0 +1,235 @@
+"""The generated parts of the reference, as Markdown: what the code says about itself."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import re
+import sqlite3
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from agentrl.algorithms import HOME
+from agentrl.algorithms.objective import core
+from agentrl.algorithms.presets import catalogue
+from agentrl.cli.algorithms import record
+from agentrl.cli.main import cli
+from agentrl.cli.settings import run_file_schema
+from agentrl.config import agents, infrastructure, prompts, rewards, schema
+from agentrl.store import open_store
+
+ARXIV = re.compile(r"\b(\d{4}\.\d{5})\b")
+FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?$")
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+PARTS = (infrastructure, agents, prompts, rewards, schema)
+SECTIONS = {name: value for part in PARTS for name, value in vars(part).items()}
+
+
+def settings() -> str:
+    """A section for each table of the run file, with the comments beside its fields."""
+    defs = run_file_schema()["$defs"]
+    waiting, done, lines = [("", ["RunConfig"])], {}, []
+    for path, kinds in waiting:  # grows
+        title = f"[{path}]" if path else "Top level"
+        lines.append(f"\n## `{title}`\n")
+        common: set[str] = set()
+        for name in kinds:
+            table = defs[name]
+            tag = SECTIONS[name].__struct_config__
+            if len(kinds) > 1:
+                said = tag.tag if tag.tag != "external" else "file.py:name"
+                lines.append(f'\n### `{path}` with `{tag.tag_field} = "{said}"`\n')
+            lines += [line(table.get("description", "")), "\n| setting | type | default | |"]
+            lines.append("|---|---|---|---|")
+            notes = comments(SECTIONS[name])
+            for key, one in table["properties"].items():
+                inner = tables_in(one)
+                full = f"{path}.{key}" if path else key
+                deeper = f"{full}.NAME" if "additionalProperties" in one else full
+                if inner and tuple(inner) not in done:
+                    done[tuple(inner)] = deeper
+                    waiting.append((deeper, inner))
+                if key in common:
+                    continue
+                kind = f"[table](#{slug(done[tuple(inner)])})" if inner else type_of(one)
+                default = "" if inner or "default" not in one else code(one["default"])
+                lines.append(row(f"`{full}`", kind, default, plain(notes.get(key, ""))))
+            common |= set(table["properties"])
+    return "\n".join(lines) + "\n"
+
+
+def comments(section: type) -> dict[str, str]:
+    """The comments above and beside each field of a class and its bases."""
+    found: dict[str, str] = {}
+    for base in section.__mro__:
+        if base.__module__.startswith("agentrl.") and issubclass(base, msgspec.Struct):
+            above: list[str] = []
+            for text in inspect.getsource(base).splitlines():
+                if text.startswith("    # "):
+                    above.append(text[6:])
+                    continue
+                if match := FIELD.match(text):
+                    found.setdefault(match[1], " ".join([*above, match[2] or ""]).strip())
+                above = []
+    return found
+
+
+def tables_in(one: dict[str, Any]) -> list[str]:
+    """The tables that a setting may be: itself, or under names of the user's."""
+    inner = one.get("additionalProperties") or one.get("items") or one
+    kinds = inner.get("anyOf", [inner]) if isinstance(inner, dict) else []
+    return [kind["$ref"].rpartition("/")[2] for kind in kinds if "$ref" in kind]
+
+
+def type_of(one: dict[str, Any]) -> str:
+    if "anyOf" in one:
+        return " or ".join(type_of(kind) for kind in one["anyOf"])
+    if "enum" in one:
+        return " ".join(map(code, one["enum"]))
+    bounds = " and ".join(f"{sign} {one[key]}" for key, sign in BOUNDS.items() if key in one)
+    items = f" of {type_of(one['items'])}s" if isinstance(one.get("items"), dict) else ""
+    word = {"null": "none", "object": "table", "array": "list"}.get(one.get("type", ""))
+    return f"{word or one.get('type', 'any value')}{items} {bounds}".strip()
+
+
+def commands() -> str:
+    """A section for each command that `agentrl --help` shows."""
+    return "".join(command("agentrl", cli))
+
+
+def command(name: str, one: click.Command) -> Iterator[str]:
+    context = click.Context(one, info_name=name)
+    if not isinstance(one, click.Group):
+        pieces = " ".join(one.collect_usage_pieces(context))
+        yield f"\n## `{name}`\n\n```text\n{name} {pieces}\n```\n\n{plain(one.help or '')}\n\n"
+        options = [p for p in one.params if isinstance(p, click.Option)]
+        if options:
+            yield "| option | |\n|---|---|\n"
+        for option in options:
+            written = option.get_help_record(context) or ("", "")
+            yield row(f"`{written[0]}`", plain(written[1])) + "\n"
+        return
+    if name != "agentrl" and one.invoke_without_command:
+        yield f"\n## `{name}`\n\n{plain(one.help or '')}\n"
+    for inner in sorted(one.commands.values(), key=lambda c: str(c.name)):
+        if not inner.hidden:
+            yield from command(f"{name} {inner.name}", inner)
+
+
+def schema_tables() -> str:
+    """The tables of a new store, with their columns and indexes."""
+
+    async def create(file: Path) -> None:
+        async with open_store(f"sqlite:///{file}"):
+            pass
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "store.db")
+        asyncio.run(create(file))
+        db = sqlite3.connect(file)
+        lines: list[str] = []
+        tables = (
+            "select name from sqlite_master where type = 'table' and sql is not null order by 1"
+        )
+        for (table,) in db.execute(tables).fetchall():
+            lines += [f"\n## `{table}`\n", "| column | type | |", "|---|---|---|"]
+            links = {r[3]: f"of `{r[2]}`" for r in db.execute(f"pragma foreign_key_list({table})")}
+            for _, column, kind, required, _, key in db.execute(f"pragma table_info({table})"):
+                notes = ["key" if key else "required" if required else "", links.get(column, "")]
+                lines.append(row(f"`{column}`", kind.lower(), ", ".join(filter(None, notes))))
+        db.close()
+    return "\n".join(lines) + "\n"
+
+
+def objective() -> str:
+    """What every algorithm computes, in formulas."""
+    return f"```text\n{inspect.getdoc(core)}\n```"
+
+
+def preset_parts() -> str:
+    return "".join(f"::: agentrl.algorithms.{home}.{name}\n" for name, home in HOME.items())
+
+
+def family_of(function: Any) -> str:
+    return str(inspect.unwrap(function).__module__)
+
+
+def presets() -> str:
+    """A line for each preset and modifier, with a link to its family's page."""
+    lines = ["| | |", "|---|---|"]
+    for sign, known in (("", catalogue.presets), ("+", catalogue.modifiers)):
+        for name, function in sorted(known.items()):
+            family = family_of(function).rpartition(".")[2]
+            text = line(inspect.getdoc(function) or "").partition(". ")[0]
+            lines.append(row(f"[`{sign}{name}`]({family}.md#{slug(sign + name)})", text))
+    return "\n".join(lines) + "\n"
+
+
+def families() -> dict[str, str]:
+    """By file: a page for each family of presets and modifiers."""
+    pages: dict[str, str] = {}
+    homes, used = {}, defaultdict(list)
+    known = {**catalogue.presets, **{f"+{k}": v for k, v in catalogue.modifiers.items()}}
+    for name, function in sorted(known.items()):
+        home = family_of(function)
+        short = home.rpartition(".")[2]
+        homes[short] = module = sys.modules[home]
+        file = home.removeprefix("agentrl.").replace(".", "/") + ".py"
+        head = f"# {short}\n\n{inspect.getdoc(module)}\n\nSource: [`{file}`](../../../{file}).\n"
+        made = record(name if not name.startswith("+") else catalogue.hosts[name[1:]] + name)
+        used[short] += made
+        text = f"\n## `{name}`\n\n{papers(inspect.getdoc(function) or '')}\n"
+        pages[short] = pages.get(short, head) + text + "\n```text\n" + "\n".join(made) + "\n```\n"
+    for short, text in pages.items():
+        parts = parts_of(used[short], homes[short])
+        pages[short] = f"{text}\n## Parts\n\n" + "".join(
+            f"- `{name}`: {doc}\n" for name, doc in parts
+        )
+    return pages
+
+
+def parts_of(made: list[str], module: Any) -> Iterator[tuple[str, str]]:
+    """What the classes in the record of a preset say they compute."""
+    for part in dict.fromkeys(re.findall(r"\b([A-Z]\w+)\(", "\n".join(made))):
+        homes = [
+            module,
+            *(importlib.import_module(f"agentrl.algorithms.{m}") for m in set(HOME.values())),
+        ]
+        doc = next((inspect.getdoc(vars(m)[part]) for m in homes if part in vars(m)), None)
+        if doc:
+            yield part, papers(line(doc.partition("\n\n")[0]))
+
+
+def plain(text: str) -> str:
+    """Without the links and tags that brackets outside of code would be."""
+    return re.sub(r"(`[^`]*`)|([\[<])", lambda m: m[1] or f"\\{m[2]}", inspect.cleandoc(text))
+
+
+def papers(text: str) -> str:
+    return ARXIV.sub(r"[\1](https://arxiv.org/abs/\1)", text)
+
+
+def code(value: object) -> str:
+    text = msgspec.json.encode(value).decode() if value is not None else "none"
+    return f"`{text}`"
+
+
+def row(*cells: str) -> str:
+    return "| " + " | ".join(line(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def slug(text: str) -> str:
+    """As the site and GitHub make the anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-")
