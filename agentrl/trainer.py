@@ -31,7 +31,7 @@ from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS, SessionsConfig
 from agentrl.config.presets import check_presets
 from agentrl.datasets.pin import pin_dataset
-from agentrl.errors import AgentRLError, ConfigError, StoreError
+from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.loading import load_tasks, task_file
 from agentrl.plugins import load_plugin
 from agentrl.processes import PHASE, USER_ERROR, Child, keep_alive

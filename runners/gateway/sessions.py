@@ -38,7 +38,7 @@ from agentrl.types import Attempt, Json, NewRollout, Outcome, Purpose, Transitio
 
 log = logging.getLogger("agentrl.runner")
 LEASE, SWEEP = 60.0, 10.0  # seconds that a session is held, and after which it is held again
-TURN = "agentrl_turn"  # of a request: the digest of its messages
+TURN = web.RequestKey("agentrl_turn", str)  # of a request: the digest of its messages
 BESIDE = ("/count_tokens", ":countTokens", "/embeddings", "/traces", "/logs", "/metrics")
 Turn = tuple[str, str]  # digest of the messages of a request, and its answer
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
