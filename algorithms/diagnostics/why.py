@@ -145,7 +145,7 @@ def missing_rewards(run: PolicyRun) -> Reason:
 
 def high_lr(run: PolicyRun) -> Reason:
     entropy, bad = run.values("policy/entropy"), run.share("update/bad", "update/steps")
-    jumps = (abs(b - a) / max(entropy[0], 10 * CERTAIN) for a, b in pairwise(entropy))
+    jumps = (abs(b - a) / max(entropy[0], 25 * CERTAIN) for a, b in pairwise(entropy))
     jump, what = max(jumps, default=0.0), f"{bad:.0%} of the optimizer steps were not finite"
     if jump > MOST:
         bad, what = 1.0, f"in one step the entropy changed by {jump:.0%} of what it was at first"

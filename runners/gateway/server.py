@@ -35,6 +35,7 @@ from agentrl.store.base import Store
 from agentrl.types import Attempt
 
 NAME = "x-agentrl-session"  # of an answer: the session, if its request belongs to one
+SESSION = web.RequestKey(NAME, str)
 STORE_TIMEOUT = 5.0  # seconds for calls that are cut to store what they had shown
 
 
@@ -157,7 +158,7 @@ class Gateway:
 
 
 async def _name_session(request: web.Request, response: web.StreamResponse) -> None:
-    if name := request.get(NAME):
+    if name := request.get(SESSION):
         response.headers[NAME] = name
 
 

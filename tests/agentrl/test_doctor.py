@@ -116,7 +116,7 @@ def broken(check: str, status: str, cure: str) -> Callable[[Breaking], Breaking]
     return add
 
 
-@broken("gpu", "fail", "update its driver, or install the torch for it")
+@broken("gpu", "fail", "update the driver, or install the torch for it")
 def wrong_cuda(folder: Path, patch: Patch) -> list[str]:
     patch.setattr(machine, "DRIVER", folder)
     return []

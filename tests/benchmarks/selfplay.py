@@ -42,7 +42,7 @@ def run(seed: int, folder: Path, settings: Sequence[str] = ()) -> dict[str, floa
         stdout=sys.stderr,
     )
     seconds = time.monotonic() - started
-    checkpoints = sorted((output / "checkpoints").iterdir(), key=lambda path: path.name)
+    checkpoints = sorted((output / "checkpoints").glob("0*"), key=lambda path: path.name)
     before, after = rated(output / "policy", checkpoints[-1])
     result = summary(before, after, asyncio.run(read_steps(output)), seconds)
     if pool := sorted((output / "pool").glob("*@*")):
