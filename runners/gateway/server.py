@@ -35,7 +35,7 @@ from agentrl.store.base import Store
 from agentrl.types import Attempt
 
 NAME = "x-agentrl-session"  # of an answer: the session, if its request belongs to one
-SESSION = web.RequestKey(NAME, str)
+NAMED = web.RequestKey(NAME, str)
 STORE_TIMEOUT = 5.0  # seconds for calls that are cut to store what they had shown
 
 
@@ -158,7 +158,7 @@ class Gateway:
 
 
 async def _name_session(request: web.Request, response: web.StreamResponse) -> None:
-    if name := request.get(SESSION):
+    if name := request.get(NAMED):
         response.headers[NAME] = name
 
 

@@ -31,7 +31,7 @@ from agentrl.datasets.sessions import SESSION, Feedback, give_feedback, session_
 from agentrl.errors import ConfigError, Conflict, NotFound, StoreError, Unavailable
 from agentrl.http_server import read_body
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.runners.gateway.server import SESSION, Gateway
+from agentrl.runners.gateway.server import NAMED, Gateway
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Attempt, Json, NewRollout, Outcome, Purpose, Transition
@@ -135,7 +135,7 @@ class Sessions:
         session = self._open.get(name) or await self._begin(name, given or start)
         session.used = time.monotonic()
         session.active.extend(self._settings.timeout)
-        request.match_info["attempt"], request[SESSION] = session.active.id, name
+        request.match_info["attempt"], request[NAMED] = session.active.id, name
 
     async def _begin(self, name: str, start: str) -> OpenSession:
         """A session, which is in the store if it has a name and the hash of its start is in the
