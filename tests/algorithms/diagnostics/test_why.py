@@ -129,7 +129,7 @@ def make_certain(model: Path, folder: Path) -> Path:
     """A copy that gives its likeliest token a probability of almost 1."""
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"] *= 50.0
+    weights["model.norm.weight"] *= 500.0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -128,7 +129,8 @@ async def test_streams_and_other_apis_are_sessions_too(start, settings, shop):
     sent = {**body, "stream": True}
     async with served.session.post(f"{served.url}/messages", json=sent) as streamed:
         assert streamed.headers["x-agentrl-session"] == about["x-agentrl-session"]
-        assert b"echo" in await streamed.read()
+        said = re.findall(rb'"text_delta","text":"(.)"', await streamed.read())
+        assert b"".join(said) == b"echo more"
     count = {"model": "m", "messages": body["messages"]}
     assert (await served.post("messages/count_tokens", count))[0] == 200
     asked = {"model": "m", "input": "hi"}
