@@ -34,7 +34,7 @@ from agentrl.runners.gateway.upstream import Upstream
 from agentrl.store.base import Store
 from agentrl.types import Attempt
 
-NAME = "x-agentrl-session"  # of an answer: the session, if its request belongs to one
+SESSION = web.RequestKey("session", str)  # that a request belongs to, told in the answer
 STORE_TIMEOUT = 5.0  # seconds for calls that are cut to store what they had shown
 
 
@@ -157,8 +157,8 @@ class Gateway:
 
 
 async def _name_session(request: web.Request, response: web.StreamResponse) -> None:
-    if name := request.get(NAME):
-        response.headers[NAME] = name
+    if name := request.get(SESSION):
+        response.headers["x-agentrl-session"] = name
 
 
 async def _abort_calls(active: ActiveAttempt) -> None:

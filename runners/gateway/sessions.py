@@ -30,15 +30,16 @@ from agentrl.datasets.records import without_tokens
 from agentrl.datasets.sessions import SESSION, Feedback, give_feedback, session_group
 from agentrl.errors import ConfigError, Conflict, NotFound, StoreError, Unavailable
 from agentrl.http_server import read_body
+from agentrl.runners.gateway import server
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.runners.gateway.server import NAME, Gateway
+from agentrl.runners.gateway.server import Gateway
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Attempt, Json, NewRollout, Outcome, Purpose, Transition
 
 log = logging.getLogger("agentrl.runner")
 LEASE, SWEEP = 60.0, 10.0  # seconds that a session is held, and after which it is held again
-TURN = "agentrl_turn"  # of a request: the digest of its messages
+TURN = web.RequestKey("turn", str)  # the digest of the messages of a request
 BESIDE = ("/count_tokens", ":countTokens", "/embeddings", "/traces", "/logs", "/metrics")
 Turn = tuple[str, str]  # digest of the messages of a request, and its answer
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -135,7 +136,7 @@ class Sessions:
         session = self._open.get(name) or await self._begin(name, given or start)
         session.used = time.monotonic()
         session.active.extend(self._settings.timeout)
-        request.match_info["attempt"], request[NAME] = session.active.id, name
+        request.match_info["attempt"], request[server.SESSION] = session.active.id, name
 
     async def _begin(self, name: str, start: str) -> Session:
         """A session, which is in the store if it has a name and the hash of its start is in the
