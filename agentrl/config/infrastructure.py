@@ -257,7 +257,7 @@ class SessionsConfig(Section, frozen=True):
     idle: Seconds = 1800.0  # without a call, until a session has ended
     timeout: Seconds = 600.0  # of one call
     # Regular expressions; what they match is stored as [redacted], without the tokens of the call.
-    redact: tuple[str, ...] = ()
+    redact: list[str] = []
     # Environment variable with the keys that callers may send, as a bearer token or x-api-key,
     # separated by spaces. Empty: anybody who can connect, which is then this machine alone.
     key_env: str = ""
