@@ -46,7 +46,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class OpenSession:
     name: str
     active: ActiveAttempt
     used: float = field(default_factory=time.monotonic)  # when it last made a call
@@ -60,7 +60,7 @@ class Sessions:
         self._store, self._run, self._settings = store, config.name, config.sessions
         self._patterns = [re.compile(pattern) for pattern in self._settings.redact]
         self._keys = os.environ.get(self._settings.key_env, "").split()
-        self._open: dict[str, Session] = {}  # by name
+        self._open: dict[str, OpenSession] = {}  # by name
         self._turns: dict[Turn, str] = {}  # names of sessions by what was said in them
         self._claiming = asyncio.Lock()  # what is claimed must be what was enqueued just before
         # Sessions on this machine need no key; on others `attribute` asks for it.
@@ -138,7 +138,7 @@ class Sessions:
         session.active.extend(self._settings.timeout)
         request.match_info["attempt"], request[server.SESSION] = session.active.id, name
 
-    async def _begin(self, name: str, start: str) -> Session:
+    async def _begin(self, name: str, start: str) -> OpenSession:
         """A session, which is in the store if it has a name and the hash of its start is in the
         sample."""
         group = session_group(self._run, name)
@@ -161,11 +161,11 @@ class Sessions:
                 ran = Outcome(attempt=attempt.id, fence=attempt.fence, ran=True)
                 await self._store.finish([ran])
             active = self.gateway.attempts.register(attempt, scoring=not sampled)
-            self._open[name] = session = Session(name, active)
+            self._open[name] = session = OpenSession(name, active)
             active.record = partial(self._record, session)
         return session
 
-    def _record(self, session: Session, request: web.Request, call: Transition) -> Transition:
+    def _record(self, session: OpenSession, request: web.Request, call: Transition) -> Transition:
         """The call without what is to be redacted, and then without its tokens."""
         turn = request[TURN], _said(call.answer)
         self._turns[turn] = session.name
@@ -175,7 +175,7 @@ class Sessions:
             return call
         return replace(without_tokens(call), messages=messages, answer=answer)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: OpenSession) -> None:
         del self._open[session.name]
         self.gateway.attempts.unregister(session.active.id)
         for turn in session.turns:
