@@ -9,14 +9,21 @@ import os
 import resource
 import signal
 import sys
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from agentrl.errors import AgentRLError, TrainingError
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 FILES = 65_536  # open files of a server, where the system allows them
 LOG_LEVEL = "AGENTRL_LOG_LEVEL"  # of the log files of a run's processes
 PHASE = 25  # log level of what a run is doing now, which the console shows unless quiet
 logging.addLevelName(PHASE, "PHASE")
+RESTARTS = 20  # deaths of a runner in a row, with no rollout ended between, until it is given up
+STEADY = 300.0  # seconds alive after which a runner's earlier deaths do not count
+PAUSE = 1.0  # seconds before a runner is started again
 PARENT = "AGENTRL_PARENT"  # pid of the process that must outlive this one
 
 
@@ -120,3 +127,23 @@ class Child:
 
 ERROR_MARK = "agentrl: error: "
 USER_ERROR = 2  # exit code of a process that ended with a sentence for the user
+
+
+async def keep_alive(child: Child, count_ended: Callable[[], Awaitable[int]]) -> None:
+    """Start a runner again whenever it dies: its rollouts come back when their leases expire.
+    count_ended: the number of rollouts of the run that have ended. While it grows, the run goes on,
+    whatever kills runners, as an agent may with some tasks."""
+    deaths, ended = 0, await count_ended()
+    while deaths < RESTARTS:
+        await child.start()
+        started = time.monotonic()
+        code = await child.wait()
+        if code == USER_ERROR:
+            raise AgentRLError(child.last_error() or f"see {child.log}")
+        before, ended = ended, await count_ended()
+        working = ended > before or time.monotonic() - started > STEADY
+        deaths = 1 if working else deaths + 1
+        await asyncio.sleep(PAUSE)
+    raise TrainingError(
+        f"{child.name} died {RESTARTS} times in a row; read {child.log}, mend the cause, repeat"
+    )

@@ -14,7 +14,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from agentrl.datasets.pin import pin_dataset
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.loading import load_tasks, task_file
 from agentrl.plugins import load_plugin
-from agentrl.processes import PHASE, USER_ERROR, Child
+from agentrl.processes import PHASE, USER_ERROR, Child, keep_alive
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
@@ -51,9 +51,6 @@ RUN_OUTPUTS = (
     *("metrics", "tensorboard", "wandb", "mlruns", "vllm", "servers", "pool"),
     *("plan.json", "players"),
 )  # what a run writes into its output folder
-RESTARTS = 20  # deaths of a runner in a row, with no rollout ended between, until it is given up
-STEADY = 300.0  # seconds alive after which a runner's earlier deaths do not count
-PAUSE = 1.0  # seconds before a runner is started again
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +273,7 @@ async def supervise(
         stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
         stack.push_async_callback(_stop_runners, workers, config.runner.drain)
         count = partial(_ended_rollouts, store, config.name)
-        working = [_algorithm(algorithm), *(_keep_alive(child, count) for child in workers)]
+        working = [_algorithm(algorithm), *(keep_alive(child, count) for child in workers)]
         working += [_local_runner(config, *local)] if local else []
         quiet = verb == "prompts" or level > PHASE
         showing = [show_progress(store, config, console, quiet=quiet), log_lines.follow()]
@@ -340,26 +337,6 @@ async def _ended_rollouts(store: Store, run: str) -> int:
     except StoreError:  # a store that is away for a while does not end the run here
         return 0
     return counts.succeeded + counts.failed + counts.cancelled
-
-
-async def _keep_alive(child: Child, count_ended: Callable[[], Awaitable[int]]) -> None:
-    """Start a runner again whenever it dies: its rollouts come back when their leases expire.
-    count_ended: the number of rollouts of the run that have ended. While it grows, the run goes on,
-    whatever kills runners, as an agent may with some tasks."""
-    deaths, ended = 0, await count_ended()
-    while deaths < RESTARTS:
-        await child.start()
-        started = time.monotonic()
-        code = await child.wait()
-        if code == USER_ERROR:
-            raise AgentRLError(child.last_error() or f"see {child.log}")
-        before, ended = ended, await count_ended()
-        working = ended > before or time.monotonic() - started > STEADY
-        deaths = 1 if working else deaths + 1
-        await asyncio.sleep(PAUSE)
-    raise TrainingError(
-        f"{child.name} died {RESTARTS} times in a row; read {child.log}, mend the cause, repeat"
-    )
 
 
 async def _stop_runners(children: list[Child], drain: float) -> None:

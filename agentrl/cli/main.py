@@ -373,8 +373,7 @@ def start_sinks(config: RunConfig) -> None:
 
 
 def main() -> None:
-    """Entry point of `agentrl`. Agents run as the same user, so no process of this package lets
-    others read its memory, or the keys in its environment."""
+    """Entry point of `agentrl`. Agents, which run as the same user, cannot read its memory."""
     seal()
     try:
         cli(standalone_mode=False)
@@ -390,7 +389,7 @@ def main() -> None:
 
 
 def _print(result: RenderableType) -> None:
-    """A table is fitted to the terminal; text, for programs, is printed as it is."""
+    """A table fits the terminal; text is printed as it is."""
     if isinstance(result, str):
         click.echo(result, nl=result[-1:] not in ("", "\n"))
     else:

@@ -66,7 +66,8 @@ class Draft:
         kept = list(self.items.values())
         if self.conflicts == "drop":
             kept = [item for item in kept if (item.rejected, item.chosen) not in pairs]
-        self.counts["contradictions"] += len(self.items) - len(kept)
+        if dropped := len(self.items) - len(kept):
+            self.counts["contradictions"] += dropped
         self.counts.update(f"{item.kind} ({item.split})" for item in kept)
         await self.flush(least=1)
         for first in range(0, len(kept), CHUNK):

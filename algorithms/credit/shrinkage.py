@@ -43,7 +43,7 @@ def variance_components(
 
     members, groups, wides = summed(one), summed(1 / size), summed(1 / total)
     squares, freedom = summed((x - inner).square()), members - groups
-    every = squares.sum() / freedom.sum() if freedom.sum() > 0.5 else 0.0
+    every = squares.sum() / freedom.sum().clamp(min=1.0)
     within = torch.where(freedom > 0.5, squares / freedom, every)
     spread = summed((inner - outer).square()) - (groups - wides) * within
     spread -= errors * within * (2 * (groups - wides)).clamp(min=0.0).sqrt()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl import trainer
+from agentrl import processes, trainer
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
 
@@ -37,8 +37,8 @@ class Mortal:
 @pytest.mark.parametrize(
     ("life", "rollouts", "ends", "started"),
     [
-        (1.0, 0, TrainingError, trainer.RESTARTS),
-        (trainer.STEADY + 1.0, 0, KeyboardInterrupt, 101),
+        (1.0, 0, TrainingError, processes.RESTARTS),
+        (processes.STEADY + 1.0, 0, KeyboardInterrupt, 101),
         (1.0, 1, KeyboardInterrupt, 101),  # an agent that kills its runner, one task after another
     ],
 )
@@ -52,14 +52,14 @@ async def test_a_runner_is_given_up_only_when_it_dies_young(
     """rollouts: that end in each of its lives."""
 
     child: Any = Mortal(life, lives=100)
-    monkeypatch.setattr(trainer, "time", child)
-    monkeypatch.setattr(trainer, "PAUSE", 0.0)
+    monkeypatch.setattr(processes, "time", child)
+    monkeypatch.setattr(processes, "PAUSE", 0.0)
 
     async def ended() -> int:
         return rollouts * int(child.started)
 
     with pytest.raises(ends):
-        await trainer._keep_alive(child, ended)
+        await processes.keep_alive(child, ended)
     assert child.started == started
 
 

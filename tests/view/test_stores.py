@@ -39,7 +39,7 @@ async def shown(url: str, folder: Path) -> list[str]:
     return [times.sub("", render(page)) for page in found]
 
 
-@pytest.fixture(params=["http"])
+@pytest.fixture(params=["postgres", "http"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "postgres":
         yield request.getfixturevalue("postgres")()

@@ -1,0 +1,88 @@
+"""What a search over the store asks a reflector, and what becomes of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from agentrl.algorithms.prompts.search import REFUSED, Search
+from agentrl.algorithms.prompts.stored import StoredBackend
+from agentrl.config import resolve
+from agentrl.errors import AgentRLError
+from agentrl.store import open_store
+from agentrl.types import PromptText
+
+TEXT = PromptText(component="solver", role="solver", seed="Be brief.", text="Be brief.")
+
+
+@pytest.fixture
+async def reflector() -> AsyncIterator[tuple[str, list[web.Response]]]:
+    """A server's address, and what it answers, in turn."""
+    answers: list[web.Response] = []
+
+    async def answer(_: web.Request) -> web.Response:
+        return answers.pop(0)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", answers
+    await runner.cleanup()
+
+
+def said(text: str | None) -> web.Response:
+    usage = {"prompt_tokens": 9, "completion_tokens": 2}
+    return web.json_response({"choices": [{"message": {"content": text}}], "usage": usage})
+
+
+async def search(store: Any, config: Any) -> Search:
+    state = await store.open_run("run", {})
+    backend = StoredBackend(store, config, state, [], None)
+    await backend.load()
+    return Search(config.prompts, [TEXT], backend, 28)
+
+
+async def test_a_reflector_that_is_busy_says_nothing_or_nonsense_is_asked_once_each(
+    tmp_path: Path, reflector: Any
+) -> None:
+    url, answers = reflector
+    (tmp_path / "solver.txt").write_text(TEXT.text)
+    settings: dict[str, Any] = {
+        "name": "run", "root": str(tmp_path), "upstreams": {"teacher": {"base_url": url}},
+        "prompts": {"reflector": "teacher", "components": {"solver": "solver.txt"}},
+    }  # fmt: skip
+    config = resolve(settings, source="test")
+    busy = web.json_response({}, status=429, headers={"retry-after": "0"})
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        answers += [busy, said(None), said("Sure!"), said("```\nBe kind.\n```")]
+        first = await search(store, config)
+        texts = {"solver": TEXT.text}
+        for shown in "ab":
+            assert await asyncio.to_thread(first.propose, texts, "solver", shown) == texts
+        new = await asyncio.to_thread(first.propose, texts, "solver", "c")
+        assert (new, first.tokens) == ({"solver": "Be kind."}, 33)
+
+        again = await search(store, config)  # as after a kill: nobody is asked
+        assert not answers
+        for shown in "ab":
+            await asyncio.to_thread(again.propose, texts, "solver", shown)
+        assert await asyncio.to_thread(again.propose, texts, "solver", "c") == new
+        assert (again.tokens, again.candidates) == (33, first.candidates)
+
+        answers += [said("?") for _ in range(REFUSED)]
+        for shown in "de":
+            await asyncio.to_thread(again.propose, texts, "solver", shown)
+        with pytest.raises(AgentRLError, match="3 answers in a row were of no use"):
+            await asyncio.to_thread(again.propose, texts, "solver", "f")
+        assert len(await store.reflections("run")) == 6
+        other = await search(store, config)
+        with pytest.raises(AgentRLError, match="was asked something else before"):
+            await asyncio.to_thread(other.propose, texts, "solver", "x")
