@@ -206,7 +206,8 @@ async def test_one_that_dies_before_it_goes_on_is_given_the_weights_and_goes_on_
     theirs[1].updates.clear()
     theirs[1].hang.set()
     await until(lambda: len(host.servers) == 2)
-    assert theirs[1].updates[-2:] == ["reload_weights", "/resume?base=1&=1"]
+    took = [update for update in theirs[1].updates if not update.startswith("/pause")]  # comes late
+    assert took[-2:] == ["reload_weights", "/resume?base=1&=1"]
 
 
 async def test_in_flight_one_server_changes_after_another_and_calls_go_where_none_does(
