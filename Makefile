@@ -13,7 +13,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo rlhf demo-codex demo-pi test test-slow test-engines test-harnesses check clean
+.PHONY: demo rlhf demo-codex demo-pi test test-slow test-engines test-harnesses test-frameworks check clean
 .PHONY: docs constraints licenses release
 .DEFAULT_GOAL := help
 
@@ -45,6 +45,11 @@ test-engines: $(ENGINES)/.installed ## Install verl and vLLM for the CPU and run
 
 test-harnesses: $(STAMP) .harnesses/.installed ## Install eight coding harnesses (2.5 GB) and run the tests against them
 	$(BIN)/python -m pytest -rs -m slow tests/runners/harnesses/test_real.py
+
+FRAMEWORKS := $(patsubst examples/frameworks/%/requirements.txt,%,$(wildcard examples/frameworks/*/requirements.txt))
+
+test-frameworks: $(STAMP) $(FRAMEWORKS:%=.frameworks/%/.installed) ## Install the frameworks of the recipes, each apart, and run them
+	$(BIN)/python -m pytest -rs -m 'slow or not slow' tests/frameworks
 
 check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check .
@@ -121,5 +126,10 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 .harnesses/bin/%: $(STAMP)
 	@$(BIN)/python -m tests.runners.harnesses.install $*
 
+.frameworks/%/.installed: examples/frameworks/%/requirements.txt pyproject.toml
+	@$(PYTHON) -m venv .frameworks/$*
+	@.frameworks/$*/bin/$(PIP) -e . -r $<
+	@touch $@
+
 clean: ## Remove the virtual environments, all runs, the site and the built packages
-	rm -rf $(VENV) $(ENGINES) .harnesses runs site dist
+	rm -rf $(VENV) $(ENGINES) .harnesses .frameworks runs site dist

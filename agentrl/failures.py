@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from agentrl.types import Failure
 
+LONGEST = 400  # characters of a message
+
 
 def commonest_failure(failures: Sequence[Failure], total: int) -> str:
     """The kind that most of `failures` are of, in one sentence: how many of `total` rollouts, and
@@ -17,7 +19,7 @@ def commonest_failure(failures: Sequence[Failure], total: int) -> str:
     return f"{count} of {total} failed by {kind}: {brief(message)}"
 
 
-def brief(message: str, longest: int = 400) -> str:
+def brief(message: str) -> str:
     """A message on one line, of bounded length."""
     line = " ".join(message.split())
-    return line if len(line) <= longest else f"{line[:longest]} ..."
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."

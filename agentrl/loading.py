@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 
+from agentrl.datasets.files import read_rows
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import Json
 
+INPUTS = ("input", "prompt", "question", "problem", "instruction")
 _entered: set[str] = set()  # folders of runs that this process has loaded files from
 
 
@@ -68,11 +70,16 @@ def import_error(what: str, error: Exception) -> ConfigError:
 
 
 def load_tasks(path: str, root: Path, *, key: str, needs: str = "input") -> list[dict[str, Json]]:
-    """Tasks of a `.jsonl` file (one JSON object a line) or a `file.py:name`. needs: what each has.
+    """Tasks of a `.jsonl` file (one JSON object a line), a `file.py:name` or a data set of the hub,
+    "hf:owner/name[/config][@revision][:split]", whose input is the first of `INPUTS` that a
+    row has. needs: what each has.
 
     Raises ConfigError with file and line for anything that is not an object with `needs`."""
     if path.endswith(".jsonl"):
         return _checked(_read_jsonl(root / path, key), key, needs)
+    if path.startswith("hf:"):
+        rows = enumerate(read_rows(path))
+        return _checked({f"{path}[{index}]": _with_input(row) for index, row in rows}, key, needs)
     found = load_attribute(path, root, key=key)
     try:
         items = list(found() if callable(found) else found)
@@ -81,6 +88,11 @@ def load_tasks(path: str, root: Path, *, key: str, needs: str = "input") -> list
             f"{key} = {path!r}: getting its tasks raised {type(error).__name__}: {error}"
         ) from error
     return _checked({f"{path}[{index}]": item for index, item in enumerate(items)}, key, needs)
+
+
+def _with_input(row: dict[str, Json]) -> dict[str, Json]:
+    found = next((row[name] for name in INPUTS if name in row), None)
+    return row if found is None else {**row, "input": found}
 
 
 def task_file(tasks: Iterable[dict[str, Json]] | str, file: Path) -> str:

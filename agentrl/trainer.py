@@ -28,7 +28,7 @@ from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
 from agentrl.config import policies as team
-from agentrl.config.infrastructure import EXECUTORS
+from agentrl.config.infrastructure import EXECUTORS, SessionsConfig
 from agentrl.config.presets import check_presets
 from agentrl.datasets.pin import pin_dataset
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
@@ -106,6 +106,10 @@ class Trainer:
 
     def fit(self, *, fresh: bool = False) -> TrainingResult:
         """Train to the end, or continue where an earlier call of this name was stopped."""
+        return run_blocking(self.fit_async(fresh=fresh))
+
+    async def fit_async(self, *, fresh: bool = False) -> TrainingResult:
+        """As `fit`, beside other work of an event loop. Cancelled, it stops its processes."""
         settings = {"policy": {}, "agent": {}, "verifier": {}} | self.settings
         settings["policy"] = {"model": str(self.policy)} | settings["policy"]
         for key, value in (("agent", self.agent), ("verifier", self.verifier)):
@@ -124,7 +128,7 @@ class Trainer:
         config = msgspec.structs.replace(config, tasks=tasks)
         check(config)
         named = isinstance(self.agent, str) and isinstance(self.verifier, str)
-        return run_blocking(front(config, local=None if named else (self.agent, self.verifier)))
+        return await front(config, local=None if named else (self.agent, self.verifier))
 
 
 def check(config: RunConfig) -> None:
@@ -132,6 +136,8 @@ def check(config: RunConfig) -> None:
     come last, because they may take long to make."""
     root = Path(config.root)
     check_presets(config)
+    if config.sessions != SessionsConfig():
+        raise ConfigError("[sessions] is read by `agentrl gateway serve` alone; remove it")
     if config.steps and not (config.tasks.train or config.data.name):
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     if not config.steps and not config.tasks.heldout:
@@ -300,7 +306,8 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> TrainingRe
     state = await store.run(config.name)
     last = state.checkpoint if state else None
     steps = await store.steps(config.name)
-    before, after = steps[0].metrics, steps[-1].metrics
+    scored = [row for row in steps if "eval/score" in row.metrics] or steps
+    before, after = scored[0].metrics, scored[-1].metrics
     result = TrainingResult(
         before=before.get("eval/score"),
         after=after.get("eval/score"),

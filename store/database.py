@@ -114,11 +114,9 @@ class Connected(Protocol):
     def can_retry(self, error: Exception, since: float) -> bool:
         """Whether the same transaction may succeed now, after a wait if one is needed. It was
         first tried at `since`, of the monotonic clock."""
-        ...
 
     def to_store_error(self, error: Exception) -> Exception:
         """The error as a user reads it."""
-        ...
 
     def close(self) -> None: ...
 
@@ -131,19 +129,15 @@ class Session(Connected, Protocol):
 
     def begin(self) -> float:
         """Returns the time, unix seconds, of the clock that all processes of the store share."""
-        ...
 
     def commit(self, topics: int) -> None:
         """Returns when the transaction is durable. Other processes are notified of the topics."""
-        ...
 
     def rollback(self) -> None:
         """Undoes the open transaction, if there is one."""
-        ...
 
     def can_continue(self, error: Exception) -> bool:
         """Whether the transaction can go on once it is rolled back to the last savepoint."""
-        ...
 
 
 class ReadPool(Connected, Protocol):
@@ -154,7 +148,6 @@ class ReadPool(Connected, Protocol):
 
     def read_transaction(self) -> AbstractContextManager[Connection]:
         """All reads in it see the store at one moment."""
-        ...
 
 
 class ReaderThreads:

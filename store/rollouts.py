@@ -94,8 +94,8 @@ def claim(
         tx.conn.execute(SQL["start_attempt"], columns)
         if row["ran"] is not None:
             taken = {"attempt": columns["attempt"], "before": row["attempt_id"]}
-            tx.conn.execute(SQL["take_transitions"], taken)
-            tx.conn.execute(SQL["take_spans"], taken)
+            for statement in ("take_transitions", "take_spans", "take_rewards"):
+                tx.conn.execute(SQL[statement], taken)
         tx.add_counts(row["run_id"], queued=-1, running=1)
         tx.add_event(row["run_id"], "rollout", row["id"])
         until = tx.now + lease

@@ -208,6 +208,7 @@ class SqlStore:
     items = _reading(data.items)
     sides = _reading(data.sides)
     calls = _reading(data.calls)
+    add_rewards = _writing(traces.add_rewards)
     add_judgements = _writing(data.add_judgements)
     judgement = _reading(data.judgement)
     add_logprobs = _writing(data.add_logprobs)

@@ -35,9 +35,7 @@ REQUESTS = load_sql("requests")
 EXTEND_LEASES = load_sql("rollouts")["resume"]
 KEPT = 86_400.0  # seconds
 STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may be too late
-GRACE = (
-    10.0  # seconds that every lease holds after a stall, until the waiting heartbeats are executed
-)
+GRACE = 10.0  # seconds that every lease holds after a stall: until waiting heartbeats are executed
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 T = TypeVar("T")

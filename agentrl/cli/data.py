@@ -5,33 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from datetime import datetime
+from functools import wraps
 from pathlib import Path
 from statistics import fmean, quantiles
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
-from msgspec.structs import replace
 
-from agentrl.datasets.draft import Draft, draft
+from agentrl.datasets.draft import Draft
 from agentrl.datasets.files import add_row, export_rows, read_rows, write_rows
 from agentrl.datasets.mining import MineSpec, mine
 from agentrl.datasets.records import Dataset, Item, Side
 from agentrl.errors import ConfigError
 from agentrl.store import Store, open_store
+from agentrl.types import POLICY
 
-T = TypeVar("T")
 PAGE = 256  # items that are read at once
-store_url = click.option("--store", "url", required=True, help="URL or file of the store.")
+Command = Callable[..., Any]
 version_of = click.option("--version", type=int, default=0, help="Default: the newest.")
-share = click.option(
-    "--test", type=click.FloatRange(0, 1), default=0.1, show_default=True,
-    help="Share of prompts whose items are held out.",
-)  # fmt: skip
-conflicts = click.option(
-    "--conflicts", type=click.Choice(["drop", "keep"]), default="drop", show_default=True,
-    help="Pairs that say the opposite of each other.",
-)  # fmt: skip
 
 
 @click.group()
@@ -39,162 +32,164 @@ def data() -> None:
     """Make, look at and hand out data sets of a store."""
 
 
-def _mining(hows: list[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    def declare(command: Callable[..., None]) -> Callable[..., None]:
-        for option in (
-            click.option("--how", type=click.Choice(hows), default=hows[0], show_default=True),
-            click.option("--run", required=True, help="Whose rollouts."),
-            click.option("--reward", default="outcome", show_default=True),
-            click.option("--steps", type=(int, int), help="First and last, of the rollouts."),
-            share, conflicts, store_url, click.argument("name"),
-        ):  # fmt: skip
-            command = option(command)
-        return command
+def _with(*options: Command) -> Callable[[Callable[..., Awaitable[None]]], Command]:
+    """A command with these options, whose first parameter is the store of --store."""
+
+    def declare(work: Callable[..., Awaitable[None]]) -> Command:
+        @wraps(work)
+        def command(url: str, **given: Any) -> None:
+            async def run() -> None:
+                async with open_store(url, create=False) as store:
+                    await work(store, **given)
+
+            asyncio.run(run())
+
+        result: Command = command
+        for option in (*options, STORE):
+            result = option(result)
+        return result
 
     return declare
 
 
+STORE = click.option("--store", "url", required=True, help="URL or file of the store.")
+MAKING = (
+    click.option(
+        "--test", type=click.FloatRange(0, 1), default=0.1, show_default=True,
+        help="Share of prompts whose items are held out.",
+    ),
+    click.option(
+        "--conflicts", type=click.Choice(["drop", "keep"]), default="drop", show_default=True,
+        help="Pairs that say the opposite of each other.",
+    ),
+)  # fmt: skip
+
+
+def _mining(*hows: str) -> tuple[Command, ...]:
+    return (
+        click.option("--how", type=click.Choice(hows), default=hows[0], show_default=True),
+        click.option("--run", required=True, help="Whose rollouts or sessions."),
+        click.option("--reward", default="outcome", show_default=True),
+        click.option("--steps", type=(int, int), help="First and last, of the rollouts."),
+        click.option("--policy", default=POLICY, help="Or upstream, whose calls are judged."),
+        click.option("--since", type=click.DateTime(), help="When the first call was made."),
+        click.option("--least-version", default=0, help="Of the policy, in every call."),
+        click.option("--inexact", is_flag=True, help="Also calls whose tokens are not known."),
+        click.argument("name"), *MAKING,
+    )  # fmt: skip
+
+
 @data.command("mine")
-@_mining(["extremes", "all", "best-of", "expert", "branch", "turn"])
-@click.option("--least", default=0.0, help="Difference of rewards of a pair.")
-@click.option("--per-group", default=0, help="Pairs of a group at most; 0: all.")
-@click.option("--expert", default="", help="With --how expert: the run with the better rollouts.")
-def mine_command(name: str, url: str, test: float, conflicts: Any, **spec: Any) -> None:
+@_with(
+    *_mining("extremes", "all", "best-of", "expert", "branch", "turn", "correction"),
+    click.option("--least", default=0.0, help="Difference of rewards of a pair."),
+    click.option("--per-group", default=0, help="Pairs of a group at most; 0: all."),
+    click.option("--expert", default="", help="With --how expert: the run with better rollouts."),
+)
+async def mine_command(store: Store, **given: Any) -> None:
     """Make data set NAME of pairs of a run's rollouts, or of their calls."""
-    if bool(spec["expert"]) != (spec["how"] == "expert"):
+    if bool(given["expert"]) != (given["how"] == "expert"):
         raise click.UsageError("--expert RUN goes with --how expert, and with no other")
-    _mine(name, url, test, conflicts, spec)
+    await _mine(store, **given)
 
 
 @data.command("label")
-@_mining(["label", "mc"])
-@click.option("--threshold", default=0.5, help="With --how label: the reward that is good.")
-def label_command(name: str, url: str, test: float, conflicts: Any, **spec: Any) -> None:
-    """Make data set NAME of single rollouts, labelled by reward, or call by call (mc)."""
-    _mine(name, url, test, conflicts, spec)
+@_with(
+    *_mining("label", "mc", "demonstration"),
+    click.option("--threshold", default=0.5, help="The reward from which on a rollout is good."),
+)
+async def label_command(store: Store, **given: Any) -> None:
+    """Make data set NAME of single rollouts: labelled by reward, call by call (mc), or the good
+    ones as demonstrations."""
+    await _mine(store, **given)
+
+
+async def _mine(store: Store, name: str, test: float, conflicts: Any, **given: Any) -> None:
+    since: datetime | None = given.pop("since")
+    spec = msgspec.convert(given | {"since": since.timestamp() if since else 0.0}, MineSpec)
+    if spec.run not in (runs := await store.runs()):
+        raise ConfigError(f"--run {spec.run}: the store has {', '.join(runs) or 'no run'}")
+    made = await _draft(store, name, test, conflicts, msgspec.to_builtins(spec))
+    await mine(store, made, spec)
+    await _commit(made)
 
 
 @data.command("import")
-@click.argument("name")
-@click.argument("source")
-@store_url
-@share
-@conflicts
-def import_command(name: str, source: str, url: str, test: float, conflicts: Any) -> None:
+@_with(click.argument("source"), click.argument("name"), *MAKING)
+async def import_command(store: Store, name: str, source: str, test: float, conflicts: Any) -> None:
     """Make data set NAME of SOURCE: file.jsonl, file.parquet or hf:OWNER/NAME[@REV][:SPLIT]."""
-
-    async def fill(store: Store, made: Draft) -> None:
-        for row in read_rows(source):
-            add_row(made, row)
-            await made.flush()
-
-    _make(name, url, {"source": source}, test, conflicts, fill)
+    made = await _draft(store, name, test, conflicts, {"source": source})
+    for row in read_rows(source):
+        add_row(made, row)
+        await made.flush()
+    await _commit(made)
 
 
 @data.command()
-@click.argument("name", required=False)
-@store_url
-@version_of
-@click.option("--examples", default=3, show_default=True)
-def show(name: str | None, url: str, version: int, examples: int) -> None:
+@_with(
+    click.argument("name", required=False), version_of,
+    click.option("--examples", default=3, show_default=True),
+)  # fmt: skip
+async def show(store: Store, name: str | None, version: int, examples: int) -> None:
     """List the data sets of a store, or say what is in NAME: kinds, gaps, lengths, examples."""
-
-    async def look(store: Store) -> None:
-        if name is None:
-            for one in await store.datasets():
-                state = one.digest or "unfinished"
-                click.echo(f"{one.name} version {one.version}: {one.items} items, {state}")
-            return
-        found, items = await _items(store, name, version)
-        click.echo(f"{name} version {found.version}, digest {found.digest}, made by {found.spec}")
-        for (kind, split), n in sorted(Counter((i.kind, i.split) for i in items).items()):
-            click.echo(f"{n:8} {kind} ({split})")
-        margins = [item.margin for item in items if item.margin is not None]
-        if len(margins) > 1:
-            low, middle, high = quantiles(margins, n=4)
-            click.echo(f"margins: quartiles {low:g}, {middle:g}, {high:g}")
-        if pairs := [item for item in items[:PAGE] if item.rejected]:
-            share = await _longer(store, pairs)
-            click.echo(f"the better side is the longer one in {share:.0%} of pairs")
-        for row in await export_rows(store, items[:examples]):
-            shown = {key: value for key, value in row.items() if not key.endswith("_ids")}
-            click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
-
-    asyncio.run(_with(url, look))
+    if name is None:
+        for one in await store.datasets():
+            state = one.digest or "unfinished"
+            click.echo(f"{one.name} version {one.version}: {one.items} items, {state}")
+        return
+    found, items = await _items(store, name, version)
+    click.echo(f"{name} version {found.version}, digest {found.digest}, made by {found.spec}")
+    for (kind, split), n in sorted(Counter((i.kind, i.split) for i in items).items()):
+        click.echo(f"{n:8} {kind} ({split})")
+    margins = [item.margin for item in items if item.margin is not None]
+    if len(margins) > 1:
+        low, middle, high = quantiles(margins, n=4)
+        click.echo(f"margins: quartiles {low:g}, {middle:g}, {high:g}")
+    if pairs := [item for item in items[:PAGE] if item.rejected]:
+        share = await _longer(store, pairs)
+        click.echo(f"the better side is the longer one in {share:.0%} of pairs")
+    for row in await export_rows(store, items[:examples]):
+        shown = {key: value for key, value in row.items() if not key.endswith("_ids")}
+        click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
 
 
 @data.command()
-@click.argument("name")
-@store_url
-@version_of
-def freeze(name: str, url: str, version: int) -> None:
+@_with(click.argument("name"), version_of)
+async def freeze(store: Store, name: str, version: int) -> None:
     """Copy the calls that NAME refers to, so that a prune may remove their rollouts."""
-
-    async def copy(store: Store) -> None:
-        found, items = await _items(store, name, version)
-        for first in range(0, len(items), PAGE):
-            digests = [side for item in items[first : first + PAGE] for side in item.sides]
-            sides = await store.sides(digests)
-            copies = [Side(digest=digest, own=calls) for digest, calls in sides.items() if calls]
-            await store.add_items(name, found.version, [], copies)
-        click.echo(f"{name} version {found.version}: {len(items)} items have their own tokens")
-
-    asyncio.run(_with(url, copy))
+    found, items = await _items(store, name, version)
+    for first in range(0, len(items), PAGE):
+        digests = [side for item in items[first : first + PAGE] for side in item.sides]
+        sides = await store.sides(digests)
+        copies = [Side(digest=digest, own=calls) for digest, calls in sides.items() if calls]
+        await store.add_items(name, found.version, [], copies)
+    click.echo(f"{name} version {found.version}: {len(items)} items have their own tokens")
 
 
 @data.command("export")
-@click.argument("name")
-@click.argument("path", type=click.Path(path_type=Path))
-@store_url
-@version_of
-def export_command(name: str, path: Path, url: str, version: int) -> None:
+@_with(click.argument("path", type=click.Path(path_type=Path)), click.argument("name"), version_of)
+async def export_command(store: Store, name: str, path: Path, version: int) -> None:
     """Write NAME to PATH, .jsonl or .parquet, in the columns of TRL and with exact tokens."""
-
-    async def write(store: Store) -> None:
-        _, items = await _items(store, name, version)
-        write_rows(await export_rows(store, items), path)
-        click.echo(f"{len(items)} items in {path}")
-
-    asyncio.run(_with(url, write))
+    _, items = await _items(store, name, version)
+    write_rows(await export_rows(store, items), path)
+    click.echo(f"{len(items)} items in {path}")
 
 
-def _mine(name: str, url: str, test: float, conflicts: Any, given: dict[str, Any]) -> None:
-    spec = msgspec.convert(given, MineSpec)
-    fields = msgspec.to_builtins(replace(spec))
-
-    async def fill(store: Store, made: Draft) -> None:
-        if spec.run not in (runs := await store.runs()):
-            raise ConfigError(f"--run {spec.run}: the store has {', '.join(runs) or 'no run'}")
-        await mine(store, made, spec)
-
-    _make(name, url, fields, test, conflicts, fill)
+async def _draft(store: Store, name: str, test: float, conflicts: Any, spec: Any) -> Draft:
+    spec |= {"test": test, "conflicts": conflicts}
+    return Draft(store, name, await store.draft_dataset(name, spec), test, conflicts)
 
 
-def _make(
-    name: str, url: str, spec: dict[str, Any], test: float, conflicts: Any,
-    fill: Callable[[Store, Draft], Awaitable[None]],
-) -> None:  # fmt: skip
-    """Make a version and say what is in it, and what was left out."""
-    spec = spec | {"test": test, "conflicts": conflicts}
-
-    async def make(store: Store) -> None:
-        made = await draft(store, name, spec, test, conflicts)
-        await fill(store, made)
-        if not made.items:
-            counted = ", ".join(f"{n} {what}" for what, n in made.counts.items() if n)
-            raise ConfigError(f"{name}: nothing to learn from was found ({counted or 'no rows'})")
-        found = await made.commit()
-        click.echo(f"{name} version {found.version}: {found.items} items, digest {found.digest}")
-        for what, n in made.counts.most_common():
-            if n:
-                click.echo(f"{n:8} {what}")
-
-    asyncio.run(_with(url, make))
-
-
-async def _with(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
-    async with open_store(url, create=False) as store:
-        return await work(store)
+async def _commit(made: Draft) -> None:
+    """Say what is in a version, and what was left out."""
+    if not made.items:
+        counted = ", ".join(f"{n} {what}" for what, n in made.counts.items() if n)
+        raise ConfigError(f"{made.name}: nothing to learn from was found ({counted or 'no rows'})")
+    found = await made.commit()
+    click.echo(f"{found.name} version {found.version}: {found.items} items, digest {found.digest}")
+    for what, n in made.counts.most_common():
+        if n:
+            click.echo(f"{n:8} {what}")
 
 
 async def _items(store: Store, name: str, version: int) -> tuple[Dataset, list[Item]]:

@@ -15,7 +15,9 @@ from rich.console import Console, RenderableType
 from agentrl import __version__
 from agentrl.cli.bench import bench
 from agentrl.cli.data import data
+from agentrl.cli.doctor import doctor
 from agentrl.cli.export import export
+from agentrl.cli.gateway import gateway
 from agentrl.cli.harness import harness
 from agentrl.cli.plan import plan
 from agentrl.cli.prompts import prompts
@@ -24,8 +26,10 @@ from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init
 from agentrl.cli.store import store as store_group
 from agentrl.cli.view import view
+from agentrl.cli.why import why
 from agentrl.config import RunConfig, load, store_in, to_toml
 from agentrl.config.policies import has_no_own_policy
+from agentrl.doctor.machine import check_at_start
 from agentrl.errors import AgentRLError
 from agentrl.processes import (
     ERROR_MARK,
@@ -46,7 +50,8 @@ def cli() -> None:
 
 
 for command in (
-    bench, config_group, data, export, harness, init, plan, prompts, rm, store_group, view
+    bench, config_group, data, doctor, export, gateway, harness, init, plan, prompts, rm,
+    store_group, view, why,
 ):  # fmt: skip
     cli.add_command(command)
 
@@ -127,6 +132,8 @@ def train(
 
         trainer.check(config)
         go_back(config, start)
+    for warning in check_at_start(config):
+        click.echo(f"WARNING {warning}")
     trainer.run_training(config, fresh=fresh, level=level)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import subprocess
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.filesize import decimal
 from agentrl.errors import ConfigError, NotFound, StoreError
 from agentrl.store import Store, open_store
 from agentrl.store.pages import Pruned
+from agentrl.store.urls import scheme_of, split_secret
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 T = TypeVar("T")
@@ -108,6 +110,28 @@ def vacuum(url: str | None) -> None:
 
     before, after = asyncio.run(_with(url or only_store(), tidy))
     click.echo(f"{decimal(before)} before, {decimal(after)} now")
+
+
+@store.command()
+@click.argument("url")
+@click.argument("file", type=click.Path(path_type=Path))
+def backup(url: str, file: Path) -> None:
+    """Copy the store at URL, an SQLite file or a PostgreSQL database, to FILE while runs write."""
+    scheme = scheme_of(url) or "sqlite"
+    if file.exists() or scheme.startswith("http"):
+        raise StoreError(f"Name a new file, and the store behind a server: not {file}, {url}.")
+    if scheme == "sqlite":
+        from agentrl.store.sqlite.connection import Location
+
+        Location.parse(url).backup(file)
+    else:
+        address, secret = split_secret(url)
+        command = ["pg_dump", "--format=custom", f"--file={file}", f"--dbname={address}"]
+        try:
+            subprocess.run(command, env=os.environ | secret, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise StoreError(f"The database was not copied: {error}.") from None
+    click.echo(f"{decimal(file.stat().st_size)} in {file}")
 
 
 @store.command()

@@ -6,7 +6,10 @@ the settings that this kind reads. Their base has those that all read.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from agentrl.config.base import (
     EXTERNAL,
@@ -242,3 +245,26 @@ Runner = (
     | KubernetesRunnerConfig
     | ExternalRunnerConfig
 )
+
+
+class SessionsConfig(Section, frozen=True):
+    """What `agentrl gateway serve` records of a deployed agent."""
+
+    header: str = "x-session-id"  # names the session of a request, where it is sent
+    # Where it is not: the conversation that a request goes on with, or all requests of a key.
+    by: Literal["conversation", "key"] = "conversation"
+    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # share of sessions that are recorded
+    idle: Seconds = 1800.0  # without a call, until a session has ended
+    timeout: Seconds = 600.0  # of one call
+    # Regular expressions; what they match is stored as [redacted], without the tokens of the call.
+    redact: tuple[str, ...] = ()
+    # Environment variable with the keys that callers may send, as a bearer token or x-api-key,
+    # separated by spaces. Empty: anybody who can connect, which is then this machine alone.
+    key_env: str = ""
+
+    def __post_init__(self) -> None:
+        for pattern in self.redact:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"redact has {pattern!r}: {error}") from None

@@ -29,6 +29,7 @@ from agentrl.config.infrastructure import (
     Learner,
     Runner,
     RunnerConfig,
+    SessionsConfig,
     TorchLearnerConfig,
 )
 from agentrl.config.prompts import PromptsConfig
@@ -40,7 +41,9 @@ MODEL_LR = 1e-5  # default learning rate of a critic that is a model of its own
 
 
 class TasksConfig(Section, frozen=True):
-    """Each is a "file.jsonl", or a "file.py:name": an iterable of tasks, or a function for one."""
+    """Each is a "file.jsonl", a "file.py:name": an iterable of tasks, such as a data set, or a
+    function for one, or a data set of the hub, "hf:owner/name[/config][@revision][:split]",
+    whose column input, prompt, question, problem or instruction is the input."""
 
     train: str = ""
     heldout: str = ""
@@ -232,7 +235,7 @@ class ReferenceConfig(Section, frozen=True):
 
 
 class TeacherConfig(Section, frozen=True):
-    """The model that the preset distill imitates."""
+    """The model that `distill` and `+distill` imitate."""
 
     model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
 
@@ -261,6 +264,9 @@ class EvalConfig(Section, frozen=True):
     curve_tasks: Natural = 64  # in the evaluations between; 0: all
     sampled: bool = True  # before and after, also at temperature 1
     temperature: NonNegative = 0.0  # everything else is sampled as in training
+    # Each "file.py:name", called with a checkpoint's directory: a number, or several by name.
+    functions: list[str] = []
+    patience: Natural = 0  # evaluations without a better score until training ends; 0: it goes on
 
 
 class SelfplayConfig(Section, frozen=True, tag_field="opponents", tag="self"):
@@ -353,6 +359,7 @@ class RunConfig(Section, frozen=True):
     prompts: PromptsConfig = PromptsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers it
+    sessions: SessionsConfig = SessionsConfig()
     # [[roles.match]] in the run file: roles of calls that say none themselves. The first that holds
     # counts; those of the harness come after.
     role_rules: list[RoleRule] = []

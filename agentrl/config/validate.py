@@ -65,6 +65,10 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _staleness(config)
     if config.tasks.solved is not None and config.tasks.order == "difficulty":
         yield "tasks.solved leaves out what tasks.order = 'difficulty' draws seldom; choose one"
+    if config.eval.patience and not (config.eval.every and config.tasks.heldout):
+        yield "eval.patience counts held-out scores: set eval.every and tasks.heldout"
+    if config.eval.functions and team.has_no_own_policy(config) and not config.data.name:
+        yield "eval.functions are given a checkpoint, and [upstreams] have none: leave them out"
     yield from _policies(config)
     yield from _stand_ins(config)
     yield from selfplay.problems(config)

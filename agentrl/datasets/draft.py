@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from agentrl.datasets.records import Dataset, Item, Kind, Side, digest_of
 from agentrl.store.base import Store
-from agentrl.types import Json, Transition
+from agentrl.types import Transition
 
 CHUNK = 500  # sides or items of one call to the store
 Conflicts = Literal["drop", "keep"]
@@ -74,11 +74,3 @@ class Draft:
             placed = [replace(item, position=place) for place, item in part]
             await self.store.add_items(self.name, self.version, placed, [])
         return await self.store.commit_dataset(self.name, self.version)
-
-
-async def draft(
-    store: Store, name: str, spec: dict[str, Json], test: float, conflicts: Conflicts
-) -> Draft:
-    """An empty draft of the next version, or of an unfinished one of the same spec."""
-    version = await store.draft_dataset(name, spec)
-    return Draft(store, name, version, test, conflicts)

@@ -28,7 +28,7 @@ STEP = "ки"  # ends a step of Math-Shepherd's text
 
 
 def read_rows(source: str) -> Iterator[dict[str, Any]]:
-    """The rows of "file.jsonl", "file.parquet" or "hf:owner/name[@revision][:split]".
+    """The rows of "file.jsonl", "file.parquet" or "hf:owner/name[/config][@revision][:split]".
 
     Raises ConfigError for what cannot be read."""
     path = Path(source)
@@ -38,7 +38,9 @@ def read_rows(source: str) -> Iterator[dict[str, Any]]:
 
             name, _, split = source.removeprefix("hf:").partition(":")
             name, _, revision = name.partition("@")
-            yield from load_dataset(name, revision=revision or None, split=split or "train")
+            parts = name.split("/")
+            name, options = "/".join(parts[:2]), {"revision": revision or None}
+            yield from load_dataset(name, *parts[2:], split=split or "train", **options)
         elif path.suffix == ".parquet":
             from pyarrow import parquet
 

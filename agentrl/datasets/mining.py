@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from math import isnan
 from statistics import fmean
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from agentrl.datasets.draft import Draft
 from agentrl.datasets.pairing import How, choose_pairs
+from agentrl.datasets.records import without_tokens
+from agentrl.datasets.sessions import CORRECTION, SESSION
 from agentrl.store.base import Store
-from agentrl.types import POLICY, Purpose, Record, Rollout, RolloutState, Scope, Transition
+from agentrl.types import (
+    POLICY,
+    Purpose,
+    Record,
+    Reward,
+    Rollout,
+    RolloutState,
+    Scope,
+    Transition,
+)
 
 PAGE = 256  # rollouts that are read at once
 Found = tuple[Rollout, float, list[Transition]]  # with its reward and the policy's calls
+Place = tuple[Found, int]  # one of its calls
 
 
 class MineSpec(Record, frozen=True):
@@ -24,11 +37,14 @@ class MineSpec(Record, frozen=True):
     extremes, all, best-of: pairs of rollouts of a group, see `choose_pairs`. expert: the best
     rollout of the run `expert` on a task against worse ones on it. branch: calls at which branches
     of a rollout part. turn: any calls of a group with the same prompt. label: every rollout, 1 from
-    `threshold` on. mc: every rollout with the mean reward of those that share each of its calls,
-    arXiv 2312.08935."""
+    `threshold` on, and every call with a reward of that name. mc: every rollout with the mean
+    reward of those that share each of its calls, arXiv 2312.08935. correction: what people wrote in
+    place of a call against it. demonstration: rollouts with `threshold` or more, to imitate."""
 
     run: str
-    how: How | Literal["expert", "branch", "turn", "label", "mc"] = "extremes"
+    how: How | Literal["expert", "branch", "turn", "correction", "label", "mc", "demonstration"] = (
+        "extremes"
+    )
     reward: str = "outcome"
     least: float = 0.0  # difference of rewards
     per_group: int = 0  # pairs; 0: all
@@ -36,6 +52,9 @@ class MineSpec(Record, frozen=True):
     expert: str = ""
     threshold: float = 0.5
     policy: str = POLICY  # whose calls are judged
+    since: float = 0.0  # unix seconds of the first call
+    least_version: int = 0  # of the policy, in every call
+    inexact: bool = False  # also calls without token ids, as text that is rendered by a run
 
 
 async def mine(store: Store, draft: Draft, spec: MineSpec) -> None:
@@ -49,8 +68,10 @@ async def mine(store: Store, draft: Draft, spec: MineSpec) -> None:
     async for group in _groups(store, draft, spec, spec.run):
         if spec.how in ("branch", "turn"):
             _calls(draft, spec, group)
-        elif spec.how in ("label", "mc"):
+        elif spec.how in ("label", "mc", "demonstration"):
             _labels(draft, spec, group)
+        elif spec.how == "correction":
+            _corrections(draft, spec, group)
         elif spec.how == "expert":
             known = experts.get(_task(group[0][0]))
             some = [known, *group] if known else group
@@ -72,10 +93,10 @@ async def _groups(
     waiting: list[Rollout] = []
     after = None
     while True:
-        page = await store.rollouts(run, purpose=Purpose.TRAIN, after=after, limit=PAGE)
+        page = await store.rollouts(run, after=after, limit=PAGE)
         after = page[-1].id if page else None
-        waiting += page
-        last = waiting[-1].group if page else None
+        waiting += [row for row in page if row.purpose is Purpose.TRAIN or row.step == SESSION]
+        last = page[-1].group if page else None
         whole = [row for row in waiting if row.group != last]
         waiting = [row for row in waiting if row.group == last]
         calls = await store.calls([row.id for row in whole])
@@ -92,17 +113,21 @@ async def _groups(
 def _judged(
     draft: Draft, spec: MineSpec, row: Rollout, calls: Sequence[Transition]
 ) -> Found | None:
-    """None, and counted, for a rollout without the reward, one that failed without it, and one of
-    which not all tokens are known."""
+    """None, and counted, for a rollout that has not ended or without the reward, for one with older
+    calls than asked for, and for one of which not all tokens are known."""
     value = row.reward(spec.reward)
     if spec.steps is not None and not spec.steps[0] <= row.step <= spec.steps[1]:
         return None
     own = [call for call in calls if call.policy == spec.policy]
-    done = row.state in (RolloutState.SUCCEEDED, RolloutState.FAILED) and not row.counterfactual
+    ended = row.state in (RolloutState.SUCCEEDED, RolloutState.FAILED) and not row.counterfactual
     defects = {
-        "rollouts without the reward": not done or isnan(value),
+        "rollouts that have not ended": not ended,
+        "rollouts without the reward": isnan(value) and not _rewarded(spec, row, own),
         "rollouts with calls of other policies": not own or len(own) < len(calls),
-        "rollouts with calls without token ids": not all(call.exact for call in own),
+        "older rollouts": any(
+            call.started < spec.since or (call.version or 0) < spec.least_version for call in own
+        ),
+        "rollouts with calls without token ids": not (spec.inexact or all(c.exact for c in own)),
     }
     if why := next((why for why, found in defects.items() if found), ""):
         draft.counts[why] += 1
@@ -114,51 +139,96 @@ def _pairs(draft: Draft, group: Sequence[Found], chosen: Sequence[tuple[int, int
     draft.counts["groups without a pair"] += not chosen
     for better, worse in chosen:
         (a, high, own), (b, low, other) = group[better], group[worse]
-        if own[0].prompt != other[0].prompt:
+        if _prompt(own[0]) != _prompt(other[0]):
             draft.counts["pairs whose sides begin with different prompts"] += 1
             continue
         sides = [draft.side(calls, row.id) for row, calls in ((a, own), (b, other))]
         fields = {"rejected": sides[1], "margin": high - low, "source": f"{a.id} {b.id}"}
-        draft.add("pair", own[0].prompt.tobytes(), sides[0], **fields)
+        draft.add("pair", _prompt(own[0]), sides[0], **fields)
+
+
+def _corrections(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
+    for found in group:
+        for index, reward in _rewarded(spec, found[0], found[2]):
+            said = {"role": "assistant", "content": reward.note}
+            better = replace(without_tokens(found[2][index]), answer=said)
+            _pair_of_calls(draft, draft.side([better]), (found, index))
+
+
+def _rewarded(
+    spec: MineSpec, row: Rollout, calls: Sequence[Transition]
+) -> list[tuple[int, Reward]]:
+    """Calls, by index, with a reward of their own that the spec asks for."""
+    name = {"label": spec.reward, "correction": CORRECTION}.get(spec.how)
+    places = {call.id: index for index, call in enumerate(calls)}
+    found = [r for r in row.rewards if r.name == name and r.scope is Scope.TRANSITION]
+    return [(places[r.target], r) for r in found if r.target in places]
+
+
+def _side(draft: Draft, one: Place) -> str:
+    (row, _, calls), index = one
+    return draft.side([calls[index]], row.id, first=index, calls=1)
+
+
+def _pair_of_calls(draft: Draft, better: str, worse: Place, **fields: Any) -> None:
+    (row, _, calls), index = worse
+    fields = {"rejected": _side(draft, worse), "source": row.id} | fields
+    draft.add("pair", _prompt(calls[index]), better, **fields)
+
+
+def _prompt(call: Transition) -> bytes:
+    if call.exact:
+        return call.prompt.tobytes()
+    return msgspec.json.encode((call.messages, call.tools), order="sorted")
+
+
+def _key(call: Transition) -> tuple[bytes, bytes]:
+    """Equal for calls with the same prompt and completion."""
+    said = call.completion.tobytes() if call.exact else msgspec.json.encode(call.answer)
+    return _prompt(call), said
 
 
 def _calls(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
     """Pairs of calls with the same prompt, each worth the mean of the rollouts that made it."""
     values = _values(group)
-    forks: dict[bytes, dict[bytes, tuple[Rollout, int]]] = {}
+    forks: dict[bytes, dict[bytes, Place]] = {}
     branched = set()
-    for row, _, calls in group:
-        for index, call in enumerate(calls):
-            prompt = call.prompt.tobytes()
-            forks.setdefault(prompt, {}).setdefault(call.completion.tobytes(), (row, index))
-            if row.branch is not None and index == row.branch.calls:
+    for found in group:
+        for index, call in enumerate(found[2]):
+            prompt, said = _key(call)
+            forks.setdefault(prompt, {}).setdefault(said, (found, index))
+            if found[0].branch is not None and index == found[0].branch.calls:
                 branched.add(prompt)
-    made = {row.id: calls for row, _, calls in group}
-    for prompt, said in forks.items():
-        if len(said) < 2 or (spec.how == "branch" and prompt not in branched):
+    for prompt, answers in forks.items():
+        if len(answers) < 2 or (spec.how == "branch" and prompt not in branched):
             continue
-        keys = list(said)
+        keys = list(answers)
         means = [values[prompt, key] for key in keys]
         chosen = choose_pairs(means, "all", spec.least, spec.per_group, "")
         draft.counts["calls without a pair"] += not chosen
-        for two in chosen:
-            sides = []
-            for row, index in (said[keys[i]] for i in two):
-                part = {"first": index, "calls": 1}
-                sides.append(draft.side([made[row.id][index]], row.id, **part))
-            source = " ".join(said[keys[i]][0].id for i in two)
-            fields = {"rejected": sides[1], "margin": means[two[0]] - means[two[1]]}
-            draft.add("pair", prompt, sides[0], source=source, **fields)
+        for a, b in chosen:
+            better, worse = answers[keys[a]], answers[keys[b]]
+            source = f"{better[0][0].id} {worse[0][0].id}"
+            fields = {"margin": means[a] - means[b], "source": source}
+            _pair_of_calls(draft, _side(draft, better), worse, **fields)
 
 
 def _labels(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
-    values = _values(group)
-    for row, value, calls in group:
-        side, prompt = draft.side(calls, row.id), calls[0].prompt.tobytes()
+    values = _values(group) if spec.how == "mc" else {}
+    for found in group:
+        row, value, calls = found
+        side, prompt = draft.side(calls, row.id), _prompt(calls[0])
         if spec.how == "label":
-            draft.add("label", prompt, side, label=float(value >= spec.threshold), source=row.id)
-        elif row.branch is None:
-            steps = [values[call.prompt.tobytes(), call.completion.tobytes()] for call in calls]
+            judged = [] if isnan(value) else [(side, prompt, value)]
+            for index, reward in _rewarded(spec, row, calls):
+                judged.append((_side(draft, (found, index)), _prompt(calls[index]), reward.value))
+            for side, prompt, worth in judged:
+                label = float(worth >= spec.threshold)
+                draft.add("label", prompt, side, label=label, source=row.id)
+        elif spec.how == "demonstration" and value >= spec.threshold:
+            draft.add("demonstration", prompt, side, source=row.id)
+        elif spec.how == "mc" and row.branch is None:
+            steps = [values[_key(call)] for call in calls]
             draft.add("steps", prompt, side, steps=steps, source=row.id)
 
 
@@ -171,7 +241,7 @@ def _values(group: Sequence[Found]) -> Mapping[tuple[bytes, bytes], float]:
         ahead = value
         for call in reversed(calls):
             ahead += own.get(call.id, 0.0)
-            found.setdefault((call.prompt.tobytes(), call.completion.tobytes()), []).append(ahead)
+            found.setdefault(_key(call), []).append(ahead)
     return {key: fmean(values) for key, values in found.items()}
 
 

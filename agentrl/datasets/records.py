@@ -11,8 +11,9 @@ from hashlib import blake2b
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
-from agentrl.types import Json, Record, Transition
+from agentrl.types import Json, Record, Transition, float32, int32
 
 Kind = Literal["pair", "label", "steps", "demonstration"]
 
@@ -77,6 +78,13 @@ class Judgement(Record, frozen=True):
     raw: str = ""  # the judge's whole answer
     cost: float = 0.0  # USD
     seconds: float = 0.0
+
+
+def without_tokens(call: Transition) -> Transition:
+    """The call as text, which a run renders by the chat template of its policy."""
+    none = int32()
+    fields = {"exact": False, "prompt": none, "completion": none, "logprobs": float32()}
+    return replace(call, spans=[], **fields)
 
 
 def digest_of(calls: Iterable[Transition]) -> str:

@@ -37,13 +37,14 @@ class BenchTask(Section, frozen=True):
     measure: str = ""  # "file.py:name": checkpoint folder -> score; default: the held-out outcome
     presets: tuple[str, ...] = ()  # that make sense here; none: all
     rollouts: Natural = 0  # of each run; 0: as the bench says
+    lrs: tuple[Positive, ...] = ()  # none: as the bench says
 
 
 class BenchPreset(Section, frozen=True):
     """An algorithm by its settings."""
 
     settings: tuple[str, ...]
-    lrs: tuple[Positive, ...] = ()  # none: as the bench says
+    lrs: tuple[Positive, ...] = ()  # none: as the task says
     cost: Positive = 1.0  # rollouts played for each of groups x group_size: branches and replays
 
 
@@ -62,6 +63,10 @@ class Bench(Section, frozen=True):
 
     def presets_of(self, task: str) -> tuple[str, ...]:
         return self.tasks[task].presets or tuple(self.presets)
+
+    def lrs_of(self, pair: Pair) -> tuple[float, ...]:
+        """Those of the preset, else of the task, else of all."""
+        return self.presets[pair[1]].lrs or self.tasks[pair[0]].lrs or self.lrs
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -122,13 +127,13 @@ class BenchPlan:
     def tuning(self, pairs: Iterable[Pair]) -> Iterator[Piece]:
         """What chooses the learning rates; nothing where there is no choice."""
         for pair in pairs:
-            grid = self.bench.presets[pair[1]].lrs or self.bench.lrs
+            grid = self.bench.lrs_of(pair)
             for seed in self.bench.tuning_seeds if len(grid) > 1 else ():
                 yield from (self.piece(pair, lr, seed) for lr in grid)
 
     def learning_rate(self, pair: Pair) -> float | None:
         """The chosen one; None until all that chooses it is done."""
-        grid = self.bench.presets[pair[1]].lrs or self.bench.lrs
+        grid = self.bench.lrs_of(pair)
         areas = dict.fromkeys(grid, 0.0)
         for one in self.tuning([pair]):
             if one.digest not in self.done:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import unified_diff
@@ -78,7 +79,8 @@ async def write_texts(store: Store, config: RunConfig, folder: Path) -> Candidat
         (folder / f"{text.component}.txt").write_text(f"{text.text}\n", encoding="utf-8")
     scores: dict[str | None, list[float]] = {}
     for row in await store.rollouts(config.name):
-        scores.setdefault(row.candidate, []).extend(r.value for r in row.rewards[:1])
+        if not math.isnan(row.reward()):
+            scores.setdefault(row.candidate, []).append(row.reward())
     lineage = [
         {
             "id": one.id,

@@ -18,12 +18,12 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from agentrl.config import RunConfig, store_in
+from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.failures import brief
 from agentrl.processes import PHASE
 from agentrl.store.base import Store
-from agentrl.telemetry.report import policies_without_calls, untrained_calls
+from agentrl.telemetry import report
 from agentrl.types import EMPTY, Counts, ErrorKind, FailureCount, Purpose, StepRow
 
 REFRESH = 0.5  # seconds between redraws
@@ -171,6 +171,8 @@ class Progress:
             parts += [*_reward_and_rates(metrics), f"{self.seconds_left():.0f} s left"]
         if "eval/score" in metrics:
             parts.append(f"held-out {metrics['eval/score']:.3f}")
+        functions = report.function_names([row]).items()
+        parts += [f"{label} {metrics[name]:.3g}" for name, label in functions]
         return "  ".join(parts)
 
 
@@ -179,8 +181,10 @@ def _reward_and_rates(metrics: dict[str, float]) -> tuple[str, str, str]:
         names = {"loss": "preferences/loss", "accuracy": "rewards/accuracies"}
         loss, accuracy = (f"{word} {_number(metrics, name)}" for word, name in names.items())
         return loss, accuracy, f"chosen log-prob down by {_number(metrics, 'logps/chosen_drop')}"
+    outcome = f"reward {_number(metrics, 'reward/mean')} ± {_number(metrics, 'reward/std')}"
+    seats = "  ".join(f"{name} {value}" for name, value in report.game_figures(metrics).items())
     return (
-        f"reward {_number(metrics, 'reward/mean')} ± {_number(metrics, 'reward/std')}",
+        seats or outcome,
         f"{_rate(metrics, 'rollouts')} rollouts/s",
         f"{_rate(metrics, 'tokens/completion')} tokens/s",
     )
@@ -230,8 +234,6 @@ class RunWarnings:
     async def print_new(self, store: Store, rows: Sequence[StepRow]) -> None:
         """Print the warnings of these steps that were not printed before."""
         committed = [row for row in rows if row.committed]
-        for policy, sentence in policies_without_calls(self.config, committed).items():
-            self._print_once(("policy", policy), sentence)
         for row in rows:
             if not row.committed and (steps := row.metrics.get("steps/taken_back")):
                 self._print_once(("taken back", row.step), TAKEN_BACK.format(steps, row.step + 1))
@@ -243,7 +245,7 @@ class RunWarnings:
             self.discarded = discarded
             log = Path(self.config.output, "logs", "algorithm.log")
             self._print_once(("discarded", discarded), DISCARDED.format(discarded, log))
-        without_ids, _ = untrained_calls(committed)
+        without_ids, _ = report.untrained_calls(committed)
         if without_ids > 0:
             self._print_once("untrained", UNTRAINED.format(without_ids))
         failures = await store.failures(self.config.name)
@@ -264,7 +266,7 @@ class RunWarnings:
 
 async def roles_without_calls(store: Store, config: RunConfig) -> str:
     """A sentence that names the roles of the run file in which no call of the first trained step
-    was made; empty if there are none. `policies_without_calls` reports policies without a call."""
+    was made; empty if there are none."""
     named = policy_by_role(config)
     if not (named and config.steps):
         return ""
@@ -274,14 +276,7 @@ async def roles_without_calls(store: Store, config: RunConfig) -> str:
         seen.update(call.role for call in (trace.transitions if trace else ()))
         if seen >= named.keys():
             return ""
-    playing = {named[role] for role in seen & named.keys()}
-    silent = [
-        repr(role)
-        for role, player in named.items()
-        if role not in seen and (player in playing or player not in config.policies)
-    ]
-    if not silent:
-        return ""
+    silent = [repr(role) for role in named if role not in seen]
     spoke = ", ".join(map(repr, sorted(seen))) or "none"
     return (
         f"no call was made in the first step in the role {', '.join(silent)}, which the run file "
@@ -293,12 +288,9 @@ async def roles_without_calls(store: Store, config: RunConfig) -> str:
 def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
     """The kind of failure, how often it happened, an example, and the command that shows it."""
     times = f"{failed.attempts} attempts" if failed.attempts > 1 else "an attempt"
-    # `agentrl show` finds the default store by itself, from the working directory.
-    default = store_in(Path("runs", config.name).resolve())
-    where = "" if config.store == default else f" --store {config.store}"
     return (
         f"{failed.kind}: {times} failed so far: {brief(failed.message)}\n"
-        f"  see it: agentrl show {failed.rollout}{where}"
+        f"  see it: agentrl show {failed.rollout}{report.store_option(config)}"
     )
 
 

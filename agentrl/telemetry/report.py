@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import nan
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.config import RunConfig
+from agentrl.algorithms.diagnostics.why import has_improved
+from agentrl.config import RunConfig, store_in
 from agentrl.config import policies as team
 from agentrl.store.base import Store
 from agentrl.telemetry.show import render_trace
@@ -17,7 +20,10 @@ from agentrl.types import Purpose, Rollout, RolloutState, StepRow
 
 LOOK_BACK = 3  # evaluations among which examples are looked for
 NAMED = 1000  # failed rollouts whose kinds are counted
-WIN_RATE, ELO = "selfplay/win_rate/", "selfplay/elo/"
+WIN_RATE, ELO, FIRST = "selfplay/win_rate/", "selfplay/elo/", "@000000"
+FUNCTIONS = "eval/function/"  # metrics of `eval.functions`
+RETURN = "reward/role:outcome/"  # of a seat
+SEAT = re.compile(rf"{RETURN}(.+)/mean")
 
 
 async def print_report(
@@ -41,13 +47,23 @@ async def print_report(
             console.print(f"[bold]{title}[/]")
             console.print(render_trace(trace, longest=400))
     rows = [_times(steps, seconds), await _failures(store, config), _refused(steps)]
+    if config.steps and not has_improved(steps):
+        rows.append(f"the run did not improve; agentrl why {config.name}{store_option(config)}")
     for row in (*rows, *policies_without_calls(config, steps).values()):
         if row:
             console.print(row, highlight=False, markup=False)
     paths = {"store": config.store, "checkpoint": checkpoint, "curve": save_curve(config, steps)}
+    if any("eval/score" in row.metrics for row in steps if row.step):
+        paths["best"] = str(Path(config.output, "checkpoints", "best"))
     for name, path in paths.items():
         if path:
             console.print(f"{name:<11}{path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def store_option(config: RunConfig) -> str:
+    """For a command about the run, which finds the default store from the working directory."""
+    default = store_in(Path("runs", config.name).resolve())
+    return "" if config.store == default else f" --store {config.store}"
 
 
 def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
@@ -71,10 +87,10 @@ def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     axes.plot(x, means, label="training reward (mean ± half a standard deviation)")
     for role, points in reward_curves(committed).items():
         axes.plot(*zip(*points, strict=True), "--", linewidth=1, label=f"{role} (training)")
-    held = [(row.step, row.metrics["eval/score"]) for row in steps if "eval/score" in row.metrics]
-    if held:
-        how = "" if config.eval.temperature else ", greedy"
-        axes.plot(*zip(*held, strict=True), "o-", label=f"held-out{how}")
+    how = "" if config.eval.temperature else ", greedy"
+    for name, label in {"eval/score": f"held-out{how}", **function_names(steps)}.items():
+        if held := [(row.step, row.metrics[name]) for row in steps if name in row.metrics]:
+            axes.plot(*zip(*held, strict=True), "o-", label=label)
     axes.set(xlabel="step", ylabel="reward", title=config.name)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
@@ -82,6 +98,12 @@ def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
+
+
+def function_names(steps: Sequence[StepRow]) -> dict[str, str]:
+    """The metrics that `eval.functions` measured, each with its label."""
+    names = {name for row in steps for name in row.metrics if name.startswith(FUNCTIONS)}
+    return {name: name.removeprefix(FUNCTIONS) for name in sorted(names)}
 
 
 def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
@@ -96,7 +118,10 @@ def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
 
 
 def score_table(steps: list[StepRow]) -> Table:
-    """Held-out scores before and after training, or of the only evaluation, also by role."""
+    """Held-out scores before and after training, or of the only evaluation, also by role, and how
+    the games of the first and last step went."""
+    games = [found for row in steps if (found := game_figures(row.metrics))]
+    steps = [row for row in steps if any(name.startswith("eval/") for name in row.metrics)] or steps
     shown = {"before": steps[0].metrics, "after": steps[-1].metrics}
     if len(steps) == 1:
         shown = {"mean": steps[0].metrics}
@@ -110,7 +135,31 @@ def score_table(steps: list[StepRow]) -> Table:
         missing = [metrics.get(f"{key}_missing", 0.0) for metrics in shown.values()]
         if any(missing):
             table.add_row("  without a score", *(f"{value:.0f}" for value in missing))
+    for name, label in function_names(steps).items():
+        table.add_row(label, *(f"{metrics.get(name, nan):.3g}" for metrics in shown.values()))
+    for name in games[-1] if games else ():
+        table.add_row(f"training: {name}", games[0].get(name, "-"), games[-1][name])
     return table
+
+
+def game_figures(metrics: Mapping[str, float]) -> dict[str, str]:
+    """How the games of a step went, in words: what each seat got with its standard deviation, calls
+    and illegal moves in a game, and the share won against the first policy and the whole pool;
+    empty without self-play."""
+    if "selfplay/games" not in metrics:
+        return {}
+    seats = sorted(seat[1] for name in metrics if (seat := SEAT.fullmatch(name)))
+    found = {
+        seat: f"{metrics[f'{RETURN}{seat}/mean']:.3f} ± {metrics[f'{RETURN}{seat}/std']:.3f}"
+        for seat in seats
+    }
+    found["calls a game"] = f"{metrics.get('calls', 0.0) / max(metrics['rollouts'], 1.0):.1f}"
+    if (invalid := metrics.get("reward/role:invalid/mean")) is not None:
+        found["illegal moves"] = f"{-invalid * len(seats):.2f}"
+    first = [x for name, x in metrics.items() if name.startswith(WIN_RATE) and FIRST in name]
+    pool = [metrics[name] for name in ("selfplay/win_rate",) if name in metrics]
+    known = {"against the first": first, "against the pool": pool}
+    return found | {label: f"{x:.0%}" for label, values in known.items() for x in values}
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -17,7 +17,7 @@ from agentrl.types import DIFF, POLICY, Trace, Transition
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-async def show_rollout(store_url: str, rollout: str, console: Console | None = None) -> None:
+async def show_rollout(store_url: str, rollout: str) -> None:
     """Print one rollout of a store. Raises StoreError when it has none of that id."""
     async with open_store(store_url, readonly=True) as store:
         trace = await store.trace(rollout)
@@ -25,7 +25,7 @@ async def show_rollout(store_url: str, rollout: str, console: Console | None = N
         raise StoreError(
             f"there is no rollout {rollout!r} in {store.url}; ids look like run/train/0000000/0000"
         )
-    (console or Console()).print(render_trace(trace))
+    Console().print(render_trace(trace))
 
 
 def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:

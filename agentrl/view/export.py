@@ -27,6 +27,8 @@ CHUNK = 100  # pages that are compressed together
 GROUPS = 200  # groups that are read at once
 HIDDEN = "█"
 TEXTS = {"task", "result", "messages", "answer", "failure", "message", "traceback", "transitions"}
+TEXTS |= {"rewards", "note", "texts", "text", "seed", "question"}
+READ = {"trace", "rollouts", "failures", "attempts", "sides", "candidates", "reflections"}
 
 
 class RedactedStore:
@@ -41,7 +43,7 @@ class RedactedStore:
         async def hidden(*place: Any, **named: Any) -> Any:
             return self.hide(await method(*place, **named))
 
-        return hidden if verb in ("trace", "rollouts", "failures", "attempts") else method
+        return hidden if verb in READ else method
 
     def hide(self, value: Any) -> Any:
         if isinstance(value, msgspec.Struct):
@@ -105,7 +107,14 @@ async def _pages(
     pages: Pages, redacted: RedactedStore | None, run: str, chosen: dict[str, list[str]]
 ) -> AsyncIterator[tuple[str, str]]:
     """The address and content of every page of the file."""
-    yield f"/run/{run}", _content(await pages.run(run, {}))
+    front = await pages.run(run, {})
+    yield f"/run/{run}", _content(front)
+    for dataset in front.values["datasets"]:
+        yield f"/data/{dataset.name}", _content(await pages.data(dataset.name, {}))
+    prompts = await pages.prompts(run)
+    yield f"/prompts/{run}", _content(prompts)
+    for id in prompts.values["known"]:
+        yield f"/prompt/{id}", _content(await pages.prompt(run, id))
     yield f"/policies/{run}", _content(await pages.policies(run))
     yield f"/groups/{run}", _content(await pages.groups(run, {}))
     steps: set[int] = set()

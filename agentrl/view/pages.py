@@ -8,16 +8,19 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from agentrl.config import differences, from_store
-from agentrl.errors import AgentRLError, Invalid, NotFound
+from agentrl.datasets.records import Dataset
+from agentrl.errors import AgentRLError, Forbidden, Invalid, NotFound
 from agentrl.store.base import Store
+from agentrl.store.pages import GroupRow
 from agentrl.telemetry.report import ELO, WIN_RATE, policies_without_calls, untrained_calls
-from agentrl.types import Credit, ErrorKind, Purpose, Reward, RolloutState, RunState, StepRow, Trace
+from agentrl.types import Credit, ErrorKind, Purpose, RolloutState, RunState, StepRow, Trace
 from agentrl.view import records
 from agentrl.view.tokens import Spelling, spelling
 
 SHOWN = ["reward/mean", "eval/score", "policy/entropy", "sampler/kl", "grad_norm"]
 SHOWN += ["reward/outcome/frac_zero_std", "completion/length_mean", "time/rollouts"]
-RUNS, GROUPS, FOUND = 50, 30, 50  # rows of one page
+RUNS, GROUPS, FOUND, ITEMS = 50, 30, 50, 10  # rows of one page
+EVALUATIONS = 500  # of prompts, the last ones, whose scores are shown
 POINTS = 400  # of a curve
 RECENT = 12  # steps of which notes are shown
 KEPT = 8  # rollouts that stay in memory until the store changes
@@ -69,7 +72,8 @@ class Pages:
         names, start = (await self.store.runs())[::-1], _read(query, "from") or 0
         rows = await asyncio.gather(*map(self._run_row, names[start : start + RUNS]))
         more = start + RUNS if len(names) > start + RUNS else None
-        return Page("runs.html", "Runs", {"rows": rows, "all": len(names), "more": more})
+        values = {"rows": rows, "all": len(names), "more": more, "datasets": await self._datasets()}
+        return Page("runs.html", "Runs", values)
 
     async def _run_row(self, run: str) -> Values:
         state = await self._state(run)
@@ -107,6 +111,7 @@ class Pages:
         values["failures"] = await self.store.failures(run)
         values["names"] = [] if live else await self.store.metric_names(run)
         values["pool"] = any(name.startswith(ELO) for name in values["names"])
+        values["datasets"] = [] if live else await self._datasets(state)
         values["at"] = recent[-1].at if recent else state.created
         values["last"] = {name: value for row in recent for name, value in row.metrics.items()}
         wanted = [*SHOWN, *({query["metric"]} - set(SHOWN) if "metric" in query else ())]
@@ -153,6 +158,63 @@ class Pages:
         values["curve"] = records.curve(found["selfplay/elo"])
         return Page("policies.html", f"{run} policies", values)
 
+    async def data(self, name: str, query: Query) -> Page:
+        """Items of a version of a data set, by default the newest."""
+        versions = {one.version: one for one in await self.store.datasets(name)}
+        version = _read(query, "version") or max(versions, default=0)
+        after, split = _read(query, "after"), query.get("split") or None
+        place: Any = {"split": split, "after": -1 if after is None else after, "limit": ITEMS}
+        items = await self.store.items(name, version, **place)
+        sides = await self.store.sides([name for item in items for name in item.sides])
+        sources = {id for item in items for id in item.source.split()}
+        traces = await asyncio.gather(*map(self.store.trace, sources))
+        values: Values = {"dataset": versions[version], "versions": versions, "query": query}
+        values["rows"] = [(item, *records.item_talks(item, sides)) for item in items]
+        values["rollouts"] = {trace.rollout.id: trace.rollout for trace in traces if trace}
+        values["more"] = items[-1].position if len(items) == ITEMS else None
+        return Page("data.html", name, values | {"run": versions[version].spec.get("run")})
+
+    async def _datasets(self, state: RunState | None = None) -> list[Dataset]:
+        """The newest version of each data set or, of a run, of those made of it or learned from."""
+        try:
+            found = {one.name: one for one in await self.store.datasets()}.values()
+        except Forbidden:  # by a key for one run: data sets are of the whole store
+            return []
+        own = (state.config.get("data") or {}).get("name") if state else None
+        made = [(one, (one.spec.get("run"), one.spec.get("expert"))) for one in found]
+        return [x for x, runs in made if not state or x.name == own or state.run in runs]
+
+    async def prompts(self, run: str) -> Page:
+        """The candidates of the run's prompt searches, each below the one that it was made from."""
+        state, candidates = await self._state(run), await self.store.candidates(run)
+        rows = records.nested(candidates, lambda one: next(iter(one.parents), ""))
+        values = {"run": run, "rows": rows, "known": {one.id: one for one in candidates}}
+        return Page("prompts.html", f"{run} prompts", values | await self._evaluations(state))
+
+    async def prompt(self, run: str, id: str) -> Page:
+        state, known = await self._state(run), {x.id: x for x in await self.store.candidates(run)}
+        if (one := known.get(id)) is None:
+            raise NotFound(f"run {run!r} has no candidate {id!r}")
+        parent = known.get(next(iter(one.parents), ""), one)
+        pairs = zip(parent.texts, one.texts, strict=False)
+        texts = [(new, records.changes(old.text, new.text)) for old, new in pairs]
+        asked = [row for row in await self.store.reflections(run) if row.id == one.reflection]
+        values = {"run": run, "one": one, "parent": parent, "texts": texts, "asked": asked}
+        return Page("prompt.html", f"prompt {id}", values | await self._evaluations(state))
+
+    async def _evaluations(self, state: RunState) -> Values:
+        """The groups with which searches scored candidates, by candidate and kind."""
+        prefix, settings = f"{state.run}/prompts/", state.config.get("prompts") or {}
+        place: Any = {"purpose": Purpose.EVAL, "before": f"{state.run}/prompts0"}
+        found: dict[tuple[str, str], list[GroupRow]] = {}
+        for group in await self.store.groups(state.run, limit=EVALUATIONS, **place):
+            if group.id.startswith(prefix):
+                search, _, name = group.id.removeprefix(prefix).partition("/")
+                kind = "validation" if group.n == settings.get("validation") else "minibatch"
+                key = (name.rpartition(".")[2], search if search == "heldout" else kind)
+                found.setdefault(key, []).append(group)
+        return {"found": found}
+
     async def groups(self, run: str, query: Query) -> Page:
         await self._state(run)
         values = {"run": run, "query": query} | await self._groups(run, query, GROUPS)
@@ -169,7 +231,11 @@ class Pages:
         if not rows:
             raise NotFound(f"run {run!r} has no group {group!r}; a prune may have removed it")
         names = {row.name for one in rows for row in one.rewards if row.target is None}
-        values: Values = {"run": run, "group": group, "rows": records.below_originals(rows)}
+        values: Values = {
+            "run": run,
+            "group": group,
+            "rows": records.nested(rows, lambda row: row.branch.rollout if row.branch else ""),
+        }
         values["names"] = sorted(names, key=lambda name: (name != "outcome", name))
         return Page("group.html", group, values | {"first": rows[0]})
 
@@ -306,8 +372,3 @@ def _notes(state: RunState, recent: list[StepRow]) -> list[str]:
         return found + list(policies_without_calls(from_store(state.config), recent).values())
     except AgentRLError as error:
         return [*found, str(error)]
-
-
-def outcome(rewards: Sequence[Reward], name: str = "outcome") -> Reward | None:
-    """The first reward of that name."""
-    return next((row for row in rewards if row.name == name), None)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
-from typing import Any
+from itertools import takewhile
+from typing import Any, TypeVar
 
 import msgspec
 
+from agentrl.datasets.records import Item
+from agentrl.prompts import Candidate
 from agentrl.types import Credit, Json, Rollout, Trace, Transition
 from agentrl.view.tokens import Spelling
 
 CAP = 2000  # characters of a message, task or result on a page; the rest has a page of its own
 COLUMNS = ("advantage", "psi", "weight", "gate")
+T = TypeVar("T", Rollout, Candidate)
 Spell = Callable[[str], Spelling]
 
 
@@ -127,15 +132,14 @@ def call_rows(trace: Trace, credits: Sequence[Credit], spell: Spell) -> list[dic
     return rows
 
 
-def below_originals(rows: Sequence[Rollout]) -> list[tuple[int, Rollout]]:
-    """The rollouts of a group with their depth, each branch after what it repeats."""
-    ids, below = {row.id for row in rows}, dict[str, list[Rollout]]()
+def nested(rows: Sequence[T], origin: Callable[[T], str]) -> list[tuple[int, T]]:
+    """Rows with their depth, each after the one whose id is its origin."""
+    ids, below = {row.id for row in rows}, dict[str, list[T]]()
     for row in rows:
-        origin = row.branch.rollout if row.branch and row.branch.rollout in ids else ""
-        below.setdefault(origin, []).append(row)
+        below.setdefault(origin(row) if origin(row) in ids else "", []).append(row)
 
-    def walk(origin: str, depth: int) -> Iterable[tuple[int, Rollout]]:
-        for row in below.get(origin, []):
+    def walk(id: str, depth: int) -> Iterable[tuple[int, T]]:
+        for row in below.get(id, []):
             yield depth, row
             yield from walk(row.id, depth + 1)
 
@@ -160,6 +164,34 @@ def compared(a: Trace, b: Trace, spell_a: Spell, spell_b: Spell) -> list[dict[st
         same = None not in calls and ids[0] == ids[1]
         rows.append({"at": at, "x": calls[0], "y": calls[1], "same": same, "texts": parts})
     return rows
+
+
+def item_talks(item: Item, sides: Mapping[str, Sequence[Transition]]) -> tuple[Any, Any]:
+    """The messages with which both sides of an item begin, and of each side those after them."""
+    talks = [_talk(sides.get(name, []), item.steps) for name in item.sides]
+    both = zip(*(talk[:-1] for talk in talks), strict=False) if item.rejected else ()
+    alike = len(list(takewhile(lambda two: two[0] == two[1], both)))
+    return talks[0][:alike], [talk[alike:] for talk in talks]
+
+
+def _talk(calls: Sequence[Transition], steps: Sequence[float | None]) -> list[dict[str, Any]]:
+    """Each message of some calls once; answers with their `label` of `steps`."""
+    rows: list[dict[str, Any]] = []
+    for at, call in enumerate(calls):
+        rows += [message(row, 0) for row in call.messages[continues(calls, at)[1] :]]
+        label = steps[at] if at < len(steps) else None
+        rows.append(message({"role": "assistant"} | (call.answer or {}), -1) | {"label": label})
+    return rows
+
+
+def changes(old: str, new: str) -> list[tuple[str, str]]:
+    """The words of two texts as parts ("del", "ins" or "", text)."""
+    a, b = (re.findall(r"\s+|\S+", text) for text in (old, new))
+    parts: list[tuple[str, str]] = []
+    for tag, i, j, k, m in SequenceMatcher(None, a, b, False).get_opcodes():
+        parts.append(("" if tag == "equal" else "del", "".join(a[i:j])))
+        parts.append(("ins", "" if tag == "equal" else "".join(b[k:m])))
+    return parts
 
 
 def curve(points: Iterable[tuple[int, float]], width: int = 300, height: int = 90) -> Any:

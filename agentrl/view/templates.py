@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from msgspec.json import encode
 
-from agentrl.view.pages import Page, outcome
+from agentrl.view.pages import Page
 from agentrl.view.records import CAP, ago, text_of
 
 HERE = Path(__file__).parent
@@ -40,7 +40,6 @@ def environment() -> Environment:
         loader=FileSystemLoader(HERE / "templates"), undefined=StrictUndefined, **options
     )
     found.filters |= {"shown": shown, "ago": ago, "text": text_of, "island": island, "heat": heat}
-    found.filters["outcome"] = outcome
     found.globals["cap"] = CAP
     return found
 

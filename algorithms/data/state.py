@@ -58,7 +58,6 @@ class StatePart(Protocol):
 
     def restore(self, data: Json) -> None:
         """Restore what `dump` wrote. Raises msgspec.ValidationError for anything else."""
-        ...
 
 
 @dataclass(slots=True)

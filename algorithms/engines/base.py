@@ -38,29 +38,23 @@ class PolicyServer(Protocol):
 
     async def start(self) -> None:
         """Listen. Raises PolicyError when the port is taken."""
-        ...
 
     def updating(self) -> AbstractAsyncContextManager[None]:
         """Within this context weights may change: calls in flight have ended, new ones wait."""
-        ...
 
     async def publish(self, version: int, policy: str | None = None) -> None:
         """Serve the current weights of a policy, default `model`, as `version`; the others keep
         their versions. Call inside `updating`."""
-        ...
 
     async def add(self, policy: str, version: int) -> None:
         """Also serve an adapter of this name that the model has been given since. Call inside
         `updating`. Raises PolicyError where adapters are not served by name."""
-        ...
 
     async def remove(self, policy: str) -> None:
         """Stop serving a policy; later requests for it are refused. Call inside `updating`."""
-        ...
 
     async def wait_for_failure(self) -> PolicyError:
         """Returns the reason once the server has failed for good; until then it waits."""
-        ...
 
     async def close(self) -> None: ...
 

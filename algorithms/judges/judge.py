@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -34,6 +35,7 @@ from agentrl.store.base import Store
 from agentrl.types import Group, Reward, RolloutState, StepReward
 
 log = logging.getLogger("agentrl.algorithm")
+Counts = defaultdict[str, float]
 SOURCE = "judge:{}"  # of the rewards, with the name of the judge
 TRIES = 3  # at an answer that can be read
 ALL_PAIRS = 4  # rollouts of a group of which every two are compared
@@ -50,8 +52,8 @@ class JudgeClient:
     config: RunConfig
     store: Store
     session: aiohttp.ClientSession
-    spent: dict[str, float]  # calls and usd of the run's earlier steps
-    counts: dict[str, float] = field(default_factory=dict)
+    spent: Counts = field(default_factory=lambda: defaultdict(float))  # calls, usd; earlier steps
+    counts: Counts = field(default_factory=lambda: defaultdict(float))
     _pending: dict[str, asyncio.Task[Verdict | None]] = field(default_factory=dict)
     _slots: asyncio.Semaphore = field(init=False)
 
@@ -89,7 +91,7 @@ class JudgeClient:
             if one is not None and other is not None:
                 agreed = one["first"] == 1 - other["first"]
                 share = one["first"] if agreed else 0.5
-                self._count("disagreements", not agreed)
+                self.counts["disagreements"] += not agreed
                 won[a].append(share)
                 won[b].append(1 - share)
         return [fmean(shares) if shares else None for shares in won.values()]
@@ -109,7 +111,7 @@ class JudgeClient:
     async def _ask(self, id: str, question: Question, endpoint: Endpoint) -> Verdict | None:
         known = await self.store.judgement(id)
         if known is not None:
-            self._count("cached")
+            self.counts["cached"] += 1
             verdict: Verdict = known.verdict
             return verdict
         async with self._slots:
@@ -118,7 +120,7 @@ class JudgeClient:
                 self._check_budget()
                 started = time.monotonic()
                 raw, cost = await self._complete(question.text, endpoint)
-                self._count("usd", cost)
+                self.counts["usd"] += cost
                 try:
                     verdict = question.read(raw)
                 except ValueError as error:
@@ -130,21 +132,20 @@ class JudgeClient:
                 )  # fmt: skip
                 await self.store.add_judgements([judgement])
                 return verdict
-        if not self.counts.get("unreadable"):
+        if not self.counts["unreadable"]:
             log.warning("judges.%s: %s; such verdicts are missing", self.name, why)
-        self._count("unreadable")
+        self.counts["unreadable"] += 1
         return None
 
     def _check_budget(self) -> None:
         """Count a call. Raises TrainingError where it would be one too many."""
         for key, limit in (("calls", self.settings.max_calls), ("usd", self.settings.max_usd)):
-            used = self.spent.get(key, 0.0) + self.counts.get(key, 0.0)
-            if limit and used >= limit:
+            if limit and self.spent[key] + self.counts[key] >= limit:
                 raise TrainingError(
                     f"judges.{self.name}.max_{key} = {limit:g} is used up; raise it and repeat the "
                     "command: what was judged is kept"
                 )
-        self._count("calls")
+        self.counts["calls"] += 1
 
     async def _complete(self, text: str, endpoint: Endpoint) -> tuple[str, float]:
         """The answer and what it cost, in USD."""
@@ -154,9 +155,6 @@ class JudgeClient:
         asked, answered = settings.prices
         cost = answer.prompt_tokens * asked + answer.completion_tokens * answered
         return answer.text, cost / 1e6
-
-    def _count(self, what: str, by: float = 1.0) -> None:
-        self.counts[what] = self.counts.get(what, 0.0) + by
 
 
 def _reward(settings: PointwiseJudge, verdict: Verdict | None, key: str) -> float | None:
@@ -191,7 +189,7 @@ class Judges:
                 metrics |= await self._probe(judge, groups)
             for key, count in judge.counts.items():
                 metrics[f"judges/{judge.name}/{key}"] = count
-                judge.spent[key] = judge.spent.get(key, 0.0) + count
+                judge.spent[key] += count
             judge._pending.clear()
         return groups, metrics
 
@@ -222,26 +220,18 @@ class Judges:
         self.probed.add(judge.name)
         asked = rows[0].transitions[0].messages
         bad = [[*asked, {"role": "assistant", "content": text}] for text in CANARIES]
-        scores = await judge.score(bad)
-        fooled = [
-            text for text, x in zip(CANARIES, scores, strict=True) if x is not None and x > 0.5
-        ]
-        if fooled:
-            listed = ", ".join(map(repr, fooled))
-            log.warning("judges.%s values worthless answers: %s", judge.name, listed)
+        scores = zip(CANARIES, await judge.score(bad), strict=True)
+        if fooled := [repr(text) for text, score in scores if score is not None and score > 0.5]:
+            log.warning("judges.%s values worthless answers: %s", judge.name, ", ".join(fooled))
         return {f"judges/{judge.name}/canaries": len(fooled) / len(CANARIES)}
 
 
 async def make_judges(config: RunConfig, store: Store, session: aiohttp.ClientSession) -> Judges:
     """The judges of a run, with what they have used of their budgets in its committed steps."""
-    spent: dict[str, dict[str, float]] = {name: {} for name in config.judges}
-    for row in await store.steps(config.name) if spent else []:
-        for name, used in spent.items():
+    made = config.judges.items()
+    clients = [JudgeClient(name, settings, config, store, session) for name, settings in made]
+    for row in await store.steps(config.name) if clients else []:
+        for judge in clients:
             for key in ("calls", "usd"):
-                used[key] = used.get(key, 0.0) + row.metrics.get(f"judges/{name}/{key}", 0.0)
-    return Judges(
-        [
-            JudgeClient(name, settings, config, store, session, spent[name])
-            for name, settings in config.judges.items()
-        ]
-    )
+                judge.spent[key] += row.metrics.get(f"judges/{judge.name}/{key}", 0.0)
+    return Judges(clients)

@@ -62,16 +62,13 @@ class Learner(Protocol):
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
-        ...
 
     def values(self, batch: Batch) -> Tensor:
         """The critic's value of the state before every action token, float64 [N], no graph."""
-        ...
 
     def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """Every action token and the k - 1 most probable others in its place, int64 [N, K], and
         their log-probs, float32 [N, K], at its temperature, no graph. K: k, or the vocabulary."""
-        ...
 
     def step(
         self,
@@ -86,17 +83,14 @@ class Learner(Protocol):
         critic on its terms. A log-prob, value, loss or gradient that is not finite changes nothing.
 
         metrics: memory/*peak_mb (see `memory.peak`) and those of `critic_metrics`."""
-        ...
 
     def save(self, directory: Path) -> None:
         """Write a resumable checkpoint: an ordinary Hugging Face directory, or with an adapter that
         of peft, plus optimizer state. Not atomic by itself; `checkpoint.save_checkpoint` is."""
-        ...
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote. Raises PolicyError, with nothing changed, for a checkpoint of
         another model or a half-written one."""
-        ...
 
 
 class PolicyWeights:

@@ -39,12 +39,12 @@ from agentrl.algorithms.model.load import Tokenizer, context_length
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.packing import supported_packing
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.kl_control import KlController, make_kl_controller
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import Supply
 from agentrl.config import ImplicitRewardModelConfig, RunConfig, Section, TorchLearnerConfig
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError, PolicyError
+from agentrl.failures import brief
 from agentrl.plugins import check_protocol
 from agentrl.types import POLICY, Float32, Scope
 
@@ -192,12 +192,6 @@ def make_frozen_models(
     }
 
 
-def make_controller(config: RunConfig, algo: Algo) -> KlController | None:
-    """The controller of the KL coefficient, if there is one."""
-    settings = config.reference
-    return make_kl_controller(algo, settings.target, settings.horizon) if settings.target else None
-
-
 def make_reward_models(
     config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
 ) -> tuple[tuple[RewardModel, ...], tuple[ImplicitTrainer, ...]]:
@@ -326,6 +320,5 @@ def _check_reads(key: str, name: str, tokenizer: Tokenizer) -> None:
     try:
         own = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {reason}") from None
+        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {brief(str(error))}") from None
     check_vocabulary(key, name, own, tokenizer)

@@ -40,6 +40,7 @@ from agentrl.algorithms.model.packing import (
     pack_rows,
 )
 from agentrl.errors import PolicyError, TrainingError
+from agentrl.failures import brief
 from agentrl.types import Group, Reward, Rollout, RolloutState, Scope, Transition
 
 SOURCE = "model:{}"  # of the rewards, with the name of the model
@@ -303,8 +304,7 @@ def load_scalar(
             name, dtype=policy.dtype, output_loading_info=True
         )
     except Exception as error:  # transformers and safetensors document no types
-        reason = " ".join(str(error).split())[:300]
-        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {reason}") from error
+        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {brief(str(error))}") from error
     if fault := _head_problem(model, sorted(loading["missing_keys"])):
         raise PolicyError(
             f"{key} = {name!r}: {fault}; give a checkpoint of a decoder with a head of one label, "

@@ -48,7 +48,6 @@ class AttentionPlan(Protocol):
     ) -> Tensor:
         """[1, heads, N, dim] queries -> [1, N, heads, value dim]. window: keys further back than
         this many positions, itself included, are not seen (None: all are)."""
-        ...
 
 
 def incompatibility(model: torch.nn.Module) -> str | None:

@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from agentrl.errors import DamagedError, PolicyError
+from agentrl.failures import brief
 
 Model = torch.nn.Module
 Tokenizer = Any  # transformers' tokenizers share no typed base class
@@ -52,8 +53,7 @@ def load_model(
             name, dtype=DTYPES[dtype], output_loading_info=True
         )
     except Exception as error:  # transformers and safetensors document no types
-        reason = " ".join(str(error).split())[:300]
-        raise PolicyError(f"model {name!r}: cannot be loaded: {reason}") from error
+        raise PolicyError(f"model {name!r}: cannot be loaded: {brief(str(error))}") from error
     _check_weights(name, model, loading["missing_keys"], head)
     if template and not getattr(tokenizer, "chat_template", None):
         raise PolicyError(

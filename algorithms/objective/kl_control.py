@@ -69,7 +69,6 @@ class UpdatableReference(Protocol):
 
     def finish(self, step: int) -> None:
         """Training step number `step` is done."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

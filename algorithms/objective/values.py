@@ -29,7 +29,6 @@ class FromValues(Protocol):
 
     def returns(self, batch: Batch) -> Tensor:
         """Float64 [N], NaN = no target."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,11 +58,8 @@ def ScaledByLargestReturn(batch: Batch, reward: str | Column) -> Tensor:
 def CentredOnOthers(batch: Batch, reward: str | Column) -> Tensor:
     """[S] rewards minus the mean reward per call of the group's other rollouts; 0 where there is no
     other. PRIME, arXiv 2502.01456."""
-    x, rollout, group = (
-        turns.call_rewards(batch, reward),
-        batch.transition_rollout,
-        batch.rollout_group,
-    )
+    x = turns.call_rewards(batch, reward)
+    rollout, group = batch.transition_rollout, batch.rollout_group
     mean = known_mean(x, rollout, len(batch.rollouts))
     base = core.standardise(mean, group, base="loo").baseline
     others = reduce_by(~mean.isnan(), group, len(batch.groups))[group] > 1

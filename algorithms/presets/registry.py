@@ -200,10 +200,10 @@ def make(
     return _checked(replace(algo, rewards=read, name=name), streams)
 
 
-def options_of(name: str, root: Path = Path()) -> dict[str, Any]:
+def options_of(name: str) -> dict[str, Any]:
     """The options of a preset with its modifiers and their defaults (`EMPTY`: it must be
     set). Raises ConfigError as `make` does."""
-    accepted = [_options(part) for part in _functions(name, root)]
+    accepted = [_options(part) for part in _functions(name, Path())]
     return {option: default for own in accepted for option, (_, default) in own.items()}
 
 

@@ -27,15 +27,15 @@ def main(config: RunConfig) -> None:
 
 
 async def evaluate_upstreams(config: RunConfig) -> None:
-    """Score the held-out tasks once, because endpoints have their own sampling settings."""
+    """Score the held-out tasks."""
     tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
-    tasks, temperatures = tasks[: config.eval.tasks or None], {"score": config.eval.temperature}
+    tasks = tasks[: config.eval.tasks or None]
     async with open_store(config.store) as store:
         state = await store.open_run(config.name, msgspec.to_builtins(config))
         prompts = PromptSchedule(store, config, state)
         await prompts.start()
         epoch, candidate = state.epoch, prompts.in_use.id
-        await evaluate_heldout(store, config, epoch, 0, tasks, temperatures, candidate)
+        await evaluate_heldout(store, config, epoch, 0, tasks, candidate)
         await store.log(config.name, 0, {ENDED: 1.0}, epoch=epoch)
 
 

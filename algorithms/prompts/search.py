@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -63,7 +63,6 @@ class Backend(Protocol):
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
     ) -> list[list[Played]]:
         """All of them at once; returns when they have ended. traces: with examples."""
-        ...
 
     def ask(self, number: int, question: str, max_tokens: int | None) -> Reflection: ...
 
@@ -113,13 +112,14 @@ class Search:
         top = max(self.scores, key=lambda id: self.scores[id], default=None)
         return self.candidate(self.seed_texts) if top is None else self.candidates[top]
 
-    def candidate(self, texts: Texts) -> Candidate:
-        """Of a text that was not proposed, as the seed, the candidate is made here."""
+    def candidate(self, texts: Texts, parent: str = "", reflection: str | None = None) -> Candidate:
+        """That of these texts. A new one is proposed here: by a reflection on its parent, or as
+        where the search begins."""
         own = [replace(text, text=texts[text.component]) for text in self.seed]
-        id = candidate_id(own)
-        if id not in self.candidates:
-            base = {"id": id, "run": self.run, "step": self.step, "texts": own}
-            self._put(Candidate(parents=[], state="proposed", **base))  # type: ignore[arg-type]
+        if (id := candidate_id(own)) not in self.candidates:
+            made: Any = {"state": "proposed", "texts": own, "reflection": reflection}
+            parents = [parent] if parent else []
+            self._put(Candidate(id=id, run=self.run, step=self.step, parents=parents, **made))
         return self.candidates[id]
 
     def evaluate(self, batches: Sequence[Batch], *, traces: bool = False) -> list[list[Played]]:
@@ -193,11 +193,7 @@ class Search:
             return texts
         self._refused = 0
         new = texts | {component: text}
-        own = [replace(old, text=new[old.component]) for old in self.seed]
-        if (id := candidate_id(own)) not in self.candidates:
-            base = {"id": id, "run": self.run, "step": self.step, "reflection": reflection.id}
-            parents = [self.candidate(texts).id]
-            self._put(Candidate(parents=parents, state="proposed", texts=own, **base))  # type: ignore[arg-type]
+        self.candidate(new, self.candidate(texts).id, reflection.id)
         return new
 
     def ask(self, question: str) -> Reflection:

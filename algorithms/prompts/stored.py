@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import aiohttp
 from msgspec.structs import replace
 
-from agentrl.algorithms.prompts.search import Backend, Played, Search, SearchEnd, answers
+from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers
 from agentrl.algorithms.sampling.chat_completion import complete, find_endpoint
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.config import RunConfig
@@ -31,13 +31,11 @@ from agentrl.processes import PHASE
 from agentrl.prompts import Candidate, Reflection
 from agentrl.store.base import Store
 from agentrl.types import (
-    Json,
     NewRollout,
     PromptText,
     Purpose,
     Rollout,
     RunState,
-    Scope,
     StepCommit,
     Task,
     Trace,
@@ -64,7 +62,7 @@ class StoredBackend:
         self._evaluations = count()
         self._known: dict[str, Reflection] = {}
         self._ends = self._started = time.monotonic()
-        self._noted = False  # whether a verifier gave a reason
+        self._scored = False  # whether a rollout with a score was seen
 
     async def load(self) -> None:
         """Read what earlier lives of the search have asked and how long they took."""
@@ -91,15 +89,10 @@ class StoredBackend:
         now = time.monotonic()
         timed = metrics | {"time/step": now - self._started}
         if self.step >= self.state.step:
-            commit = StepCommit(
-                run=self.config.name,
-                epoch=self.state.epoch,
-                step=self.step,
-                groups=[],
-                versions={},
-                checkpoint=None,
-                metrics={name: value for name, value in timed.items() if not math.isnan(value)},
-            )
+            known = {name: value for name, value in timed.items() if not math.isnan(value)}
+            run, epoch = self.config.name, self.state.epoch
+            nothing: Any = {"groups": [], "versions": {}, "checkpoint": None}
+            commit = StepCommit(run=run, epoch=epoch, step=self.step, metrics=known, **nothing)
             self._do(self.store.commit_step(commit))
         self.step, self._started = self.step + 1, now
 
@@ -110,42 +103,31 @@ class StoredBackend:
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], traces: bool
     ) -> list[list[Played]]:
         groups = [f"{self.name}/{next(self._evaluations):05d}.{c.id}" for c, _ in batches]
-        asked = [
-            rollout
-            for group, (candidate, tasks) in zip(groups, batches, strict=True)
-            for rollout in candidate_rollouts(
-                self.config, group, [self.tasks[i] for i in tasks], candidate.id, self.step
-            )
-        ]
+        asked: list[NewRollout] = []
+        for group, (candidate, tasks) in zip(groups, batches, strict=True):
+            own = [self.tasks[i] for i in tasks]
+            asked += candidate_rollouts(self.config, group, own, candidate.id, self.step)
         await self.store.enqueue(asked)
         for group in groups:
             left = None if self._ends == math.inf else max(0.0, self._ends - time.monotonic())
             if not await self.store.settled(group, timeout=left):
                 await self.store.cancel([rollout.id for rollout in asked])
                 raise SearchEnd(f"its {self.config.prompts.max_seconds:g} seconds are over")
-        found = [await self.store.rollouts(self.config.name, group=group) for group in groups]
-        return [
-            [
-                Played(
-                    row.reward(),
-                    await self._examples(row, candidate.texts) if traces else {},
-                    row.failure.message if row.failure else "",
-                )
-                for row in rows
-            ]
-            for rows, (candidate, _) in zip(found, batches, strict=True)
-        ]
+        found: list[list[Played]] = []
+        for group, (candidate, _) in zip(groups, batches, strict=True):
+            rows = await self.store.rollouts(self.config.name, group=group)
+            shown = [await self._examples(row, candidate.texts) if traces else {} for row in rows]
+            why = [row.failure.message if row.failure else "" for row in rows]
+            found.append(list(map(Played, (row.reward() for row in rows), shown, why)))
+        return found
 
     async def _examples(
         self, row: Rollout, texts: Sequence[PromptText]
     ) -> dict[str, dict[str, str]]:
         trace = await self.store.trace(row.id)
-        noted = any(reward.note for reward in row.rewards)
-        if trace is not None and not (noted or self._noted) and row.rewards:
-            log.warning(
-                "the verifier gives no reasons (Reward.note): the reflector sees numbers alone"
-            )
-        self._noted = self._noted or bool(row.rewards)
+        if row.rewards and not self._scored and not any(reward.note for reward in row.rewards):
+            log.warning("the verifier gives no reasons (Reward.note): the reflector sees numbers")
+        self._scored = self._scored or bool(row.rewards)
         found = {} if trace is None else {t.component: _example(trace, t) for t in texts}
         shown = {name: str(row.task[name]) for name in self.config.prompts.show if name in row.task}
         return {name: {**example, **shown} for name, example in found.items() if example}
@@ -162,12 +144,10 @@ class StoredBackend:
             raise SearchEnd(f"its {self.config.prompts.max_seconds:g} seconds are over")
         started = time.monotonic()
         who = self.config.prompts.reflector
-        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+        more = {} if max_tokens is None else {"max_tokens": max_tokens}
         endpoint = await find_endpoint(self.store, self.config, who)
         async with aiohttp.ClientSession() as session:
-            answer = await complete(
-                session, endpoint, question, f"prompts.reflector {who}", **limit
-            )
+            answer = await complete(session, endpoint, question, f"prompts.reflector {who}", **more)
         reflection = Reflection(
             id=id,
             run=self.config.name,
@@ -198,12 +178,9 @@ def candidate_rollouts(
 
 def _example(trace: Trace, text: PromptText) -> dict[str, str]:
     """The last call that read a component, and what is known of how it went; empty without one."""
-    calls = [
-        call
-        for call in trace.transitions
-        if call.role == text.role
-        and (not text.tool or any(_name(tool) == text.tool for tool in call.tools))
-    ]
+    calls = [call for call in trace.transitions if call.role == text.role]
+    if text.tool:
+        calls = [call for call in calls if text.tool in map(_name, call.tools)]
     if not calls:
         return {}
     last = calls[-1]
@@ -212,7 +189,7 @@ def _example(trace: Trace, text: PromptText) -> dict[str, str]:
     words = [
         f"{reward.name} = {reward.value:g}" + (f": {reward.note}" if reward.note else "")
         for reward in trace.rollout.rewards
-        if reward.scope is Scope.ROLLOUT or reward.target in (text.role, *(c.id for c in calls))
+        if reward.target in (None, text.role, *(call.id for call in calls))
     ]
     failure = trace.rollout.failure
     words += [f"{failure.kind.value}: {failure.message}"] if failure else []
@@ -221,9 +198,8 @@ def _example(trace: Trace, text: PromptText) -> dict[str, str]:
     return {"Read": read[:LONGEST], "Said": str(said)[:LONGEST], "Feedback": "; ".join(words)}
 
 
-def _name(tool: Mapping[str, Json]) -> str:
-    function = tool.get("function")
-    return str(function.get("name")) if isinstance(function, dict) else ""
+def _name(tool: Mapping[str, Any]) -> str:
+    return str((tool.get("function") or {}).get("name"))
 
 
 async def search_prompts(
@@ -238,8 +214,8 @@ async def search_prompts(
             f"prompts.validation = {config.prompts.validation} of the {len(train)} tasks.train; "
             "none are left to learn from"
         )
-    backend: Backend = (own := StoredBackend(store, config, state, list(train), step))
-    await own.load()
+    backend = StoredBackend(store, config, state, list(train), step)
+    await backend.load()
     search = Search(
         config.prompts,
         texts,
@@ -255,7 +231,7 @@ async def search_prompts(
     best = replace(search.best, state="chosen")
     await store.put_candidates([best])
     if step is not None:
-        await store.log(config.name, step, own.metrics, epoch=state.epoch)
+        await store.log(config.name, step, backend.metrics, epoch=state.epoch)
     return best
 
 

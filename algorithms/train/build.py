@@ -12,7 +12,11 @@ from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
+from agentrl.algorithms.objective.kl_control import (
+    ReferenceControl,
+    UpdatableReference,
+    make_kl_controller,
+)
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group, check_staleness
 from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
@@ -185,7 +189,8 @@ def make_state(
 ) -> tuple[AlgorithmState, ReferenceControl]:
     """The state that a policy keeps from step to step, and its KL control."""
     memory = AlgorithmState(algo.memories, seed=config.seed)
-    anchor = ReferenceControl(reference, factory.make_controller(config, algo))
-    if anchor.kl is not None:
-        memory.parts["kl"] = anchor.kl
-    return memory, anchor
+    target, horizon = config.reference.target, config.reference.horizon
+    if not target:
+        return memory, ReferenceControl(reference, None)
+    memory.parts["kl"] = kl = make_kl_controller(algo, target, horizon)
+    return memory, ReferenceControl(reference, kl)

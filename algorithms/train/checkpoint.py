@@ -23,11 +23,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from agentrl import digests
+from agentrl.algorithms.sampling.evaluate import heldout_scores
+from agentrl.config import RunConfig
 from agentrl.errors import DamagedError, PolicyError, TrainingError
 from agentrl.files import PARTIAL, atomic_directory, delete_directory
+from agentrl.store.base import Store
 from agentrl.types import Json
 
 STATE = "state.json"
+BEST = "best"  # link to the checkpoint of the best held-out score
 NAME = re.compile(r"(\d+)(?:\.(\d+))?$")
 
 
@@ -153,8 +157,8 @@ def export_checkpoint(source: Path, target: Path) -> None:
 
 def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     """Delete old checkpoints of a run, once its owner has committed `last`: all but the `keep`
-    newest, those of rewound steps, and partial ones of killed processes. Checkpoints of other runs
-    or of later owners stay, and so do files with other names."""
+    newest and the best, those of rewound steps, and partial ones of killed processes. Checkpoints
+    of other runs or of later owners stay, and so do files with other names."""
     present = parse_name(last)
     assert present is not None
     own = {}
@@ -164,13 +168,26 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
             own[path] = named
     ahead = [path for path, named in own.items() if named[0] > present[0]]
     kept = sorted(own.keys() - ahead, key=lambda path: own[path], reverse=True)
-    for path in (*ahead, *kept[keep:]):
+    best = (folder / BEST).resolve()
+    for path in (*ahead, *(old for old in kept[keep:] if old.resolve() != best)):
         if path.resolve() != last.resolve():
             delete_directory(path)
     for path in folder.glob(f"*{PARTIAL}*"):
         named = parse_name(Path(path.name.partition(PARTIAL)[0]))
         if named and named[1] <= present[1]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+async def mark_best(store: Store, config: RunConfig, step: int) -> None:
+    """Link the checkpoint after `step` steps as the best, if no held-out score was as good."""
+    state, scores = await store.run(config.name), await heldout_scores(store, config.name)
+    if state is None or state.checkpoint is None or next(iter(scores), None) != step:
+        return
+    link = Path(config.output, "checkpoints", BEST)
+    new = link.with_name(f"{BEST}{PARTIAL}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(Path(state.checkpoint).name)
+    new.replace(link)
 
 
 def earlier_checkpoints(folder: Path, last: Path, run: str) -> list[Path]:

@@ -7,18 +7,18 @@ a restart too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 
 from agentrl.algorithms.data.merge import valid
+from agentrl.algorithms.diagnostics import why
 from agentrl.algorithms.diagnostics.metrics import Metrics, group_metrics
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.config import RunConfig
 from agentrl.errors import TrainingError
-from agentrl.failures import commonest_failure
 from agentrl.store.base import Store
-from agentrl.types import EMPTY, Group, Purpose, RolloutState, RunState, StepCommit, StepRow
+from agentrl.types import EMPTY, Group, RunState, StepCommit
 
 # Metrics that an empty step commits, besides rollouts/failed/*.
 FAILURES = ("rollouts", "rollouts/failed", "calls/refused", "calls/inexact", "calls/too_long")
@@ -74,37 +74,12 @@ async def check_empty_steps(store: Store, config: RunConfig) -> None:
     empty = list(takewhile(lambda row: EMPTY in row.metrics, reversed(rows)))
     if not empty or len(empty) < min(config.max_empty_steps, config.steps):
         return
+    record, *_ = (await why.read(store, config.name, last=len(empty))).values()
+    cause, *_ = why.reasons(record) or [why.missing_rewards(record)]
     again = f"the same command goes on after step {len(rows)}"
     if len(rows) == config.steps:
         again = "repeat the command with more steps, or with --fresh"
     raise TrainingError(
         f"nothing was learned in {len(empty)} steps in a row, of which no rollout could be used: "
-        f"{await _cause(store, config.name, empty)}. Mend that, and {again}"
-    )
-
-
-async def _cause(store: Store, run: str, empty: Sequence[StepRow]) -> str:
-    """What kept most rollouts of the steps from being used, in one sentence."""
-    failed, purpose = RolloutState.FAILED, Purpose.TRAIN
-    found = [await store.rollouts(run, purpose=purpose, step=r.step, state=failed) for r in empty]
-    failures = [rollout.failure for rows in found for rollout in rows if rollout.failure]
-    total, long, refused = (
-        sum(int(row.metrics.get(name, 0.0)) for row in empty)
-        for name in (EMPTY, "calls/too_long", "calls/refused")
-    )
-    if failures and (2 * len(failures) >= total or not (long or refused)):
-        return commonest_failure(failures, total)
-    if long and 2 * long >= refused:
-        return (
-            f"{long} model calls were longer than the policy's context; shorten the prompts, or "
-            "choose a model that reads more"
-        )
-    if refused:
-        return (
-            f"{refused} model calls came without token ids; serve the policy with ids, or set "
-            'algorithm.inexact = "retokenize"'
-        )
-    return (
-        "no group has algorithm.min_group rollouts with a reward and with a call that a trained "
-        "policy answered; look at one with `agentrl show ROLLOUT`"
+        f"{cause.text}. Look at {cause.change}. Mend that, and {again}"
     )

@@ -15,8 +15,8 @@ from agentrl.algorithms.diagnostics.metrics import Metrics, throughput
 from agentrl.algorithms.judges.judge import Judges
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling.collect import Collected, Collector
-from agentrl.algorithms.sampling.evaluate import evaluate_heldout, temperatures
-from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
+from agentrl.algorithms.sampling.evaluate import evaluate_functions, evaluate_heldout, has_stalled
+from agentrl.algorithms.train.checkpoint import checkpoint_name, mark_best, prune, save_checkpoint
 from agentrl.algorithms.train.empty_steps import check_empty_steps, empty_commit, is_empty
 from agentrl.algorithms.train.offline import DatasetCollector
 from agentrl.algorithms.train.policy_set import PolicySet
@@ -50,6 +50,8 @@ class TrainingLoop:
         await self.evaluate(self.state.step)
         updated = time.monotonic()
         for step in range(self.state.step, self.config.steps):
+            if await has_stalled(self.store, self.config):
+                break
             await self.prompts.before_step(step)
             started = time.monotonic()
             collected = await self.collector.collect(step)  # claims the groups of the step
@@ -114,7 +116,8 @@ class TrainingLoop:
         limit = settings.tasks if outer else settings.curve_tasks
         if isinstance(self.collector, DatasetCollector):
             await self.collector.evaluate(step, limit)
+        await evaluate_functions(self.store, self.config, self.state.epoch, step)
         if tasks := self.heldout[: limit or None]:
             epoch, candidate = self.state.epoch, self.prompts.in_use.id
-            sampled = temperatures(self.config, step)
-            await evaluate_heldout(self.store, self.config, epoch, step, tasks, sampled, candidate)
+            await evaluate_heldout(self.store, self.config, epoch, step, tasks, candidate)
+            await mark_best(self.store, self.config, step)

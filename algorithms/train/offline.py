@@ -129,12 +129,8 @@ class DatasetCollector:
             good = sum(item.label == 1 for item in self.items[split])
             bad = sum(item.label == 0 for item in self.items[split])
             if good and bad and not 1 / 3 < good / bad < 3 and split == data.split:
-                log.warning(
-                    "%d items are good and %d are not: let algorithm.options.desirable and "
-                    "undesirable make up for it (arXiv 2402.01306)",
-                    good,
-                    bad,
-                )
+                why = "let algorithm.options.desirable and undesirable make up for it"
+                log.warning("%d items are good and %d are not: %s (2402.01306)", good, bad, why)
             places = range(len(self.items[split]))
             if scorer is not None:
                 for first in places[::CHUNK]:

@@ -35,6 +35,7 @@ from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.load_policies import policy_directory
 from agentrl.algorithms.train.update import learning_rate
 from agentrl.config import AlgorithmConfig, RunConfig
+from agentrl.datasets.pin import pin_dataset
 from agentrl.datasets.records import Item
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
@@ -54,20 +55,15 @@ class Reader:
     async def examples(self, config: RunConfig, split: str) -> list[Example]:
         """Those of a split that fit into the context as a whole. Raises ConfigError where none
         does, or there is no such data set."""
-        data = config.data
-        complete = [one for one in await self.store.datasets(data.name) if one.digest is not None]
-        version = data.version or max((one.version for one in complete), default=0)
-        if not version:
-            raise ConfigError(f"data.name = {data.name!r}: the store has no such data set")
-        items = await self.store.items(data.name, version, split=split)
-        sides = await self.store.sides([s for i in items for s in (i.chosen, i.rejected) if s])
+        data = (await pin_dataset(self.store, config)).data
+        items = await self.store.items(data.name, data.version, split=split)
+        sides = await self.store.sides([side for item in items for side in item.sides])
         found = [example for item in items for example in self._of(item, sides)]
         kept = [e for e in found if all(0 < len(t) <= (self.context or len(t)) for t in e.texts)]
         if not kept:
             raise ConfigError(
-                f"data.name = {data.name!r}: version {version} has {len(items)} items of split "
-                f"{split!r}, and none is a pair, a label or steps within the model's context of "
-                f"{self.context} tokens"
+                f"data.name = {data.name!r}: of {len(items)} items of split {split!r} none is a "
+                f"pair, a label or steps within the model's context of {self.context} tokens"
             )
         return kept
 
@@ -79,8 +75,7 @@ class Reader:
                     text = self.text(call)
                     yield Example(f"{item.id}/{call.id}", (text,), label, weight=item.weight)
         elif item.kind in ("pair", "label"):
-            names = [side for side in (item.chosen, item.rejected) if side]
-            texts = tuple(self.text(sides[name][-1]) for name in names)
+            texts = tuple(self.text(sides[side][-1]) for side in item.sides)
             label = 1.0 if item.label is None else item.label
             more = len(texts[0]) - (len(texts[1]) if len(texts) > 1 else 0)
             yield Example(item.id, texts, label, item.margin or 0.0, item.weight, more)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from world import CHAINS, CITIES, PEOPLE, RELATIONS, ask, step
 
-from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
+from agentrl.tiny import Conversation, imitator, word_tokenizer
 
 DEMONSTRATIONS = 8000
 WORDS = [*PEOPLE, *CITIES, *RELATIONS, "of", ";"]

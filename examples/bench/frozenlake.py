@@ -108,4 +108,4 @@ heldout = [{"id": f"{n}", "input": {"lake": LAKES[n % len(LAKES)]}} for n in ran
 def build1(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train, 0.3, folder, seed)
+    build(agent, best, train, 0.3, folder, seed, 250)

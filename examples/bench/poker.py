@@ -102,7 +102,7 @@ def score_leduc(checkpoint: Path) -> float:
 
 def build(game: str, folder: Path, seed: int) -> None:
     """Write a model that makes any legal move."""
-    from agentrl.algorithms.model.tiny import imitator, word_tokenizer
+    from agentrl.tiny import imitator, word_tokenizer
 
     dice, rules, shown = random.Random(seed), Game(game), []
     while len(shown) < 6000:

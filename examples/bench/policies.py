@@ -20,8 +20,8 @@ from tokenizers import decoders
 from tools import WORDS, Message, Tool
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
 from agentrl.threads import run_blocking
+from agentrl.tiny import Conversation, imitator, word_tokenizer
 
 Answer = tuple[str, str]  # the name of a tool, or nothing, and its argument or what is said
 Player = Callable[[list[Message], list[Tool]], Answer]
@@ -160,6 +160,7 @@ def build(
     share: float,
     folder: Path,
     seed: int,
+    steps: int = STEPS,
 ) -> None:
     """Write a model that does the best thing with the chance `share`, else anything."""
     random.seed(seed)
@@ -177,6 +178,6 @@ def build(
         tools=known or None,
         tokenizer=tokenizer,
         template=TEMPLATE,
-        steps=STEPS,
+        steps=steps,
         batch=32,
     )

@@ -148,10 +148,10 @@ train2, heldout2 = tasks(2, 1), tasks(2, 11)
 def build1(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train1, 0.1, folder, seed)
+    build(agent, best, train1, 0.1, folder, seed, 250)
 
 
 def build2(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train2, 0.2, folder, seed)
+    build(agent, best, train2, 0.2, folder, seed, 250)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tasks import NAMES, OPERATIONS, task
 
-from agentrl.algorithms.model.tiny import imitator
+from agentrl.tiny import imitator
 
 TEMPLATE = Path(__file__).with_name("template.jinja").read_text()
 RIGHT = 0.3

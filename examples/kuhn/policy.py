@@ -12,8 +12,8 @@ from pathlib import Path
 
 from game import CARDS, DONE, GAME, describe
 
-from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
 from agentrl.runners.games import Game
+from agentrl.tiny import Conversation, imitator, word_tokenizer
 
 
 def build(directory: Path, seed: int) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from game import amounts, describe, read
 from tasks import train
 
-from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
 from agentrl.runners.games import Game, View
+from agentrl.tiny import Conversation, imitator, word_tokenizer
 
 DEMONSTRATIONS = 6000
 STEPS = 800  # of imitation

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from desks import DESKS, MONTHS
 
-from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
+from agentrl.tiny import Conversation, imitator, word_tokenizer
 
 CORRECT = 0.4  # share of the orders that the demonstrator sends to the right desk
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from tasks import WORDS, draw
 
-from agentrl.algorithms.model.tiny import Conversation, make_model, word_tokenizer
+from agentrl.tiny import Conversation, make_model, word_tokenizer
 
 HABITS = {"": 0.55, "sure ": 0.25, "no ": 0.2}
 

@@ -13,8 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-from label import label
-
 from agentrl.store import open_store
 
 HERE = Path(__file__).parent
@@ -72,7 +70,9 @@ def main() -> None:
     seed, store = f"seed={given.seed}", f"sqlite:///{Path.cwd()}/runs/rlhf-samples/store.db"
     began = time.monotonic()
     finish(agentrl("train", f"{HERE}/samples.toml", seed, "--fresh", "-q"))
-    pairs = asyncio.run(label(store, "rlhf-samples", "pairs"))
+    # People compare answers to the same words: each prompt's three pairs that differ most.
+    mine = ["--how", "all", "--least", "0.25", "--per-group", "3", "--test", "0.2"]
+    finish(agentrl("data", "mine", "pairs", "--run", "rlhf-samples", "--store", store, *mine))
     policy = ["policy.build=", f"policy.model={Path.cwd()}/runs/rlhf-samples/warmup", seed]
     finish(agentrl("rm", "train", f"{HERE}/rm.toml", f"store={store}", *policy))
     prepared = time.monotonic()
@@ -89,7 +89,7 @@ def main() -> None:
             for key in keys
         }
         seconds = [prepared - began, time.monotonic() - prepared]  # before PPO, PPO twice
-        print(json.dumps({"pairs": pairs, "seconds": seconds, **curves}))
+        print(json.dumps({"seconds": seconds, **curves}))
         return
     table(found)
     picture(found, Path("runs/rlhf/overoptimised.png"))

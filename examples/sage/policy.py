@@ -17,7 +17,7 @@ from agent import PROMPTS
 from board import COLUMNS, HERE, LONGEST, MOVES, ROWS, Walk, answer, step, vague, written
 from tasks import anywhere, walks
 
-from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
+from agentrl.tiny import Conversation, imitator, word_tokenizer
 
 DEMONSTRATIONS = 16_000
 VALID, PLANNED, SOLVED, FAIR = 0.8, 0.4, 0.3, 0.95  # shares of what is as it should be

@@ -18,7 +18,7 @@ from agent import PROMPT, query
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from tasks import ASKED, Task, train
 
-from agentrl.algorithms.model.tiny import Conversation, imitator
+from agentrl.tiny import Conversation, imitator
 
 DEMONSTRATIONS = 2000
 CORRECT = 0.3  # share of them that do what was asked

@@ -16,7 +16,7 @@ from agent import CRITIC, PLANNER, SOLVER
 from data import COLUMNS, TABLES
 from tasks import train
 
-from agentrl.algorithms.model.tiny import Conversation, imitator
+from agentrl.tiny import Conversation, imitator
 
 DEMONSTRATIONS = 4000
 PLANNED, SOLVED = 0.3, 0.6  # shares of plans and of queries that are right

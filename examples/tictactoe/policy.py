@@ -11,8 +11,8 @@ from pathlib import Path
 
 from game import MARKS, describe
 
-from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
 from agentrl.runners.games import Game
+from agentrl.tiny import Conversation, imitator, word_tokenizer
 
 DEMONSTRATIONS = 10000
 STEPS = 800  # of imitation

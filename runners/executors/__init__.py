@@ -32,12 +32,10 @@ class Executor(Protocol):
 
     async def start(self) -> None:
         """Raises ConfigError or AgentError for what the user can correct."""
-        ...
 
     async def run(self, active: ActiveAttempt) -> ExecutionResult:
         """Ends at the attempt's deadline at the latest, or when it is cancelled. In both cases
         nothing that it started is left, except threads of the runner's own process."""
-        ...
 
     async def close(self) -> None: ...
 

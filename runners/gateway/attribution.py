@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, unquote_plus
 
+from aiohttp import web
+
 from agentrl.config import RoleRule
 from agentrl.runners.dialects.base import ConversationMemory
 from agentrl.runners.gateway.replay import Recording
 from agentrl.runners.gateway.routing import NO_SEATS, Seats
 from agentrl.runners.tracing.roles import NAMES, ROLE, read_names, resolve, role_of_model
-from agentrl.types import Attempt
+from agentrl.types import Attempt, Transition
 
 PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
 REMEMBERED = 10_000  # ended attempts that are still known
@@ -73,6 +75,9 @@ class ActiveAttempt:
     most_calls: int = 0  # 0: any number
     most_tokens: int = 0  # after which no call is answered; 0: any number
     on_spent: Callable[[str], None] | None = None  # told which of the two is used up
+    record: Callable[[web.Request, Transition], Transition] | None = (
+        None  # what is stored of a call
+    )
 
     @property
     def id(self) -> str:

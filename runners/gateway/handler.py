@@ -313,6 +313,8 @@ class CallHandler:
             if any(choice.known for choice in answer.choices.values()):
                 self._upstream.note_token_ids(route, given=True)
             self._rows = self._transitions(answer, route, version)
+            if record := self._active.record:
+                self._rows = [record(self._http_request, row) for row in self._rows]
         try:
             kept = await self._store.add_transitions(self._rows)
         except StoreError as error:

@@ -81,7 +81,7 @@ class PromptRule:
         said += [f"{LATER} become {self.later} messages"] if self.later else []
         said += [f"{BESIDE} becomes a message before it"] if self.split else []
         said += [f"{what} is refused" for what in sorted(self.lost)]
-        return "; ".join(said) or "all roles as they come"
+        return "; ".join(said) or "all roles as they are sent"
 
 
 def is_plain(messages: Messages) -> bool:
@@ -116,7 +116,8 @@ async def find_rule(count: Count, policy: str) -> PromptRule:
     rule = await first(LATER, *(replace(rule, later=role) for role in ("", "system", "user")))
     rule = await first(BESIDE, rule, replace(rule, split=True))
     rule = await first(RESULT, rule)
-    log.log(PHASE, "messages to policy %s: %s", policy, rule.describe())
+    level = logging.INFO if rule == PromptRule() else PHASE
+    log.log(level, "messages to policy %s: %s", policy, rule.describe())
     return rule
 
 

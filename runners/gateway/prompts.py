@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import AnyStr
 
 import msgspec
 
@@ -15,7 +16,8 @@ from agentrl.runners.gateway.capture import ModelRequest
 from agentrl.types import Json, PromptText
 
 SYSTEM = ("system", "developer")
-HEAD = 4096  # bytes in which the first message mostly begins to say the text
+AHEAD = 512  # bytes of the first message that may come before the text for the quick way
+START = 64  # characters of a text that are looked for first
 Object = dict[str, Json]
 
 
@@ -63,9 +65,8 @@ def _spliced(sent: Json, prompt: PromptText) -> Json:
     whole call."""
     if type(sent) is not msgspec.Raw:
         return None
-    raw = memoryview(sent)
-    old, new = _encoded(prompt.seed), _encoded(prompt.text)
-    at = bytes(raw[:HEAD]).find(old)
+    raw, old, new = memoryview(sent), _encoded(prompt.seed), _encoded(prompt.text)
+    at = _find(raw[: AHEAD + len(old)].tobytes(), old)
     return None if at < 0 else msgspec.Raw(b"".join((raw[:at], new, raw[at + len(old) :])))
 
 
@@ -111,4 +112,11 @@ def _function(tool: Object) -> Object:
 
 
 def _said(text: str, prompt: PromptText) -> str | None:
-    return text.replace(prompt.seed, prompt.text, 1) if prompt.seed in text else None
+    at = _find(text, prompt.seed)
+    return None if at < 0 else text[:at] + prompt.text + text[at + len(prompt.seed) :]
+
+
+def _find(text: AnyStr, part: AnyStr) -> int:
+    """As `text.find(part)`, which takes long to prepare for a long part."""
+    at = text.find(part[:START])
+    return at if at < 0 or text.startswith(part, at) else text.find(part)

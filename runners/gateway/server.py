@@ -34,6 +34,7 @@ from agentrl.runners.gateway.upstream import Upstream
 from agentrl.store.base import Store
 from agentrl.types import Attempt
 
+NAME = "x-agentrl-session"  # of an answer: the session, if its request belongs to one
 STORE_TIMEOUT = 5.0  # seconds for calls that are cut to store what they had shown
 
 
@@ -133,6 +134,7 @@ class Gateway:
     async def _main(self) -> None:
         upstream = Upstream(self.router, as_sent=self._as_sent)
         app = web.Application(client_max_size=LARGEST, middlewares=self._watch)
+        app.on_response_prepare.append(_name_session)
         Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)
         following, runner = asyncio.create_task(self.router.follow()), None
         try:
@@ -152,6 +154,11 @@ class Gateway:
             await upstream.session.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await following
+
+
+async def _name_session(request: web.Request, response: web.StreamResponse) -> None:
+    if name := request.get(NAME):
+        response.headers[NAME] = name
 
 
 async def _abort_calls(active: ActiveAttempt) -> None:

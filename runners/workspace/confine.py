@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -182,7 +183,8 @@ def _in_child(work: Callable[[], int]) -> NoReturn:
     try:
         status = work()
     except OSError as error:
-        os.write(2, f"cannot confine the program: {error}\n".encode())
+        hint = " (/tmp and /run look empty to it)" if error.errno == errno.ENOENT else ""
+        os.write(2, f"cannot confine the program: {error}{hint}\n".encode())
     finally:
         os._exit(status)
 

@@ -38,7 +38,7 @@ from agentrl.runners.workspace.sandbox import Sandbox
 from agentrl.runners.workspace.sources import Template, Templates, WorkspaceError, no_space_or
 from agentrl.types import Json, Task
 
-FOLDERS = ("repo", "home", "tmp", "io")
+FOLDERS = ("home", "tmp", "io")
 Change = Callable[[Path], None]  # of the files in a repository
 LARGEST_OUTPUT = 2**20  # bytes of what a test prints
 log = logging.getLogger("agentrl.runner")
@@ -245,15 +245,10 @@ class Workspaces:
             folder.mkdir(mode=0o700)
             for name in FOLDERS:
                 (folder / name).mkdir()
-            self.sandbox.give(folder)
-            copy = ["cp", "-a", "--", f"{template}/.", str(folder / "repo")]
-            done = subprocess.run(copy, capture_output=True, text=True, check=False)
-            if done.returncode:
-                last = done.stderr.strip().rpartition("\n")[2]
-                raise WorkspaceError(f"cannot copy a workspace: {last}")
+            sources.copy_files(template, folder / "repo")
             if change is not None:
                 change(folder / "repo")
-                self.sandbox.give(folder)
+            self.sandbox.give(folder)
         except OSError as error:
             raise no_space_or(error, "make") from None
 

@@ -38,7 +38,7 @@ class Sandbox:
             folder=str(works_in),
             port=self._port,
             write=str(folder),
-            show=[self._root],
+            show=[self._root, *_interpreter()],
             hide=self._hidden,
             mounts=self.kind != "bubblewrap",
             user=self.owner,
@@ -68,11 +68,18 @@ class Sandbox:
         argv += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
         for path in confine.SCRATCH:
             argv += ["--tmpfs", path]
-        argv += ["--ro-bind", self._root, self._root]
+        for path in (self._root, *_interpreter()):
+            argv += ["--ro-bind", path, path]
         for path in filter(os.path.exists, self._hidden):
             empty = os.path.isdir(path)  # noqa: PTH112
             argv += ["--tmpfs", path] if empty else ["--ro-bind", os.devnull, path]
         return [*argv, "--bind", folder, folder, "--chdir", works_in, "--"]
+
+
+def _interpreter() -> list[str]:
+    """Folders of this Python, where they lie in a folder that looks empty to a confined program."""
+    prefixes = {sys.prefix, sys.base_prefix}
+    return [path for path in prefixes if any(Path(path).is_relative_to(s) for s in confine.SCRATCH)]
 
 
 def _user(name: str) -> tuple[int, int]:

@@ -167,8 +167,8 @@ class LimitedProtocol(HttpToolsProtocol):
 class BodyReader:
     """Reads the bodies of one server."""
 
-    def __init__(self, largest: int, held: int = HELD) -> None:
-        self._largest, self._free = largest, max(held, largest)
+    def __init__(self, largest: int) -> None:
+        self._largest, self._free = largest, max(HELD, largest)
 
     async def read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """The whole body. Raises HTTPException as soon as it is known to be too large, Unavailable

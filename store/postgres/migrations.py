@@ -9,7 +9,7 @@ from __future__ import annotations
 import psycopg
 from psycopg.rows import DictRow
 
-from agentrl.errors import StoreError
+from agentrl.errors import NotFound, StoreError
 from agentrl.store import database
 from agentrl.store.postgres.connection import PostgresServer
 
@@ -49,7 +49,7 @@ def pending(
                 "empty schema of it with ?options=-csearch_path%3DNAME."
             )
         if not create:
-            raise StoreError(f"There is no store at {server.url}: check the name.")
+            raise NotFound(f"There is no store at {server.url}: check the name.")
         return list(SCRIPTS)
     applied = {row["name"] for row in conn.execute("select name from _agentrl_migrations")}
     return database.missing_migrations(SCRIPTS, applied, server.url)

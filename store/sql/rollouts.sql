@@ -51,6 +51,9 @@ update transitions set attempt_id = :attempt where attempt_id = :before and late
 -- name: take_spans
 update spans set attempt_id = :attempt where attempt_id = :before and late = 0;
 
+-- name: take_rewards
+update rewards set attempt_id = :attempt where attempt_id = :before and late = 0;
+
 -- name: lock_claim
 select null;  -- there is one writer
 

@@ -49,6 +49,11 @@ insert into rewards (attempt_id, late, position, scope, target, name, value, sou
 values (:attempt, :late, :position, :scope, :target, :name, :value, :source, :step, :note)
 on conflict (attempt_id, late, position) do nothing;
 
+-- name: give_reward
+insert into rewards (attempt_id, late, position, scope, target, name, value, source, step, note)
+values (:attempt, :late, :position, :scope, :target, :name, :value, :source, :step, :note)
+on conflict (attempt_id, late, position) do update set value = excluded.value, note = excluded.note;
+
 -- name: rollout
 select r.*, case when g.state = 'trained' then g.trained_step end as trained_step
 from rollouts r join groups g on g.id = r.group_id

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -100,6 +100,15 @@ class Location:
         with self.translated_errors(), closing(self.connect()) as conn:
             conn.execute("vacuum")
             conn.execute("pragma wal_checkpoint(truncate)")
+
+    def backup(self, file: Path) -> None:
+        """Copies the store, as it is at one moment, to a new file. Writers do not wait."""
+        partial = file.with_name(f"{file.name}.tmp")
+        partial.unlink(missing_ok=True)  # of a backup that was killed
+        with self.translated_errors(), closing(replace(self, readonly=True).connect()) as conn:
+            with closing(sqlite3.connect(partial)) as copy:
+                conn.backup(copy)
+            partial.replace(file)
 
     @contextmanager
     def translated_errors(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.errors import StoreError
+from agentrl.errors import NotFound, StoreError
 from agentrl.store import database
 from agentrl.store.sqlite.connection import Location
 
@@ -34,7 +34,7 @@ def prepare(location: Location, *, create: bool = True) -> None:
     newer version of agentrl has written.
     """
     if not create and not location.path.exists():
-        raise StoreError(f"There is no store at {location.path}: check the path.")
+        raise NotFound(f"There is no store at {location.path}: check the path.")
     try:
         location.path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,7 +57,7 @@ def check(location: Location) -> None:
     """Raises StoreError for a file that cannot be read as it is: see `prepare`. Nothing is changed,
     so one that an older version has written may lack indexes, but no columns."""
     if not location.path.exists():
-        raise StoreError(f"There is no store at {location.path}: check the path.")
+        raise NotFound(f"There is no store at {location.path}: check the path.")
     with location.translated_errors(), closing(location.connect()) as conn:
         _check_header(conn, location)
         database.check_readable(pending(conn, location), str(location.path))

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl import loading
 from agentrl.errors import ConfigError
 from agentrl.loading import load_attribute, load_tasks
 
@@ -82,3 +83,15 @@ def test_task_function_that_raises(tmp_path: Path) -> None:
 def test_missing_task_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the task file"):
         load_tasks("none.jsonl", tmp_path, key="tasks.train")
+
+
+def test_tasks_of_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    rows = [{"question": "1+1", "answer": "2"}, {"input": "2+2", "question": "no", "answer": "4"}]
+    monkeypatch.setattr(loading, "read_rows", lambda source: asked.append(source) or rows)
+    tasks = load_tasks("hf:openai/gsm8k/main:test", Path(), key="tasks.train")
+    assert [task["input"] for task in tasks] == ["1+1", "2+2"]
+    assert asked == ["hf:openai/gsm8k/main:test"]
+    rows[:] = [{"text": "1+1"}]
+    with pytest.raises(ConfigError, match=r"hf:a/b\[0\] has no 'input'"):
+        load_tasks("hf:a/b", Path(), key="tasks.train")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from agentrl.config import resolve
+from agentrl.telemetry.console import Progress
 from agentrl.telemetry.report import (
+    game_figures,
     policies_without_calls,
     reward_curves,
     score_table,
@@ -41,6 +43,39 @@ def test_held_out_scores_of_roles_are_shown_under_those_of_all() -> None:
         ("  without a score", "2", "0"),
         ("sampled", "2.5", "3.5"),
     ]
+
+
+def test_games_show_what_each_seat_got_and_how_they_went() -> None:
+    games = {
+        "selfplay/games": 8.0, "rollouts": 8.0, "calls": 20.0, "reward/mean": 0.0,
+        "reward/role:outcome/mean": 0.0, "reward/role:invalid/mean": -0.25,
+        "reward/role:outcome/player_0/mean": -0.5, "reward/role:outcome/player_0/std": 1.25,
+        "reward/role:outcome/player_1/mean": 0.5, "reward/role:outcome/player_1/std": 1.0,
+    }  # fmt: skip
+    pool = {"selfplay/win_rate": 0.6, "selfplay/win_rate/policy@000000": 0.75}
+    assert game_figures(games | pool) == {
+        "player_0": "-0.500 ± 1.250",
+        "player_1": "0.500 ± 1.000",
+        "calls a game": "2.5",
+        "illegal moves": "0.50",
+        "against the first": "75%",
+        "against the pool": "60%",
+    }
+    assert game_figures({"reward/mean": 0.0}) == {}
+    measured = {"eval/function/kuhn/exploitability": 0.446}
+    rows = [
+        row(0, **games, **measured),
+        row(9, **games | pool),
+        row(10, **{"eval/function/kuhn/exploitability": 0.122}),
+    ]
+    table = score_table(rows)
+    cells = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert cells[0] == ("kuhn/exploitability", "0.446", "0.122")
+    assert ("training: player_0", "-0.500 ± 1.250", "-0.500 ± 1.250") in cells
+    assert cells[-1] == ("training: against the pool", "-", "60%")
+    line = Progress(resolve({"steps": 12}, source="test"), rows=rows).line(rows[0])
+    assert "player_0 -0.500 ± 1.250  player_1 0.500 ± 1.000  calls a game 2.5" in line
+    assert line.endswith("kuhn/exploitability 0.446")
 
 
 def test_without_held_out_tasks_there_is_no_table() -> None:

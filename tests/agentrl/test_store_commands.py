@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from agentrl.cli.main import cli
 from agentrl.errors import StoreError
+from agentrl.store import Store, open_store
+from tests.benchmarks import store_load as load
 from tests.store.filled import fill
 
 
@@ -80,3 +84,63 @@ def test_which_store(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(path.parent)
     assert refused("stats") == "There is no store below runs/: name one with --store."
     assert "no store at" in refused("stats", "--store", "sqlite:///missing.db")
+
+
+def test_a_backup_under_load_is_a_whole_store(tmp_path: Path) -> None:
+    """Groups are enqueued four rollouts at a time, so a whole copy has a multiple of four."""
+    url, copies = f"sqlite:///{tmp_path / 'store.db'}", [tmp_path / f"{n}.db" for n in range(4)]
+
+    async def write(store: Store, stop: asyncio.Event) -> int:
+        groups = 0
+        while not stop.is_set():
+            await store.enqueue(load.rollouts(f"g{groups}", 4))
+            groups += 1
+        return groups
+
+    async def check() -> list[int]:
+        stop = asyncio.Event()
+        async with open_store(url) as store:
+            await store.open_run("run", {})
+            writer = asyncio.create_task(write(store, stop))
+            for copy in copies:
+                before = (await store.counts("run")).queued
+                await asyncio.to_thread(run, "backup", url, str(copy))
+                assert (await store.counts("run")).queued > before, "writers go on"
+            stop.set()
+            groups = await writer
+        found = []
+        for copy in copies:
+            async with open_store(str(copy)) as store:
+                found.append((await store.counts("run")).queued)
+                assert len(await store.rollouts("run")) == found[-1]
+        assert found[-1] <= 4 * groups
+        return found
+
+    found = asyncio.run(check())
+    assert found == sorted(found)
+    assert found[-1] > 0
+    assert not any(count % 4 for count in found)
+    assert "Name a new file" in refused("backup", url, str(copies[0]))
+
+
+@pytest.mark.skipif(shutil.which("pg_dump") is None, reason="there is no pg_dump")
+def test_a_backup_of_postgres_is_restored(server: Any, tmp_path: Path) -> None:
+    url, other, file = server.make(), server.make(), tmp_path / "copy.dump"
+
+    async def fill_in() -> None:
+        async with open_store(url) as store:
+            await store.open_run("run", {})
+            await store.enqueue(load.rollouts("g", 4))
+
+    async def count() -> int:
+        async with open_store(other) as store:
+            return (await store.counts("run")).queued
+
+    asyncio.run(fill_in())
+    run("backup", url, str(file))
+    subprocess.run(["pg_restore", f"--dbname={other}", str(file)], check=True)
+    assert asyncio.run(count()) == 4
+
+
+def test_a_served_store_is_backed_up_where_it_is(tmp_path: Path) -> None:
+    assert "behind a server" in refused("backup", "http://127.0.0.1:9", str(tmp_path / "copy"))

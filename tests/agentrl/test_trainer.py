@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ def test_an_unknown_preset_or_option_is_refused_before_tasks_are_made(
     settings = {key: made[key] for key in ("steps", "algorithm", "output")}
     with pytest.raises(ConfigError, match=message):
         trainer.Trainer(None, tasks, "v.py:v", "m", **settings).fit()
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(trainer.Trainer(None, tasks, "v.py:v", "m", **settings).fit_async())
     assert not (tmp_path / "out").exists()
 
 

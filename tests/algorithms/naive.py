@@ -122,9 +122,14 @@ def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float
 
 
 def naive_components(
-    x: list[float], wide: list[object], narrow: list[object]
+    x: list[float],
+    wide: list[object],
+    narrow: list[object],
+    errors: float = 0.0,
+    every: float | None = None,
 ) -> tuple[float, float]:
-    """Variance within narrow groups and between them, by the sums of squares of the textbook."""
+    """Variance within narrow groups and between them, by the sums of squares of the textbook.
+    every: that within where no narrow group has two members."""
     nested: dict[object, dict[object, list[float]]] = {}
     for value, outer, inner in zip(x, wide, narrow, strict=True):
         nested.setdefault(outer, {}).setdefault(inner, []).append(value)
@@ -132,13 +137,14 @@ def naive_components(
     members = [group for groups in kept for group in groups]
     n, free = sum(map(len, members)), sum(len(group) - 1 for group in members)
     inside = sum((v - fmean(group)) ** 2 for group in members for v in group)
-    within = inside / free if free else 0.0
+    within = inside / free if free else every or 0.0
     outside, unit = 0.0, float(n)
     for groups in kept:
         values = [v for group in groups for v in group]
         outside += sum(len(group) * (fmean(group) - fmean(values)) ** 2 for group in groups)
         unit -= sum(len(group) ** 2 for group in groups) / len(values)
-    outside -= (len(members) - len(kept)) * within
+    compared = len(members) - len(kept)
+    outside -= (compared + errors * math.sqrt(2 * compared)) * within
     return within, max(0.0, outside / unit) if n else 0.0
 
 
@@ -177,6 +183,20 @@ def naive_batch_td(plays: Plays, name: str, gamma: float) -> list[float]:
         for c in known:
             goes_on = c + 1 in known and at[c + 1][0] == at[c][0]
             x[c] = (0.0 if r[c] != r[c] else r[c]) + (gamma * v[c + 1] if goes_on else 0.0)
+    missed = [one - other for one, other in zip(g, x, strict=True)]
+    did: list[object] = [(state[c], call[c].node or ("own", c)) for c in range(len(at))]
+    found: dict[object, tuple[float, float]] = {}
+    apart: list[object] = [*zip(turn, state, strict=True)]
+    every = components(missed, apart, did)[0]
+    for one in {turn[c] for c in known}:
+        inside = [c for c in known if turn[c] == one]
+        parts = ([y[c] for c in inside] for y in (missed, apart, did))
+        found[one] = naive_components(*parts, errors=3.0, every=every)  # type: ignore[arg-type]
+    corrected = list(x)
+    for c in known:
+        (more, n), (all_, _) = mean(missed, did, c), mean(missed, state, c)
+        corrected[c] += drawn(n, *found[turn[c]]) * (more - all_)
+    x = corrected
     noise = components(x, turn, state)
     out = [NAN] * len(at)
     for c in known:

@@ -12,8 +12,8 @@ A run is that of `agentrl train`: runner, gateway, store, policy server and lear
 that speaks HTTP and a model of 0.1 M parameters. All presets have equal numbers of rollouts,
 those of branches and replays included, and every seed's model, tasks and order. Held-out tasks are
 scored before training and eight times in it, 32 rollouts at temperature 1. Learning rates are
-chosen for each task and preset by one rule: of the bench file's `lrs` the one with the largest area
-under the curve on its `tuning_seeds`, none of which is reported.
+chosen for each task and preset by one rule: of the task's `lrs`, or the bench file's, the one with
+the largest area under the curve on `tuning_seeds`, none of which is reported.
 
 Scores are normalised by those of the best and of a random policy. A curve is the interquartile mean
 over seeds, `final` that of the last three evaluations, `area` that of the mean over the run, and
@@ -70,6 +70,17 @@ def final_level(x: Array) -> Array:
     return level
 
 
+def area(curves: Array) -> Array:
+    """[seeds, points] -> [seeds]: the mean score over the run."""
+    mean: Array = (curves[:, 1:] + curves[:, :-1]).mean(axis=1) / 2
+    return mean
+
+
+def gained(areas: Array, base: Array) -> float:
+    """By how much areas [seeds] exceed those of the curves [seeds, points] of the other."""
+    return float(interquartile_mean(areas) - interquartile_mean(area(base)))
+
+
 def reached(curve: Array, level: float, budget: float) -> float:
     """Rollouts after which a curve first is at a level; inf where it never is."""
     above = np.flatnonzero(curve >= level)
@@ -105,12 +116,13 @@ def rollouts_ratio(curves: Array, base: Array, share: float, budget: float) -> l
 
 def summary(curves: Array, base: Array, budget: float) -> dict[str, Any]:
     """Of one preset on one task against the baseline; [seeds, points] each."""
-    areas = (curves[:, 1:] + curves[:, :-1]).mean(axis=1) / 2
+    areas = area(curves)
     final = final_level(curves)
     return {
         "seeds": len(curves),
         "final": bootstrap(lambda drawn: float(interquartile_mean(final[drawn])), len(curves)),
         "area": bootstrap(lambda drawn: float(interquartile_mean(areas[drawn])), len(curves)),
+        "gain": bootstrap(lambda drawn: gained(areas[drawn], base[drawn]), len(curves)),
         "ratio_90": rollouts_ratio(curves, base, 0.9, budget),
         "ratio": rollouts_ratio(curves, base, 1.0, budget),
         "curve": interquartile_mean(curves).round(4).tolist(),
@@ -190,6 +202,18 @@ def missing(plan: BenchPlan, found: Summary) -> dict[str, dict[str, int]]:
     }
 
 
+def never_worse(bench: Bench, found: Summary) -> dict[str, int]:
+    """Presets without extra rollouts that no task shows to be worse than the bench's baseline, by
+    the interval of the gain in area, with the number of tasks where both were run."""
+    kept: dict[str, int] = {}
+    compared = [rows for task, rows in found.items() if baseline_of(bench, task) == bench.baseline]
+    for name in sorted({name for rows in compared for name in rows} - {bench.baseline}):
+        highest = [rows[name]["gain"][2] for rows in compared if name in rows]
+        if bench.presets[name].cost == 1.0 and min(highest) >= 0:
+            kept[name] = len(highest)
+    return kept
+
+
 def for_adviser(bench: Bench, found: Summary) -> dict[str, dict[str, Any]]:
     """What `agentrl algorithms --for` prints, by task and preset of the bench."""
     kept: dict[str, dict[str, Any]] = {}
@@ -223,6 +247,9 @@ def page(bench: Bench, found: Summary, left: dict[str, dict[str, int]]) -> str:
                 f"{shown(row['area'])} | {ratio} |"
             )
     runs = sum(sum(presets.values()) for presets in left.values())
+    good = ", ".join(f"`{name}` ({n})" for name, n in never_worse(bench, found).items())
+    lines += ["", "Not worse than the baseline, by the interval of the difference in area, on any "
+              f"task where both were run (how many): {good or 'none'}."]  # fmt: skip
     whole = [task for task, presets in left.items() if not presets]
     lines += ["", f"Complete tasks: {', '.join(whole) or 'none'}; runs that are missing: {runs}."]
     return "\n".join(lines)

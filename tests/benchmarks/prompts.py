@@ -1,10 +1,11 @@
 """Prompt searches on scripted models, in this process, and what a candidate costs the gateway.
 
-    python -m tests.benchmarks.prompts --json
+    python -m tests.benchmarks.prompts --json [--quick]
 
 gepa, apo, blind: mean test score of ten seeds at 200 rollouts. rounds_ratio: sequential evaluations
 of four proposals at a time over those of one at a time, whose score is on standard error.
-rewrite_over_read: the time to put a candidate into a call over the time to read the call.
+rewrite_over_read: the time to put a candidate into a call over the time to read the call. The rest,
+which plays whole runs for some 20 minutes and is left out by --quick, is in `prompts_commands`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from agentrl.runners.gateway.capture import read_request
 from agentrl.runners.gateway.prompts import apply_prompts
 from agentrl.types import PromptText
 from examples.orders import world
+from tests.benchmarks import prompts_commands
 
 SEEDS = range(10)
 TESTS = world.make(200, "test")
@@ -150,8 +152,17 @@ def measure() -> dict[str, float]:
     }
 
 
+def candidates(seed: int) -> list[str]:
+    """Those of the search in process, in order."""
+    return list(run(gepa_search, seed)[1].candidates)
+
+
 def main() -> None:
-    values = {name: round(value, 3) for name, value in measure().items()}
+    found = measure()
+    if "--quick" not in sys.argv:
+        found["stored"] = prompts_commands.stored(SEEDS, candidates)
+        found |= prompts_commands.in_turns(prompts_commands.SEEDS)
+    values = {name: round(value, 3) for name, value in found.items()}
     print(json.dumps(values) if "--json" in sys.argv else values)
 
 

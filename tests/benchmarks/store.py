@@ -1,6 +1,6 @@
 """How fast is the store, how large, and what does it lose? Each figure with a baseline beside it.
 
-python -m tests.benchmarks.store --json [--quick] [--only SECTION ...]
+python -m tests.benchmarks.store --json [--quick] [--only SECTION ...] [--postgres URL]
 
 A section is a module `tests.benchmarks.store_<section>` with `measure(quick: bool)`, which returns
 figures by name; `quick` is smaller in every dimension and proves only that the section works.
@@ -32,7 +32,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="SECTION")
+    parser.add_argument("--postgres", metavar="URL", help="measure many processes on it, only")
     options = parser.parse_args()
+    if options.postgres:
+        from tests.benchmarks import store_processes
+
+        result = store_processes.measure(options.quick, options.postgres)
+        print(json.dumps(result) if options.json else result)
+        return
     result = {name: measure(name, quick=options.quick) for name in options.only}
     if options.json:
         print(json.dumps(result))

@@ -34,6 +34,7 @@ from tests.benchmarks.learning import (
     interquartile_mean,
     markdown,
     missing,
+    never_worse,
     on_grid,
     page,
     reached,
@@ -143,6 +144,15 @@ def test_the_table_has_normalised_scores_and_ratios(plan: BenchPlan, tmp_path: P
     assert finite({"a": [inf, 1.0]}) == {"a": [None, 1.0]}
     figure(plan.bench, found, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_a_preset_is_recommended_only_where_no_task_shows_it_to_be_worse(plan: BenchPlan) -> None:
+    found = summarise(plan)
+    assert found["chain"]["gigpo"]["gain"][1] > 0.1
+    assert never_worse(plan.bench, found) == {"gigpo": 1}
+    found["other"] = {"gigpo": {"gain": [-0.2, -0.3, -0.1]}}
+    plan.bench.tasks["other"] = plan.bench.tasks["chain"]
+    assert never_worse(plan.bench, found) == {}
 
 
 def test_what_is_missing_is_said(plan: BenchPlan) -> None:

@@ -120,6 +120,25 @@ class Bench:
         data |= {f"KL_{name}": x for name, x in padded(given["moved"]).items()}
         return made.model, made._compute_loss(made.model, data, False)
 
+    def sft(self) -> Any:
+        """On the actions of rows, which are given as labels; everything else is -100."""
+        rows = self.given["tools"]
+        data = [
+            {
+                "input_ids": row["tokens"],
+                "labels": [t if i in row["actions"] else -100 for i, t in enumerate(row["tokens"])],
+            }
+            for row in rows
+        ]
+        args = trl.SFTConfig(**BASE, per_device_train_batch_size=len(rows))
+        made = trl.SFTTrainer(
+            model=copy.deepcopy(self.policy), args=args, train_dataset=Dataset.from_list(data),
+            processing_class=self.tokenizer,
+        )  # fmt: skip
+        made.model.eval()
+        (batch,) = made.get_train_dataloader()
+        return made.model, made.compute_loss(made.model, batch)
+
 
 def parity(bench: Bench) -> dict[str, float]:
     losses = {}
@@ -140,6 +159,7 @@ def parity(bench: Bench) -> dict[str, float]:
     # TRL's ORPO imitates the prompt too, so prompts are one token here.
     keep("orpo", *bench.older(ORPOTrainer, ORPOConfig, bench.given["short"]))
     keep("kto", *bench.kto())
+    keep("sft", *bench.sft())
     return losses
 
 

@@ -52,10 +52,14 @@ class Policy:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         about["object"] = "chat.completion.chunk"
-        for piece in (message["content"] or "").split(" "):
+        for index, called in enumerate(message.get("tool_calls") or ()):
+            delta = {"role": "assistant", "tool_calls": [{"index": index} | called]}
+            one = {"index": 0, "delta": delta, "finish_reason": None} | known
+            await _event(response, about | {"choices": [one]})
+        for piece in (message["content"] or "").split(" ") if message["content"] else ():
             delta = {"index": 0, "delta": {"content": piece + " "}, "finish_reason": None}
             await _event(response, about | {"choices": [delta | _known(piece + " ")]})
-        last = {"index": 0, "delta": {}, "finish_reason": "stop"}
+        last = {"index": 0, "delta": {}, "finish_reason": finish}
         await _event(response, about | {"choices": [last]})
         await response.write(b"data: [DONE]\n\n")
         return response

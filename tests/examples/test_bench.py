@@ -22,7 +22,7 @@ FILE = EXAMPLES / "bench" / "bench.toml"
 BENCH = read_bench(FILE)
 PLAN = BenchPlan(BENCH, FILE, Path("work"), {})
 OWN = [n for n, task in BENCH.tasks.items() if task.run == "run.toml" and not task.measure]
-TASKS = ("chain", "frozenlake", "needle", "poker", "shop", "sokoban", "teams")
+TASKS = ("chain", "frozenlake", "needle", "poker", "repairs", "shop", "sokoban", "teams")
 ROLLOUTS = 400
 
 
@@ -58,6 +58,25 @@ def test_the_best_and_the_random_score_are_known(parts: dict[str, ModuleType], n
     assert played(parts, name, "best") == pytest.approx(task.best, abs=chance)
     assert played(parts, name, "random") == pytest.approx(task.random, abs=0.09)
     assert task.random < task.best
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_roles_that_agents_ask_for_are_known(
+    parts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A model name is a role where the run knows it, and else every call is of "agent"."""
+    asked = set[str]()
+    scripted = parts["policies"].Scripted
+    complete = scripted.complete
+
+    async def noted(self: Any, model: str, *more: Any) -> Any:
+        asked.add(model)
+        return await complete(self, model, *more)
+
+    monkeypatch.setattr(scripted, "complete", noted)
+    played(parts, name, "best")
+    roles = PLAN.piece((name, BENCH.presets_of(name)[0]), 1e-3, 0).config.roles
+    assert asked == (set(roles) or {"policy"})
 
 
 def test_scores_that_are_computed_are_those_of_the_bench_file(parts: dict[str, ModuleType]) -> None:

@@ -37,11 +37,16 @@ async def read(output: Path) -> Trained:
     return steps, rollouts, [call for trace in traces if trace for call in trace.transitions]
 
 
+async def read_all(output: Path) -> list[StepRow]:
+    async with open_store(f"sqlite:///{output / 'store.db'}") as store:
+        return await store.steps("kuhn")
+
+
 @pytest.fixture(scope="module")
 def against_itself(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
     """Where a run of eight steps was, and what came of it."""
     output = tmp_path_factory.mktemp("kuhn")
-    return output, train(output, "steps=8", "algorithm.schedule=constant")
+    return output, train(output, "steps=8", "algorithm.schedule=constant", "eval.every=4")
 
 
 def test_against_itself_it_begins_to_learn(against_itself: tuple[Path, Trained]) -> None:
@@ -58,6 +63,10 @@ def test_against_itself_it_begins_to_learn(against_itself: tuple[Path, Trained])
     assert before["illegal_max"] < 0.05
     assert after["exploitability"] < 0.95 * before["exploitability"]
     assert after["against_first"] > 0
+    found = [row.metrics for row in asyncio.run(read_all(output))]
+    curve = [x for row in found if (x := row.get("eval/function/kuhn/exploitability")) is not None]
+    assert len(curve) == 3
+    assert (curve[0], curve[-1]) == (before["exploitability"], after["exploitability"])
 
 
 def test_snapshots_play_the_other_seat(

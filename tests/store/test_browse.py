@@ -278,6 +278,7 @@ async def test_a_store_that_is_only_read_answers_readers_and_refuses_writers(sto
         "finish": ([],), "vacuum": (), "heartbeat": ([],), "add_spans": ([],),
         "add_transitions": ([],), "rewind": ("run", 1, 0, None), "draft_dataset": ("x", {}),
         "add_items": ("x", 1, [], []), "commit_dataset": ("x", 1), "add_judgements": ([],),
+        "add_rewards": ([],),
         "add_logprobs": ("m", {}), "put_candidates": ([],),
         "add_reflection": (Reflection(id="r", run="run", step=0, question="q", answer="a"),),
     }  # fmt: skip

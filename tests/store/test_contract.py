@@ -117,6 +117,43 @@ async def test_reflections_are_kept_in_order_and_once(store, kit):
         await store.add_reflection(replace(made[0], run="unknown"))
 
 
+async def test_a_late_reward_counts_and_the_last_of_its_kind_stays(store, kit):
+    await store.enqueue([*kit.group("a", 2), *kit.group("b")])
+    (attempt,) = await store.claim(1, runner="test", lease=9.0)
+    await store.add_transitions([call := kit.call(attempt, [1], [2])])
+    await store.finish([kit.good(attempt)])
+
+    def given(rollout="a/0", **fields):
+        return StepReward(rollout=rollout, reward=Reward(**{"source": "feedback"} | fields))
+
+    about = {"scope": Scope.TRANSITION, "target": call.id}
+    last = given(name="thumb", value=1.0, note="better")
+    rows = [given(name="thumb", value=0.0), given(name="thumb", value=0.5, **about), last, last]
+    for row in rows:
+        await store.add_rewards([row])
+    found = (await store.rollouts("run", group="a"))[0].rewards
+    assert found[0] == Reward(value=1.0)  # the outcome
+    assert sorted(found[1:], key=str) == sorted([last.reward, rows[1].reward], key=str)
+    for rollout in ("a/1", "unknown"):
+        with pytest.raises(NotFound, match="was claimed"):
+            await store.add_rewards([given(rollout, value=1.0)])
+    await store.claim(1, runner="test", lease=9.0)
+    with pytest.raises(Invalid, match="has no transition"):
+        await store.add_rewards([given("a/1", value=1.0, **about)])
+
+
+async def test_rewards_go_with_the_trace_to_the_attempt_that_only_ends_it(store, kit):
+    await store.enqueue(kit.group("a"))
+    (first,) = await store.claim(1, runner="test", lease=9.0)
+    await store.finish([replace(kit.good(first), ran=True, rewards=[])])
+    await store.add_rewards([StepReward(rollout="a/0", reward=Reward(value=0.5, name="thumb"))])
+    lost = Failure(kind=ErrorKind.LOST_RUNNER, message="it stops")
+    await store.finish([replace(kit.bad(first), failure=lost, retry=True)])
+    (second,) = await store.claim(1, runner="test", lease=9.0)
+    await store.finish([replace(kit.good(second), rewards=[])])
+    assert (await store.rollouts("run"))[0].reward("thumb") == 0.5
+
+
 async def test_a_reward_keeps_its_note(store, kit):
     await store.enqueue(kit.group("a", 1))
     (attempt,) = await claim(store)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 import signal
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,40 +18,20 @@ from agentrl.algorithms.prompts.search import Search, SearchEnd
 from agentrl.store import open_store
 from examples.orders import world
 from tests.benchmarks.prompts import CONFIG, TEXTS, InProcess
+from tests.benchmarks.prompts_commands import serving, start
+from tests.system.test_kill import children
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "orders"
 KILLS = int(os.environ.get("AGENTRL_TEST_KILLS", "2"))
+CALLS = 400  # of the some 500 of an undisturbed search, before which the last kill comes
 NO_TORCH = "raise ImportError('a search on upstreams needs no torch')\n"
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.syspath_prepend(str(EXAMPLE))
-    from model import Handler  # type: ignore[import-not-found]
-
-    serving = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=serving.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{serving.server_port}/v1"
-    serving.shutdown()
-    thread.join()
-    serving.server_close()
 
 
 def started(folder: Path, url: str, *more: str) -> subprocess.Popen[str]:
     (folder / "block").mkdir(exist_ok=True)
     (folder / "block" / "torch.py").write_text(NO_TORCH)
-    path = os.pathsep.join([str(folder / "block"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "agentrl", *more[:1], str(folder / "orders" / "run.toml")]
-    command += [f"upstreams.{name}.base_url={url}" for name in ("scripted", "reflector")]
-    return subprocess.Popen(
-        [*command, *more[1:]],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder / "block"), prepend=os.pathsep)
+        return start(folder, url, more[0], "run.toml", "runner.lease=3", *more[1:])
 
 
 def expected() -> Search:
@@ -69,31 +45,43 @@ def expected() -> Search:
 
 
 @pytest.mark.timeout(600)
-def test_killed_at_random_moments_nothing_is_played_or_asked_twice(
-    tmp_path: Path, server: str
-) -> None:
-    shutil.copytree(EXAMPLE, tmp_path / "orders")
-    chance, killed, output = random.Random(7), 0, ""
-    while True:
-        process = started(tmp_path, server, "prompts")
-        if killed < KILLS:
-            time.sleep(chance.uniform(2.0, 6.0))
-            killed += 1
-            process.send_signal(signal.SIGKILL)
+def test_killed_at_random_moments_nothing_is_played_or_asked_twice(tmp_path: Path) -> None:
+    chance, output = random.Random(7), ""
+    with serving() as server:
+        process = started(tmp_path, server.url, "prompts")
+        for _ in range(KILLS):
+            wait_for_calls(process, server, chance.randint(1, max(1, CALLS // KILLS)))
+            victims = {"front": process.pid} | children(process.pid)
+            victim = chance.choice(sorted(victims))
+            os.kill(victims[victim], signal.SIGKILL)
+            if victim != "runner":  # without which the front goes on
+                process.communicate()
+                process = started(tmp_path, server.url, "prompts")
         output = process.communicate()[0]
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, output
+        assert process.returncode == 0, output
+        check_result(tmp_path, output)
+        folder = str(tmp_path / "runs" / "orders" / "prompts")
+        evaluated = started(tmp_path, server.url, "eval", "--prompts", folder, "eval.tasks=4")
+        assert "score" in evaluated.communicate()[0]
+        assert evaluated.returncode == 0
+
+
+def wait_for_calls(process: subprocess.Popen[str], server: Any, calls: int) -> None:
+    """Until the models have been asked so often again."""
+    goal, deadline = server.calls + calls, time.monotonic() + 90
+    while server.calls < goal:
+        assert process.poll() is None, f"it ended before all kills: {process.communicate()[0]}"
+        assert time.monotonic() < deadline, "the search made no progress"
+        time.sleep(0.01)
+
+
+def check_result(folder: Path, output: str) -> None:
     search = expected()
-    asyncio.run(check(tmp_path, search))
+    asyncio.run(check(folder, search))
     texts = {text.component: text.text for text in search.best.texts}
-    folder = tmp_path / "runs" / "orders" / "prompts"
     for name, text in texts.items():
-        assert (folder / f"{name}.txt").read_text() == f"{text}\n"
+        assert (folder / "runs" / "orders" / "prompts" / f"{name}.txt").read_text() == f"{text}\n"
     assert "held-out score 0.000 -> 0." in output
-    evaluated = started(tmp_path, server, "eval", "--prompts", str(folder), "eval.tasks=4")
-    assert "score" in evaluated.communicate()[0]
-    assert evaluated.returncode == 0
 
 
 async def check(folder: Path, search: Search) -> None:

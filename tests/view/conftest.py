@@ -19,6 +19,8 @@ def filled_store(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path)
     folder = tmp_path_factory.mktemp("view")
     url = f"sqlite:///{folder / 'store.db'}"
     filled.finish(filled.fill(url, folder, tiny_model_dir))
+    filled.finish(filled.fill_data(url))
+    filled.finish(filled.fill_search(url, folder))
     return url
 
 

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from agentrl.config.load import resolve
+from agentrl.datasets.records import Item, Side, digest_of
+from agentrl.prompts import Candidate, Reflection, candidate_id
 from agentrl.store import open_store
 from agentrl.types import (
     Attempt,
@@ -26,6 +29,8 @@ from agentrl.types import (
     NewRollout,
     Outcome,
     PolicyVersion,
+    PromptText,
+    Purpose,
     Reward,
     Scope,
     Span,
@@ -40,6 +45,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><b>bold</b> <!--"
 SYSTEM = {"role": "system", "content": "Answer shortly."}
 LONG = "0123456789" * 2000
+TEXT = PromptText(component="solver", role="solver", seed="Answer.", text="Answer. Be brief.")
+BETTER = replace(TEXT, text=f"Answer. Be polite. {HOSTILE}")
+CANDIDATES = [candidate_id([text]) for text in (TEXT, BETTER)]
 WORDS = [317, 70, 71, 220, 72, 73, 74, 300, 75, 76, 77, 78]  # ids of the tiny tokenizer
 
 
@@ -170,6 +178,70 @@ async def fill(url: str, folder: Path, model: Path | None, steps: int = STEPS) -
         )
         await store.enqueue([queued])
         await store.open_run("empty", {})
+
+
+async def fill_data(url: str) -> None:
+    """A data set of two versions, of which the last has 13 items: a pair of two rollouts, labelled
+    calls, a label, and imported pairs."""
+    async with open_store(url) as store:
+        await store.draft_dataset("likes", {"source": "old.jsonl"})
+        await store.commit_dataset("likes", 1)
+        version = await store.draft_dataset("likes", {"run": RUN, "how": "extremes"})
+        good, bad = f"{RUN}/train/0000003/0001", f"{RUN}/train/0000003/0000"
+        found = await store.calls([good, bad])
+        sides = [Side(digest=digest_of(found[id]), rollout=id) for id in (good, bad)]
+        base: Any = {"prompt": int32(), "completion": int32(), "logprobs": float32()}
+        base |= {"attempt": "import", "index": 0, "exact": False}
+        for i in range(12):
+            answer = {"role": "assistant", "content": f"imported {i} {HOSTILE}"}
+            asked = [SYSTEM, {"role": "user", "content": "Which one?"}]
+            own = Transition(id=str(i), messages=asked, answer=answer, **base)
+            sides.append(Side(digest=digest_of([own]), own=[own]))
+        names = [side.digest for side in sides]
+        pair = {"kind": "pair", "chosen": names[0], "rejected": names[1], "margin": 0.75}
+        items = [Item(position=0, source=f"{good} {bad}", **pair)]
+        items.append(Item(position=1, kind="steps", chosen=names[0], steps=[0.25, None, 1.0]))
+        items.append(Item(position=2, kind="label", chosen=names[2], label=0.0, split="test"))
+        items += [
+            Item(position=i, kind="pair", chosen=names[i - 1], rejected=names[i])
+            for i in range(3, 13)
+        ]
+        await store.add_items("likes", version, items, sides)
+        await store.commit_dataset("likes", version)
+
+
+async def fill_search(url: str, folder: Path) -> None:
+    """A prompt search: its seed, the chosen candidate that was made from it, and their scores."""
+    (folder / "solver.txt").write_text(TEXT.text)
+    table = {"reflector": "teacher", "components": {"solver": "solver.txt"}, "validation": 3}
+    more = {"name": "search", "prompts": table, "upstreams": {"teacher": {"text": "x"}}}
+    base: Any = {"run": "search", "step": 0}
+    seed, better = CANDIDATES
+    async with open_store(url) as store:
+        await store.open_run("search", config(folder, None, **more))
+        first = Candidate(id=seed, parents=[], state="accepted", texts=[TEXT], **base)
+        last = Candidate(
+            id=better, parents=[seed], state="chosen", texts=[BETTER], reflection="q", **base
+        )
+        await store.put_candidates([first, last])
+        said = Reflection(id="q", question=f"Why? {HOSTILE}", answer=BETTER.text, **base)
+        await store.add_reflection(said)
+        batches = [("000000/00000.", seed, 3, 0.25), ("000000/00001.", seed, 2, 0.0)]
+        batches += [("000000/00002.", better, 3, 0.75), ("heldout/", better, 3, 0.5)]
+        for place, candidate, n, value in batches:
+            group = f"search/prompts/{place}{candidate}"
+            asked = [
+                NewRollout(
+                    id=f"{group}/{i:04}", run="search", group=group, index=i, task={},
+                    purpose=Purpose.EVAL, candidate=candidate,
+                )
+                for i in range(n)
+            ]  # fmt: skip
+            await store.enqueue(asked)
+            for attempt in await store.claim(n, runner="t", lease=60.0, run="search", timeout=5.0):
+                row = Reward(value=value, note=f"too short {HOSTILE}")
+                one = Outcome(attempt=attempt.id, fence=attempt.fence, rewards=[row])
+                await store.finish([one])
 
 
 def finish(work: Coroutine[Any, Any, Any]) -> Any:

@@ -24,7 +24,9 @@ PAGES = [
     "/", "/runs?run=run&run=other", "/run/run", "/step/3/run", "/groups/run",
     "/group/run/train/0000003?run=run", f"/rollout/{ROLLOUT}", "/rollout/run/train/0000003/0003",
     f"/attempts/{ROLLOUT}", f"/lanes/{ROLLOUT}", f"/call/0/{ROLLOUT}", "/find/run",
-    f"/compare?a={ROLLOUT}&b=run/train/0000003/0001", "/policies/run", "/run/none",
+    f"/compare?a={ROLLOUT}&b=run/train/0000003/0001", "/policies/run", "/data/likes",
+    "/data/likes?after=9", "/prompts/search",
+    f"/prompt/{filled.CANDIDATES[1]}?run=search", "/run/none",
 ]  # fmt: skip
 NewPage = Callable[..., Any]
 
@@ -133,6 +135,32 @@ def test_pages_are_live_in_eight_tabs(growing: Any, new_page: NewPage, chromium:
         wait(tab, "[...charts.values()][0].lines[0].at(-1)[0] === 2")
 
 
+def test_pairs_and_prompts_lead_to_rollouts(viewed: str, new_page: NewPage) -> None:
+    page = new_page()
+    page.goto(f"{viewed}/run/run")
+    page.click("text=Data set likes")
+    sides = page.locator("#item-0 .sides .card")
+    left, right = (sides.nth(i).bounding_box() for i in (0, 1))
+    assert left["y"] == right["y"]
+    assert left["x"] + left["width"] <= right["x"]
+    page.click("#item-0 >> text=Compare by tokens")
+    page.wait_for_url("**/compare?a=run/train/0000003/0001&b=run/train/0000003/0000")
+    page.go_back()
+    page.click("a[rel=next]")
+    page.wait_for_selector("#item-12")
+    assert page.locator("#item-9").count() == 0
+    page.goto(f"{viewed}/run/search")
+    page.click("text=Prompts")
+    page.click(f"text={filled.CANDIDATES[1]}")
+    page.wait_for_url("**/prompt/**")
+    assert page.locator(".card del").first.inner_text() == "brief."
+    assert page.locator(".card ins").first.inner_text().startswith("polite.")
+    page.click("text=search/prompts/heldout")
+    page.click('td a:text-is("0000")')
+    page.click("text=prompt 3")
+    page.wait_for_url("**/prompt/**")
+
+
 def test_what_agents_wrote_stays_text(viewed: str, new_page: NewPage) -> None:
     page = new_page()
     for path in PAGES[:-1]:
@@ -218,8 +246,31 @@ def test_an_export_opens_from_disk_without_a_request(
     page.click(".outline a >> nth=2")
     page.go_back()
     page.wait_for_selector("text=Task")
+    page.goto(f"file://{tmp_path / 'all.html'}#/data/likes")
+    page.wait_for_selector("text=The first 10 items")
     assert page.title() != "owned"
-    assert asked == [f"file://{tmp_path / 'all.html'}"]
+    assert set(asked) == {f"file://{tmp_path / 'all.html'}"}
+
+
+def test_an_exported_search_has_its_prompts(
+    filled_store: str, tmp_path: Path, new_page: NewPage
+) -> None:
+    async def write() -> str:
+        async with open_store(filled_store, readonly=True) as store:
+            return await export(store, "search", tmp_path / "x.html", redact="polite|onerror")
+
+    assert finish(write()).startswith("11 of 11")
+    page = new_page()
+    page.goto(f"file://{tmp_path / 'x.html'}#/prompts/search")
+    page.click(f"text={filled.CANDIDATES[1]}")
+    page.wait_for_selector("text=Reflection")
+    text = page.locator("main").text_content()
+    assert "Be █." in text
+    assert "onerror" not in text
+    page.click("text=search/prompts/heldout")
+    page.click('td a:text-is("0000")')
+    page.wait_for_selector("text=too short")
+    assert "onerror" not in page.locator("main").text_content()
 
 
 def test_a_redacted_export_has_no_match(

@@ -32,7 +32,9 @@ PATHS = [
     f"/call/1/{ROLLOUT}", f"/compare?a={ROLLOUT}&b=run/train/0000003/0001",
     "/find/run", "/find/run?reward=style&low=0.2&state=succeeded&role=critic&from=1&to=4",
     "/policies/run", f"/tokens/{ROLLOUT}?call=0&call=2", "/series/run?name=reward/mean&after=2",
-    f"/raw/{ROLLOUT}?what=result",
+    f"/raw/{ROLLOUT}?what=result", "/data/likes", "/data/likes?version=1",
+    "/data/likes?split=test", "/data/likes?after=9", "/prompts/search", "/prompts/run",
+    f"/prompt/{filled.CANDIDATES[1]}?run=search",
 ]  # fmt: skip
 
 
@@ -91,6 +93,32 @@ def test_missing_is_not_zero(client: httpx.Client) -> None:
     assert "first 2,000 of 20,000 characters" in client.get("/rollout/run/train/0000003/0001").text
 
 
+def test_items_of_a_data_set(client: httpx.Client) -> None:
+    first, *_ = client.get("/data/likes").text.partition('id="item-1"')
+    assert first.count("Answer shortly.") == 1  # the prompt of both sides
+    assert re.findall(r"<h3>(\w+)</h3>", first) == ["chosen", "rejected"]
+    assert first.index("answer 0 of run/train/0000003/0001") < first.index("<h3>rejected")
+    assert "margin 0.75" in first
+    assert "style <b>0.5</b> <small>judge" in first
+    labelled = client.get("/data/likes").text.partition('id="item-1"')[2]
+    labelled = labelled.partition('id="item-2"')[0]
+    assert re.findall(r"label of this call: <b>(\S+)</b>", labelled) == ["0.25", "1"]
+    only = client.get("/data/likes?split=test").text
+    assert re.findall(r'id="item-(\d+)"', only) == ["2"]
+    assert "label 0<" in only
+
+
+def test_scores_and_texts_of_candidates(client: httpx.Client) -> None:
+    rows = client.get("/prompts/search").text.split("<tr>")[2:]
+    numbers = [re.findall(r'class="n[^"]*">([\d.–]+)<', row)[:3] for row in rows]  # noqa: RUF001
+    assert numbers == [["0.25", "0", "–"], ["0.75", "–", "0.5"]]  # noqa: RUF001
+    assert "where a search began" in rows[0]
+    assert "solver" in rows[1].partition("where a search")[0]
+    page = client.get(f"/prompt/{filled.CANDIDATES[1]}?run=search").text
+    assert "Answer. Be <del>brief.</del><ins>polite." in page
+    assert "Why? &lt;/script&gt;" in page
+
+
 def test_the_whole_message_has_its_own_address(client: httpx.Client) -> None:
     page = client.get("/rollout/run/train/0000003/0001").text
     link = re.search(r'href="(/raw/[^"]+message=[^"]+)"', page)
@@ -109,6 +137,11 @@ def test_the_whole_message_has_its_own_address(client: httpx.Client) -> None:
         ("/group/none?run=run", 404, "prune"),
         ("/group/none", 400, "lacks run="),
         ("/step/99/run", 404, "no step"),
+        ("/data/none", 404, "no version"),
+        ("/data/likes?version=7", 404, "no version 7"),
+        ("/data/likes?after=x", 400, "after must be a whole number"),
+        ("/prompt/none?run=search", 404, "no candidate"),
+        ("/prompt/none", 400, "lacks run="),
         ("/find/run?low=much", 400, "low must be a number"),
         ("/find/run?state=odd", 400, "must be one of"),
         ("/runs?run=run", 400, "two to four"),

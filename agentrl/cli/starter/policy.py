@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from agentrl.algorithms.model.tiny import imitator
+from agentrl.tiny import imitator
 
 TASKS = [json.loads(line) for line in Path(__file__).with_name("tasks.jsonl").open()]
 

@@ -36,7 +36,6 @@ class Sink(Protocol):
 
     def write(self, row: StepRow) -> None:
         """Returns when the metrics, all finite, are kept even if this process ends."""
-        ...
 
     def close(self) -> None: ...
 

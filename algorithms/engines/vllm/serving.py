@@ -80,16 +80,13 @@ class VllmHost(Protocol):
     @property
     def servers(self) -> Sequence[str]:
         """URLs of the servers that have the newest weights."""
-        ...
 
     async def probe(self) -> None:
         """Find out what the servers can do. Raises PolicyError if they take no new weights."""
-        ...
 
     async def start(self, serving: ServedModel) -> None:
         """Returns once vLLM answers; requests are held. Called again after `ended`. Raises
         PolicyError when the port is taken, and when vLLM ends or stays silent."""
-        ...
 
     async def request(
         self, method: str, path: str, body: Json = None, server: str = ""
@@ -98,22 +95,17 @@ class VllmHost(Protocol):
         Returns status and body of each response. HOLD is answered once no call is in flight, CLOSE
         at once; from then on new calls wait, or go to other servers, until OPEN?VERSIONS. Raises
         LostError where no server answers."""
-        ...
 
     async def ended(self) -> object:
         """Returns when nothing answers any more."""
-        ...
 
     def returned(self) -> AsyncGenerator[str, None]:
         """Servers that answer again, with unknown weights, while others went on."""
-        ...
 
     async def adopt(self, server: str) -> None:
         """A returned server has the newest weights now: calls may go there once it is opened."""
-        ...
 
     async def stop(self) -> None: ...
 
     def failure_reason(self) -> str:
         """What is known about why vLLM ended."""
-        ...

@@ -45,11 +45,9 @@ class VllmServers(Protocol):
 
     async def post(self, path: str, body: Json = None, *, missing: bool = False) -> list[Any]:
         """The response of each. missing: 404 is allowed."""
-        ...
 
     async def ask(self, url: str, method: str, path: str, body: Json = None) -> Any:
         """The response of one of them."""
-        ...
 
 
 class WeightSync(ABC):

@@ -244,6 +244,12 @@ def _with(algo: Algo, *gates: Gate) -> Algo:
     return replace(algo, gates=algo.gates + gates)
 
 
+@modifier("distill", prefix="distill_")
+def with_teacher(algo: Algo, *, beta: Positive = 1.0) -> Algo:
+    """Also the reverse KL to the teacher, on the same tokens as the host's policy gradient."""
+    return replace(algo, penalties=(*algo.penalties, KLPenalty("k2", beta, "t")))
+
+
 @modifier("tis")
 def tis(algo: Algo, *, tis_cap: Cap = 2.0) -> Algo:
     """Truncated weight per token for sampler against trainer. fengyao.notion.site/off-policy-rl."""

@@ -21,6 +21,7 @@ from agentrl.algorithms.presets.mixing import GatedByOutcome
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Scale, Share, modifier, preset
 from agentrl.config import Natural
 
+ERRORS = 3.0  # standard errors from which on actions are seen to matter
 HINDSIGHT = "transition:hindsight"  # a reward that the learner gives, see `train/preprocess.py`
 
 
@@ -133,8 +134,10 @@ def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) 
 
     The value of a state is the mean of the same sum over the group's calls in this state (batch
     TD(0): Sutton and Barto, Reinforcement Learning, 2018, 6.3), drawn to the mean return of the
-    calls with the same history as far as histories are seen to matter; the baseline is that of
-    others in the state, drawn to others of the turn as far as states do not differ."""
+    calls with the same history as far as histories are seen to matter. The sum is drawn to the
+    returns of the calls that did the same in the same state, as far as actions are seen to matter
+    more than it says. The baseline is that of others in the state, drawn to others of the turn as
+    far as states do not differ."""
     returns = turns.Returns(reward, gamma)(batch)
     known = (~returns.isnan()).nonzero().squeeze(1)
     advantage = torch.full_like(returns, torch.nan)
@@ -156,6 +159,13 @@ def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) 
         value = mean + trust * (after - mean)
         x = received + gamma * torch.where(following >= 0, value[following], 0.0)
         mean = mean_by(x, state)[0]
+    # What the states that followed do not show of an action, its returns do.
+    missed = returns[known] - x
+    action = key(state, ids.of_calls(batch, "action")[known])
+    more, count = mean_by(missed, action)
+    apart = key(state, turn)
+    trust = reliability(count, *variance_components(missed, apart, action, turn, ERRORS))
+    x = x + trust * (more - mean_by(missed, state)[0])
     # Sums of other turns may hold what this call led to, so only returns stand in for its own turn.
     base, others = mean_by(returns[known], group, rollout)
     same, count = mean_by(x, turn, rollout)
@@ -170,8 +180,8 @@ def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) 
 @preset("batch-td", clip=PPO_CLIP, kl=True)
 def batch_td(reward: str, *, gamma: Discount = 1.0) -> Algo:
     """Calls compared by what they received and the value of the state they led to, which is learned
-    from the group alone by batch TD; where states do not show what was done before, by returns.
-    States as in arXiv 2505.10978."""
+    from the group alone by batch TD; where states do not show what was done, by returns. States
+    as in arXiv 2505.10978."""
     return Algo(GroupRelative(BatchTd(reward, gamma), base="none"))
 
 

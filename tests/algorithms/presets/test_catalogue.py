@@ -457,6 +457,12 @@ CASES: dict[str, tuple[Any, Surrogate, Any, dict[str, Any]]] = {
     "dppo-kl": (centred, dppo_kl, constant, {"low": 0.01, "high": 0.01}),
     "dro": (centred, kimi, tokens, {}),
     "distill": (nothing, to_teacher, tokens, {}),
+    "grpo+distill": (
+        zscore,
+        lambda p, o, b, a: PPO(p, o, b, a) + 0.5 * to_teacher(p, o, b, a),
+        row_means,
+        {"distill_beta": 0.5},
+    ),
     "dapo overlong": (
         dapo_shaped,
         clip(0.2, 0.28),

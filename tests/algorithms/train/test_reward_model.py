@@ -196,4 +196,4 @@ async def test_a_data_set_becomes_a_reward_model(
     assert found["accuracy"] == 1.0
     assert [found[f"best of {n}"] for n in (1, 2, 4)] == [0.25, 0.5, 1.0]
     done = CliRunner().invoke(cli, ["rm", "train", "rm.toml", "data.name=other"])
-    assert "the store has no such data set" in str(done.exception)
+    assert "has no such version" in str(done.exception)

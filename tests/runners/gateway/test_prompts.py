@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+import httpx2
 import msgspec
 import openai
 import pytest
@@ -31,7 +32,11 @@ async def active(bench: Any, *texts: PromptText) -> Any:
 
 
 async def read(bench: Any, active: Any) -> list[Any]:
-    return list((await bench.store.trace(active.attempt.rollout.id)).transitions)
+    return await read_of(bench, active.attempt.rollout.id)
+
+
+async def read_of(bench: Any, rollout: str) -> list[Any]:
+    return list((await bench.store.trace(rollout)).transitions)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -60,13 +65,25 @@ async def test_chat_completions(bench: Any, stream: bool, role: str) -> None:
     assert messages[0]["content"] == SEED + TODAY
 
 
-async def test_responses_instructions_of_every_turn_are_replaced_once(bench: Any) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_instructions_of_every_turn_are_replaced_once(
+    bench: Any, stream: bool
+) -> None:
     attempt = await active(bench, TEXT)
     path = {"base_url": f"{bench.gateway.base_url[:-3]}/a/{attempt.id}/solver/v1"}
     async with openai.AsyncOpenAI(api_key=attempt.key, **path) as sdk:
-        first = await sdk.responses.create(model="m", instructions=SEED + TODAY, input="a")
-        more = {"previous_response_id": first.id, "input": "b", "instructions": SEED + TODAY}
-        await sdk.responses.create(model="m", **more)
+
+        async def ask(**fields: Any) -> Any:
+            fields |= {"model": "m", "instructions": SEED + TODAY}
+            if not stream:
+                return await sdk.responses.create(**fields)
+            async with sdk.responses.stream(**fields) as events:
+                return await events.get_final_response()
+
+        first = await ask(input="a")
+        second = await ask(previous_response_id=first.id, input="b")
+    assert (first.output_text, second.output_text) == ("echo a", "echo b")
+    assert first.instructions == SEED + TODAY  # the agent sees its own text
     for sent in bench.model.requests:
         assert [m["content"] for m in sent["messages"] if m["role"] == "system"] == [NEW + TODAY]
     assert len(bench.model.requests[1]["messages"]) == 4
@@ -82,8 +99,9 @@ async def test_a_developer_message_that_the_conversation_remembers(bench: Any) -
     assert [sent["messages"][0]["content"] for sent in bench.model.requests] == [NEW, NEW]
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("parts", [False, True])
-async def test_anthropic_system(bench: Any, parts: bool) -> None:
+async def test_anthropic_system(bench: Any, parts: bool, stream: bool) -> None:
     import anthropic  # takes seconds
 
     attempt = await active(bench, TEXT)
@@ -92,10 +110,41 @@ async def test_anthropic_system(bench: Any, parts: bool) -> None:
         system = [{"type": "text", "text": "You are x."}, {"type": "text", "text": SEED + TODAY}]
     url = f"{bench.gateway.base_url[:-3]}/a/{attempt.id}/solver"
     async with anthropic.AsyncAnthropic(api_key=attempt.key, base_url=url) as sdk:
-        await sdk.messages.create(model="m", max_tokens=9, system=system, messages=[USER])
+        asked: Any = {"model": "m", "max_tokens": 9, "system": system, "messages": [USER]}
+        if stream:
+            async with sdk.messages.stream(**asked) as events:
+                assert (await events.get_final_text()).startswith("echo hello.")
+        else:
+            await sdk.messages.create(**asked)
     first = bench.model.requests[0]["messages"][0]["content"]
     assert NEW + TODAY in (first if isinstance(first, str) else first[-1]["text"])
     assert bench.model.requests[0]["messages"][-1] == USER
+
+
+async def test_a_node_of_a_graph_reads_the_text_of_its_role(bench: Any) -> None:
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import START, MessagesState, StateGraph
+
+    bench.gateway.attempts.roles = frozenset({"solver", "critic"})
+    found = Candidate(id="c", run="test", step=0, parents=[], state="proposed", texts=[TEXT])
+    await bench.store.put_candidates([found])
+
+    async with httpx2.AsyncClient() as client:
+        chat = ChatOpenAI(model="gpt", http_async_client=client)
+
+        async def node(state: MessagesState) -> Any:
+            said = [("system", SEED + TODAY), ("user", state["messages"][-1].content)]
+            return {"messages": [await chat.ainvoke(said)]}
+
+        graph = StateGraph(MessagesState)
+        graph.add_node("solver", node)
+        graph.add_node("critic", node)
+        graph.add_edge(START, "solver")
+        graph.add_edge("solver", "critic")
+        (row,) = await bench.run(graph.compile(), {"input": "x"}, candidate="c")
+    assert row.failure is None, row.failure
+    read = {call.role: call.messages[0]["content"] for call in await read_of(bench, row.id)}
+    assert read == {"solver": NEW + TODAY, "critic": SEED + TODAY}
 
 
 async def test_other_roles_keep_their_texts(bench: Any) -> None:
@@ -183,6 +232,16 @@ async def test_a_verifier_asks_in_its_own_words(bench: Any) -> None:
     attempt = await active(bench, TEXT)
     with bench.gateway.scoring(attempt.attempt) as own:
         assert bench.gateway.attempts.find(own).attempt.prompts == []
+
+
+@pytest.mark.parametrize("said", ["Be b{}", "Be brief. Be brief, {}", "{} Be brief, {}"])
+def test_a_long_text_of_which_only_the_beginning_comes_before_it(said: str) -> None:
+    seed = "Be brief, " * 20 + "and kind."
+    call = request(messages=[{"role": "system", "content": said.format(seed, seed)}])
+    apply_prompts(call, "solver", [PromptText(component="s", role="solver", seed=seed, text="!")])
+    want = said.format("!", seed)
+    assert call.messages[0]["content"] == want
+    assert msgspec.json.decode(msgspec.json.encode(call.fields))["messages"] == call.messages
 
 
 @pytest.mark.parametrize("before", [[], [USER]])

@@ -1,0 +1,89 @@
+"""`agentrl doctor`: what this machine and a run file lack, and how to get it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import click
+import msgspec
+from msgspec.structs import replace
+
+from agentrl import trainer
+from agentrl.config import RunConfig, load
+from agentrl.config.policies import has_no_own_policy, trained_policies, view
+from agentrl.config.schema import WarmupConfig
+from agentrl.doctor import Finding, machine, run_check
+from agentrl.errors import AgentRLError
+from agentrl.loading import load_tasks
+
+
+@click.command()
+@click.argument("run_file", type=click.Path(path_type=Path), required=False)
+@click.argument("overrides", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(run_file: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check this machine and, with RUN_FILE, all that a run of it would rely on.
+
+    Each line is ok, warn or fail, and says what to do. Exit code: 1 if a check failed."""
+    findings = []
+    for finding in examine(run_file, overrides):
+        findings.append(finding._asdict())
+        if not as_json:
+            text = f"{finding.status:<5}{finding.name}: {finding.sentence}; {finding.cure}"
+            click.echo(text.removesuffix("; "))
+    failed = any(finding["status"] == "fail" for finding in findings)
+    if as_json:
+        click.echo(msgspec.json.encode({"ok": not failed, "findings": findings}))
+    sys.exit(failed)
+
+
+def examine(run_file: Path | None, overrides: tuple[str, ...] = ()) -> Iterator[Finding]:
+    """The findings, each as soon as it is known. What cannot be loaded is the last one."""
+    try:
+        config = load(run_file, overrides) if run_file else RunConfig()
+        if run_file:
+            trainer.check(config)
+        for check in machine.CHECKS:
+            yield from run_check(check, config)
+        if run_file and find_spec("torch") and not has_no_own_policy(config):
+            with TemporaryDirectory() as folder:
+                yield from _examine_policy(config, folder)
+    except AgentRLError as error:
+        sentence, _, cure = str(error).partition("; ")
+        yield Finding("settings", "fail", sentence, cure)
+
+
+def _examine_policy(config: RunConfig, folder: str) -> Iterator[Finding]:
+    """folder: for what is written, such as a model that `policy.build` has yet to make."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from agentrl.algorithms.train.load_policies import load_policies, policy_directory
+    from agentrl.doctor import policy, proofs, templates
+    from agentrl.doctor.memory import memory
+
+    disable_progress_bar()
+    config = replace(config, warmup=WarmupConfig())  # which changes no shape
+    if config.policy.build and not Path(config.model_path() or "?").is_dir():
+        config = replace(config, output=f"{folder}/run")
+    for name in trained_policies(config):
+        sizes = list(run_check(memory, config, policy_directory(view(config, name))[0]))
+        yield from sizes
+        if sizes[0].status == "fail":
+            return
+    own = replace(config.policy, model=config.model_path())
+    config = replace(config, policy=own, output=f"{folder}/run")
+    path = config.tasks.train or config.tasks.heldout
+    task = load_tasks(path, Path(config.root), key="tasks")[0] if path else {}
+    for model in load_policies(config):
+        yield from run_check(policy.tokenizer, model)
+        yield from run_check(policy.context, model, config, task)
+        for check in (templates.tool_calls, templates.thinking, templates.turns):
+            yield from run_check(check, model.tokenizer)
+        yield from run_check(proofs.trie, model, config)
+        yield from run_check(proofs.sampler, model, config)
+    if task and config.runner.processes:
+        yield from run_check(proofs.rollout, config, task)

@@ -1,0 +1,57 @@
+"""`agentrl gateway serve`: the gateway before a deployed agent."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import click
+from msgspec.structs import replace
+
+from agentrl.addresses import is_loopback
+from agentrl.config import RunConfig, load
+from agentrl.errors import ConfigError
+
+READ = {"name", "root", "output", "store", "runner", "upstreams", "roles", "role_rules", "sessions"}
+
+
+@click.group()
+def gateway() -> None:
+    """The model's API before an agent that is in use."""
+
+
+@gateway.command()
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+def serve(run_file: Path, overrides: tuple[str, ...]) -> None:
+    """Answer an agent's calls by [upstreams] of RUN_FILE and record its sessions, until SIGTERM.
+
+    People's feedback is posted to /v1/feedback; `agentrl data mine` makes data sets of both."""
+    from agentrl.runners.gateway.sessions import serve as serve_sessions
+    from agentrl.trainer import hide_secrets
+
+    config = load(run_file, overrides)
+    check(config)
+    stop = asyncio.Event()
+
+    async def until_signal() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await serve_sessions(hide_secrets(config), started=click.echo, stop=stop)
+
+    asyncio.run(until_signal())
+
+
+def check(config: RunConfig) -> None:
+    """Raises ConfigError for settings that nothing reads, and for what nobody may be served."""
+    plain, host = RunConfig(), config.runner.host
+    unread = [t for t in RunConfig.__struct_fields__ if getattr(config, t) != getattr(plain, t)]
+    if left := [f"[{table}]" for table in unread if table not in READ]:
+        raise ConfigError(f"{left[0]} means nothing to `agentrl gateway serve`; remove it")
+    if replace(config.runner, host=plain.runner.host, port=0) != plain.runner:
+        raise ConfigError("[runner]: `agentrl gateway serve` reads host and port alone")
+    if not config.upstreams or (len(config.upstreams) > 1 and not config.roles):
+        raise ConfigError("[upstreams.NAME] says who answers; of several, [roles] say which one")
+    if not (is_loopback(host) or config.sessions.key_env):
+        raise ConfigError(f"runner.host = {host!r}: anybody could call; set sessions.key_env")

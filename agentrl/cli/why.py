@@ -1,0 +1,31 @@
+"""`agentrl why`: the likeliest reasons that a run does not learn."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from agentrl.config import store_in
+
+
+@click.command()
+@click.argument("run")
+@click.option("--store", help="Store URL; default: the one that `agentrl train` makes for RUN.")
+def why(run: str, store: str | None) -> None:
+    """Say why RUN does not learn: the likeliest reasons first, each with the setting to change."""
+    from agentrl.algorithms.diagnostics import why as rules
+    from agentrl.store import open_store
+
+    url = store or store_in(Path("runs", run).resolve())
+
+    async def read() -> dict[str, rules.PolicyRun]:
+        async with open_store(url, readonly=True) as opened:
+            return await rules.read(opened, run)
+
+    for policy, record in asyncio.run(read()).items():
+        found = rules.reasons(record)
+        click.echo(f"{policy}: {len(record.steps)} steps, {len(found) or 'no'} reasons found")
+        for number, reason in enumerate(found, start=1):
+            click.echo(f"{number}. {reason.text}\n   change {reason.change}")

@@ -1,0 +1,120 @@
+"""Checks of the machine that load no model. Without a run file `config` is the default one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+
+from agentrl.config import RunConfig, VerlLearnerConfig
+from agentrl.doctor import Status, run_check
+from agentrl.errors import ConfigError, NotFound
+from agentrl.store import open_store
+from agentrl.store.urls import split_secret
+
+DRIVER = Path("/proc/driver/nvidia")
+SHOWN = {"torch", "transformers", "vllm", "verl", "ray", "flash-attn", "peft", "bitsandbytes"}
+GPU_PATHS = "tree attention, weight sync by ipc and nccl, 8-bit optimizers, verl's workers"
+GIB = 2**30
+ANSWER = 15.0  # seconds in which a store must answer
+SKEW = 5.0  # seconds between two clocks
+
+
+def packages(config: RunConfig) -> tuple[Status, str]:
+    verl = config.learner if isinstance(config.learner, VerlLearnerConfig) else None
+    if verl and verl.verl.attention != "sdpa" and find_spec("flash_attn") is None:
+        return "fail", "no flash attention; set learner.verl.attention=sdpa, or install flash-attn"
+    found = {f"{each.name} {each.version}" for each in distributions() if each.name in SHOWN}
+    return "ok", ", ".join((f"Python {platform.python_version()}", *sorted(found)))
+
+
+def gpu(config: RunConfig) -> tuple[Status, str]:
+    """Whether torch is there and can use the GPUs that are there."""
+    if find_spec("torch") is None:
+        return "fail", "torch is not installed; pip install 'agentrl[train]'"
+    import torch
+
+    if torch.cuda.is_available():
+        cards = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        return "warn", f"{cards}, not run on a GPU by agentrl's tests: {GPU_PATHS}; see the proofs"
+    if not DRIVER.exists():
+        return "ok", f"none: models are trained and served on {os.cpu_count()} cores"
+    return "warn" if config.policy.device == "cpu" else "fail", (
+        f"torch for CUDA {torch.version.cuda} cannot use it; update the driver, or install the "
+        "torch for it (pytorch.org/get-started)"
+    )
+
+
+async def store(config: RunConfig) -> tuple[Status, str] | None:
+    """Raises StoreError for a store that does not answer, or is of another version."""
+    if not config.store:
+        return None
+    try:
+        async with asyncio.timeout(ANSWER), open_store(config.store, readonly=True) as opened:
+            await opened.run(config.name)
+    except NotFound:
+        return "ok", "it will be made"
+    except TimeoutError:
+        return "fail", f"no answer within {ANSWER:g} s; start its server, or correct `store`"
+    return "ok", "it answers"
+
+
+def clock(config: RunConfig) -> tuple[Status, str] | None:
+    """This machine's clock against that of a served store."""
+    if not config.store.startswith("http"):
+        return None
+    with suppress(httpx.HTTPError, KeyError):
+        answer = httpx.head(split_secret(config.store)[0], trust_env=False, timeout=ANSWER)
+        ahead = time.time() - parsedate_to_datetime(answer.headers["date"]).timestamp()
+        if abs(ahead) > SKEW:
+            return "warn", f"{ahead:+.0f} s from the store's; synchronise both by NTP"
+    return None
+
+
+def disk(config: RunConfig) -> tuple[Status, str]:
+    """Room for the checkpoints that are kept, and one that is written."""
+    folder = Path(config.output or ".").absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free, files = shutil.disk_usage(folder).free, Path(config.model_path() or "?").glob("*.safe*")
+    # Weights, two float32 moments and, of bfloat16, a float32 master weight.
+    times = 0 if config.policy.lora.rank else 3 if config.policy.dtype == "float32" else 7
+    checkpoint = times * sum(file.stat().st_size for file in files)
+    needed = GIB // 10 + checkpoint * (config.keep_checkpoints + 1)
+    sentence = f"{free / GIB:.1f} GiB free in {folder}, {needed / GIB:.1f} for checkpoints"
+    cure = "free some, name another folder by output=, or lower keep_checkpoints"
+    return ("ok", sentence) if free >= needed else ("fail", f"{sentence}; {cure}")
+
+
+def proxies(config: RunConfig) -> tuple[Status, str] | None:
+    """Upstreams are called directly, whatever the proxy; agents' clients use it."""
+    hosts = {urlsplit(each.base_url).netloc for each in config.upstreams.values()} - {""}
+    outside = ", ".join(sorted(host for host in hosts if not proxy_bypass(host)))
+    if not outside or not getproxies().keys() - {"no"}:
+        return None
+    return "warn", f"[upstreams] are called without the proxy; name in NO_PROXY {outside}"
+
+
+AT_START = (clock, disk, proxies)
+CHECKS = (packages, gpu, store, *AT_START)
+
+
+def check_at_start(config: RunConfig) -> Iterator[str]:
+    """What `agentrl train` warns of. Raises ConfigError for what fails. Imports no torch."""
+    for finding in (each for check in AT_START for each in run_check(check, config)):
+        if finding.status == "fail":
+            raise ConfigError(f"{finding.sentence}; {finding.cure}")
+        if finding.status == "warn":
+            yield f"{finding.name}: {finding.sentence}; {finding.cure}"

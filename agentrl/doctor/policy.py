@@ -1,0 +1,33 @@
+"""Checks of the model of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from agentrl.algorithms.model.load import context_length, vocabulary_size
+from agentrl.algorithms.model.text import Codec
+from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.config import RunConfig
+from agentrl.doctor import Status
+from agentrl.types import Json
+
+PADDING = 1024  # rows of an embedding without a token, to make it a round number
+
+
+def tokenizer(model: LoadedModel) -> tuple[Status, str]:
+    """Whether the ids of the tokenizer are those of the model."""
+    rows, tokens = vocabulary_size(model.model), len(model.tokenizer)
+    sentence = f"{tokens} tokens for {rows} embeddings of {model.source}"
+    if 0 <= rows - tokens <= PADDING:
+        return "ok", sentence
+    return "fail", f"{sentence}; put the tokenizer files of this very model there"
+
+
+def context(model: LoadedModel, config: RunConfig, task: Mapping[str, Json]) -> tuple[Status, str]:
+    """Whether a task and an answer fit."""
+    limit, asked = context_length(model.model), config.engine.max_context
+    room, answer = min(asked, limit or asked), config.sampling.max_tokens or 0
+    size = len(Codec(model.tokenizer).encode(str(task.get("input", ""))))
+    sentence = f"{room} tokens, of which a task takes {size} and sampling.max_tokens {answer}"
+    cure = f"lower sampling.max_tokens or raise engine.max_context (the model: {limit or 'any'})"
+    return ("ok", sentence) if size + answer < room else ("fail", f"{sentence}; {cure}")

@@ -1,0 +1,118 @@
+"""Proofs on this hardware of what a run relies on. They compute, serve and play for seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from msgspec.structs import replace
+from rich.console import Console
+from torch import Tensor
+
+from agentrl import trainer
+from agentrl.algorithms.data.batch import TokenRow
+from agentrl.algorithms.engines.base import VERSION_HEADER
+from agentrl.algorithms.engines.factory import TOLERANCE, policy_server
+from agentrl.algorithms.model.packing import Packing, forward_logprobs, pack_rows
+from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.config import MetricsConfig, RunConfig
+from agentrl.config.schema import EvalConfig
+from agentrl.doctor import Status
+from agentrl.doctor.templates import QUESTION
+from agentrl.evaluation.core import evaluation_run
+from agentrl.loading import task_file
+from agentrl.store import open_store
+from agentrl.types import Json, RolloutState
+
+TOKENS = 16  # of an answer, of a prefix and of a branch
+HELD = 0.2  # seconds in which a call that does not wait would end
+LIMIT = 60.0  # seconds of a call
+
+
+def trie(model: LoadedModel, config: RunConfig) -> tuple[Status, str] | None:
+    """Log-probs and gradients of branches with a common prefix, packed as a trie and as rows."""
+    if config.learner.packed == "rows":
+        return None
+    rows = [_row([*range(TOKENS), *range(k, k + TOKENS)], TOKENS) for k in range(1, 5)]
+    (found, gradient), (exact, wanted) = (_computed(model, rows, p) for p in ("trie", "rows"))
+    gap = float((found - exact).abs().max())
+    turned = float((gradient - wanted).norm() / wanted.norm())
+    sentence = f"log-probs within {gap:.1g} and gradients within {turned:.1g} of those of rows"
+    exact_enough = max(gap, turned / 10) <= TOLERANCE[config.policy.dtype]
+    return ("ok", sentence) if exact_enough else ("fail", f"{sentence}; set learner.packing=rows")
+
+
+def _computed(model: LoadedModel, rows: list[TokenRow], packing: Packing) -> tuple[Tensor, Tensor]:
+    """Log-probs [n], and the gradient of their sum by the embeddings, which it reaches last."""
+    (pack,), weight = pack_rows(rows, packing, 10**6), model.model.get_input_embeddings().weight
+    learned, weight.requires_grad = weight.requires_grad, True  # adapters freeze it
+    logprobs = forward_logprobs(model.model, pack)
+    (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
+    weight.requires_grad = learned
+    return logprobs.detach()[pack.index.argsort()].float(), gradient.float()
+
+
+def _row(tokens: list[int], prompt: int) -> TokenRow:
+    actions = torch.arange(prompt, len(tokens))
+    ones = torch.ones(len(actions))
+    return TokenRow(torch.tensor(tokens), actions, ones, ones, torch.zeros_like(actions))
+
+
+async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
+    """Serves the policy: log-probs against the learner's, and a call that waits for new weights.
+    Raises PolicyError where the server does not come up, and as vLLM's own checks do."""
+    server = policy_server(config, model.model, model.tokenizer, model.adapters, model.policies[0])
+    await server.start()
+    body = {"model": server.model, "messages": [QUESTION], "max_tokens": TOKENS}
+    body |= {"logprobs": True, "return_token_ids": True}
+    try:
+        async with httpx.AsyncClient(trust_env=False, timeout=LIMIT) as http:
+            url = f"{server.base_url}/chat/completions"
+            gap = _gap(model, (await http.post(url, json=body)).raise_for_status().json())
+            async with server.updating():
+                waiting = asyncio.create_task(http.post(url, json=body))
+                ended, _ = await asyncio.wait([waiting], timeout=HELD)
+                started = time.monotonic()
+                await server.publish(1)
+                seconds = time.monotonic() - started
+            version = (await waiting).headers[VERSION_HEADER]
+    finally:
+        await server.close()
+    sentence = f"log-probs within {gap:.1g} of the learner's, new weights in {seconds:.2g} s"
+    if gap > TOLERANCE[config.policy.dtype] or ended or version != "1":
+        waits = "did not wait" if ended or version != "1" else "waited"
+        return "fail", f"{sentence}, for which a call {waits}; set another engine.kind"
+    return "ok", f"{sentence}, for which a call waited"
+
+
+def _gap(model: LoadedModel, answer: Any) -> float:
+    """The largest difference of the sampled tokens' log-probs."""
+    (choice,), prompt = answer["choices"], answer["prompt_token_ids"]
+    row = _row([*prompt, *choice["token_ids"]], len(prompt))
+    told = torch.tensor([each["logprob"] for each in choice["logprobs"]["content"]])
+    applied = model.adapters.using(model.policies[0]) if model.adapters else nullcontext()
+    with torch.no_grad(), applied:
+        scored = forward_logprobs(model.model, pack_rows([row], "rows", len(row.tokens))[0])
+    return float((scored.cpu() - told).abs().max())
+
+
+async def rollout(config: RunConfig, task: dict[str, Json]) -> tuple[Status, str]:
+    """One task through agent, gateway, policy server, verifier and store, as an evaluation."""
+    config = evaluation_run(config, "doctor", None)
+    file = task_file([task], trainer.make_folder(Path(config.output)) / "task.jsonl")
+    tasks, evals = replace(config.tasks, heldout=file), EvalConfig(tasks=1, sampled=False)
+    config = replace(config, tasks=tasks, eval=evals, metrics=MetricsConfig())
+    async with open_store(config.store) as store:
+        seconds = await trainer.supervise(store, config, console=Console(quiet=True))
+        (row,) = await store.rollouts(config.name)
+        trace = await store.trace(row.id)
+    calls = trace.transitions if trace else []
+    if row.state is not RolloutState.SUCCEEDED or not calls:
+        why = row.failure.message if row.failure else "the agent made no model call"
+        return "fail", f"{why}; correct the agent or the verifier"
+    return "ok", f"{len(calls)} model calls, outcome {row.reward():g}, {seconds:.0f} s"

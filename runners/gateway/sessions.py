@@ -1,0 +1,240 @@
+"""The gateway before a deployed agent: whose session a call is, and what is stored of it.
+
+Owns: the sessions in progress. Always true: every call is answered by an endpoint of [upstreams],
+and those of sampled sessions are stored first, as the calls of a rollout are; a session has a lease
+as long as this process lives, and what a process had recorded when it was killed is ended by the
+next. One process serves a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec.structs import replace
+
+from agentrl.config import RunConfig
+from agentrl.datasets.records import without_tokens
+from agentrl.datasets.sessions import SESSION, Feedback, give_feedback, session_group
+from agentrl.errors import ConfigError, Conflict, NotFound, StoreError, Unavailable
+from agentrl.http_server import read_body
+from agentrl.runners.gateway.attribution import ActiveAttempt
+from agentrl.runners.gateway.server import NAME, Gateway
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import Attempt, Json, NewRollout, Outcome, Purpose, Transition
+
+log = logging.getLogger("agentrl.runner")
+LEASE, SWEEP = 60.0, 10.0  # seconds that a session is held, and after which it is held again
+TURN = "agentrl_turn"  # of a request: the digest of its messages
+BESIDE = ("/count_tokens", ":countTokens", "/embeddings", "/traces", "/logs", "/metrics")
+Turn = tuple[str, str]  # digest of the messages of a request, and its answer
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    name: str
+    active: ActiveAttempt
+    used: float = field(default_factory=time.monotonic)  # when it last made a call
+    turns: list[Turn] = field(default_factory=list)
+
+
+class Sessions:
+    """`attribute` is the gateway's middleware, `keep` runs beside it."""
+
+    def __init__(self, store: Store, config: RunConfig) -> None:
+        self._store, self._run, self._settings = store, config.name, config.sessions
+        self._patterns = [re.compile(pattern) for pattern in self._settings.redact]
+        self._keys = os.environ.get(self._settings.key_env, "").split()
+        self._open: dict[str, Session] = {}  # by name
+        self._turns: dict[Turn, str] = {}  # names of sessions by what was said in them
+        self._claiming = asyncio.Lock()  # what is claimed must be what was enqueued just before
+        # Sessions on this machine need no key; on others `attribute` asks for it.
+        roles = config.roles or {"agent": next(iter(config.upstreams))}
+        self.gateway = Gateway(
+            store, self._run, host=config.runner.host, port=config.runner.port, roles=roles,
+            upstreams=config.upstreams, remote=True, rules=config.role_rules, watch=self.attribute,
+        )  # fmt: skip
+        self.gateway.attempts.open = True
+
+    @web.middleware
+    async def attribute(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Find or begin the session of a request, or take feedback."""
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        key = request.headers.get("x-api-key") or bearer
+        if self._settings.key_env and key not in self._keys:
+            return _refusal(401, "the API key is none of those in sessions.key_env")
+        try:
+            if request.method == "POST" and request.path == "/v1/feedback":
+                feedback = msgspec.json.decode(await read_body(request), type=Feedback)
+                rollout = await give_feedback(self._store, self._run, feedback)
+                return web.json_response({"rollout": rollout})
+            if request.method == "POST":
+                await self._find(request, key)
+        except (StoreError, msgspec.DecodeError) as error:
+            wrong = 404 if isinstance(error, NotFound) else 400
+            return _refusal(503 if isinstance(error, Unavailable) else wrong, str(error))
+        return await handler(request)
+
+    async def keep(self) -> None:
+        """Hold the sessions in progress, end the idle ones and those of a process that was killed,
+        until cancelled."""
+        while True:
+            try:
+                await self._sweep()
+            except StoreError as error:
+                log.warning("sessions: %s; tried again", error)
+            await asyncio.sleep(SWEEP)
+
+    async def end(self, idle: float = 0.0) -> None:
+        """End the sessions without a call for so many seconds."""
+        before = time.monotonic() - idle
+        over = [one for one in self._open.values() if one.used <= before]
+        over = [one for one in over if not (idle and one.active.tasks)]
+        for session in over:
+            self._forget(session)
+        await self._finish([one.active.attempt for one in over if not one.active.scoring])
+
+    async def _sweep(self) -> None:
+        await self.end(self._settings.idle)
+        held = [one for one in self._open.values() if not one.active.scoring]
+        live = await self._store.heartbeat([one.active.id for one in held], lease=LEASE)
+        for session in held:
+            if session.active.id not in live:
+                self._forget(session)  # this process was asleep; another call begins it anew
+        async with self._claiming:  # as another runner, because sessions were lost together
+            lost = await self._store.claim(100, runner="recovery", lease=LEASE, run=self._run)
+            await self._finish(lost)
+
+    async def _find(self, request: web.Request, key: str) -> None:
+        try:
+            body = msgspec.json.decode(await read_body(request), type=dict[str, Any])
+        except msgspec.DecodeError:  # the call is refused for it
+            body = {}
+        request[TURN], known, start = _place(body, self._turns)
+        if previous := body.get("previous_response_id"):
+            sessions = self._open.values()
+            known = next((s.name for s in sessions if previous in s.active.memory.answers), "")
+        key = key if self._settings.by == "key" else ""
+        given = request.headers.get(self._settings.header, "") or key
+        name = given or known or uuid.uuid4().hex
+        name = "" if request.path.endswith(BESIDE) else name
+        session = self._open.get(name) or await self._begin(name, given or start)
+        session.used = time.monotonic()
+        session.active.extend(self._settings.timeout)
+        request.match_info["attempt"], request[NAME] = session.active.id, name
+
+    async def _begin(self, name: str, start: str) -> Session:
+        """A session, which is in the store if it has a name and the hash of its start is in the
+        sample."""
+        group = session_group(self._run, name)
+        rollout = NewRollout(
+            id=f"{group}/{uuid.uuid4().hex[:12]}", run=self._run, group=group, index=0, task={},
+            purpose=Purpose.EVAL, step=SESSION, priority=1, timeout=self._settings.timeout,
+        )  # fmt: skip
+        attempt = Attempt(id=uuid.uuid4().hex, rollout=rollout, fence=0, lease_until=math.inf)
+        drawn = int.from_bytes(blake2b(start.encode(), digest_size=4).digest()) / 2**32
+        async with self._claiming:
+            if name in self._open:
+                return self._open[name]
+            if sampled := bool(name) and drawn < self._settings.sample:
+                await self._store.enqueue([rollout])
+                found = await self._store.claim(1, runner="gateway", lease=LEASE, run=self._run)
+                if not found or found[0].rollout.id != rollout.id:
+                    raise Conflict(f"Another process serves run {self._run!r}: end it.")
+                # Whoever claims it after this process was killed gets its calls.
+                (attempt,) = found
+                ran = Outcome(attempt=attempt.id, fence=attempt.fence, ran=True)
+                await self._store.finish([ran])
+            active = self.gateway.attempts.register(attempt, scoring=not sampled)
+            self._open[name] = session = Session(name, active)
+            active.record = partial(self._record, session)
+        return session
+
+    def _record(self, session: Session, request: web.Request, call: Transition) -> Transition:
+        """The call without what is to be redacted, and then without its tokens."""
+        turn = request[TURN], _said(call.answer)
+        self._turns[turn] = session.name
+        session.turns.append(turn)
+        messages, answer = (_redact(part, self._patterns) for part in (call.messages, call.answer))
+        if (messages, answer) == (call.messages, call.answer):
+            return call
+        return replace(without_tokens(call), messages=messages, answer=answer)
+
+    def _forget(self, session: Session) -> None:
+        del self._open[session.name]
+        self.gateway.attempts.unregister(session.active.id)
+        for turn in session.turns:
+            self._turns.pop(turn, None)
+
+    async def _finish(self, attempts: Sequence[Attempt]) -> None:
+        await self._store.finish([Outcome(attempt=one.id, fence=one.fence) for one in attempts])
+
+
+async def serve(config: RunConfig, *, started: Callable[[str], None], stop: asyncio.Event) -> None:
+    """Serve until `stop` is set; `started` is told the base URL."""
+    async with open_store(config.store) as store:
+        known = await store.run(config.name)
+        if known is not None and known.step:
+            raise ConfigError(f"name = {config.name!r}: a run of that name was trained; rename it")
+        await store.open_run(config.name, msgspec.to_builtins(config))
+        sessions = Sessions(store, config)
+        gateway = sessions.gateway
+        await asyncio.to_thread(gateway.start)
+        keeping = gateway.spawn(sessions.keep())
+        try:
+            started(gateway.base_url)
+            await stop.wait()
+        finally:
+            keeping.cancel()
+            await asyncio.wrap_future(gateway.spawn(sessions.end()))
+            await asyncio.to_thread(gateway.close)
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)
+
+
+def _place(body: Mapping[str, Any], known: Mapping[Turn, str]) -> tuple[str, str, str]:
+    """Of a request: the digest of its messages, the session that said the latest of their answers,
+    and the digest of those before the first."""
+    said: Json = next((body[key] for key in ("messages", "input", "contents") if key in body), [])
+    head = [body.get(key) for key in ("system", "systemInstruction", "instructions", "prompt")]
+    state, name, start = blake2b(msgspec.json.encode(head), digest_size=16), "", ""
+    for message in said if isinstance(said, list) else [said]:
+        if isinstance(message, dict) and message.get("role") in ("assistant", "model"):
+            start = start or state.hexdigest()
+            name = known.get((state.hexdigest(), _said(message)), name)
+        state.update(msgspec.json.encode(message))
+    return state.hexdigest(), name, start or state.hexdigest()
+
+
+def _said(message: Json) -> str:
+    """The text of a message of any API."""
+    content = (message or {}).get("content", (message or {}).get("parts"))
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
+
+
+def _redact(value: Json, patterns: Sequence[re.Pattern[str]]) -> Json:
+    if isinstance(value, str):
+        for pattern in patterns:
+            value = pattern.sub("[redacted]", value)
+    elif isinstance(value, dict):
+        return {key: _redact(one, patterns) for key, one in value.items()}
+    elif isinstance(value, list):
+        return [_redact(one, patterns) for one in value]
+    return value

@@ -1,0 +1,55 @@
+"""A mining that is killed at any write, and repeated, makes the same version."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.datasets import draft
+from agentrl.store import open_store
+from tests.agentrl.datasets.test_mining import play
+
+CHILD = """
+import os, signal, sys
+from agentrl.cli.data import data
+from agentrl.datasets import draft
+from agentrl.store.sqlite.store import SqliteStore
+
+draft.CHUNK, left = 4, int(sys.argv.pop(1))
+for verb in ("draft_dataset", "add_items", "commit_dataset"):
+    def counted(self, *given, call=getattr(SqliteStore, verb)):
+        global left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(self, *given)
+    setattr(SqliteStore, verb, counted)
+data()
+"""
+
+
+@pytest.mark.parametrize("write", [2, 4, 7, 9])
+async def test_a_killed_mining_is_repeated_to_the_same_digest(tmp_path: Path, write: int) -> None:
+    digests = []
+    for kill in (0, write):
+        url = tmp_path / f"{kill}.db"
+        async with open_store(str(url)) as store:
+            for k in range(6):
+                sides = {f"{k}a": (1.0, [[5]]), f"{k}b": (0.0, [[6]]), f"{k}c": (0.5, [[7]])}
+                await play(store, f"g{k}", sides, prompt=(1, 10 + k))
+        mine = ["mine", "pairs", "--run", "run", "--how", "all", "--store", str(url)]
+        for left in (kill, 0) if kill else (0,):
+            done = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", CHILD, str(left), *mine, stderr=asyncio.subprocess.PIPE
+            )
+            _, said = await done.communicate()
+            assert done.returncode == (-signal.SIGKILL if left else 0), said
+        async with open_store(str(url)) as store:
+            (found,) = await store.datasets("pairs")
+        digests.append((found.version, found.items, found.digest))
+    assert digests[0] == digests[1]
+    assert draft.CHUNK == 500

@@ -1,0 +1,306 @@
+"""The doctor finds what is broken in a set-up, and says how to mend it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import shutil
+import socket
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoTokenizer
+
+from agentrl.algorithms.engines.base import PolicyServer
+from agentrl.algorithms.model.packing import Pack
+from agentrl.cli.doctor import examine
+from agentrl.cli.main import cli
+from agentrl.config import RunConfig
+from agentrl.doctor import machine, memory, proofs
+from agentrl.store import open_store
+
+AGENT = """
+from openai import OpenAI
+
+
+def agent(text):
+    messages = [{"role": "user", "content": text}]
+    answer = OpenAI().chat.completions.create(model="policy", messages=messages)
+    return answer.choices[0].message.content
+"""
+FILES = {
+    "agent.py": AGENT,
+    "verifier.py": "def verify(task, result): return float(result == task['answer'])\n",
+    "tasks.jsonl": '{"input": "x", "answer": "y"}\n',
+}
+RUN = """
+output = "{folder}/out"
+[agent]
+path = "agent.py:agent"
+[tasks]
+train = "tasks.jsonl"
+[verifier]
+path = "verifier.py:verify"
+[policy]
+model = "model"
+[sampling]
+max_tokens = 16
+"""
+INSERT = "insert into _sqlite_migrations (migration_set, name, applied_at) values (?, ?, ?)"
+TIME = "Mon, 01 Jan 2024 00:00:00 GMT"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """A run that lacks nothing."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "run.toml").write_text(RUN.format(folder=tmp_path))
+    shutil.copytree(tiny_model_dir, tmp_path / "model")
+    return tmp_path
+
+
+def test_a_run_that_lacks_nothing(folder: Path) -> None:
+    result = CliRunner().invoke(cli, ["doctor", str(folder / "run.toml"), "--json"])
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["ok"]) == (0, True), report
+    assert {each["status"] for each in report["findings"]} == {"ok"}
+    names = [each["name"] for each in report["findings"]]
+    assert {
+        "gpu",
+        "disk",
+        "memory",
+        "tokenizer",
+        "context",
+        "turns",
+        "trie",
+        "sampler",
+        "rollout",
+    } <= set(names)
+
+
+def test_a_failure_is_the_exit_code(folder: Path) -> None:
+    (folder / "verifier.py").unlink()
+    result = CliRunner().invoke(cli, ["doctor", str(folder / "run.toml")])
+    assert result.exit_code == 1
+    assert result.output.startswith("fail settings: verifier.path = 'verifier.py:verify'")
+
+
+def test_without_a_run_file_the_machine_is_checked() -> None:
+    assert [each.status for each in examine(None)] == ["ok"] * 3
+
+
+Patch = pytest.MonkeyPatch
+Breaking = Callable[[Path, Patch], list[str]]
+BROKEN: dict[str, tuple[Breaking, str, str, str]] = {}
+
+
+def broken(check: str, status: str, cure: str) -> Callable[[Breaking], Breaking]:
+    """A set-up of which this check finds something, with this cure. What it is broken by may return
+    settings for the command line."""
+
+    def add(breaking: Breaking) -> Breaking:
+        BROKEN[breaking.__name__] = breaking, check, status, cure
+        return breaking
+
+    return add
+
+
+@broken("gpu", "fail", "update its driver, or install the torch for it")
+def wrong_cuda(folder: Path, patch: Patch) -> list[str]:
+    patch.setattr(machine, "DRIVER", folder)
+    return []
+
+
+@broken("settings", "fail", "add chat_template.jinja to the directory")
+def no_template(folder: Path, patch: Patch) -> list[str]:
+    (folder / "model" / "chat_template.jinja").unlink()
+    return []
+
+
+@broken("sampler", "fail", "set engine.port to a free port")
+def port_taken(folder: Path, patch: Patch) -> list[str]:
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    taken.detach()  # open until this process ends
+    return [f"engine.port={port}"]
+
+
+@broken("tokenizer", "fail", "put the tokenizer files of this very model there")
+def tokenizer_of_another_model(folder: Path, patch: Patch) -> list[str]:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.add_tokens([f"word{n}" for n in range(400)])
+    tokenizer.save_pretrained(folder / "model")
+    return []
+
+
+@broken("rollout", "fail", "correct the agent or the verifier")
+def verifier_that_raises(folder: Path, patch: Patch) -> list[str]:
+    (folder / "verifier.py").write_text("def verify(task, result): return task['anser'] == result")
+    return []
+
+
+@broken("disk", "fail", "lower keep_checkpoints")
+def disk_full(folder: Path, patch: Patch) -> list[str]:
+    patch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    return []
+
+
+@broken("store", "fail", "upgrade agentrl or choose another store")
+def store_of_a_newer_schema(folder: Path, patch: Patch) -> list[str]:
+    (folder / "out").mkdir()
+    asyncio.run(open_store(f"sqlite:///{folder}/out/store.db").close())
+    with closing(sqlite3.connect(folder / "out" / "store.db")) as conn, conn:
+        conn.execute(INSERT, ("agentrl", "0999_future", "2099"))
+    return []
+
+
+class Clock(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_response(404)
+        self.end_headers()
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return TIME
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+@broken("clock", "warn", "synchronise both by NTP")
+def clock_off_by_years(folder: Path, patch: Patch) -> list[str]:
+    server = HTTPServer(("127.0.0.1", 0), Clock)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    patch.setattr(machine, "CHECKS", (machine.clock,))
+    return [f'store="http://127.0.0.1:{server.server_port}"']
+
+
+@broken("store", "fail", "is it running there?")
+def postgres_away(folder: Path, patch: Patch) -> list[str]:
+    patch.setattr("agentrl.store.postgres.connection.REFUSED", 0.0)
+    return ['store="postgresql://nobody@127.0.0.1:9/none"']
+
+
+@broken("rollout", "fail", "set it to the endpoint's API key")
+def key_missing(folder: Path, patch: Patch) -> list[str]:
+    patch.delenv("JUDGE_KEY", raising=False)
+    return ['upstreams.judge={base_url="http://127.0.0.1:9/v1", key_env="JUDGE_KEY"}']
+
+
+@broken("proxies", "warn", "name in NO_PROXY api.example.com")
+def upstream_behind_a_proxy(folder: Path, patch: Patch) -> list[str]:
+    patch.setenv("https_proxy", "http://127.0.0.1:9")
+    patch.setenv("no_proxy", "localhost")
+    return ['upstreams.judge={base_url="https://api.example.com/v1"}']
+
+
+@broken("memory", "fail", "learner.gradient_checkpointing=true")
+def too_little_memory(folder: Path, patch: Patch) -> list[str]:
+    patch.setattr(memory, "available", lambda config: 240_000_000)
+    return ["learner.token_budget=65536", "engine.max_batch=8"]
+
+
+@broken("context", "fail", "lower sampling.max_tokens")
+def answers_longer_than_the_context(folder: Path, patch: Patch) -> list[str]:
+    return ["sampling.max_tokens=512"]
+
+
+@broken("sampler", "fail", "run pip install 'agentrl[vllm]'")
+def vllm_missing(folder: Path, patch: Patch) -> list[str]:
+    return ["engine.kind=vllm"]
+
+
+def replace_in_template(folder: Path, old: str, new: str) -> list[str]:
+    file = folder / "model" / "chat_template.jinja"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    return []
+
+
+@broken("tool_calls", "warn", "choose a model whose template renders them")
+def template_without_tools(folder: Path, patch: Patch) -> list[str]:
+    return replace_in_template(folder, "{%- if tools %}", "{%- if false %}")
+
+
+@broken("thinking", "warn", "mend chat_template.jinja")
+def template_that_drops_thinking(folder: Path, patch: Patch) -> list[str]:
+    return replace_in_template(
+        folder, "{{- message.content or '' }}", "{{- message.content.split('</think>')[-1] }}"
+    )
+
+
+@broken("turns", "warn", "mend chat_template.jinja")
+def template_that_rewords_turns(folder: Path, patch: Patch) -> list[str]:
+    return replace_in_template(
+        folder, "{{- message.content or '' }}", "{{- '- ' + (message.content or '') }}"
+    )
+
+
+@broken("rollout", "fail", "correct the agent or the verifier")
+def agent_that_asks_no_model(folder: Path, patch: Patch) -> list[str]:
+    (folder / "agent.py").write_text("agent = lambda text: text")
+    return []
+
+
+@broken("sampler", "fail", "another engine.kind")
+def sampler_of_other_weights(folder: Path, patch: Patch) -> list[str]:
+    serve = proofs.policy_server
+
+    def other(config: RunConfig, model: Any, *more: Any) -> PolicyServer:
+        served = copy.deepcopy(model)
+        with torch.no_grad():
+            served.get_input_embeddings().weight.mul_(1.1)
+        return serve(config, served, *more)
+
+    patch.setattr(proofs, "policy_server", other)
+    return []
+
+
+@broken("trie", "fail", "set learner.packing=rows")
+def trie_that_differs(folder: Path, patch: Patch) -> list[str]:
+    exact = proofs.forward_logprobs
+
+    def wrong(model: Any, pack: Pack) -> torch.Tensor:
+        return exact(model, pack) + 0.1 * (len(pack.tokens) < 4 * (2 * proofs.TOKENS - 1))
+
+    patch.setattr(proofs, "forward_logprobs", wrong)
+    return []
+
+
+@broken("settings", "fail", "did you mean 'lr'")
+def setting_misspelled(folder: Path, patch: Patch) -> list[str]:
+    return ["algorithm.lrr=1"]
+
+
+@broken("settings", "fail", "")
+def task_file_broken(folder: Path, patch: Patch) -> list[str]:
+    (folder / "tasks.jsonl").write_text("{'input': 1}\n")
+    return []
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_named_with_its_cure(name: str, folder: Path, monkeypatch: Patch) -> None:
+    breaking, check, status, cure = BROKEN[name]
+    overrides = breaking(folder, monkeypatch)
+    for proof in {"sampler", "rollout"} - {check}:  # which take seconds
+        monkeypatch.setattr(proofs, proof, lambda *given: None)
+    found = [each for each in examine(folder / "run.toml", overrides) if each.status != "ok"]
+    assert [(each.name, each.status) for each in found] == [(check, status)]
+    assert cure in f"{found[0].sentence}; {found[0].cure}"
+
+
+def test_training_starts_with_the_quick_checks(folder: Path, monkeypatch: Patch) -> None:
+    disk_full(folder, monkeypatch)
+    result = CliRunner().invoke(cli, ["train", str(folder / "run.toml")])
+    assert "for checkpoints; free some" in str(result.exception)
+    assert not (folder / "out").exists()

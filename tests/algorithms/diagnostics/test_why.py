@@ -1,0 +1,209 @@
+"""Real runs of a tiny model, each spoiled in one way, and what `agentrl why` says first of each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from agentrl.algorithms.diagnostics import why
+from agentrl.algorithms.train import main
+from agentrl.cli.main import cli
+from agentrl.config import resolve
+from agentrl.errors import NotFound, TrainingError
+from agentrl.runners.gateway import capture
+from agentrl.runners.main import RunnerThread
+from agentrl.store import open_store
+from agentrl.types import StepCommit, StepRow
+
+Agent = Callable[[str], Awaitable[str]]
+LONG = "and so on " * 400
+
+
+def build(text: Callable[[str], str] = str, pause: float = 0.0) -> Agent:
+    """An agent that asks its model once and says what it answered."""
+
+    async def agent(task: str) -> str:
+        await asyncio.sleep(pause)
+        messages = [{"role": "user", "content": text(task)}]
+        body = {"model": "policy", "messages": messages}
+        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        async with httpx.AsyncClient(verify=False) as client:  # certificates take long to read
+            answer = await client.post(url, json=body)
+        if answer.is_error:
+            raise ValueError(answer.text)
+        return str(answer.json()["choices"][0]["message"]["content"] or "")
+
+    return agent
+
+
+def early_letters(task: dict[str, Any], result: str) -> float:
+    """The share of letters up to m: no two rollouts agree, and it can be learned."""
+    return sum(letter in "abcdefghijklm" for letter in result) / (len(result) or 1)
+
+
+def by_task(task: dict[str, Any], result: str) -> float:
+    return float(task["input"] == "one")
+
+
+def seldom(task: dict[str, Any], result: str) -> dict[str, float]:
+    return {"outcome": early_letters(task, result)} if "a" in result else {"style": 1.0}
+
+
+SPOILED: dict[str, tuple[str, dict[str, Any]]] = {
+    "groups flat": ("groups are flat", {"verify": by_task}),
+    "rewards missing": ("rewards are missing", {"verify": seldom}),
+    "verifier always 0": ("the verifier gives one reward", {"verify": lambda task, result: 0.0}),
+    "calls inexact": ("calls are inexact", {}),
+    "model certain": ("entropy is gone", {}),
+    "prompt too long": ("the prompt is too long", {"agent": build(lambda task: LONG)}),
+    "agent times out": (
+        "rollouts fail",
+        {"agent": build(pause=9.0), "settings": {"agent": {"timeout": 0.05}}},
+    ),
+    "role misspelt": (
+        "a role is silent",
+        {
+            "settings": {
+                "policies": {
+                    "solver": {"roles": ["agent"], "lora": {"rank": 2}},
+                    "planner": {"roles": ["planer"], "lora": {"rank": 2}},
+                }
+            }
+        },
+    ),
+    "lr too high": ("the learning rate is too high", {"algorithm": {"lr": 1.0}}),
+    "lr too low": ("the learning rate is too low", {"algorithm": {"lr": 1e-8}}),
+    "too many epochs": (
+        "ratios are clipped",
+        {"algorithm": {"lr": 1e-2, "minibatches": 2, "epochs": 4}},
+    ),
+    "lag": (
+        "the lag is too high",
+        {"algorithm": {"lr": 3e-2, "preset": "grpo+tis", "max_staleness": 4.0}},
+    ),
+}
+
+
+async def train(
+    folder: Path,
+    model: Path,
+    *,
+    agent: Agent | None = None,
+    verify: Callable[..., Any] = early_letters,
+    settings: dict[str, Any] | None = None,
+    **tables: dict[str, Any],
+) -> str:
+    """A run of a few steps in this process; returns the URL of its store."""
+    (folder / "tasks.jsonl").write_text('{"input": "one"}\n{"input": "two"}\n')
+    given: dict[str, Any] = {
+        "name": "r", "root": str(folder), "output": str(folder / "out"), "steps": 4,
+        "agent": {"path": "agent.py:agent"}, "tasks": {"train": "tasks.jsonl"},
+        "policy": {"model": str(model), "device": "cpu"}, "learner": {"threads": 1},
+    } | (settings or {})  # fmt: skip
+    given["algorithm"] = {"groups": 2, "group_size": 5, "lr": 1e-3} | tables.get("algorithm", {})
+    given["sampling"] = {"max_tokens": 4} | tables.get("sampling", {})
+    config = resolve(given, source="test")
+    runner = RunnerThread(config.store, "r", agent=agent or build(), verifier=verify)
+    runner.start()
+    try:
+        async with asyncio.timeout(60):
+            await main.run(config)
+    except TrainingError:  # no rollout of three steps could be used
+        pass
+    finally:
+        await asyncio.to_thread(runner.stop)
+    return config.store
+
+
+def make_certain(model: Path, folder: Path) -> Path:
+    """A copy that gives its likeliest token a probability of almost 1."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] *= 50.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", SPOILED)
+async def test_what_spoiled_a_run_is_named_first(
+    name: str, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, spoiled = SPOILED[name]
+    model = tiny_model_dir
+    if name == "calls inexact":
+        monkeypatch.setattr(capture.SampledChoice, "exact", property(lambda choice: False))
+    if name == "model certain":
+        model = make_certain(model, tmp_path / "certain")
+    async with open_store(await train(tmp_path, model, **spoiled)) as store:
+        *_, record = (await why.read(store, "r")).values()
+    found = why.reasons(record)
+    assert expected in found[0].text, found
+
+
+async def test_a_run_that_learns_has_no_strong_reason_not_to(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    url = await train(tmp_path, tiny_model_dir, algorithm={"lr": 1e-2}, sampling={"max_tokens": 3})
+    async with open_store(url) as store:
+        (record,) = (await why.read(store, "r")).values()
+    assert [reason for reason in why.reasons(record) if reason.share >= why.MOST] == []
+
+
+def test_the_command_prints_reasons_and_settings(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+
+    async def fill() -> None:
+        config = resolve({"policy": {"model": "m"}}, source="test")
+        async with open_store(url) as store:
+            state = await store.open_run("r", msgspec.to_builtins(config))
+            for step in range(2):
+                metrics = {"reward/mean": 0.0, "reward/std": 0.0, "rollouts": 4.0}
+                commit = StepCommit(
+                    run="r", epoch=state.epoch, step=step, groups=[], versions={},
+                    checkpoint=None, metrics=metrics,
+                )  # fmt: skip
+                await store.commit_step(commit)
+
+    asyncio.run(fill())
+    said = CliRunner().invoke(cli, ["why", "r", "--store", url]).output
+    assert "1. the verifier gives one reward to all: 0 in all 2 steps\n" in said
+    assert "   change verifier.path" in said
+    lost = CliRunner().invoke(cli, ["why", "other", "--store", url])
+    assert isinstance(lost.exception, NotFound)
+
+
+def rows(**columns: list[float]) -> list[StepRow]:
+    names = {"score": "eval/score", "reward": "reward/mean", "games": "selfplay/games"}
+    found = [
+        {names[key]: x for key, x in zip(columns, row, strict=True)}
+        for row in zip(*columns.values(), strict=True)
+    ]
+    return [
+        StepRow(run="r", step=step, metrics=metrics, committed=True, at=0.0)
+        for step, metrics in enumerate(found)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "improved"),
+    [
+        ({"score": [0.1, 0.2]}, True),
+        ({"score": [0.2, 0.2], "reward": [0.0, 1.0]}, False),
+        ({"reward": [0.1, 0.2, 0.3, 0.4, 0.5]}, True),
+        ({"reward": [0.2, 0.1, 0.5, 0.1, 0.5, 0.1, 0.2, 0.1]}, False),
+        ({"reward": [0.0, 0.0, 0.0], "games": [1.0, 1.0, 1.0]}, True),
+        ({"reward": [0.1]}, True),
+    ],
+)
+def test_whether_a_run_improved(columns: dict[str, list[float]], improved: bool) -> None:
+    assert why.has_improved(rows(**columns)) is improved

@@ -1,0 +1,71 @@
+"""A judged step that is killed and repeated asks nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+from aiohttp import web
+
+from agentrl.store import open_store
+
+CHILD = """
+import asyncio, sys
+import aiohttp
+from agentrl.algorithms.judges.judge import make_judges
+from agentrl.config import resolve
+from agentrl.store import open_store
+from tests.algorithms.judges.test_judge import group
+
+async def main(url, base_url):
+    judge = {"upstream": "gpt", "kind": "pairwise", "concurrency": 1}
+    upstreams = {"gpt": {"base_url": base_url, "model": "m"}}
+    config = resolve({"judges": {"quality": judge}, "upstreams": upstreams}, source="test")
+    async with open_store(url) as store, aiohttp.ClientSession() as session:
+        judges = await make_judges(config, store, session)
+        made, metrics = await judges.complete([group("it is 4", "it is 3", "no")])
+        print([row.reward("quality") for row in made[0].rollouts], metrics)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_no_answer_is_paid_twice_over_kills(tmp_path: Path) -> None:
+    paid, child, kills = Counter[str](), None, {3, 5}
+
+    async def answer(request: web.Request) -> web.Response:
+        (message,) = (await request.json())["messages"]
+        if sum(paid.values()) in kills:  # before it answers: this question costs nothing
+            kills.remove(sum(paid.values()))
+            assert child is not None
+            child.send_signal(signal.SIGKILL)
+            await asyncio.sleep(60)
+        paid[message["content"]] += 1
+        verdict = '{"reason": "", "better": "tie"}'
+        return web.json_response({"choices": [{"message": {"content": verdict}}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    store, ends = f"sqlite:///{tmp_path / 'store.db'}", []
+    async with open_store(store):
+        pass
+    for _ in range(3):
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", CHILD, store, url, stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        said, _ = await child.communicate()
+        ends.append(child.returncode)
+    await runner.cleanup()
+    assert ends == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    assert b"[0.5, 0.5, 0.5]" in said
+    assert set(paid.values()) == {1}
+    assert len(paid) == 6  # three pairs in both orders
