@@ -61,12 +61,10 @@ class TrainingLoop:
             async with self.serving.updating():
                 # Credit, packing, gradients. In a thread: this loop has servers to attend to.
                 metrics = await asyncio.to_thread(self.policies.update, step, collected.groups)
-                metrics |= collected.metrics | judged
-                metrics["time/learner_idle"] = claimed - updated
+                metrics |= collected.metrics | judged | {"time/learner_idle": claimed - updated}
                 metrics["time/sampler_idle"] = self.serving.idle_seconds()
                 updated = time.monotonic()
-                metrics["time/rollouts"] = claimed - started
-                metrics["time/update"] = updated - claimed
+                metrics |= {"time/rollouts": claimed - started, "time/update": updated - claimed}
                 metrics |= throughput(metrics)
                 empty = is_empty(self.policies, step, metrics, collected)
                 if empty:
@@ -86,8 +84,8 @@ class TrainingLoop:
     async def commit(self, step: int, collected: Collected, metrics: Metrics) -> None:
         """Write the checkpoint, then commit the step that names it, then delete old checkpoints."""
         self.lock.check()
-        folder = Path(self.config.output, "checkpoints")
-        path = folder / checkpoint_name(step + 1, self.state.epoch)
+        name = checkpoint_name(step + 1, self.state.epoch)
+        path = Path(self.config.output, "checkpoints", name)
         if self.snapshots is not None:
             await self.snapshots.save_due(step + 1)
         save_checkpoint(path, self.policies, self.policies.dump(), self.state.identity)
@@ -101,16 +99,15 @@ class TrainingLoop:
                 credits=self.policies.credits(step),
                 rewards=[*self.judges.rewards, *self.policies.step_rewards(step)],
                 versions=self.policies.versions(step + 1),
-                checkpoint=f"checkpoints/{path.name}",
+                checkpoint=f"checkpoints/{name}",
                 metrics=metrics,
             )
         )
-        prune(folder, keep=self.config.keep_checkpoints, last=path, run=self.state.identity)
+        prune(path.parent, keep=self.config.keep_checkpoints, last=path, run=self.state.identity)
 
     async def evaluate(self, step: int) -> None:
         """Held-out scores after `step` steps, where the run file asks for them."""
-        settings = self.config.eval
-        outer = step in (0, self.config.steps)
+        settings, outer = self.config.eval, step in (0, self.config.steps)
         if not (outer or (settings.every and step % settings.every == 0)):
             return
         limit = settings.tasks if outer else settings.curve_tasks
