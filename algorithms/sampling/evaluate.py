@@ -62,11 +62,13 @@ async def evaluate_heldout(
 async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: int) -> None:
     """Log what `eval.functions` say about the policy after `step` steps, as eval/function/<name>,
     or <name>/<key> of several numbers. Raises ConfigError for one that raises."""
+    if not config.eval.functions:
+        return
     metrics: dict[str, float] = {}
+    state = await store.run(config.name)
+    last = state and state.checkpoint and config.checkpoint(state.checkpoint)
+    checkpoint = Path(last or config.model_path())
     for path in config.eval.functions:
-        state = await store.run(config.name)
-        last = state and state.checkpoint and config.checkpoint(state.checkpoint)
-        checkpoint = Path(last or config.model_path())
         function = load_attribute(path, Path(config.root), key="eval.functions")
         try:
             found = await asyncio.to_thread(function, checkpoint)

@@ -75,9 +75,8 @@ class ActiveAttempt:
     most_calls: int = 0  # 0: any number
     most_tokens: int = 0  # after which no call is answered; 0: any number
     on_spent: Callable[[str], None] | None = None  # told which of the two is used up
-    record: Callable[[web.Request, Transition], Transition] | None = (
-        None  # what is stored of a call
-    )
+    # What is stored of a call; None: the call as it was.
+    record: Callable[[web.Request, Transition], Transition] | None = None
 
     @property
     def id(self) -> str:
