@@ -140,7 +140,7 @@ class NewRollout(Record, frozen=True):
     timeout: float = 60.0  # seconds for one attempt
     priority: int = 0  # larger is claimed first
     branch: Branch | None = None
-    seats: dict[str, str] = {}  # role -> policy that plays it here, before that of the run file
+    seats: dict[str, str] = {}  # role or policy -> policy that plays it here, not the run file's
     candidate: str | None = None  # whose texts the agent's roles read here; None: its own
 
 
@@ -280,7 +280,7 @@ class Rollout(Record, frozen=True):
     seconds: float = 0.0  # of the last attempt
     trained: int | None = None  # the step that trained its group
     branch: Branch | None = None
-    seats: dict[str, str] = {}  # role -> policy that played it here, before that of the run file
+    seats: dict[str, str] = {}  # role or policy -> policy that played it here
     candidate: str | None = None
 
     def reward(self, name: str = "outcome") -> float:

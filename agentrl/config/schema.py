@@ -171,8 +171,10 @@ class AlgorithmConfig(Section, frozen=True):
     # asked for as early as this allows: 0.5 lets half a step be sampled ahead.
     max_staleness: NonNegative = 0.0  # 0: sampling waits for every update
     # While weights are updated. drained: calls in flight end first, and new ones wait. in_flight:
-    # calls go on, with the new weights from then on.
-    overlap: Literal["none", "drained", "in_flight"] | None = None  # none if max_staleness is 0
+    # calls go on, with the new weights from then on. one_step_off: the groups of the next step are
+    # sampled with the weights before the update, all of them, so that a run can be repeated bit by
+    # bit. None if max_staleness is 0, else drained.
+    overlap: Literal["none", "drained", "in_flight", "one_step_off"] | None = None
     order: Literal["asked", "ready"] = "asked"  # groups train as asked for, or as they end
     # With order = "ready", of tokens that got too old: keep the reward for the group's baseline and
     # learn nothing from the tokens, or cancel the whole group and ask for another.
@@ -198,6 +200,11 @@ class AlgorithmConfig(Section, frozen=True):
     max_grad_norm: Positive = 1.0
     branching: BranchingConfig = BranchingConfig()
     counterfactual: CounterfactualConfig = CounterfactualConfig()
+
+    @property
+    def samples_during_update(self) -> bool:
+        """Whether the sampler has a copy of the weights, and goes on while they are updated."""
+        return self.overlap in ("in_flight", "one_step_off")
 
 
 class DataConfig(Section, frozen=True):
@@ -266,6 +273,9 @@ class EvalConfig(Section, frozen=True):
     temperature: NonNegative = 0.0  # everything else is sampled as in training
     # Each "file.py:name", called with a checkpoint's directory: a number, or several by name.
     functions: list[str] = []
+    # Score copies of the policies, each as large as the model, while training goes on; not before
+    # and after it.
+    beside: bool = False
     patience: Natural = 0  # evaluations without a better score until training ends; 0: it goes on
 
 

@@ -65,6 +65,8 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _staleness(config)
     if config.tasks.solved is not None and config.tasks.order == "difficulty":
         yield "tasks.solved leaves out what tasks.order = 'difficulty' draws seldom; choose one"
+    if config.eval.beside and not (config.eval.every and config.tasks.heldout):
+        yield "eval.beside scores copies between steps: set eval.every and tasks.heldout"
     if config.eval.patience and not (config.eval.every and config.tasks.heldout):
         yield "eval.patience counts held-out scores: set eval.every and tasks.heldout"
     if config.eval.functions and team.has_no_own_policy(config) and not config.data.name:
@@ -319,6 +321,11 @@ def _staleness(config: RunConfig) -> Iterator[str]:
                 f"algorithm.{key} = {value!r}: nothing is sampled ahead of an update while "
                 "algorithm.max_staleness is 0; set that too"
             )
+    if overlap == "one_step_off" and (ahead != 1 or algorithm.order != "asked"):
+        yield (
+            "algorithm.overlap = 'one_step_off' samples one step ahead and trains groups as "
+            "they were asked for; set algorithm.max_staleness = 1 and algorithm.order = 'asked'"
+        )
     if keys != "recompute" and overlap != "in_flight":
         yield (
             f"engine.keys = {keys!r}: weights change while no call runs, unless algorithm.overlap "

@@ -59,7 +59,7 @@ def policy_server(
             max_context=engine.max_context,
             threads=engine.threads,
             adapters=adapters,
-            keys=engine.keys if config.algorithm.overlap == "in_flight" else None,
+            keys=engine.keys if config.algorithm.samples_during_update else None,
         )
     if isinstance(engine, VllmEngineConfig):
         return vllm_server(config, model, tokenizer, adapters)
@@ -74,7 +74,7 @@ def vllm_server(
     engine, dtype = config.engine, config.policy.dtype
     assert isinstance(engine, VllmEngineConfig)
     learned = _learned(model, tokenizer, adapters, engine.threads)
-    in_flight = config.algorithm.overlap == "in_flight"
+    in_flight = config.algorithm.samples_during_update
     folder = Path(config.output, "vllm").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     host: VllmHost

@@ -38,9 +38,11 @@ async def evaluate_heldout(
     step: int,
     tasks: list[dict[str, Json]],
     candidate: str | None = None,
+    seats: Mapping[str, str] = {},
 ) -> None:
     """Log the scores of one rollout per task after `step` steps, as `eval/<name>` and so on for
-    each named temperature, unless they are in the store already."""
+    each named temperature, unless they are in the store already. seats: role or policy -> policy
+    that plays it."""
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
@@ -51,7 +53,7 @@ async def evaluate_heldout(
     asked = {}
     for name, temperature in temperatures(config, step).items():
         sampling = replace(config.sampling, temperature=temperature)
-        asked[name] = evaluation_rollouts(config, step, name, tasks, sampling, candidate=candidate)
+        asked[name] = evaluation_rollouts(config, step, name, tasks, sampling, seats, candidate)
     metrics: dict[str, float] = {}
     for name, rollouts in (await play(store, asked)).items():
         metrics |= {f"eval/{key}": x for key, x in score_metrics(name, rollouts).items()}

@@ -21,7 +21,8 @@ def evaluation_rollouts(
     seats: Mapping[str, str] = {},
     candidate: str | None = None,
 ) -> list[NewRollout]:
-    """One rollout per task, as the group `<run>/eval/<step>/<name>`. seats: role -> policy."""
+    """One rollout per task, as the group `<run>/eval/<step>/<name>`. seats: role or policy
+    -> policy that plays it."""
     group = f"{config.name}/eval/{step:06d}/{name}"
     return [
         replace(

@@ -43,6 +43,18 @@ async def close_groups_during(work: Coroutine[Any, Any, T], store: Store, config
         await asyncio.gather(waiting, closing, return_exceptions=True)
 
 
+async def settle_groups_ahead(store: Store, config: RunConfig) -> None:
+    """With algorithm.overlap = "one_step_off", until every group that was asked for has ended: none
+    of their calls then reads weights after the update, however long they take."""
+    if config.algorithm.overlap == "one_step_off":
+        await close_groups_during(_settle(store, config), store, config)
+
+
+async def _settle(store: Store, config: RunConfig) -> None:
+    for row in await _open_groups(store, config):
+        await store.settled(row.id)
+
+
 async def _close_groups(store: Store, config: RunConfig) -> None:
     begun: dict[str, float] = {}
     while True:

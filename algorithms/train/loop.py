@@ -15,9 +15,11 @@ from agentrl.algorithms.diagnostics.metrics import Metrics, throughput
 from agentrl.algorithms.judges.judge import Judges
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling.collect import Collected, Collector
-from agentrl.algorithms.sampling.evaluate import evaluate_functions, evaluate_heldout, has_stalled
-from agentrl.algorithms.train.checkpoint import checkpoint_name, mark_best, prune, save_checkpoint
+from agentrl.algorithms.sampling.evaluate import evaluate_functions, has_stalled
+from agentrl.algorithms.sampling.stragglers import settle_groups_ahead
+from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.train.empty_steps import check_empty_steps, empty_commit, is_empty
+from agentrl.algorithms.train.heldout import HeldoutEvaluator
 from agentrl.algorithms.train.offline import DatasetCollector
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
@@ -25,7 +27,7 @@ from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.config import RunConfig
 from agentrl.folder_lock import FolderLock
 from agentrl.store.base import Store
-from agentrl.types import Json, RunState, StepCommit
+from agentrl.types import RunState, StepCommit
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class TrainingLoop:
     policies: PolicySet
     serving: PolicyServers
     collector: Collector | DatasetCollector
-    heldout: list[dict[str, Json]]
+    heldout: HeldoutEvaluator
     lock: FolderLock
     prompts: PromptSchedule
     snapshots: SnapshotStore | None = None  # None: without a pool of opponents
@@ -79,10 +81,12 @@ class TrainingLoop:
                 await check_empty_steps(self.store, self.config)
             await self.serving.announce(self.store, self.config.name, self.state.epoch)
             await self.evaluate(step + 1)
+        await self.heldout.finish()
         await check_empty_steps(self.store, self.config)  # also where no step was left to train
 
     async def commit(self, step: int, collected: Collected, metrics: Metrics) -> None:
         """Write the checkpoint, then commit the step that names it, then delete old checkpoints."""
+        await settle_groups_ahead(self.store, self.config)
         self.lock.check()
         name = checkpoint_name(step + 1, self.state.epoch)
         path = Path(self.config.output, "checkpoints", name)
@@ -110,11 +114,7 @@ class TrainingLoop:
         settings, outer = self.config.eval, step in (0, self.config.steps)
         if not (outer or (settings.every and step % settings.every == 0)):
             return
-        limit = settings.tasks if outer else settings.curve_tasks
         if isinstance(self.collector, DatasetCollector):
-            await self.collector.evaluate(step, limit)
+            await self.collector.evaluate(step, settings.tasks if outer else settings.curve_tasks)
         await evaluate_functions(self.store, self.config, self.state.epoch, step)
-        if tasks := self.heldout[: limit or None]:
-            epoch, candidate = self.state.epoch, self.prompts.in_use.id
-            await evaluate_heldout(self.store, self.config, epoch, step, tasks, candidate)
-            await mark_best(self.store, self.config, step)
+        await self.heldout.score(step)

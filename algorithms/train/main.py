@@ -31,6 +31,7 @@ from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
+from agentrl.algorithms.train.heldout import HeldoutEvaluator
 from agentrl.algorithms.train.load_policies import load_policies, vocabulary_sizes
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.offline import DatasetCollector
@@ -101,6 +102,9 @@ async def run(config: RunConfig) -> None:
             await snapshots.start(state.step)
         session = await stack.enter_async_context(aiohttp.ClientSession())
         judges = await make_judges(config, store, session)
+        evaluator = HeldoutEvaluator(
+            config, store, state.epoch, policies, serving, heldout, prompts
+        )
         loop = TrainingLoop(
             config,
             store,
@@ -108,12 +112,13 @@ async def run(config: RunConfig) -> None:
             policies,
             serving,
             collector,
-            heldout,
+            evaluator,
             lock,
             prompts,
             snapshots,
             judges,
         )
+        await evaluator.start()
         await serving.during(loop.run())
         await store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
 

@@ -2,7 +2,7 @@
 
 Owns one policy server for each model in memory; the adapters of a model share it. Always true:
 weights, versions and the set of served policies change only inside `updating`; no call is in flight
-then, unless algorithm.overlap = "in_flight"; and a policy that did not learn keeps its version.
+then, unless `algorithm.samples_during_update`; and a policy that did not learn keeps its version.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class PolicyServers:
             server = _make_server(config, base, number)
             for name in base.policies:
                 self._servers[name], self._versions[name] = server, 0
-        self._in_flight = config.algorithm.overlap == "in_flight"
+        self._in_flight = config.algorithm.samples_during_update
         if self._in_flight and not all(getattr(s, "in_flight", False) for s in self._each()):
             raise ConfigError(
-                f"algorithm.overlap = 'in_flight': engine.kind = {engine.kind!r} cannot change "
-                "weights while calls run; use 'drained'"
+                f"algorithm.overlap = {config.algorithm.overlap!r}: engine.kind = {engine.kind!r} "
+                "cannot change weights while calls run; use 'drained'"
             )
 
     async def start(self) -> None:
@@ -64,7 +64,7 @@ class PolicyServers:
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         """Inside, weights may change: calls in flight have finished, and new ones wait. With
-        algorithm.overlap = "in_flight" calls go on, and each change is made between two steps."""
+        `algorithm.samples_during_update` calls go on, and each change is made between two steps."""
         try:
             async with AsyncExitStack() as stack:
                 for server in () if self._in_flight else self._each():

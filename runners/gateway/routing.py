@@ -1,7 +1,7 @@
 """Chooses the server for each call: the current server of a policy, or a frozen endpoint.
 
-The rollout's seats map a role to a policy, then the run file's table of roles; for a role that
-neither names, the model name that the agent asks for decides.
+The rollout's seats map a role, or a policy, to a policy, then the run file's table of roles; for a
+role that neither names, the model name that the agent asks for decides.
 
 Owns: a copy of the policies table, at most `MIN_READ_INTERVAL` seconds behind the store's change
 feed.
@@ -121,8 +121,8 @@ class Router:
     def find(self, model: str, role: str, seats: Seats = NO_SEATS) -> Route | None:
         """By role, if the rollout's seats or the run file map it, else by the requested name: a
         frozen endpoint, a policy, a served model. Agents keep their own model names
-        ("gpt-4o-mini"), so any other name is the policy that is trained, where there is one. None:
-        it cannot answer now."""
+        ("gpt-4o-mini"), so any other name is the policy that is trained, where there is one. Seats
+        may put another policy in the place of what is found. None: it cannot answer now."""
         mapped = self.policy_of_role(role, seats)
         name = model if mapped is None else mapped
         if name in self.frozen:
@@ -132,6 +132,8 @@ class Router:
             served = (p for p in self.policies.values() if p.model == name)
             policy = next(served, None) or self.policies.get(self.default)
             policy = policy or next(iter(() if self.several else self.policies.values()), None)
+        if policy is not None and policy.policy in seats:
+            policy = self.policies.get(seats[policy.policy])
         if policy is None or not policy.base_url:
             return None
         return Route(policy.policy, policy.version, policy.base_url, policy.model)

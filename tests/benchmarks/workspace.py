@@ -2,8 +2,8 @@
 
 python -m tests.benchmarks.workspace --json
 
-`prepare_ms` and `remove_ms` are medians for a repository of 20 files, four at a time; `left` counts
-folders after `--rollouts` of them. `left_after_kill` are those that remain after kill -9 of a
+`prepare_ms` and `remove_ms` are medians for a repository of 20 files, one after the other;
+`prepare_4_ms` is that of four at a time. `left` counts folders after `--rollouts` of them. `left_after_kill` are those that remain after kill -9 of a
 process that had 50 open, which are removed after `cleaned_after_s`. `stages` and `one_place` are
 shares of the throughput that two run slots allow, where each rollout takes 1 s to prepare, 2 s to
 run and 1 s to score (times `--scale`).
@@ -57,12 +57,12 @@ def spaces(folder: Path) -> Workspaces:
     return Workspaces(resolve(data, source=RUN), root=folder, gateway="http://127.0.0.1:1/v1")
 
 
-async def prepare_and_remove(rollouts: int) -> dict[str, float]:
+async def prepare_and_remove(rollouts: int, at_once: int = 1) -> dict[str, float]:
     times: dict[str, list[float]] = {"prepare": [], "remove": []}
     with tempfile.TemporaryDirectory() as name:
         made = spaces(Path(name))
         await made.start()
-        places = asyncio.Semaphore(4)
+        places = asyncio.Semaphore(at_once)
 
         async def one() -> None:
             async with places:
@@ -169,6 +169,8 @@ def main() -> None:
     options = parser.parse_args()
     logging.getLogger("agentrl").setLevel(logging.ERROR)
     result = asyncio.run(prepare_and_remove(options.rollouts)) | killed()
+    four = asyncio.run(prepare_and_remove(options.rollouts, at_once=4))
+    result |= {"prepare_4_ms": four["prepare_ms"], "left_of_4": four["left"]}
     result["stages"] = asyncio.run(throughput(40, options.scale, prepare=2, score=2))
     result["one_place"] = asyncio.run(throughput(10, options.scale))
     if options.json:

@@ -89,6 +89,10 @@ class Parts:
     async def series(self, run: str, names: list[str], **more: Any) -> dict[str, list[Any]]:
         return {name: [] for name in names}
 
+    async def score(self, step: int) -> None: ...
+
+    async def finish(self) -> None: ...
+
     def check(self) -> None:
         self.call()
 
@@ -103,7 +107,7 @@ async def test_no_version_is_served_that_is_not_committed(
     monkeypatch.setattr(module, "save_checkpoint", lambda *given: parts.call())
     monkeypatch.setattr(module, "prune", lambda *given, **more: parts.call())
     config = resolve({"name": "r", "steps": STEPS, "output": str(tmp_path)}, source="test")
-    loop = TrainingLoop(config, parts, parts, parts, parts, parts, [], parts, prompts=parts)
+    loop = TrainingLoop(config, parts, parts, parts, parts, parts, parts, parts, prompts=parts)
     try:
         await loop.run()
     except Killed:

@@ -1,0 +1,105 @@
+"""Held-out scores during a run. The loop waits for them or, with `eval.beside`, trains on.
+
+Owns `<output>/evaluation/<steps>`, the policies that are scored while training goes on. Always
+true: such a folder is complete, and there until its score is in the store, so what a killed process
+began is scored by the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.algorithms.prompts.schedule import PromptSchedule
+from agentrl.algorithms.sampling.evaluate import evaluate_heldout
+from agentrl.algorithms.train.checkpoint import export_checkpoint, mark_best
+from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.serving import PolicyServers
+from agentrl.config import RunConfig
+from agentrl.files import atomic_directory
+from agentrl.store.base import Store
+from agentrl.types import Json
+
+
+@dataclass(slots=True)
+class HeldoutEvaluator:
+    """Scores the policies of a run on its held-out tasks, one evaluation at a time."""
+
+    config: RunConfig
+    store: Store
+    epoch: int
+    policies: PolicySet
+    serving: PolicyServers
+    tasks: list[dict[str, Json]]
+    prompts: PromptSchedule
+    running: asyncio.Task[tuple[Path, Mapping[str, str]]] | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output, "evaluation")
+
+    async def start(self) -> None:
+        """Score what a killed process began to score."""
+        for path in sorted(self.folder.glob("[0-9]*[0-9]")):
+            await self._begin(path)
+
+    async def score(self, step: int) -> None:
+        """Score the policies after `step` steps; with `eval.beside`, which is for steps between the
+        first and the last, return before they are scored."""
+        settings, outer = self.config.eval, step in (0, self.config.steps)
+        limit, path = settings.tasks if outer else settings.curve_tasks, self.folder / f"{step:06d}"
+        if not self.tasks or path.is_dir():  # a restarted process scores it already
+            return
+        await self.finish()
+        if outer or not settings.beside:
+            await self._score(step, limit)
+        elif await self._save(path):
+            await self._begin(path)
+
+    async def finish(self) -> None:
+        """Wait for the evaluation that goes on, if one does, and let go of its policies."""
+        if self.running is not None:
+            path, served = await self.running
+            self.running = None
+            async with self.serving.updating():
+                for name in served.values():
+                    await self.serving.drop(name)
+            shutil.rmtree(path)
+
+    async def _begin(self, path: Path) -> None:
+        await self.finish()
+        step, served = int(path.name), {}
+        async with self.serving.updating():
+            for name, version in self.policies.versions(step).items():
+                served[name] = f"{name}@heldout{step}"
+                await self.serving.freeze(served[name], path / name, version)
+        await self.serving.announce(self.store, self.config.name, self.epoch)
+        self.running = asyncio.create_task(self._score_copies(path, served))
+
+    async def _score_copies(
+        self, path: Path, served: Mapping[str, str]
+    ) -> tuple[Path, Mapping[str, str]]:
+        await self._score(int(path.name), self.config.eval.curve_tasks, served)
+        return path, served
+
+    async def _score(self, step: int, limit: int, served: Mapping[str, str] = {}) -> None:
+        """served: the names under which the policies to score are served, by policy."""
+        tasks, candidate = self.tasks[: limit or None], self.prompts.in_use.id
+        await evaluate_heldout(self.store, self.config, self.epoch, step, tasks, candidate, served)
+        await mark_best(self.store, self.config, step)
+
+    async def _save(self, path: Path) -> bool:
+        """Copy the policies of the last checkpoint, which may be deleted before they are scored.
+        False: there is none yet, as no step has changed a weight."""
+        state = await self.store.run(self.config.name)
+        if state is None or state.checkpoint is None:
+            return False
+        source = self.config.checkpoint(state.checkpoint)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_directory(path) as partial:
+            for name in self.policies.updaters:
+                export_checkpoint(self.policies.folder(source, name), partial / name)
+        return True
