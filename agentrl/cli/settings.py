@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from agentrl.config import RunConfig, agents, infrastructure, prompts, rewards, schema
+from agentrl.config import RunConfig, agents, infrastructure, prompts, rewards, schema, to_toml
 from agentrl.config.base import EXTERNAL
+from agentrl.config.policies import trained_policies, view
 from agentrl.errors import ConfigError
 
 STARTER = Path(__file__).with_name("starter")
@@ -47,6 +49,38 @@ def init(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write into {folder} ({error.strerror})") from None
     click.echo(f"Wrote {', '.join(FILES)}. Next: agentrl train {folder / 'run.toml'}")
+
+
+def show_settings(config: RunConfig) -> None:
+    """Print a run file with every setting and, as comments, the memory and time it needs. Raises
+    ConfigError for what does not go together."""
+    lines: list[str] = []
+    if find_spec("torch") and find_spec("transformers"):  # the extra `train`
+        from agentrl.algorithms.train.build import group_requirements, load_algorithms
+
+        group_requirements(config, load_algorithms(config))
+        if config.learner.kind == "torch":
+            lines = _estimates(config)
+    click.echo("".join(f"# {line}\n" for line in lines) + to_toml(config), nl=False)
+    if config.learner.kind == "verl":
+        from agentrl.algorithms.learners.verl.settings import describe_settings
+
+        click.echo(describe_settings(config), nl=False)
+
+
+def _estimates(config: RunConfig) -> list[str]:
+    from agentrl.algorithms.train.estimate import describe
+
+    found: list[str] = []
+    for own in (view(config, name) for name in trained_policies(config)):
+        source = own.model_path()
+        if own.policy.build and not Path(source or "?").is_dir():
+            return ["memory and time are estimated as the run begins, when policy.build has run"]
+        try:
+            found += describe(own, source) if source else []
+        except (OSError, ValueError) as error:  # there is no such model here
+            found.append(f"memory and time of {source}: not known ({str(error).splitlines()[0]})")
+    return found
 
 
 def run_file_schema() -> dict[str, Any]:

@@ -264,6 +264,9 @@ class EvalConfig(Section, frozen=True):
     curve_tasks: Natural = 64  # in the evaluations between; 0: all
     sampled: bool = True  # before and after, also at temperature 1
     temperature: NonNegative = 0.0  # everything else is sampled as in training
+    # Of each task before and after, at temperature 1; more than 1 also gives pass@k.
+    samples: Count = 1
+    threshold: float = 0.5  # reward from which a sample counts as solved, for pass@k
     # Each "file.py:name", called with a checkpoint's directory: a number, or several by name.
     functions: list[str] = []
     patience: Natural = 0  # evaluations without a better score until training ends; 0: it goes on

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from agentrl import digests
-from agentrl.algorithms.sampling.evaluate import heldout_scores
+from agentrl.algorithms.sampling.scores import heldout_scores
 from agentrl.config import RunConfig
 from agentrl.errors import DamagedError, PolicyError, TrainingError
 from agentrl.files import PARTIAL, atomic_directory, delete_directory
@@ -178,16 +178,18 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-async def mark_best(store: Store, config: RunConfig, step: int) -> None:
-    """Link the checkpoint after `step` steps as the best, if no held-out score was as good."""
+async def mark_best(store: Store, config: RunConfig, step: int) -> dict[int, float]:
+    """Link the checkpoint after `step` steps as the best, if no held-out score was as good. Returns
+    the scores that were compared, as `heldout_scores` does."""
     state, scores = await store.run(config.name), await heldout_scores(store, config.name)
     if state is None or state.checkpoint is None or next(iter(scores), None) != step:
-        return
+        return scores
     link = Path(config.output, "checkpoints", BEST)
     new = link.with_name(f"{BEST}{PARTIAL}")
     new.unlink(missing_ok=True)
     new.symlink_to(Path(state.checkpoint).name)
     new.replace(link)
+    return scores
 
 
 def earlier_checkpoints(folder: Path, last: Path, run: str) -> list[Path]:

@@ -15,7 +15,8 @@ from agentrl.algorithms.diagnostics.metrics import Metrics, throughput
 from agentrl.algorithms.judges.judge import Judges
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling.collect import Collected, Collector
-from agentrl.algorithms.sampling.evaluate import evaluate_functions, evaluate_heldout, has_stalled
+from agentrl.algorithms.sampling.evaluate import evaluate_functions, evaluate_heldout
+from agentrl.algorithms.sampling.scores import has_stalled
 from agentrl.algorithms.train.checkpoint import checkpoint_name, mark_best, prune, save_checkpoint
 from agentrl.algorithms.train.empty_steps import check_empty_steps, empty_commit, is_empty
 from agentrl.algorithms.train.offline import DatasetCollector
@@ -47,10 +48,10 @@ class TrainingLoop:
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""
         await self.serving.announce(self.store, self.config.name, self.state.epoch)
-        await self.evaluate(self.state.step)
+        stalled = await self.evaluate(self.state.step)
         updated = time.monotonic()
         for step in range(self.state.step, self.config.steps):
-            if await has_stalled(self.store, self.config):
+            if stalled:
                 break
             await self.prompts.before_step(step)
             started = time.monotonic()
@@ -66,8 +67,7 @@ class TrainingLoop:
                 updated = time.monotonic()
                 metrics |= {"time/rollouts": claimed - started, "time/update": updated - claimed}
                 metrics |= throughput(metrics)
-                empty = is_empty(self.policies, step, metrics, collected)
-                if empty:
+                if empty := is_empty(self.policies, step, metrics, collected):
                     found = empty_commit(self.state, self.policies, step, collected, metrics)
                     await self.store.commit_step(found)
                 else:
@@ -78,14 +78,13 @@ class TrainingLoop:
             if empty:
                 await check_empty_steps(self.store, self.config)
             await self.serving.announce(self.store, self.config.name, self.state.epoch)
-            await self.evaluate(step + 1)
+            stalled = await self.evaluate(step + 1)
         await check_empty_steps(self.store, self.config)  # also where no step was left to train
 
     async def commit(self, step: int, collected: Collected, metrics: Metrics) -> None:
         """Write the checkpoint, then commit the step that names it, then delete old checkpoints."""
         self.lock.check()
-        name = checkpoint_name(step + 1, self.state.epoch)
-        path = Path(self.config.output, "checkpoints", name)
+        path = Path(self.config.output, "checkpoints", checkpoint_name(step + 1, self.state.epoch))
         if self.snapshots is not None:
             await self.snapshots.save_due(step + 1)
         save_checkpoint(path, self.policies, self.policies.dump(), self.state.identity)
@@ -99,22 +98,22 @@ class TrainingLoop:
                 credits=self.policies.credits(step),
                 rewards=[*self.judges.rewards, *self.policies.step_rewards(step)],
                 versions=self.policies.versions(step + 1),
-                checkpoint=f"checkpoints/{name}",
+                checkpoint=f"checkpoints/{path.name}",
                 metrics=metrics,
             )
         )
         prune(path.parent, keep=self.config.keep_checkpoints, last=path, run=self.state.identity)
 
-    async def evaluate(self, step: int) -> None:
-        """Held-out scores after `step` steps, where the run file asks for them."""
-        settings, outer = self.config.eval, step in (0, self.config.steps)
+    async def evaluate(self, step: int) -> bool:
+        """Held-out scores after `step` steps, where asked for; whether they have stalled."""
+        store, config, epoch = self.store, self.config, self.state.epoch
+        settings, outer = config.eval, step in (0, config.steps)
         if not (outer or (settings.every and step % settings.every == 0)):
-            return
+            return False
         limit = settings.tasks if outer else settings.curve_tasks
         if isinstance(self.collector, DatasetCollector):
             await self.collector.evaluate(step, limit)
-        await evaluate_functions(self.store, self.config, self.state.epoch, step)
+        await evaluate_functions(store, config, epoch, step)
         if tasks := self.heldout[: limit or None]:
-            epoch, candidate = self.state.epoch, self.prompts.in_use.id
-            await evaluate_heldout(self.store, self.config, epoch, step, tasks, candidate)
-            await mark_best(self.store, self.config, step)
+            await evaluate_heldout(store, config, epoch, step, tasks, self.prompts.in_use.id)
+        return has_stalled(await mark_best(store, config, step), settings.patience)

@@ -31,6 +31,7 @@ from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
+from agentrl.algorithms.train.estimate import announce
 from agentrl.algorithms.train.load_policies import load_policies, vocabulary_sizes
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.offline import DatasetCollector
@@ -71,6 +72,7 @@ async def run(config: RunConfig) -> None:
         models = load_policies(config)
         if any(model.built for model in models):
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
+        announce(config, models)
         policies = build.make_policies(config, algos, models, stack)
         difficulty = build.make_difficulty(config.tasks, policies)
         pool = build.make_pool(config, policies)

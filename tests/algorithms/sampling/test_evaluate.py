@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import combinations
 from math import nan
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
-from agentrl.algorithms.sampling.evaluate import (
-    evaluate_functions,
+from agentrl.algorithms.sampling.evaluate import evaluate_functions, evaluate_heldout
+from agentrl.algorithms.sampling.scores import (
+    common_score,
+    confidence_interval,
     has_stalled,
     heldout_scores,
+    pass_at,
     score_metrics,
+    spread_metrics,
 )
 from agentrl.algorithms.train.checkpoint import mark_best, prune
 from agentrl.config import RunConfig, resolve
@@ -44,6 +53,58 @@ def test_the_mean_of_all_and_of_each_role_of_what_is_known() -> None:
     assert score_metrics("sampled", [played(nan)]) == {"sampled_missing": 1.0}
 
 
+@pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 2), (6, 1, 6)])
+def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_a_right_one(
+    n: int, c: int, k: int
+) -> None:
+    choices = [any(i < c for i in some) for some in combinations(range(n), k)]
+    assert pass_at(k, n, c) == pytest.approx(sum(choices) / len(choices))
+
+
+def test_samples_of_each_task_give_pass_at_k_and_intervals(tmp_path: Path) -> None:
+    config = run_config(tmp_path, eval={"samples": 3}, tasks={"train": "t.py:t"})
+    outcomes = (1.0, 0.0, 0.4, 0.0, 1.0, nan)  # of two tasks: first, second, first ...
+    rows = [msgspec.structs.replace(played(x), index=i) for i, x in enumerate(outcomes)]
+    found = spread_metrics("sampled", rows, 2, config)
+    assert found["sampled/pass@1"] == pytest.approx((2 / 3 + 0) / 2)
+    assert found["sampled/pass@2"] == pytest.approx((1 + 0) / 2)
+    assert found["sampled/pass@3"] == 1.0  # of the first alone: the second has two that are known
+    assert "sampled/pass@3_low" not in found
+    assert found["sampled_low"] < (0.8 + 0) / 2 < found["sampled_high"]
+    assert "score/pass@1" not in spread_metrics("score", rows[:2], 2, config)
+
+
+def test_ninety_five_of_a_hundred_intervals_hold_the_mean() -> None:
+    random = Random(0)
+
+    def holds(p: float, n: int) -> bool:
+        low, high = confidence_interval([float(random.random() < p) for _ in range(n)])
+        return low <= p <= high
+
+    for p, n in ((0.5, 30), (0.05, 30), (0.9, 100)):
+        assert 0.92 < sum(holds(p, n) for _ in range(1000)) / 1000 < 0.99
+    low, high = confidence_interval([1.0] * 10)
+    assert (round(low, 3), high) == (0.722, 1.0)  # Wilson's
+    assert confidence_interval([-1.0, 1.0, 3.0]) == pytest.approx((1 - 2.263, 1 + 2.263), abs=1e-3)
+
+
+async def test_only_the_sampled_score_before_and_after_has_several_samples(
+    store: Store, tmp_path: Path
+) -> None:
+    tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
+    config = run_config(tmp_path, steps=9, eval={"every": 5, "samples": 2}, **tasks)
+    given: list[dict[str, Any]] = [{"input": "a"}, {"input": "b"}]
+    for step, groups in ((0, {"score": 2, "sampled": 4}), (5, {"score": 2})):
+        asked = asyncio.create_task(evaluate_heldout(store, config, 1, step, given))
+        await asyncio.wait_for(store.settled(f"r/eval/{step:06d}/none", timeout=0.1), 5)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        rows = await store.rollouts("r", purpose=Purpose.EVAL, step=step)
+        assert Counter(row.group.rpartition("/")[2] for row in rows) == groups
+    with pytest.raises(ConfigError, match=r"eval.samples at temperature 0 are all the same"):
+        run_config(tmp_path, eval={"samples": 2, "sampled": False}, **tasks)
+
+
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
     async with open_store(f"sqlite:///{tmp_path / 'out' / 'store.db'}", create=True) as store:
@@ -65,15 +126,31 @@ async def test_training_ends_when_held_out_scores_stopped_rising(
     store: Store, tmp_path: Path
 ) -> None:
     tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
-    config = run_config(tmp_path, eval={"every": 10, "patience": 2}, **tasks)
     await scored(store, 0.9, 0.3, 0.5, 0.4)  # of the untrained policy, after 10, 20 and 30 steps
-    assert await heldout_scores(store, "r") == {20: 0.5, 30: 0.4, 10: 0.3}
-    assert not await has_stalled(store, config)
+    scores = await heldout_scores(store, "r")
+    assert scores == {20: 0.5, 30: 0.4, 10: 0.3}
+    assert not has_stalled(scores, patience=2)
     await store.log("r", 40, {"eval/score": 0.5})  # as good is no better
-    assert await has_stalled(store, config)
-    assert not await has_stalled(store, run_config(tmp_path))
+    scores = await heldout_scores(store, "r")
+    assert has_stalled(scores, patience=2)
+    assert not has_stalled(scores, patience=0)
+    assert not has_stalled({}, patience=2)
     with pytest.raises(ConfigError, match=r"eval.patience counts held-out scores: set eval.every"):
         run_config(tmp_path, eval={"patience": 2}, **tasks)
+
+
+async def test_scores_of_all_tasks_are_compared_by_the_tasks_that_all_evaluations_have(
+    store: Store, tmp_path: Path
+) -> None:
+    tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
+    config = run_config(tmp_path, eval={"every": 10, "curve_tasks": 2}, **tasks)
+    rows = [msgspec.structs.replace(played(x), index=i) for i, x in enumerate((1.0, 0.0, 0.0))]
+    assert common_score(config, rows, 3) == {"eval/common": 0.5}
+    assert common_score(config, rows[:2], 2) == {}
+    assert common_score(run_config(tmp_path, **tasks), rows, 3) == {}  # none in between
+    await store.log("r", 10, {"eval/score": 0.5})
+    await store.log("r", 20, {"eval/score": 0.9, "eval/common": 0.4})  # more tasks, easier ones
+    assert await heldout_scores(store, "r") == {10: 0.5, 20: 0.4}
 
 
 async def test_the_best_checkpoint_is_named_and_kept(store: Store, tmp_path: Path) -> None:
