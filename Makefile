@@ -49,7 +49,7 @@ test-harnesses: $(STAMP) .harnesses/.installed ## Install eight coding harnesses
 FRAMEWORKS := $(patsubst examples/frameworks/%/requirements.txt,%,$(wildcard examples/frameworks/*/requirements.txt))
 
 test-frameworks: $(STAMP) $(FRAMEWORKS:%=.frameworks/%/.installed) ## Install the frameworks of the recipes, each apart, and run them
-	$(BIN)/python -m pytest -rs -m 'slow or not slow' tests/frameworks
+	$(BIN)/python -m pytest -rs tests/frameworks
 
 check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check .
