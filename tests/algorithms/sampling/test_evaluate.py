@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator
 from itertools import combinations
 from math import nan
@@ -14,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from agentrl.algorithms.sampling import evaluate
 from agentrl.algorithms.sampling.evaluate import evaluate_functions, evaluate_heldout
 from agentrl.algorithms.sampling.scores import (
     common_score,
@@ -88,23 +87,6 @@ def test_ninety_five_of_a_hundred_intervals_hold_the_mean() -> None:
     assert confidence_interval([-1.0, 1.0, 3.0]) == pytest.approx((1 - 2.263, 1 + 2.263), abs=1e-3)
 
 
-async def test_only_the_sampled_score_before_and_after_has_several_samples(
-    store: Store, tmp_path: Path
-) -> None:
-    tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
-    config = run_config(tmp_path, steps=9, eval={"every": 5, "samples": 2}, **tasks)
-    given: list[dict[str, Any]] = [{"input": "a"}, {"input": "b"}]
-    for step, groups in ((0, {"score": 2, "sampled": 4}), (5, {"score": 2})):
-        asked = asyncio.create_task(evaluate_heldout(store, config, 1, step, given))
-        await asyncio.wait_for(store.settled(f"r/eval/{step:06d}/none", timeout=0.1), 5)
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
-        rows = await store.rollouts("r", purpose=Purpose.EVAL, step=step)
-        assert Counter(row.group.rpartition("/")[2] for row in rows) == groups
-    with pytest.raises(ConfigError, match=r"eval.samples at temperature 0 are all the same"):
-        run_config(tmp_path, eval={"samples": 2, "sampled": False}, **tasks)
-
-
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
     async with open_store(f"sqlite:///{tmp_path / 'out' / 'store.db'}", create=True) as store:
@@ -115,6 +97,31 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 def run_config(folder: Path, **tables: Any) -> RunConfig:
     settings = {"name": "r", "root": str(folder), "output": str(folder / "out"), **tables}
     return resolve(settings, source="test")
+
+
+async def test_only_the_sampled_score_before_and_after_has_several_samples(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
+    config = run_config(tmp_path, steps=9, eval={"every": 5, "samples": 2}, **tasks)
+    counts: list[dict[str, int]] = []
+
+    async def play(store: Store, asked: dict[str, list[Any]]) -> dict[str, list[Rollout]]:
+        counts.append({name: len(rows) for name, rows in asked.items()})
+        return {
+            name: [msgspec.structs.replace(played(1.0), index=row.index) for row in rows]
+            for name, rows in asked.items()
+        }
+
+    monkeypatch.setattr(evaluate, "play", play)
+    for step in (0, 5, 9):
+        await evaluate_heldout(store, config, 1, step, [{"input": "a"}, {"input": "b"}])
+    assert counts == [{"score": 2, "sampled": 4}, {"score": 2}, {"score": 2, "sampled": 4}]
+    first, second, _ = [row.metrics for row in await store.steps("r")]
+    assert (first["eval/sampled/pass@2"], first["eval/score_high"]) == (1.0, 1.0)
+    assert not any("pass@" in name for name in second)
+    with pytest.raises(ConfigError, match=r"eval.samples at temperature 0 are all the same"):
+        run_config(tmp_path, eval={"samples": 2, "sampled": False}, **tasks)
 
 
 async def scored(store: Store, *scores: float) -> None:
