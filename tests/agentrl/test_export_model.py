@@ -39,7 +39,7 @@ class Request(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization', 'me')}/{asked['name']}"
-            self.server.repos[name] = asked.get("private", False)
+            self.server.repos[name] = asked.get("visibility") == "private"
             return self.answer({"url": f"{self.server.url}/{name}"})
         if "/preupload/" in self.path:
             files = [file["path"] for file in json.loads(body)["files"]]
