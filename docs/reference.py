@@ -24,7 +24,9 @@ from agentrl.cli.algorithms import record
 from agentrl.cli.main import cli
 from agentrl.cli.settings import SECTIONS, comments, run_file_schema
 from agentrl.store import open_store
+from examples.gallery import GALLERY
 
+ROOT = Path(__file__).parents[1]
 ARXIV = re.compile(r"\b(\d{4}\.\d{5})\b")
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -126,6 +128,16 @@ def schema_tables() -> str:
                 notes = ["key" if key else "required" if required else "", links.get(column, "")]
                 lines.append(row(f"`{column}`", kind.lower(), ", ".join(filter(None, notes))))
         db.close()
+    return "\n".join(lines) + "\n"
+
+
+def gallery() -> str:
+    """A row for each example that `make gallery` exports, with a link where it has."""
+    lines = ["| run | |", "|---|---|"]
+    for name, text in GALLERY.items():
+        there = (ROOT / "gallery" / f"{name}.html").is_file()
+        shown = f"[{name}](../gallery/{name}.html)" if there else name
+        lines.append(row(shown, f"{text} ([`examples/{name}`](../examples/{name}))"))
     return "\n".join(lines) + "\n"
 
 
