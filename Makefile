@@ -14,7 +14,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo rlhf demo-codex demo-pi test test-slow test-engines test-harnesses test-frameworks check clean
-.PHONY: docs constraints licenses release
+.PHONY: docs gallery constraints licenses release
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -49,7 +49,7 @@ test-harnesses: $(STAMP) .harnesses/.installed ## Install eight coding harnesses
 FRAMEWORKS := $(patsubst examples/frameworks/%/requirements.txt,%,$(wildcard examples/frameworks/*/requirements.txt))
 
 test-frameworks: $(STAMP) $(FRAMEWORKS:%=.frameworks/%/.installed) ## Install the frameworks of the recipes, each apart, and run them
-	$(BIN)/python -m pytest -rs -m 'slow or not slow' tests/frameworks
+	$(BIN)/python -m pytest -rs tests/frameworks
 
 check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check .
@@ -60,9 +60,17 @@ check: $(STAMP) ## Lint and type-check
 docs: $(VENV)/.docs ## Build the documentation site into site/, and check every link in it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
 
+gallery: $(STAMP) ## Train examples and export each run as one HTML file in gallery/ (twenty minutes)
+	$(BIN)/python examples/gallery.py
+
+# What is not installed, such as the extra `data`, keeps its pin.
+MERGE := FNR == NR {seen[tolower($$1)]; print; next} !/^\#/ && !(tolower($$1) in seen)
+
 constraints: $(STAMP) $(VENV)/.docs $(VENV)/.release ## Write what is installed into constraints.txt
+	@$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > $(VENV)/frozen
+	@awk -F== '$(MERGE)' $(VENV)/frozen constraints.txt | LC_ALL=C sort -f -t= -k1,1 > $(VENV)/merged
 	@{ echo '# What `make` installs, so that two machines have the same; `make constraints` renews it.'; \
-		$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.txt
+		cat $(VENV)/merged; } > constraints.txt
 
 licenses: $(STAMP) ## List the licences of what agentrl needs, and of what its tests need
 	@$(BIN)/python -c 'from importlib.metadata import distributions; \
@@ -132,4 +140,4 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@touch $@
 
 clean: ## Remove the virtual environments, all runs, the site and the built packages
-	rm -rf $(VENV) $(ENGINES) .harnesses .frameworks runs site dist
+	rm -rf $(VENV) $(ENGINES) .harnesses .frameworks runs gallery site dist

@@ -105,12 +105,12 @@ class Sampling(Record, frozen=True):
     """Sampling parameters. In a rollout: defaults for those that the agent does not set, and with
     `force` temperature, top_p and top_k whatever it sets."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float = 1.0  # 0: the likeliest token; training needs about 1
+    top_p: float = 1.0  # share of the likeliest tokens that are drawn from; train with 1
     top_k: int = 0  # 0: no limit
-    max_tokens: int | None = None
-    seed: int | None = None
-    force: bool = False
+    max_tokens: int | None = None  # of one call's answer; none: to the end of the context
+    seed: int | None = None  # of sampling; none: another in every call
+    force: bool = False  # over what the agent sets itself
 
 
 class Branch(Record, frozen=True):

@@ -6,8 +6,10 @@ works here and in the repository. `<!-- generated: NAME -->` is replaced by `ref
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from posixpath import dirname, join, normpath
 from typing import Any
@@ -20,11 +22,12 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 
 import reference  # noqa: E402
 
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
 LINK = re.compile(r"(?:(?<=\]\()|(?<=src=\")|(?<=srcset=\"))(?!\w+:|#)[^)#\s\"]+")
 MARKER = re.compile(r"<!-- generated: (\w+) -->")
-PICTURES = {".png", ".svg"}
+COPIED = {".png", ".svg", ".html"}  # as they are
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".toml": "toml", ".jsonl": "json"}
-SHOWN = {*PICTURES, *LANGUAGES, ".txt", ".jinja", ".sql", ".md"}  # of a folder
+SHOWN = {*COPIED, *LANGUAGES, ".txt", ".jinja", ".sql", ".md", ".ipynb"}  # of a folder
 
 
 def on_files(files: Files, config: Any) -> None:
@@ -36,7 +39,7 @@ def on_files(files: Files, config: Any) -> None:
     waiting = ["README.md", *pages, *written]
     for name in waiting:  # grows
         path = ROOT / name
-        if path.suffix in PICTURES:
+        if path.suffix in COPIED:
             files.append(File.generated(config, name, abs_src_path=str(path)))
             continue
         text = written.get(name) or page(path)
@@ -62,7 +65,7 @@ def site_path(name: str, path: Path) -> str:
         return f"{name}/index.md"
     if path.name == "README.md" and not name.endswith(".md"):
         return f"{name}/README.md"
-    return name if path.suffix in PICTURES | {".md"} else f"{name}.md"
+    return name if path.suffix in COPIED | {".md"} else f"{name}.md"
 
 
 def page(path: Path) -> str:
@@ -72,7 +75,19 @@ def page(path: Path) -> str:
         names = [file.relative_to(path).as_posix() for file in files if "/runs/" not in str(file)]
         return f"# {path.relative_to(ROOT)}\n\n" + "".join(f"- [`{n}`]({n})\n" for n in names)
     text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        return "\n\n".join(cell_parts(json.loads(text)))
     if path.suffix == ".md":
         return MARKER.sub(lambda match: getattr(reference, match[1])(), text)
     name = f"# {path.relative_to(ROOT)}\n\n"
     return f"{name}````` {LANGUAGES.get(path.suffix, 'text')}\n{text}`````\n"
+
+
+def cell_parts(book: dict[str, Any]) -> Iterator[str]:
+    """The cells of a notebook with what they printed, as Markdown."""
+    for cell in book["cells"]:
+        source = "".join(cell["source"])
+        yield source if cell["cell_type"] == "markdown" else f"````` python\n{source}\n`````"
+        for output in cell.get("outputs", []):
+            said = output.get("text") or output.get("data", {}).get("text/plain") or ""
+            yield f"````` text\n{ANSI.sub('', ''.join(said))}\n`````"

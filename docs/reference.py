@@ -22,15 +22,13 @@ from agentrl.algorithms.objective import core
 from agentrl.algorithms.presets import catalogue
 from agentrl.cli.algorithms import record
 from agentrl.cli.main import cli
-from agentrl.cli.settings import run_file_schema
-from agentrl.config import agents, infrastructure, prompts, rewards, schema
+from agentrl.cli.settings import SECTIONS, comments, run_file_schema
 from agentrl.store import open_store
+from examples.gallery import GALLERY
 
+ROOT = Path(__file__).parents[1]
 ARXIV = re.compile(r"\b(\d{4}\.\d{5})\b")
-FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?$")
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-PARTS = (infrastructure, agents, prompts, rewards, schema)
-SECTIONS = {name: value for part in PARTS for name, value in vars(part).items()}
 
 
 def settings() -> str:
@@ -64,22 +62,6 @@ def settings() -> str:
                 lines.append(row(f"`{full}`", kind, default, plain(notes.get(key, ""))))
             common |= set(table["properties"])
     return "\n".join(lines) + "\n"
-
-
-def comments(section: type) -> dict[str, str]:
-    """The comments above and beside each field of a class and its bases."""
-    found: dict[str, str] = {}
-    for base in section.__mro__:
-        if base.__module__.startswith("agentrl.") and issubclass(base, msgspec.Struct):
-            above: list[str] = []
-            for text in inspect.getsource(base).splitlines():
-                if text.startswith("    # "):
-                    above.append(text[6:])
-                    continue
-                if match := FIELD.match(text):
-                    found.setdefault(match[1], " ".join([*above, match[2] or ""]).strip())
-                above = []
-    return found
 
 
 def tables_in(one: dict[str, Any]) -> list[str]:
@@ -146,6 +128,16 @@ def schema_tables() -> str:
                 notes = ["key" if key else "required" if required else "", links.get(column, "")]
                 lines.append(row(f"`{column}`", kind.lower(), ", ".join(filter(None, notes))))
         db.close()
+    return "\n".join(lines) + "\n"
+
+
+def gallery() -> str:
+    """A row for each example that `make gallery` exports, with a link where it has."""
+    lines = ["| run | |", "|---|---|"]
+    for name, text in GALLERY.items():
+        there = (ROOT / "gallery" / f"{name}.html").is_file()
+        shown = f"[{name}](../gallery/{name}.html)" if there else name
+        lines.append(row(shown, f"{text} ([`examples/{name}`](../examples/{name}))"))
     return "\n".join(lines) + "\n"
 
 

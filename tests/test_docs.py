@@ -20,6 +20,7 @@ import pytest
 
 import agentrl
 from agentrl.cli.main import cli
+from agentrl.cli.settings import run_file_schema
 from agentrl.config import RunConfig
 from agentrl.config.keys import check_keys
 from agentrl.config.presets import check_presets
@@ -192,6 +193,15 @@ def test_every_setting_is_in_the_reference(reference: Any) -> None:
         table, _, name = key.rpartition(".")
         elsewhere = table not in sections  # a table that another one has, too
         assert f"| `{key}` |" in page or (elsewhere and f".{name}` |" in page), key
+
+
+def test_every_setting_says_what_it_does(reference: Any) -> None:
+    rows = [line for line in reference.settings().splitlines() if line.startswith("| `")]
+    assert len(rows) > 250
+    assert [row for row in rows if row.endswith("|  |")] == []
+    for name, table in run_file_schema()["$defs"].items():
+        silent = [key for key, one in table["properties"].items() if not one.get("description")]
+        assert silent == [], name
 
 
 def test_every_command_is_in_the_reference(reference: Any) -> None:

@@ -63,14 +63,13 @@ def _examine_policy(config: RunConfig, folder: str) -> Iterator[Finding]:
 
     from agentrl.algorithms.train.load_policies import load_policies, policy_directory
     from agentrl.doctor import policy, proofs, templates
-    from agentrl.doctor.memory import memory
 
     disable_progress_bar()
     config = replace(config, warmup=WarmupConfig())  # which changes no shape
     if config.policy.build and not Path(config.model_path() or "?").is_dir():
         config = replace(config, output=f"{folder}/run")
     for name in trained_policies(config):
-        sizes = list(run_check(memory, config, policy_directory(view(config, name))[0]))
+        sizes = list(run_check(policy.memory, config, policy_directory(view(config, name))[0]))
         yield from sizes
         if sizes[0].status == "fail":
             return

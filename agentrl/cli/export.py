@@ -26,6 +26,12 @@ TRIES = 6
 BACKOFF = 0.5  # seconds before the second try; doubles
 TRANSIENT = frozenset({429, 502, 503, 504})  # statuses that the OTLP specification tries again
 TIMEOUT = 30.0  # seconds of one request
+CARD = """---
+library_name: {kind}
+tags: [agentrl, reinforcement-learning]
+---
+Trained by reinforcement learning with agentrl.
+"""
 
 
 @click.group()
@@ -60,6 +66,10 @@ def otlp(
 @click.option("--policy", help="Which one, of a run of several.")
 @click.option("--merge", is_flag=True, help="Add an adapter to its base: a model of its own.")
 @click.option("--base", default="", help="With --merge: where the base is now, if it has moved.")
+@click.option(
+    "--push", "repo", metavar="OWNER/NAME", help="Upload it to the Hugging Face hub, too."
+)
+@click.option("--private", is_flag=True, help="With --push: a new repository is not public.")
 def model(
     checkpoint: Path | None,
     run: str | None,
@@ -68,6 +78,8 @@ def model(
     policy: str | None,
     merge: bool,
     base: str,
+    repo: str | None,
+    private: bool,
 ) -> None:
     """Copy the policy of CHECKPOINT, or of a run, to a Hugging Face directory for any tool."""
     from agentrl.algorithms.model.lora import export_merged
@@ -75,6 +87,8 @@ def model(
 
     if base and not merge:
         raise click.UsageError("--base belongs to --merge")
+    if private and not repo:
+        raise click.UsageError("--private belongs to --push")
     if (checkpoint is None) == (run is None):
         raise click.UsageError("give a checkpoint directory or --run")
     if run is not None:
@@ -87,6 +101,31 @@ def model(
     else:
         export_checkpoint(checkpoint, directory)
     click.echo(f"wrote {directory} from {checkpoint}")
+    if repo:
+        click.echo(f"uploaded it to {push(directory, repo, private=private)}")
+
+
+def push(directory: Path, repo: str, *, private: bool) -> str:
+    """Upload a model to a repository, made if it is not there, with the token of `hf auth login` or
+    HF_TOKEN; returns its address. Raises AgentRLError where the hub does not take it."""
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    kind = "peft" if (directory / "adapter_config.json").is_file() else "transformers"
+    (directory / "README.md").write_text(CARD.format(kind=kind), encoding="utf-8")
+    api = HfApi()
+    try:
+        made = api.create_repo(repo, private=private or None, exist_ok=True)
+        api.upload_folder(repo_id=made.repo_id, folder_path=directory, commit_message="By agentrl")
+    except (OSError, httpx.HTTPError, HFValidationError) as error:
+        lines = [line for line in str(error).splitlines() if line] or [type(error).__name__]
+        raise AgentRLError(
+            f"--push {repo}: {lines[0]} {lines[-1] if len(lines) > 1 else ''}".rstrip()
+            + f"; {directory} is written. Log in with `hf auth login`, unset HF_HUB_OFFLINE, or "
+            f"upload it later: hf upload {repo} {directory}"
+        ) from None
+    return str(made)
 
 
 def _of_policy(checkpoint: Path, policy: str | None) -> Path:

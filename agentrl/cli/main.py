@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -23,11 +22,11 @@ from agentrl.cli.plan import plan
 from agentrl.cli.prompts import prompts
 from agentrl.cli.rm import rm
 from agentrl.cli.settings import config as config_group
-from agentrl.cli.settings import init
+from agentrl.cli.settings import init, show_settings
 from agentrl.cli.store import store as store_group
 from agentrl.cli.view import view
 from agentrl.cli.why import why
-from agentrl.config import RunConfig, load, store_in, to_toml
+from agentrl.config import RunConfig, load, store_in
 from agentrl.config.policies import has_no_own_policy
 from agentrl.doctor.machine import check_at_start
 from agentrl.errors import AgentRLError
@@ -93,7 +92,9 @@ def _console_level(*, quiet: bool, verbose: bool) -> int:
     metavar="STEPS|PATH",
     help="Go on from this checkpoint of the run; the steps after it are trained again.",
 )
-@click.option("--dry-run", is_flag=True, help="Check and print every setting, and stop.")
+@click.option(
+    "--dry-run", is_flag=True, help="Check and print every setting and what the run needs."
+)
 def train(
     run_file: Path,
     overrides: tuple[str, ...],
@@ -115,15 +116,7 @@ def train(
         raise click.UsageError("--fresh deletes every checkpoint: leave it or --from out")
     config = load(run_file, [*overrides, *extra])
     if dry_run:
-        if find_spec("torch") and find_spec("transformers"):  # the extra `train`
-            from agentrl.algorithms.train.build import group_requirements, load_algorithms
-
-            group_requirements(config, load_algorithms(config))
-        click.echo(to_toml(config), nl=False)
-        if config.learner.kind == "verl":
-            from agentrl.algorithms.learners.verl.settings import describe_settings
-
-            click.echo(describe_settings(config), nl=False)
+        show_settings(config)
         return
     from agentrl import trainer
 
@@ -146,6 +139,11 @@ def train(
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Folder of <component>.txt to play with; default: what `agentrl prompts` has found.",
 )
+@click.option(
+    "--samples",
+    type=click.IntRange(1),
+    help="Of each task, for pass@k: eval.samples.",
+)
 @quiet
 @verbose
 @log_level
@@ -154,6 +152,7 @@ def evaluate(
     rest: tuple[str, ...],
     tasks: str | None,
     prompts: Path | None,
+    samples: int | None,
     quiet: bool,
     verbose: bool,
 ) -> None:
@@ -165,7 +164,8 @@ def evaluate(
     checkpoints = [Path(argument) for argument in rest if "=" not in argument]
     if len(checkpoints) > 1:
         raise click.UsageError(f"one checkpoint at a time, not {', '.join(map(str, checkpoints))}")
-    config = load(run_file, [argument for argument in rest if "=" in argument])
+    extra = [] if samples is None else [f"eval.samples={samples}"]
+    config = load(run_file, [*(argument for argument in rest if "=" in argument), *extra])
     level = _console_level(quiet=quiet, verbose=verbose)
     checkpoint = checkpoints[0] if checkpoints else None
     evaluation.evaluate(config, checkpoint, tasks, prompts=prompts, level=level)

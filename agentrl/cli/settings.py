@@ -5,19 +5,32 @@ from __future__ import annotations
 import inspect
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from agentrl.config import RunConfig, agents, infrastructure, prompts, rewards, schema
+from agentrl.config import (
+    RunConfig,
+    agents,
+    infrastructure,
+    opponents,
+    prompts,
+    rewards,
+    schema,
+    to_toml,
+)
 from agentrl.config.base import EXTERNAL
+from agentrl.config.policies import trained_policies, view
 from agentrl.errors import ConfigError
 
 STARTER = Path(__file__).with_name("starter")
 FILES = ("run.toml", "agent.py", "tasks.jsonl", "verifier.py", "policy.py")
-COMMENTED = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
+FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?$")
+PARTS = (infrastructure, agents, opponents, prompts, rewards, schema)
+SECTIONS = {name: value for part in PARTS for name, value in vars(part).items()}
 
 
 @click.group()
@@ -49,6 +62,38 @@ def init(folder: Path) -> None:
     click.echo(f"Wrote {', '.join(FILES)}. Next: agentrl train {folder / 'run.toml'}")
 
 
+def show_settings(config: RunConfig) -> None:
+    """Print a run file with every setting and, as comments, the memory and time it needs. Raises
+    ConfigError for what does not go together."""
+    lines: list[str] = []
+    if find_spec("torch") and find_spec("transformers"):  # the extra `train`
+        from agentrl.algorithms.train.build import group_requirements, load_algorithms
+
+        group_requirements(config, load_algorithms(config))
+        if config.learner.kind == "torch":
+            lines = _estimates(config)
+    click.echo("".join(f"# {line}\n" for line in lines) + to_toml(config), nl=False)
+    if config.learner.kind == "verl":
+        from agentrl.algorithms.learners.verl.settings import describe_settings
+
+        click.echo(describe_settings(config), nl=False)
+
+
+def _estimates(config: RunConfig) -> list[str]:
+    from agentrl.algorithms.train.estimate import describe
+
+    found: list[str] = []
+    for own in (view(config, name) for name in trained_policies(config)):
+        source = own.model_path()
+        if own.policy.build and not Path(source or "?").is_dir():
+            return ["memory and time are estimated as the run begins, when policy.build has run"]
+        try:
+            found += describe(own, source) if source else []
+        except (OSError, ValueError) as error:  # there is no such model here
+            found.append(f"memory and time of {source}: not known ({str(error).splitlines()[0]})")
+    return found
+
+
 def run_file_schema() -> dict[str, Any]:
     """A table with several kinds may leave out its tag, for the default kind, or have the tag of a
     kind from outside the library."""
@@ -56,9 +101,7 @@ def run_file_schema() -> dict[str, Any]:
     tables = (config.engine, config.learner, config.runner, config.selfplay)
     defaults = {*map(type, tables), rewards.RewardModelConfig}
     for name, table in made["$defs"].items():
-        parts = (infrastructure, agents, prompts, rewards, schema)
-        section = next(vars(part)[name] for part in parts if name in vars(part))
-        _describe(section, table["properties"])
+        section = SECTIONS[name]
         field = section.__struct_config__.tag_field
         if section.__struct_config__.tag == EXTERNAL:
             table["properties"] |= {field: {"type": "string"}}
@@ -66,6 +109,8 @@ def run_file_schema() -> dict[str, Any]:
             table["required"].remove("factory")
         elif section in defaults:
             table["required"].remove(field)
+        for key in table["properties"].keys() & (said := comments(section)).keys():
+            table["properties"][key].setdefault("description", said[key])
         if table.get("required") == []:
             del table["required"]
     properties = made["$defs"]["RunConfig"]["properties"]
@@ -78,10 +123,26 @@ def run_file_schema() -> dict[str, Any]:
     return made
 
 
-def _describe(section: type[msgspec.Struct], properties: dict[str, Any]) -> None:
-    """Add the comments beside the fields of a class and its bases."""
+def comments(section: type[msgspec.Struct]) -> dict[str, str]:
+    """What each setting of a class and its bases does: the comments above and beside its field, or
+    what the docstring says of the table that it is."""
+    config, found = section.__struct_config__, {}
     for base in section.__mro__:
-        if base.__module__.startswith("agentrl."):
-            for name, comment in COMMENTED.findall(inspect.getsource(base)):
-                if name in properties:
-                    properties[name].setdefault("description", comment)
+        if base.__module__.startswith("agentrl.") and issubclass(base, msgspec.Struct):
+            above: list[str] = []
+            for text in inspect.getsource(base).splitlines():
+                if text.startswith("    # "):
+                    above.append(text[6:])
+                    continue
+                if match := FIELD.match(text):
+                    found.setdefault(match[1], " ".join([*above, match[2] or ""]).strip())
+                above = []
+    for field in msgspec.structs.fields(section):
+        if not found.get(field.name) and isinstance(field.default, msgspec.Struct):
+            found[field.name] = _summary(type(field.default))
+    return found | ({config.tag_field: _summary(section)} if config.tag_field else {})
+
+
+def _summary(table: type) -> str:
+    """The first sentence of its docstring."""
+    return " ".join(inspect.cleandoc(table.__doc__ or "").split()).partition(". ")[0].rstrip(".")

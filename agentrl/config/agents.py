@@ -13,13 +13,13 @@ class RetriesConfig(Section, frozen=True):
     """How often a rollout is tried again after a failure of each kind. None: as often as
     `max_attempts` allows, which is the limit in any case."""
 
-    agent_error: Natural | None = 0
-    timeout: Natural | None = 0
-    model_error: Natural | None = None
-    verifier_error: Natural | None = 0
-    limit: Natural | None = 0
-    no_model_call: Natural | None = 0
-    workspace_error: Natural | None = 0
+    agent_error: Natural | None = 0  # the agent raised, or its command ended with an error
+    timeout: Natural | None = 0  # it took longer than agent.timeout
+    model_error: Natural | None = None  # the policy server or an upstream failed
+    verifier_error: Natural | None = 0  # the verifier raised
+    limit: Natural | None = 0  # it ran out of agent.max_calls or agent.max_tokens
+    no_model_call: Natural | None = 0  # it ended without asking the model
+    workspace_error: Natural | None = 0  # its workspace could not be made
     lost_runner: Natural = 2  # lost by the sandbox; dead runners only count for `max_attempts`
 
 
@@ -72,7 +72,7 @@ class WorkspaceConfig(Section, frozen=True):
 class RoleRule(Section, frozen=True):
     """A call that has all these properties has this role. In a pattern * stands for any text."""
 
-    role: Annotated[str, msgspec.Meta(min_length=1)]
+    role: Annotated[str, msgspec.Meta(min_length=1)]  # that such a call has
     header: dict[str, str] = {}  # name of a header -> pattern of its value
     field: dict[str, str] = {}  # dotted key in the body -> pattern of its value, or of that as JSON
     model: str = ""  # pattern of the model that it asks for

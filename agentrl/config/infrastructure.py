@@ -31,7 +31,7 @@ class VerlConfig(Section, frozen=True):
     """Where verl's workers run, for `learner.kind = "verl"`."""
 
     address: str = ""  # of a Ray cluster; empty: one is started here
-    nodes: Count = 1
+    nodes: Count = 1  # machines of the cluster that train
     gpus_per_node: Count = 1  # one worker on each
     attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"  # sdpa: rows are padded
     offload: bool = False  # weights and optimizer state to the host between calls
@@ -57,6 +57,7 @@ class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
     """Training in the algorithm process."""
 
     fp32_head: bool = False  # logits of a bfloat16 policy in float32
+    # of 8 bits: moments in a quarter of the memory, on CUDA
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
     threads: Natural = 0  # 0: all cores, or one where a measurement finds that faster
 
@@ -88,7 +89,7 @@ class VllmConfig(Section, frozen=True):
     sync: Literal["auto", "adapter", "ipc", "nccl", "shared_memory", "reload"] = "auto"
     max_adapters: Count = 8  # that a child serves at once, frozen ones too
     tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, or 0.1 in bfloat16
-    tool_parser: str = "hermes"
+    tool_parser: str = "hermes"  # of vLLM, for the model's format of tool calls
     arguments: list[str] = []  # more arguments of `vllm serve`
 
     def __post_init__(self) -> None:
@@ -111,7 +112,7 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     advertise: str = ""  # the address by which runners elsewhere call it, where that is not `host`
     max_batch: Count = 64  # calls decoded together
     max_context: Count = 2048  # tokens of prompt and completion
-    threads: Count = 1
+    threads: Count = 1  # of the CPU that the embedded engine decodes with
     # Keys and values of calls that run while their weights change, with algorithm.overlap =
     # "in_flight". recompute: log-probs are exactly those of a version. keep: faster.
     keys: Literal["recompute", "keep"] = "recompute"
@@ -166,8 +167,8 @@ class ContainerConfig(Section, frozen=True):
 class KubernetesConfig(Section, frozen=True):
     """A Job for each rollout, for `executor = "kubernetes"`."""
 
-    image: str = ""
-    namespace: str = "default"
+    image: str = ""  # that holds the agent; default: that of the template
+    namespace: str = "default"  # of the Jobs
     context: str = ""  # of the kubeconfig; default: its current one, or that of the own pod
     template: str = ""  # YAML or JSON file of a Job to add to, relative to the run file
     ttl: Natural = 300  # seconds a finished Job is kept
@@ -219,7 +220,7 @@ class PoolRunnerConfig(RunnerConfig, frozen=True, tag="pool"):
 class ContainerRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag="container"):
     """The agent runs in a container for each rollout."""
 
-    container: ContainerConfig
+    container: ContainerConfig  # its image and how it is started
 
 
 class KubernetesRunnerConfig(RunnerConfig, frozen=True, tag="kubernetes"):

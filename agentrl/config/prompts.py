@@ -17,7 +17,7 @@ class PromptComponent(Section, frozen=True):
 
     file: str  # with the text, as the agent sends it
     role: str = ""  # default: the component's name
-    tool: str = ""
+    tool: str = ""  # whose description the text is; default: none's
     insert: bool = False  # the agent has no such text: it becomes a system message of its own
 
 
@@ -40,7 +40,7 @@ class PromptsConfig(Section, frozen=True):
     # With `agentrl train`. off: train with the texts that `agentrl prompts` found. before: search,
     # then train. alternate: search again after every so many steps, with the policy of that step.
     schedule: Literal["off", "before", "alternate"] = "off"
-    every: Count = 50
+    every: Count = 50  # steps between two searches, with schedule = "alternate"
 
 
 def prompt_texts(config: Any, directory: Path | None = None) -> list[PromptText]:

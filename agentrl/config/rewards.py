@@ -13,13 +13,11 @@ class RewardModelTraining(Section, frozen=True):
     """How `agentrl rm train` makes a reward model of `policy.model` from the items of [data]."""
 
     heads: Count = 1  # an ensemble of so many scores, each trained on its own sample of the items
-    margin: NonNegative = (
-        0.0  # by how much more than that, per unit of a pair's margin, it is better
-    )
-    centre: NonNegative = (
-        0.01  # coefficient of (sum of a pair's scores)^2, which keeps them around 0
-    )
-    epochs: Count = 1
+    # How much more than a pair's margin, times this, the better side must score; 0: just more.
+    margin: NonNegative = 0.0
+    # Coefficient of (sum of a pair's scores)^2, which keeps scores around 0.
+    centre: NonNegative = 0.01
+    epochs: Count = 1  # passes over the items
     batch: Count = 32  # items of an optimizer step
     lr: Positive = 1e-5  # after a linear rise over a tenth of the steps it falls linearly to 0
 
@@ -37,7 +35,7 @@ class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"
 class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
     """A decoder, of which beta * (log probability - that of the reference) is the reward."""
 
-    beta: Positive = 0.05
+    beta: Positive = 0.05  # what a nat of the log ratio is worth as a reward
     reference: str = ""  # a checkpoint directory or hub name; empty: the initial policy
     train: bool = False  # learn from every step, after scoring it
     # from outcomes from 0 to 1 (PRIME), or from pairs of rollouts of a group (iStar)
@@ -52,6 +50,7 @@ class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
     """A model that judges what agents did, and whose verdicts are the reward of its name."""
 
     upstream: str  # of [upstreams] or, to let a policy judge, the name of that policy
+    # what it judges by, in words that end up in its question
     rubric: str = "how well the agent did what it was asked for"
     concurrency: Count = 8  # questions at a time
     max_tokens: Count = 1024  # of an answer
@@ -69,7 +68,7 @@ class PointwiseJudge(JudgeConfig, frozen=True, kw_only=True, tag="pointwise"):
     """A score for each rollout by itself; the reward is 0 at the low end of the range, 1 at the
     high one."""
 
-    range: tuple[int, int] = (0, 10)
+    range: tuple[int, int] = (0, 10)  # the lowest and the highest score that it may give
     # Points [score, reward] that rewards lie between, as measured on a labelled set.
     calibration: tuple[tuple[float, float], ...] = ()
 
@@ -95,6 +94,7 @@ class PairwiseJudge(JudgeConfig, frozen=True, kw_only=True, tag="pairwise"):
 class PrincipleJudge(JudgeConfig, frozen=True, kw_only=True, tag="principles"):
     """Whether each principle holds, yes or no. RLBFF, arXiv 2509.21319."""
 
+    # sentences that hold of a good rollout, each asked by itself
     principles: Annotated[list[str], msgspec.Meta(min_length=1)]
     combine: Literal["mean", "all"] = "mean"  # the share that holds, or 1 if all do, else 0
 

@@ -21,7 +21,6 @@ from agentrl.config.base import (
     Positive,
     Seconds,
     Section,
-    kind_of,
 )
 from agentrl.config.infrastructure import (
     EmbeddedEngineConfig,
@@ -32,6 +31,7 @@ from agentrl.config.infrastructure import (
     SessionsConfig,
     TorchLearnerConfig,
 )
+from agentrl.config.opponents import Selfplay, SelfplayConfig
 from agentrl.config.prompts import PromptsConfig
 from agentrl.config.rewards import Judge, RewardModel, RewardModelTraining
 from agentrl.team_rewards import EXACT
@@ -45,8 +45,8 @@ class TasksConfig(Section, frozen=True):
     function for one, or a data set of the hub, "hf:owner/name[/config][@revision][:split]",
     whose column input, prompt, question, problem or instruction is the input."""
 
-    train: str = ""
-    heldout: str = ""
+    train: str = ""  # that the policy learns from
+    heldout: str = ""  # that it is only scored on; 50 or more make a curve worth reading
     # Of training: each task once an epoch, or drawn by its success rate, most often tasks that are
     # solved half of the time. Outcomes must be from 0 to 1 for this.
     order: Literal["shuffle", "difficulty"] = "shuffle"
@@ -55,6 +55,8 @@ class TasksConfig(Section, frozen=True):
 
 
 class VerifierConfig(Section, frozen=True):
+    """What scores rollouts."""
+
     path: str = ""  # "file.py:name"
     rewards: dict[str, str] = {}  # more rewards: name -> "file.py:name" or an entry point
 
@@ -74,8 +76,9 @@ class PolicyConfig(Section, frozen=True):
 
     model: str = ""  # default with `build`: <output>/policy
     build: str = ""  # "file.py:name": called as (directory, seed) to make `model` if it is absent
+    # of weights and computation; bfloat16 takes half the memory, on GPUs
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "auto"
+    device: str = "auto"  # "cpu", "cuda" or "cuda:1"; auto: the GPU if there is one
     # Its chat template may leave out messages of some roles. adapt: they are sent in roles that it
     # shows, and a call of which it would lose text is refused. as_sent: the template decides.
     messages: Literal["adapt", "as_sent"] = "adapt"
@@ -86,7 +89,7 @@ class WarmupConfig(Section, frozen=True):
     """Supervised fine-tuning of all weights of the policy before the run's first step."""
 
     data: str = ""  # "file.jsonl" or "file.py:name": {"messages": [...], "tools": [...]}; none: no
-    steps: Count = 100
+    steps: Count = 100  # optimizer steps
     batch: Count = 16  # conversations in an optimizer step, drawn at random
     lr: Positive = 1e-5  # after a linear rise over a tenth of the steps it falls linearly to 0
 
@@ -94,14 +97,14 @@ class WarmupConfig(Section, frozen=True):
 class MemberConfig(Section, frozen=True):
     """One of several policies: its roles, its weights, and what differs from the run's tables."""
 
-    roles: list[str] = []
+    roles: list[str] = []  # whose calls it answers and learns from
     model: str = ""  # weights of its own; default: an adapter on those of policy.model
     lora: dict[str, Any] = {}  # what differs from policy.lora
     frozen: bool = False  # served from `model` or `lora.adapter` and never trained
-    algorithm: dict[str, Any] = {}
-    critic: dict[str, Any] = {}
-    reference: dict[str, Any] = {}
-    teacher: dict[str, Any] = {}
+    algorithm: dict[str, Any] = {}  # what differs from [algorithm], such as its preset or lr
+    critic: dict[str, Any] = {}  # what differs from [critic]
+    reference: dict[str, Any] = {}  # what differs from [reference]
+    teacher: dict[str, Any] = {}  # what differs from [teacher]
 
 
 class TeamConfig(Section, frozen=True):
@@ -110,6 +113,7 @@ class TeamConfig(Section, frozen=True):
     together: all of them. alternating: in turn, in the order of the run file. sequence: the same,
     but each has only one turn, and the last one's lasts to the end."""
 
+    # who learns in a step: all, or one after the other
     schedule: Literal["together", "alternating", "sequence"] = "together"
     every: Count = 1  # steps of a policy before the next one's turn
 
@@ -121,7 +125,7 @@ class BranchingConfig(Section, frozen=True):
     mc: from the state before each call of every rollout. tree: from the calls of the group where
     the policy is least certain."""
 
-    kind: Literal["none", "mc", "tree"] = "none"
+    kind: Literal["none", "mc", "tree"] = "none"  # which calls are continued otherwise
     width: Count = 1  # branches from each call
     calls: Natural = 0  # the most calls, least certain first: of a rollout (mc; 0: all), of a group
 
@@ -161,10 +165,12 @@ class CounterfactualConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """How a policy learns from a batch. `options` are arguments of the preset."""
 
+    # a name of `agentrl algorithms`, with modifiers as in "grpo+tis", or your own "file.py:name"
     preset: str = "grpo"
+    # arguments of the preset: `agentrl algorithms show NAME` lists them
     options: dict[str, Any] = {}
     groups: Count = 8  # per step
-    group_size: Count = 8
+    group_size: Count = 8  # rollouts of each task, which are compared with each other
     min_group: Count = 2  # valid rollouts below which a group is dropped
     inexact: Literal["refuse", "retokenize"] = "refuse"  # calls whose token ids are unknown
     # No token is trained that is older than this many updates of its policy, rounded up. Groups are
@@ -187,7 +193,7 @@ class AlgorithmConfig(Section, frozen=True):
     store_credit: bool = True  # advantages, baselines and gates with each step, for `explain`
     minibatches: Count = 1  # optimizer steps a batch is split into
     epochs: Count = 1  # passes over a batch
-    lr: Positive = 1e-6
+    lr: Positive = 1e-6  # peak learning rate; about ten times as high for an adapter
     # Effective sample size of the weights against the sampler, as a share of the tokens, below
     # which lr falls in proportion (VCPO, arXiv 2602.17616); costs a forward of the batch.
     lr_ess: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # none: lr does not fall
@@ -196,8 +202,8 @@ class AlgorithmConfig(Section, frozen=True):
     min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
     target_kl: Positive | None = None  # nats: a batch that moved the policy further is left early
     max_bad_steps: Count = 3  # optimizer steps in a row that are not finite, until the run ends
-    weight_decay: NonNegative = 0.0
-    max_grad_norm: Positive = 1.0
+    weight_decay: NonNegative = 0.0  # of AdamW, per step and unit of lr
+    max_grad_norm: Positive = 1.0  # longer gradients are shortened to it
     branching: BranchingConfig = BranchingConfig()
     counterfactual: CounterfactualConfig = CounterfactualConfig()
 
@@ -211,7 +217,7 @@ class DataConfig(Section, frozen=True):
     """A data set of the store to learn from, in place of agent, tasks and verifier: see
     `agentrl data`. A step learns from `algorithm.groups` of its items."""
 
-    name: str = ""
+    name: str = ""  # of the data set; empty: the run learns from rollouts
     version: Natural = 0  # 0: the newest when the run begins
     split: str = "train"  # of items to learn from
     heldout: str = "test"  # of items on which the loss is measured, by [eval]
@@ -228,7 +234,7 @@ class CriticConfig(Section, frozen=True):
     lr: Positive | None = None
     coefficient: Positive = 0.5  # of the value loss in the policy's loss, for a shared critic
     clip: Positive = 0.2  # how far a value may move in one step, value clipping; inf: any
-    weight_decay: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0  # of AdamW, for a critic that is a model of its own
 
 
 class ReferenceConfig(Section, frozen=True):
@@ -254,7 +260,7 @@ class UpstreamConfig(Section, frozen=True):
     base_url: Annotated[str, msgspec.Meta(pattern=r"^(https?://.*)?$")] = ""  # ends in /v1
     model: str = ""  # the name it answers to; empty: the one the agent asks for
     key_env: str = ""  # environment variable of the runner that holds its API key
-    text: str | None = None
+    text: str | None = None  # the answer to every call, in place of an endpoint
 
     def __post_init__(self) -> None:
         if (self.text is None) != bool(self.base_url):
@@ -271,56 +277,15 @@ class EvalConfig(Section, frozen=True):
     curve_tasks: Natural = 64  # in the evaluations between; 0: all
     sampled: bool = True  # before and after, also at temperature 1
     temperature: NonNegative = 0.0  # everything else is sampled as in training
+    # Of each task before and after, at temperature 1; more than 1 also gives pass@k.
+    samples: Count = 1
+    threshold: float = 0.5  # reward from which a sample counts as solved, for pass@k
     # Each "file.py:name", called with a checkpoint's directory: a number, or several by name.
     functions: list[str] = []
     # Score copies of the policies, each as large as the model, while training goes on; not before
     # and after it.
     beside: bool = False
     patience: Natural = 0  # evaluations without a better score until training ends; 0: it goes on
-
-
-class SelfplayConfig(Section, frozen=True, tag_field="opponents", tag="self"):
-    """Games of several seats, all of which the trained policy plays."""
-
-    seats: list[str] = []  # roles of the game; none: no self-play
-    policy: str = ""  # that plays; default: the one policy that is trained
-
-    @property
-    def opponents(self) -> str:
-        return kind_of(self)
-
-    def __post_init__(self) -> None:
-        if len(set(self.seats)) != len(self.seats) or len(self.seats) == 1:
-            raise ValueError("seats are two or more roles, each named once")
-        if self.policy and not self.seats:
-            raise ValueError("policy means nothing without seats: the roles of the game")
-
-
-class SnapshotOpponents(SelfplayConfig, frozen=True, kw_only=True):
-    """The trained policy plays one of the seats, and snapshots of it play the others."""
-
-    seats: Annotated[list[str], msgspec.Meta(min_length=2)]
-    self_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5  # of groups, against itself
-    every: Count = 10  # steps from one snapshot to the next
-    pool: Count = 8  # snapshots that are kept
-    k: Positive = 16.0  # Elo points at stake in a game
-
-
-class LatestOpponents(SnapshotOpponents, frozen=True, tag="latest"):
-    """The newest snapshot plays."""
-
-
-class UniformOpponents(SnapshotOpponents, frozen=True, tag="uniform"):
-    """Every snapshot plays equally often."""
-
-
-class PfspOpponents(SnapshotOpponents, frozen=True, tag="pfsp"):
-    """Snapshots are drawn by the policy's win rate (prioritised fictitious self-play)."""
-
-    pfsp: Literal["hard", "variance"] = "hard"  # most often the hardest, or those of equal strength
-
-
-Selfplay = SelfplayConfig | LatestOpponents | UniformOpponents | PfspOpponents
 
 
 class MetricsConfig(Section, frozen=True):
@@ -335,13 +300,13 @@ class RunConfig(Section, frozen=True):
     """One training job. Files are looked up in `root`, the run file's folder; what the run writes
     goes to `output`, relative to the working directory."""
 
-    name: Name = "run"
-    root: str = "."
+    name: Name = "run"  # of the run, in the store and in what is printed
+    root: str = "."  # folder of the files that the run file names; default: its own
     output: str = ""  # folder of store, checkpoints and figures; default runs/<name>
     store: str = ""  # store URL; default: SQLite in the output folder
-    seed: Natural = 0
-    steps: Natural = 100
-    keep_checkpoints: Count = 2
+    seed: Natural = 0  # of the model's building, the order of tasks, and sampling
+    steps: Natural = 100  # updates of the policy; 0: only evaluate
+    keep_checkpoints: Count = 2  # the newest on disk, beside the best; older ones are deleted
     max_empty_steps: Count = 3  # steps in a row without one usable rollout, until the run ends
     agent: AgentConfig = AgentConfig()
     workspace: WorkspaceConfig = WorkspaceConfig()

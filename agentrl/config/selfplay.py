@@ -11,7 +11,8 @@ from statistics import fmean
 
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
-from agentrl.config.schema import RunConfig, SnapshotOpponents
+from agentrl.config.opponents import SnapshotOpponents
+from agentrl.config.schema import RunConfig
 from agentrl.types import POLICY, Rollout, RolloutState, Scope
 
 

@@ -69,6 +69,9 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield "eval.beside scores copies between steps: set eval.every and tasks.heldout"
     if config.eval.patience and not (config.eval.every and config.tasks.heldout):
         yield "eval.patience counts held-out scores: set eval.every and tasks.heldout"
+    fixed = not (config.eval.sampled or config.eval.temperature or team.has_no_own_policy(config))
+    if config.eval.samples > 1 and fixed:
+        yield "eval.samples at temperature 0 are all the same: leave eval.sampled = true"
     if config.eval.functions and team.has_no_own_policy(config) and not config.data.name:
         yield "eval.functions are given a checkpoint, and [upstreams] have none: leave them out"
     yield from _policies(config)

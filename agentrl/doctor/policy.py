@@ -6,12 +6,19 @@ from collections.abc import Mapping
 
 from agentrl.algorithms.model.load import context_length, vocabulary_size
 from agentrl.algorithms.model.text import Codec
+from agentrl.algorithms.train import estimate
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.config import RunConfig
 from agentrl.doctor import Status
 from agentrl.types import Json
 
 PADDING = 1024  # rows of an embedding without a token, to make it a round number
+
+
+def memory(config: RunConfig, source: str) -> tuple[Status, str]:
+    """Of a run at its peak. source: directory or hub name of the policy's model."""
+    fits, sentence = estimate.memory(config, estimate.shape_of(source))
+    return ("ok" if fits else "fail"), sentence
 
 
 def tokenizer(model: LoadedModel) -> tuple[Status, str]:

@@ -129,9 +129,10 @@ def score_table(steps: list[StepRow]) -> Table:
     every = sorted({name for metrics in shown.values() for name in metrics})
     for key in ("eval/score", "eval/sampled"):
         for name in every:
-            if name == key or name.startswith(f"{key}/"):
+            bound = name.endswith(("_low", "_high"))
+            if (name == key or name.startswith(f"{key}/")) and not bound:
                 title = key.removeprefix("eval/") if name == key else f"  {name[len(key) + 1 :]}"
-                table.add_row(title, *(_score(metrics.get(name)) for metrics in shown.values()))
+                table.add_row(title, *(_score(metrics, name) for metrics in shown.values()))
         missing = [metrics.get(f"{key}_missing", 0.0) for metrics in shown.values()]
         if any(missing):
             table.add_row("  without a score", *(f"{value:.0f}" for value in missing))
@@ -170,10 +171,14 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _score(value: float | None) -> str:
-    if value is None:
+def _score(metrics: Mapping[str, float], name: str) -> str:
+    """With its confidence interval, if it has one."""
+    known = [metrics[key] for key in (name, f"{name}_low", f"{name}_high") if key in metrics]
+    if not known:
         return "-"
-    return f"{value:.1%}" if 0.0 <= value <= 1.0 else f"{value:.3g}"
+    share = all(0.0 <= value <= 1.0 for value in known)
+    value, *bounds = (f"{x:.1%}" if share else f"{x:.3g}" for x in known)
+    return f"{value} ({' to '.join(bounds)})" if bounds else value
 
 
 async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> dict[str, Rollout]:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 
 from msgspec.structs import replace
 
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
+from agentrl.algorithms.sampling.scores import common_score, score_metrics, spread_metrics
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.loading import import_error, load_attribute
 from agentrl.processes import PHASE
 from agentrl.store.base import Store
-from agentrl.types import Json, NewRollout, Rollout, Scope
+from agentrl.types import Json, NewRollout, Rollout
 
 log = logging.getLogger("agentrl.algorithm")
 
@@ -40,23 +38,30 @@ async def evaluate_heldout(
     candidate: str | None = None,
     seats: Mapping[str, str] = {},
 ) -> None:
-    """Log the scores of one rollout per task after `step` steps, as `eval/<name>` and so on for
-    each named temperature, unless they are in the store already. seats: role or policy -> policy
+    """Log the scores of tasks after `step` steps, as `eval/<name>` and so on for each named
+    temperature, unless they are in the store already. Each task is played once, before and after
+    training with the last of the temperatures `eval.samples` times. seats: role or policy -> policy
     that plays it."""
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
-    if step in (0, config.steps):
+    outer, samples = step in (0, config.steps), 1
+    if outer:
         after = f" after {step} steps" if config.steps else ""
         log.log(PHASE, f"scoring {len(tasks)} held-out tasks{after}")
     started = time.monotonic()
-    asked = {}
-    for name, temperature in temperatures(config, step).items():
+    asked, known = {}, temperatures(config, step)
+    for name, temperature in known.items():
         sampling = replace(config.sampling, temperature=temperature)
-        asked[name] = evaluation_rollouts(config, step, name, tasks, sampling, seats, candidate)
+        samples = config.eval.samples if outer and name == [*known][-1] else 1
+        rounds = tasks * samples
+        asked[name] = evaluation_rollouts(config, step, name, rounds, sampling, seats, candidate)
     metrics: dict[str, float] = {}
-    for name, rollouts in (await play(store, asked)).items():
-        metrics |= {f"eval/{key}": x for key, x in score_metrics(name, rollouts).items()}
+    played = await play(store, asked)
+    for name, rollouts in played.items():
+        found = score_metrics(name, rollouts) | spread_metrics(name, rollouts, len(tasks), config)
+        metrics |= {f"eval/{key}": x for key, x in found.items()}
+    metrics |= common_score(config, played["score"], len(tasks))
     metrics["time/eval"] = time.monotonic() - started
     await store.log(config.name, step, metrics, epoch=epoch)
 
@@ -96,31 +101,3 @@ async def play(
         name: await store.rollouts(rollouts[0].run, group=rollouts[0].group)
         for name, rollouts in asked.items()
     }
-
-
-def score_metrics(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """<name>: the mean outcome; <name>/<role>: the mean of each role with its own outcome, such as
-    the players of a game; <name>_missing: the number of rollouts without an outcome, such as
-    crashes and time-outs, which are in no mean."""
-    found: dict[str, list[float]] = {name: [rollout.reward() for rollout in rollouts]}
-    for row in (row for rollout in rollouts for row in rollout.rewards):
-        if row.scope is Scope.ROLE and row.name == "outcome":
-            found.setdefault(f"{name}/{row.target}", []).append(row.value)
-    known = {key: [x for x in values if not math.isnan(x)] for key, values in found.items()}
-    missing = {f"{name}_missing": float(len(found[name]) - len(known[name]))}
-    return missing | {key: fmean(values) for key, values in known.items() if values}
-
-
-async def heldout_scores(store: Store, run: str) -> dict[int, float]:
-    """The scores of trained policies by their steps, the best first, the earlier of equal ones."""
-    found = await store.series(run, ["eval/score"], after=0, points=sys.maxsize)
-    return dict(sorted(found["eval/score"], key=lambda row: (-row[1], row[0])))
-
-
-async def has_stalled(store: Store, config: RunConfig) -> bool:
-    """Whether the last `eval.patience` held-out scores were no better than one before."""
-    steps = list(await heldout_scores(store, config.name)) if config.eval.patience else []
-    stalled = 0 < config.eval.patience <= sum(step > steps[0] for step in steps)
-    if stalled:
-        log.log(PHASE, f"held-out scores have not risen since step {steps[0]}: training ends")
-    return stalled

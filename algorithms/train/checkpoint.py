@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from agentrl import digests
-from agentrl.algorithms.sampling.evaluate import heldout_scores
+from agentrl.algorithms.sampling.scores import heldout_scores
 from agentrl.config import RunConfig
 from agentrl.errors import DamagedError, PolicyError, TrainingError
 from agentrl.files import PARTIAL, atomic_directory, delete_directory
@@ -157,8 +157,9 @@ def export_checkpoint(source: Path, target: Path) -> None:
 
 def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     """Delete old checkpoints of a run, once its owner has committed `last`: all but the `keep`
-    newest and the best, those of rewound steps, and partial ones of killed processes. Checkpoints
-    of other runs or of later owners stay, and so do files with other names."""
+    newest, the best and those that are scored at present, those of rewound steps, and partial ones
+    of killed processes. Checkpoints of other runs or of later owners stay, and so do files with
+    other names."""
     present = parse_name(last)
     assert present is not None
     own = {}
@@ -168,8 +169,10 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
             own[path] = named
     ahead = [path for path, named in own.items() if named[0] > present[0]]
     kept = sorted(own.keys() - ahead, key=lambda path: own[path], reverse=True)
+    scored = {path.name for path in folder.parent.glob("evaluation/*")}
     best = (folder / BEST).resolve()
-    for path in (*ahead, *(old for old in kept[keep:] if old.resolve() != best)):
+    old = [path for path in kept[keep:] if path.name.partition(".")[0] not in scored]
+    for path in (*ahead, *(path for path in old if path.resolve() != best)):
         if path.resolve() != last.resolve():
             delete_directory(path)
     for path in folder.glob(f"*{PARTIAL}*"):
@@ -178,16 +181,22 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-async def mark_best(store: Store, config: RunConfig, step: int) -> None:
-    """Link the checkpoint after `step` steps as the best, if no held-out score was as good."""
-    state, scores = await store.run(config.name), await heldout_scores(store, config.name)
-    if state is None or state.checkpoint is None or next(iter(scores), None) != step:
-        return
-    link = Path(config.output, "checkpoints", BEST)
-    new = link.with_name(f"{BEST}{PARTIAL}")
-    new.unlink(missing_ok=True)
-    new.symlink_to(Path(state.checkpoint).name)
-    new.replace(link)
+async def mark_best(store: Store, config: RunConfig, run: str) -> dict[int, float]:
+    """Link the checkpoint with the best held-out score, the earlier of equal ones. run: its
+    identity. Returns the scores that were compared, as `heldout_scores` does."""
+    scores = await heldout_scores(store, config.name)
+    _link_best(Path(config.output, "checkpoints"), next(iter(scores), 0), run)
+    return scores
+
+
+def _link_best(folder: Path, steps: int, run: str) -> None:
+    named = {parse_name(path): path for path in folder.glob("*") if _is_of(path, run)}
+    saved = [name for name in named if name and name[0] <= steps]  # empty steps save none
+    if saved:
+        new = folder / f"{BEST}{PARTIAL}"
+        new.unlink(missing_ok=True)
+        new.symlink_to(named[max(saved)].name)
+        new.replace(folder / BEST)
 
 
 def earlier_checkpoints(folder: Path, last: Path, run: str) -> list[Path]:

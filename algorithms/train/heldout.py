@@ -15,6 +15,7 @@ from pathlib import Path
 
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
+from agentrl.algorithms.sampling.scores import has_stalled
 from agentrl.algorithms.train.checkpoint import export_checkpoint, mark_best
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
@@ -31,6 +32,7 @@ class HeldoutEvaluator:
     config: RunConfig
     store: Store
     epoch: int
+    identity: str
     policies: PolicySet
     serving: PolicyServers
     tasks: list[dict[str, Json]]
@@ -41,23 +43,27 @@ class HeldoutEvaluator:
     def folder(self) -> Path:
         return Path(self.config.output, "evaluation")
 
-    async def start(self) -> None:
-        """Score what a killed process began to score."""
+    async def start(self, steps: int) -> None:
+        """Score what a killed process began to score, up to the policy after `steps` steps."""
         for path in sorted(self.folder.glob("[0-9]*[0-9]")):
-            await self._begin(path)
+            if int(path.name) <= steps:
+                await self._begin(path)
+            else:  # of a step that was taken back
+                shutil.rmtree(path)
 
-    async def score(self, step: int) -> None:
+    async def score(self, step: int) -> bool:
         """Score the policies after `step` steps; with `eval.beside`, which is for steps between the
-        first and the last, return before they are scored."""
+        first and the last, return before they are scored. Returns whether scores have stalled."""
         settings, outer = self.config.eval, step in (0, self.config.steps)
         limit, path = settings.tasks if outer else settings.curve_tasks, self.folder / f"{step:06d}"
-        if not self.tasks or path.is_dir():  # a restarted process scores it already
-            return
-        await self.finish()
-        if outer or not settings.beside:
-            await self._score(step, limit)
-        elif await self._save(path):
-            await self._begin(path)
+        if self.tasks and not path.is_dir():  # else a restarted process scores it already
+            await self.finish()
+            if outer or not settings.beside:
+                await self._score(step, limit)
+            elif await self._save(path):
+                await self._begin(path)
+        scores = await mark_best(self.store, self.config, self.identity)
+        return has_stalled(scores, settings.patience)
 
     async def finish(self) -> None:
         """Wait for the evaluation that goes on, if one does, and let go of its policies."""
@@ -67,6 +73,7 @@ class HeldoutEvaluator:
             async with self.serving.updating():
                 for name in served.values():
                     await self.serving.drop(name)
+            await mark_best(self.store, self.config, self.identity)
             shutil.rmtree(path)
 
     async def _begin(self, path: Path) -> None:
@@ -89,7 +96,6 @@ class HeldoutEvaluator:
         """served: the names under which the policies to score are served, by policy."""
         tasks, candidate = self.tasks[: limit or None], self.prompts.in_use.id
         await evaluate_heldout(self.store, self.config, self.epoch, step, tasks, candidate, served)
-        await mark_best(self.store, self.config, step)
 
     async def _save(self, path: Path) -> bool:
         """Copy the policies of the last checkpoint, which may be deleted before they are scored.

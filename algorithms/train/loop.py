@@ -15,7 +15,7 @@ from agentrl.algorithms.diagnostics.metrics import Metrics, throughput
 from agentrl.algorithms.judges.judge import Judges
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling.collect import Collected, Collector
-from agentrl.algorithms.sampling.evaluate import evaluate_functions, has_stalled
+from agentrl.algorithms.sampling.evaluate import evaluate_functions
 from agentrl.algorithms.sampling.stragglers import settle_groups_ahead
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.train.empty_steps import check_empty_steps, empty_commit, is_empty
@@ -49,10 +49,10 @@ class TrainingLoop:
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""
         await self.serving.announce(self.store, self.config.name, self.state.epoch)
-        await self.evaluate(self.state.step)
+        stalled = await self.evaluate(self.state.step)
         updated = time.monotonic()
         for step in range(self.state.step, self.config.steps):
-            if await has_stalled(self.store, self.config):
+            if stalled:
                 break
             await self.prompts.before_step(step)
             started = time.monotonic()
@@ -68,8 +68,7 @@ class TrainingLoop:
                 updated = time.monotonic()
                 metrics |= {"time/rollouts": claimed - started, "time/update": updated - claimed}
                 metrics |= throughput(metrics)
-                empty = is_empty(self.policies, step, metrics, collected)
-                if empty:
+                if empty := is_empty(self.policies, step, metrics, collected):
                     found = empty_commit(self.state, self.policies, step, collected, metrics)
                     await self.store.commit_step(found)
                 else:
@@ -80,7 +79,7 @@ class TrainingLoop:
             if empty:
                 await check_empty_steps(self.store, self.config)
             await self.serving.announce(self.store, self.config.name, self.state.epoch)
-            await self.evaluate(step + 1)
+            stalled = await self.evaluate(step + 1)
         await self.heldout.finish()
         await check_empty_steps(self.store, self.config)  # also where no step was left to train
 
@@ -88,8 +87,7 @@ class TrainingLoop:
         """Write the checkpoint, then commit the step that names it, then delete old checkpoints."""
         await settle_groups_ahead(self.store, self.config)
         self.lock.check()
-        name = checkpoint_name(step + 1, self.state.epoch)
-        path = Path(self.config.output, "checkpoints", name)
+        path = Path(self.config.output, "checkpoints", checkpoint_name(step + 1, self.state.epoch))
         if self.snapshots is not None:
             await self.snapshots.save_due(step + 1)
         save_checkpoint(path, self.policies, self.policies.dump(), self.state.identity)
@@ -103,18 +101,18 @@ class TrainingLoop:
                 credits=self.policies.credits(step),
                 rewards=[*self.judges.rewards, *self.policies.step_rewards(step)],
                 versions=self.policies.versions(step + 1),
-                checkpoint=f"checkpoints/{name}",
+                checkpoint=f"checkpoints/{path.name}",
                 metrics=metrics,
             )
         )
         prune(path.parent, keep=self.config.keep_checkpoints, last=path, run=self.state.identity)
 
-    async def evaluate(self, step: int) -> None:
-        """Held-out scores after `step` steps, where the run file asks for them."""
+    async def evaluate(self, step: int) -> bool:
+        """Held-out scores after `step` steps, where asked for; whether they have stalled."""
         settings, outer = self.config.eval, step in (0, self.config.steps)
         if not (outer or (settings.every and step % settings.every == 0)):
-            return
+            return False
         if isinstance(self.collector, DatasetCollector):
             await self.collector.evaluate(step, settings.tasks if outer else settings.curve_tasks)
         await evaluate_functions(self.store, self.config, self.state.epoch, step)
-        await self.heldout.score(step)
+        return await self.heldout.score(step)

@@ -31,6 +31,7 @@ from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
+from agentrl.algorithms.train.estimate import announce
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
 from agentrl.algorithms.train.load_policies import load_policies, vocabulary_sizes
 from agentrl.algorithms.train.loop import TrainingLoop
@@ -72,6 +73,7 @@ async def run(config: RunConfig) -> None:
         models = load_policies(config)
         if any(model.built for model in models):
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
+        announce(config, models)
         policies = build.make_policies(config, algos, models, stack)
         difficulty = build.make_difficulty(config.tasks, policies)
         pool = build.make_pool(config, policies)
@@ -103,7 +105,7 @@ async def run(config: RunConfig) -> None:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         judges = await make_judges(config, store, session)
         evaluator = HeldoutEvaluator(
-            config, store, state.epoch, policies, serving, heldout, prompts
+            config, store, state.epoch, state.identity, policies, serving, heldout, prompts
         )
         loop = TrainingLoop(
             config,
@@ -118,7 +120,7 @@ async def run(config: RunConfig) -> None:
             snapshots,
             judges,
         )
-        await evaluator.start()
+        await evaluator.start(state.step)
         await serving.during(loop.run())
         await store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
 

@@ -23,10 +23,11 @@ from transformers import AutoTokenizer
 
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.model.packing import Pack
+from agentrl.algorithms.train import estimate
 from agentrl.cli.doctor import examine
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig
-from agentrl.doctor import machine, memory, proofs
+from agentrl.doctor import machine, proofs
 from agentrl.store import open_store
 
 AGENT = """
@@ -205,7 +206,7 @@ def upstream_behind_a_proxy(folder: Path, patch: Patch) -> list[str]:
 
 @broken("memory", "fail", "learner.gradient_checkpointing=true")
 def too_little_memory(folder: Path, patch: Patch) -> list[str]:
-    patch.setattr(memory, "available", lambda config: 240_000_000)
+    patch.setattr(estimate, "available", lambda config: 240_000_000)
     return ["learner.token_budget=65536", "engine.max_batch=8"]
 
 

@@ -38,7 +38,9 @@ def test_the_schema_says_what_a_setting_is(schema: Any) -> None:
     tables = schema["$defs"]
     assert "discriminator" not in json.dumps(schema)
     described = {
-        "RunConfig.steps": None,
+        "RunConfig.steps": "updates of the policy; 0: only evaluate",
+        "RunConfig.policy": "The model to train: a Hugging Face checkpoint directory or hub name",
+        "VllmEngineConfig.kind": "vLLM beside the algorithm process",
         "AlgorithmConfig.groups": "per step",
         "VllmConfig.max_adapters": "that a child serves at once, frozen ones too",
         "VllmEngineConfig.max_batch": "calls decoded together",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -81,25 +80,6 @@ async def test_openai_sdk(run_example: Any) -> None:
     assert (second.rollout.result, second.rollout.reward()) == (0, 0.0)
     assert [call.role for call in first.transitions] == ["agent", "agent"]
     assert len(second.transitions) == 5
-
-
-async def test_openai_agents_sdk(run_example: Any) -> None:
-    pytest.importorskip("agents")
-
-    def answer(body: dict[str, Any]) -> dict[str, Any]:
-        if body["messages"][-1]["role"] == "tool":
-            asked = next(m["content"] for m in body["messages"] if m["role"] == "user")
-            amount = float(re.findall(r"\d+", str(asked))[0])
-            return said(f"{amount * float(last(body)):.2f}")
-        source, target = re.findall(r"[A-Z]{3}", last(body))
-        arguments = json.dumps({"source": source, "target": target})
-        function = {"name": "rate", "arguments": arguments}
-        return {"tool_calls": [{"id": "c1", "type": "function", "function": function}]}
-
-    for trace in await run_example("openai_agents", answer):
-        assert trace.rollout.reward() == 1.0
-        assert trace.transitions[0].tools[0]["function"]["name"] == "rate"
-        assert len(trace.transitions) == 2
 
 
 async def test_streaming(run_example: Any) -> None:

@@ -16,9 +16,10 @@ def crew(question: str) -> str:
     model = LLM(model="openai/gpt-4o-mini")  # whose features it assumes
     solver = Agent(role="solver", goal="solve sums", backstory="", llm=model, tools=[add])
     critic = Agent(role="critic", goal="check sums", backstory="", llm=model)
+    check = f"Check the answer: {question}"
     tasks = [
         Task(description=question, expected_output="the number", agent=solver),
-        Task(description="Check the answer.", expected_output="the number", agent=critic),
+        Task(description=check, expected_output="the number", agent=critic),
     ]
     return str(Crew(agents=[solver, critic], tasks=tasks).kickoff())
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from itertools import combinations
 from math import nan
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
-from agentrl.algorithms.sampling.evaluate import (
-    evaluate_functions,
+from agentrl.algorithms.sampling import evaluate
+from agentrl.algorithms.sampling.evaluate import evaluate_functions, evaluate_heldout
+from agentrl.algorithms.sampling.scores import (
+    common_score,
+    confidence_interval,
     has_stalled,
     heldout_scores,
+    pass_at,
     score_metrics,
+    spread_metrics,
 )
 from agentrl.algorithms.train.checkpoint import mark_best, prune
 from agentrl.config import RunConfig, resolve
@@ -44,6 +52,41 @@ def test_the_mean_of_all_and_of_each_role_of_what_is_known() -> None:
     assert score_metrics("sampled", [played(nan)]) == {"sampled_missing": 1.0}
 
 
+@pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 2), (6, 1, 6)])
+def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_a_right_one(
+    n: int, c: int, k: int
+) -> None:
+    choices = [any(i < c for i in some) for some in combinations(range(n), k)]
+    assert pass_at(k, n, c) == pytest.approx(sum(choices) / len(choices))
+
+
+def test_samples_of_each_task_give_pass_at_k_and_intervals(tmp_path: Path) -> None:
+    config = run_config(tmp_path, eval={"samples": 3}, tasks={"train": "t.py:t"})
+    outcomes = (1.0, 0.0, 0.4, 0.0, 1.0, nan)  # of two tasks: first, second, first ...
+    rows = [msgspec.structs.replace(played(x), index=i) for i, x in enumerate(outcomes)]
+    found = spread_metrics("sampled", rows, 2, config)
+    assert found["sampled/pass@1"] == pytest.approx((2 / 3 + 0) / 2)
+    assert found["sampled/pass@2"] == pytest.approx((1 + 0) / 2)
+    assert found["sampled/pass@3"] == 1.0  # of the first alone: the second has two that are known
+    assert "sampled/pass@3_low" not in found
+    assert found["sampled_low"] < (0.8 + 0) / 2 < found["sampled_high"]
+    assert "score/pass@1" not in spread_metrics("score", rows[:2], 2, config)
+
+
+def test_ninety_five_of_a_hundred_intervals_hold_the_mean() -> None:
+    random = Random(0)
+
+    def holds(p: float, n: int) -> bool:
+        low, high = confidence_interval([float(random.random() < p) for _ in range(n)])
+        return low <= p <= high
+
+    for p, n in ((0.5, 30), (0.05, 30), (0.9, 100)):
+        assert 0.92 < sum(holds(p, n) for _ in range(1000)) / 1000 < 0.99
+    low, high = confidence_interval([1.0] * 10)
+    assert (round(low, 3), high) == (0.722, 1.0)  # Wilson's
+    assert confidence_interval([-1.0, 1.0, 3.0]) == pytest.approx((1 - 2.263, 1 + 2.263), abs=1e-3)
+
+
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
     async with open_store(f"sqlite:///{tmp_path / 'out' / 'store.db'}", create=True) as store:
@@ -56,6 +99,31 @@ def run_config(folder: Path, **tables: Any) -> RunConfig:
     return resolve(settings, source="test")
 
 
+async def test_only_the_sampled_score_before_and_after_has_several_samples(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
+    config = run_config(tmp_path, steps=9, eval={"every": 5, "samples": 2}, **tasks)
+    counts: list[dict[str, int]] = []
+
+    async def play(store: Store, asked: dict[str, list[Any]]) -> dict[str, list[Rollout]]:
+        counts.append({name: len(rows) for name, rows in asked.items()})
+        return {
+            name: [msgspec.structs.replace(played(1.0), index=row.index) for row in rows]
+            for name, rows in asked.items()
+        }
+
+    monkeypatch.setattr(evaluate, "play", play)
+    for step in (0, 5, 9):
+        await evaluate_heldout(store, config, 1, step, [{"input": "a"}, {"input": "b"}])
+    assert counts == [{"score": 2, "sampled": 4}, {"score": 2}, {"score": 2, "sampled": 4}]
+    first, second, _ = [row.metrics for row in await store.steps("r")]
+    assert (first["eval/sampled/pass@2"], first["eval/score_high"]) == (1.0, 1.0)
+    assert not any("pass@" in name for name in second)
+    with pytest.raises(ConfigError, match=r"eval.samples at temperature 0 are all the same"):
+        run_config(tmp_path, eval={"samples": 2, "sampled": False}, **tasks)
+
+
 async def scored(store: Store, *scores: float) -> None:
     for step, score in enumerate(scores):
         await store.log("r", 10 * step, {"eval/score": score})
@@ -65,15 +133,31 @@ async def test_training_ends_when_held_out_scores_stopped_rising(
     store: Store, tmp_path: Path
 ) -> None:
     tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
-    config = run_config(tmp_path, eval={"every": 10, "patience": 2}, **tasks)
     await scored(store, 0.9, 0.3, 0.5, 0.4)  # of the untrained policy, after 10, 20 and 30 steps
-    assert await heldout_scores(store, "r") == {20: 0.5, 30: 0.4, 10: 0.3}
-    assert not await has_stalled(store, config)
+    scores = await heldout_scores(store, "r")
+    assert scores == {20: 0.5, 30: 0.4, 10: 0.3}
+    assert not has_stalled(scores, patience=2)
     await store.log("r", 40, {"eval/score": 0.5})  # as good is no better
-    assert await has_stalled(store, config)
-    assert not await has_stalled(store, run_config(tmp_path))
+    scores = await heldout_scores(store, "r")
+    assert has_stalled(scores, patience=2)
+    assert not has_stalled(scores, patience=0)
+    assert not has_stalled({}, patience=2)
     with pytest.raises(ConfigError, match=r"eval.patience counts held-out scores: set eval.every"):
         run_config(tmp_path, eval={"patience": 2}, **tasks)
+
+
+async def test_scores_of_all_tasks_are_compared_by_the_tasks_that_all_evaluations_have(
+    store: Store, tmp_path: Path
+) -> None:
+    tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
+    config = run_config(tmp_path, eval={"every": 10, "curve_tasks": 2}, **tasks)
+    rows = [msgspec.structs.replace(played(x), index=i) for i, x in enumerate((1.0, 0.0, 0.0))]
+    assert common_score(config, rows, 3) == {"eval/common": 0.5}
+    assert common_score(config, rows[:2], 2) == {}
+    assert common_score(run_config(tmp_path, **tasks), rows, 3) == {}  # none in between
+    await store.log("r", 10, {"eval/score": 0.5})
+    await store.log("r", 20, {"eval/score": 0.9, "eval/common": 0.4})  # more tasks, easier ones
+    assert await heldout_scores(store, "r") == {10: 0.5, 20: 0.4}
 
 
 async def test_the_best_checkpoint_is_named_and_kept(store: Store, tmp_path: Path) -> None:
@@ -89,9 +173,15 @@ async def test_the_best_checkpoint_is_named_and_kept(store: Store, tmp_path: Pat
         )  # fmt: skip
         prune(folder, keep=1, last=last)
         await store.log("r", step, {"eval/score": score})
-        await mark_best(store, config, step)
+        await mark_best(store, config, "")
     assert {path.name for path in folder.iterdir()} == {"000002", "000003", "best"}
     assert (folder / "best").resolve().name == "000002"
+    (folder.parent / "evaluation" / "000003").mkdir(parents=True)  # it is scored late
+    (folder / "000004").mkdir()
+    prune(folder, keep=1, last=folder / "000004")
+    await store.log("r", 3, {"eval/score": 0.6})
+    await mark_best(store, config, "")
+    assert (folder / "best").resolve().name == "000003"
 
 
 async def test_functions_of_the_run_file_measure_checkpoints(store: Store, tmp_path: Path) -> None:

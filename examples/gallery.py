@@ -1,0 +1,38 @@
+"""Trains examples and exports each run as one HTML file: `make gallery`.
+
+python examples/gallery.py [NAME ...]
+
+All of them build a tiny policy of their own, so they need neither a GPU nor a download.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+GALLERY = {
+    "staff": "the demo: a LangChain agent that answers questions by SQL",
+    "team": "two adapters on one model play the nodes of a LangGraph graph",
+    "sage": "four roles of one model, and tasks that the agent invents",
+    "tictactoe": "a game against a programmed perfect opponent",
+    "kuhn": "self-play in Kuhn poker, with exploitability beside the reward",
+    "negotiation": "self-play in a general-sum game, a reward for every seat",
+}
+
+
+def export(name: str, folder: Path, *overrides: str) -> Path:
+    """Train an example, or go on where it was stopped; returns the file of its run."""
+    agentrl = [sys.executable, "-m", "agentrl"]
+    run_file, target = HERE / name / "run.toml", folder / f"{name}.html"
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run([*agentrl, "train", str(run_file), "--quiet", *overrides], check=True)
+    command = ["view", "--run", name, "--export", str(target), "--rollouts", "sample:100"]
+    subprocess.run([*agentrl, *command], check=True)
+    return target
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or GALLERY:
+        print(export(each, HERE.parent / "gallery"))

@@ -1,0 +1,45 @@
+"""Runs notebooks in a folder of their own and keeps what they print:
+
+python examples/notebooks/execute.py [NAME.ipynb ...]
+
+Drawn pages (`agentrl.show`) are not kept: they are large, and Jupyter draws them again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import nbformat
+from nbclient import NotebookClient
+
+HERE = Path(__file__).resolve().parent
+
+
+def execute(file: Path, seconds: int = 300) -> nbformat.NotebookNode:
+    """The notebook with its outputs. Raises CellExecutionError, with the cell, where one fails."""
+    book = nbformat.read(file, as_version=4)
+    with TemporaryDirectory() as folder:
+        examples = Path(folder, "examples")
+        shutil.copytree(
+            HERE.parent, examples, ignore=shutil.ignore_patterns("runs", "node_modules")
+        )
+        where = {"metadata": {"path": str(examples / "notebooks")}}
+        NotebookClient(book, timeout=seconds, kernel_name="python3", resources=where).execute()
+    for cell in book.cells:
+        cell.metadata = {}
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop("text/html", None)
+            if "text" in output:
+                output["text"] = (
+                    output["text"].replace(folder, "").replace("/examples/notebooks/", "")
+                )
+    return book
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(HERE.glob("*.ipynb")):
+        nbformat.write(execute(path), path)
+        print(f"ran {path.name}")
