@@ -109,7 +109,7 @@ class Sampling(Record, frozen=True):
     top_p: float = 1.0  # share of the likeliest tokens that are drawn from; train with 1
     top_k: int = 0  # 0: no limit
     max_tokens: int | None = None  # of one call's answer; none: to the end of the context
-    seed: int | None = None  # of sampling; none: another in every call
+    seed: int | None = None  # of sampling; each rollout of a run has another; none: every call
     force: bool = False  # over what the agent sets itself
 
 

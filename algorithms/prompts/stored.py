@@ -166,13 +166,13 @@ def candidate_rollouts(
     config: RunConfig, group: str, tasks: Sequence[Task], candidate: str, step: int
 ) -> list[NewRollout]:
     """One rollout per task, sampled as evaluations are."""
+    sampling = replace(config.sampling, temperature=config.eval.temperature)
     more = {
         "purpose": Purpose.EVAL,
-        "sampling": replace(config.sampling, temperature=config.eval.temperature),
         "priority": URGENT,
         "candidate": candidate,
     }
-    rows = (new_rollout(config, group, index, task, step) for index, task in enumerate(tasks))
+    rows = (new_rollout(config, group, n, task, step, sampling) for n, task in enumerate(tasks))
     return [replace(row, **more) for row in rows]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 
 from msgspec.structs import replace
 
@@ -26,9 +27,8 @@ def evaluation_rollouts(
     group = f"{config.name}/eval/{step:06d}/{name}"
     return [
         replace(
-            new_rollout(config, group, index, task, step),
+            new_rollout(config, group, index, task, step, sampling),
             purpose=Purpose.EVAL,
-            sampling=sampling,
             priority=URGENT,
             seats=dict(seats),
             candidate=candidate,
@@ -37,14 +37,24 @@ def evaluation_rollouts(
     ]
 
 
-def new_rollout(config: RunConfig, group: str, index: int, task: Task, step: int) -> NewRollout:
+def new_rollout(
+    config: RunConfig, group: str, index: int, task: Task, step: int, sampling: Sampling
+) -> NewRollout:
+    """Where a seed was asked for, each rollout has one of its own, or all of a group would say the
+    same."""
+    id, seed = f"{group}/{index:04d}", sampling.seed
+    if seed is None and config.algorithm.overlap == "one_step_off":  # whose result can be repeated
+        seed = config.seed
+    if seed is not None:
+        drawn = blake2b(f"{seed}/{id}".encode(), digest_size=6).digest()
+        sampling = replace(sampling, seed=int.from_bytes(drawn))
     return NewRollout(
-        id=f"{group}/{index:04d}",
+        id=id,
         run=config.name,
         group=group,
         index=index,
         task=dict(task),
-        sampling=config.sampling,
+        sampling=sampling,
         step=step,
         max_attempts=config.agent.max_attempts,
         timeout=config.agent.timeout,

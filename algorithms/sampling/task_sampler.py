@@ -159,8 +159,14 @@ class TaskSampler:
         cold = replace(sampling, temperature=0.0)
         return [
             replace(
-                new_rollout(self.config, group, index, task, step),
-                sampling=cold if self.greedy and index == 0 else sampling,
+                new_rollout(
+                    self.config,
+                    group,
+                    index,
+                    task,
+                    step,
+                    cold if self.greedy and index == 0 else sampling,
+                ),
                 priority=priority,
                 seats=self.pool.seats(group, index) if self.pool is not None else {},
                 candidate=self.prompts.id,
@@ -182,7 +188,7 @@ def joining_rollout(
     """One more rollout of the group of `source`, after the `number` that joined before it."""
     index = config.algorithm.group_size + number
     return replace(
-        new_rollout(config, source.group, index, source.task, source.step),
+        new_rollout(config, source.group, index, source.task, source.step, config.sampling),
         purpose=source.purpose,
         priority=URGENT,
         seats=dict(seats),
