@@ -44,15 +44,15 @@ class CreditRecorder:
         calls = call_ids(part)
         if all(call in self.credits for call in calls):
             return  # in an epoch after the first
-        index = torch.arange(part.n_tokens)
+        psi = objective.psi(algo, terms, logprobs.double(), torch.arange(part.n_tokens))
         columns = (
             torch.where(terms.weight > 0, terms.advantage, torch.nan),
             objective.gate_product(algo, terms, logprobs),
             terms.weight,
-            objective.psi(algo, terms, logprobs.double(), index),
+            psi if psi.dim() == 1 else psi[:, 0],  # of the sampled token
         )
         numbers = zip(calls, *(call_values(part, [x]) for x in columns), strict=True)
-        for call, advantage, gate, weight, psi in numbers:
+        for call, advantage, gate, weight, pull in numbers:
             if call not in self.credits:
                 self.credits[call] = Credit(
                     transition=call,
@@ -61,7 +61,7 @@ class CreditRecorder:
                     baseline=self.baselines[call],
                     gate=gate,
                     weight=weight,
-                    psi=psi,
+                    psi=pull,
                 )
 
     def stored(self) -> list[Credit]:

@@ -29,7 +29,7 @@ Psi = Callable[[Tensor, Tensor], Tensor]
 """(current log-probs [n], token indices int64 [n]) -> psi [n]. Called once per micro-batch with
 whole rows, and whole units of `Batch.row_unit`; detached input, detached output. Indices point into
 the batch's token level. Of a batch with `symbols` the log-probs are those of the symbols, [n, K],
-the sampled token's first."""
+the sampled token's first, and psi is [n], of the sampled tokens, or [n, K]."""
 
 Scored = Literal["o", "q", "t"]
 """Whose log-probs: of the current policy, the reference model or the teacher."""
@@ -66,9 +66,12 @@ class Learner(Protocol):
     def values(self, batch: Batch) -> Tensor:
         """The critic's value of the state before every action token, float64 [N], no graph."""
 
-    def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+    def top(self, batch: Batch, k: int, of: Scored = "o") -> tuple[Tensor, Tensor]:
         """Every action token and the k - 1 most probable others in its place, int64 [N, K], and
         their log-probs, float32 [N, K], at its temperature, no graph. K: k, or the vocabulary."""
+
+    def symbol_logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
+        """Log-probs of the batch's symbols, float32 [N, K], no graph."""
 
     def step(
         self,

@@ -115,21 +115,15 @@ class TorchLearner(PolicyWeights):
 
         return self._scored(batch, values, torch.float64)
 
-    def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        def compute() -> tuple[Tensor, Tensor]:
-            places, ids, logprobs = [], [], []
-            for pack in pack_rows(batch.rows, self.packing, self.token_budget):
-                p, _, hidden = self._forward(pack, self.model)
-                head, actions = self.model.get_output_embeddings(), pack.actions.to(hidden.device)
-                top = top_tokens(head, hidden, actions, k, fp32=self.fp32_head)
-                places.append(pack.index)
-                ids.append(top.cpu())
-                logprobs.append(self._others(pack, hidden, p, top).float())
-            order = torch.cat(places).argsort()
-            return torch.cat(ids)[order], torch.cat(logprobs)[order]
+    def top(self, batch: Batch, k: int, of: Scored = "o") -> tuple[Tensor, Tensor]:
+        def tokens(model: PreTrainedModel, pack: Pack, hidden: Tensor) -> Tensor:
+            head, actions = model.get_output_embeddings(), pack.actions.to(hidden.device)
+            return top_tokens(head, hidden, actions, k, fp32=self.fp32_head)
 
-        with self.threads.computing(), self._adapted(), torch.no_grad():
-            return self._within_memory(compute)
+        return self._symbols(batch, of, tokens)
+
+    def symbol_logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
+        return self._symbols(batch, of, lambda model, pack, hidden: batch.symbols[pack.index])[1]
 
     def step(
         self,
@@ -215,11 +209,35 @@ class TorchLearner(PolicyWeights):
         with self.threads.computing(), self._adapted(base=base), torch.no_grad():
             return self._within_memory(compute)
 
-    def _others(self, pack: Pack, hidden: Tensor, logprobs: Tensor, ids: Tensor) -> Tensor:
-        """Log-probs [n, K] of these tokens, the first of which are the actions, off the graph."""
-        head, device = self.model.get_output_embeddings(), hidden.device
+    def _symbols(
+        self, batch: Batch, of: Scored, tokens: Callable[[PreTrainedModel, Pack, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """`tokens` [N, K] of every position and their log-probs, no graph."""
+        self.check_supply(of)
+        model = self.frozen[of].model if of in self.frozen else self.model
+
+        def compute() -> tuple[Tensor, Tensor]:
+            places, ids, logprobs = [], [], []
+            for pack in pack_rows(batch.rows, self.packing, self.token_budget):
+                p, _, hidden = self._forward(pack, model)
+                found = tokens(model, pack, hidden)
+                places.append(pack.index)
+                ids.append(found.cpu())
+                logprobs.append(self._others(model, pack, hidden, p, found).float().cpu())
+            order = torch.cat(places).argsort()
+            return torch.cat(ids)[order], torch.cat(logprobs)[order]
+
+        base = of == "q" and of not in self.frozen
+        with self.threads.computing(), self._adapted(base=base), torch.no_grad():
+            return self._within_memory(compute)
+
+    def _others(
+        self, model: PreTrainedModel, pack: Pack, hidden: Tensor, logprobs: Tensor, ids: Tensor
+    ) -> Tensor:
+        """Log-probs [n, K] of these tokens, the first of which are the actions."""
+        head, device = model.get_output_embeddings(), hidden.device
         given = (hidden, ids.to(device), logprobs, pack.temperature.to(device))
-        return other_logprobs(head, *given, fp32=self.fp32_head).cpu()
+        return other_logprobs(head, *given, fp32=self.fp32_head)
 
     def _backward(
         self, batch: Batch, psi: Psi, terms: ValueTerms | None, eta: Tensor | None
@@ -243,13 +261,17 @@ class TorchLearner(PolicyWeights):
             if not current.isfinite().all():
                 report.loss = math.nan
                 break
-            shown = current
+            shown, root = current, p
             if symbols is not None:
-                shown = self._others(pack, hidden, p, batch.symbols[pack.index])
+                seen = self.model, pack, hidden, p, batch.symbols[pack.index]
+                with torch.no_grad():  # its graph is large, and rarely needed
+                    shown = self._others(*seen).cpu()
                 symbols[pack.index] = shown.float()
             psi_n = psi(shown, pack.index)
-            report.loss -= float(psi_n.double() @ current.double())
-            roots, gradients = [p], [-psi_n.to(p)]
+            if psi_n.dim() == 2:
+                current, root = shown, self._others(*seen)
+            report.loss -= float((psi_n.double() * current.double()).sum())
+            roots, gradients = [root], [-psi_n.to(root)]
             if eta is not None:
                 eta_n = eta[pack.index].to(entropy)
                 report.loss -= float(eta_n @ entropy.detach())

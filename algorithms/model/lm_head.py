@@ -66,7 +66,6 @@ def top_tokens(
     return torch.cat(found)
 
 
-@torch.no_grad()
 def other_logprobs(
     head: Module,
     hidden_NH: Tensor,
@@ -76,9 +75,9 @@ def other_logprobs(
     *,
     fp32: bool = False,
 ) -> Tensor:
-    """Log-probs [N, K] of several tokens at each position, detached, from that of the first of
-    them: differences of logits are enough, and a plain head computes these alone. Finite: at least
-    LEAST."""
+    """Log-probs [N, K] of several tokens at each position, from that of the first of them:
+    differences of logits are enough, and a plain head computes these alone. Finite: at least LEAST.
+    The graph, if there is one, keeps K rows of the head's weight for each position."""
     plain = type(head) is Linear  # not something that wraps one
     width = ids_NK.shape[1] * hidden_NH.shape[1] if plain else _vocabulary(head)
     logits = []

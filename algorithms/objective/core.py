@@ -26,6 +26,7 @@ from agentrl.algorithms.credit.core import Column, Credit, CriticValues, TokenKL
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import How, Unit, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn
+from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.ratios import LOG_LIMIT, GateFn
 from agentrl.algorithms.objective.sides import SideLoss, SideTerms, side_psi, side_terms
 from agentrl.errors import TrainingError
@@ -35,6 +36,7 @@ Stream = Literal["p", "o", "b", "q", "t"]
 STREAMS: dict[str, str] = {
     "p": "current policy", "o": "old policy", "b": "sampler", "q": "reference model",
     "t": "teacher", "o_K": "old policy's most probable tokens",
+    "t_K": "teacher at several tokens",
 }  # fmt: skip
 Inner = Literal["mean", "sum", "const"]
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
@@ -83,7 +85,7 @@ class Algo:
     """An algorithm. `keep` (bool [N]): the tokens in the loss; default all. `rewards`: references
     of the rewards that it reads; a batch may lack the `optional` ones. `resample`: groups in which
     this reward is equal are replaced by other groups. `side`: a loss of whole rollouts or pairs of
-    them, beside the rest."""
+    them, beside the rest. `distill`: imitation of a teacher at several tokens."""
 
     credit: Credit
     gates: tuple[Gate, ...] = ()
@@ -92,6 +94,7 @@ class Algo:
     keep: Column | None = None
     entropy: float = 0.0  # coefficient of the policy's entropy in nats
     side: SideLoss | None = None
+    distill: TopKDistillation | None = None
     rewards: tuple[str, ...] = ("outcome",)
     optional: tuple[str, ...] = ()
     resample: str | None = None
@@ -107,12 +110,15 @@ class Algo:
             read.add("q")
         if self.side is not None and self.side.reference:
             read.add("q")
+        if self.distill is not None:
+            read.add("t")
         return frozenset(read) - {"p"}
 
     @property
     def symbols(self) -> int:
         """How many tokens' log-probs it reads at every position; 0: only the sampled one's."""
-        return max((getattr(gate.fn, "symbols", 0) for gate in self.gates), default=0)
+        of_gates = max((getattr(gate.fn, "symbols", 0) for gate in self.gates), default=0)
+        return of_gates if self.distill is None else self.distill.k
 
     @property
     def group(self) -> int:
@@ -142,7 +148,7 @@ class Terms:
 
     advantage: Tensor  # float64 [N]
     weight: Tensor  # float64 [N], 0: not in the loss
-    streams: dict[str, Tensor]  # float64 [N] each, o_K [N, K]
+    streams: dict[str, Tensor]  # float64 [N] each, o_K and t_K [N, K]
     ids: dict[str, Tensor]  # int64 [N], units that gates pool over
     skip: str | None  # why there is nothing to learn from this batch
     sides: SideTerms | None = None
@@ -159,7 +165,8 @@ def loss_terms(
     """Terms of one optimizer step on the whole of `batch`.
 
     streams: log-probs [N] by letter, besides b which the batch carries; for an algorithm that has
-    `symbols`, also o_K [N, K], those of the batch's symbols before the first update. fresh: o need
+    `symbols`, also o_K [N, K], those of the batch's symbols before the first update, or t_K [N, K],
+    the teacher's, without which a `distill` teaches nothing. fresh: o need
     not be given, as this is the only step on the batch, or o lies at `share` between b and p.
     advantage [N]: from `compute_advantages` of a larger batch that this one was cut from; default:
     computed here.
@@ -168,7 +175,7 @@ def loss_terms(
     given = {"b": batch.behaviour, **streams}
     columns = {name: column.detach().double().cpu() for name, column in given.items()}
     who = f"algorithm {algo.name!r}, step {batch.step},"
-    read: set[str] = {*algo.needs, *(("o_K",) if algo.symbols else ())}
+    read: set[str] = {*algo.needs, *(("o_K",) if algo.symbols and not algo.distill else ())}
     for name in sorted(read - ({"o", "o_K"} if fresh else set())):
         known = len(columns.get(name, ()))
         if name not in columns or known != batch.n_tokens:
@@ -213,7 +220,7 @@ def compute_advantages(algo: Algo, batch: Batch) -> Tensor:
 
 def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     """psi [n] of a micro-batch of whole rows: p [n] are the current log-probs of tokens index [n],
-    or p [n, K] those of their symbols.
+    or p [n, K] those of their symbols; of a `distill` psi is [n, K] then, else [n].
 
     Detached, of the dtype and device of p. Raises TrainingError if p is not finite."""
     now, index = p.detach().double().cpu(), index.cpu()
@@ -227,7 +234,11 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     total = terms.weight[index] * total
     if algo.side is not None and terms.sides is not None:
         total = total + side_psi(algo.side, terms.sides, streams["p"], index)
-    return total.to(p)
+    if algo.distill is None or "p_K" not in streams:
+        return total.to(p)
+    pull_K = terms.weight[index, None] * algo.distill.pull(streams["p_K"], streams["t_K"])
+    pull_K[:, 0] += total
+    return pull_K.to(p)
 
 
 def eta(algo: Algo, terms: Terms) -> Tensor | None:
@@ -336,6 +347,7 @@ def _skip(
     if not live.any():
         return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"
     # A critic learns from every known return, also where it was right or no rollout was better.
-    if not (algo.penalties or algo.critic or algo.entropy or credit.any()):
+    pulled = algo.penalties or algo.distill or algo.critic or algo.entropy
+    if not (pulled or credit.any()):
         return f"no rollout of {len(batch.groups)} groups did better or worse than the others"
     return None

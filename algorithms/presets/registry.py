@@ -297,8 +297,8 @@ def check_supplies(algo: Algo, supplies: Collection[str]) -> None:
     if algo.symbols and "k" not in supplies:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the most probable tokens at every place, "
-            "which the learner of this run does not give; choose dppo-tv or dppo-kl, which compare "
-            "the sampled token alone"
+            "which the learner of this run does not give; choose dppo-tv or dppo-kl, or top = 0 of "
+            "distill, which compare the sampled token alone"
         )
 
 

@@ -31,6 +31,7 @@ from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import staleness
 from agentrl.algorithms.objective import values as critic_targets
 from agentrl.algorithms.objective.core import Algo, Terms
+from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.objective.ratios import ratio
 from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit
@@ -181,17 +182,18 @@ class Updater:
         and the critic's targets are computed on the whole batch before it is split."""
         settings, algo, batch, values = self.config.algorithm, step.algo, step.batch, step.values
         count = min(settings.minibatches, len(step.groups))
+        symbols, streams = None, dict(step.streams)
+        if algo.distill is not None and batch.n_tokens:
+            symbols, streams["t_K"] = self.taught(algo.distill, batch)
+            batch = replace(batch, symbols=symbols)
         if count * settings.epochs == 1 or not batch.n_tokens:
-            yield batch, objective.loss_terms(algo, batch, step.streams, fresh=True), values
+            yield batch, objective.loss_terms(algo, batch, streams, fresh=True), values
             return
-        symbols = None
-        if algo.symbols:
+        if algo.symbols and symbols is None:
             symbols, o_NK = self.learner.top(batch, algo.symbols)
-            streams = {"o": o_NK[:, 0], "o_K": o_NK, **step.streams}
-        elif "o" in step.streams or "share" in step.streams:
-            streams = dict(step.streams)
-        else:
-            streams = {"o": self.learner.logprobs(batch), **step.streams}
+            streams = {"o": o_NK[:, 0], "o_K": o_NK, **streams}
+        elif not {"o", "share"} & streams.keys():
+            streams["o"] = self.learner.logprobs(batch)
         advantage = objective.compute_advantages(algo, batch)
         counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
         ranges = torch.split(torch.arange(batch.n_tokens), counts)
@@ -209,6 +211,13 @@ class Updater:
                     algo, part, cut, fresh="share" in cut, advantage=advantage[tokens]
                 )
                 yield part, terms, values and critic_targets.select_tokens(values, tokens)
+
+    def taught(self, distill: TopKDistillation, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The tokens [N, K] at which a teacher is imitated, and its log-probs."""
+        if distill.of == "teacher":
+            return self.learner.top(batch, distill.k, "t")
+        symbols, _ = self.learner.top(batch, distill.k)
+        return symbols, self.learner.symbol_logprobs(replace(batch, symbols=symbols), "t")
 
 
 @dataclass(frozen=True, slots=True)

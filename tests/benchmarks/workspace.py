@@ -3,8 +3,9 @@
 python -m tests.benchmarks.workspace --json
 
 `prepare_ms` and `remove_ms` are medians for a repository of 20 files, one after the other;
-`prepare_4_ms` is that of four at a time. `left` counts folders after `--rollouts` of them. `left_after_kill` are those that remain after kill -9 of a
-process that had 50 open, which are removed after `cleaned_after_s`. `stages` and `one_place` are
+`prepare_4_ms` is that of four at a time. `left` counts folders after `--rollouts` of them.
+`left_after_kill` are those that remain after kill -9 of a process that had 50 open, which are
+removed after `cleaned_after_s`. `stages` and `one_place` are
 shares of the throughput that two run slots allow, where each rollout takes 1 s to prepare, 2 s to
 run and 1 s to score (times `--scale`).
 """

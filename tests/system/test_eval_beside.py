@@ -1,4 +1,4 @@
-"""With `eval.beside` training goes on while copies of the policy are scored, and no score is lost."""
+"""With `eval.beside` training goes on while copies of the policy are scored; no score is lost."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Agents:
     on, and tell who was asked for."""
 
     def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[None]] = set()
         self.asked: dict[int, set[str]] = {}
         self.committed_meanwhile: dict[int, int] = {}
 
@@ -40,7 +41,7 @@ class Agents:
             while True:
                 found = await store.claim(8, runner="r", lease=1.0, timeout=5.0)
                 for attempt in found:
-                    _ = asyncio.create_task(self.play(store, attempt))
+                    self.tasks.add(asyncio.create_task(self.play(store, attempt)))
 
     async def play(self, store: Any, attempt: Attempt) -> None:
         row = attempt.rollout
@@ -83,5 +84,5 @@ def test_training_goes_on_and_a_killed_evaluation_is_ended_by_the_next_process(
 
 
 def test_it_is_refused_where_nothing_is_scored_between() -> None:
-    with pytest.raises(ConfigError, match="eval.beside"):
+    with pytest.raises(ConfigError, match=r"eval.beside scores copies"):
         resolve({"name": "r", "eval": {"beside": True}}, source="test")

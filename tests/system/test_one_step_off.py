@@ -34,7 +34,7 @@ def agents(chance: random.Random) -> Any:
             while True:
                 for attempt in await store.claim(1, runner="r", lease=1.0, timeout=5.0):
                     while not (served := await store.policies(settings.name)):
-                        await asyncio.sleep(0.01)  # the run was started again just now
+                        await store.wait(0)  # the run was started again just now
                     version = served["policy"].version
                     await asyncio.sleep(chance.choice([0.0, 0.0, 0.1]))
                     calls, outcome = steady.played(attempt, ["policy"])
@@ -64,9 +64,9 @@ def test_a_run_has_bitwise_one_result(
         monkeypatch.setattr(steady, "answer", agents(random.Random(seed)))
         settings = config(folder, tiny_model_dir)
         for point in POINTS[1:3] if folder.name == "interrupted" else ():
+            strike = strike_at(point, 6 if point == "optimizer" else 2, interrupt)
             with pytest.raises(Interrupted):
-                number = 6 if point == "optimizer" else 2
-                asyncio.run(run(settings, strike_at(point, number, interrupt)))
+                asyncio.run(run(settings, strike))
         asyncio.run(run(settings, lambda point: None))
         found = asyncio.run(versions(folder))
         assert {step for step, _ in found} == set(range(STEPS))

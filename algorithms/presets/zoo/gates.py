@@ -15,10 +15,13 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import GroupRelative, ZeroAdvantage
 from agentrl.algorithms.objective import ratios
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average, Gate, KLPenalty
+from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.ratios import InRange, Ratio, RatioInRange, Truncate, ratio
 from agentrl.algorithms.presets.registry import Cap, Num, modifier, preset
-from agentrl.config import Count, Positive
+from agentrl.config import Count, Natural, Positive
 from agentrl.errors import ConfigError
+
+Whose = Literal["teacher", "policy"]
 
 SEQUENCE_CLIP = (3e-4, 4e-4)  # of a ratio that is the mean of a row's
 
@@ -233,11 +236,12 @@ def dro(reward: str, *, beta: Num = 0.1) -> Algo:
 
 
 @preset("distill")
-def distill(*, beta: Positive = 1.0) -> Algo:
+def distill(*, beta: Positive = 1.0, top: Natural = 0, of: Whose = "teacher") -> Algo:
     """On-policy distillation: reverse KL to a teacher on the policy's own rollouts, no rewards.
-    arXiv 2306.13649."""
-    penalties = (KLPenalty("k2", beta, "t"),)
-    return Algo(ZeroAdvantage(), penalties=penalties, agg=TOKENS, rewards=())
+    top: 0: by the sampled token alone; else over so many tokens and the rest, the most probable of
+    the teacher by forward KL, or of the policy by reverse KL. arXiv 2306.13649."""
+    alone = Algo(ZeroAdvantage(), agg=TOKENS, rewards=())
+    return with_teacher(alone, beta=beta, top=top, of=of)
 
 
 def _with(algo: Algo, *gates: Gate) -> Algo:
@@ -245,9 +249,19 @@ def _with(algo: Algo, *gates: Gate) -> Algo:
 
 
 @modifier("distill", prefix="distill_")
-def with_teacher(algo: Algo, *, beta: Positive = 1.0) -> Algo:
-    """Also the reverse KL to the teacher, on the same tokens as the host's policy gradient."""
-    return replace(algo, penalties=(*algo.penalties, KLPenalty("k2", beta, "t")))
+def with_teacher(
+    algo: Algo, *, beta: Positive = 1.0, top: Natural = 0, of: Whose = "teacher"
+) -> Algo:
+    """Also the KL to the teacher, on the same tokens as the host's policy gradient: see
+    `distill`."""
+    if not top:
+        return replace(algo, penalties=(*algo.penalties, KLPenalty("k2", beta, "t")))
+    if algo.symbols or algo.side is not None:
+        raise ConfigError(
+            f"top = {top} imitates several tokens at every place, which {algo.name!r} cannot: it "
+            "compares some of its own, or whole sides; set top = 0"
+        )
+    return replace(algo, distill=TopKDistillation(top, beta, of))
 
 
 @modifier("tis")
