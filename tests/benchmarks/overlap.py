@@ -6,8 +6,8 @@ python -m tests.benchmarks.overlap --json               # wall clock: runs of `a
 Ratios are of seconds: of a step in sync over one in flight, with max_staleness 1 and 4; of the time
 until the mean reward is 0.8, at least, as runs in sync may end before that; and, of long answers
 without tools, drained over in flight: of 64 to 512 tokens with mean 180, and, as `..._median64`, of
-1 to 512 with median 64, whose longest are further from the rest. reward_gaps: mean reward in flight (4) - in sync in the last steps, by
-preset; reward_gap: the largest, without its sign.
+1 to 512 with median 64, whose longest are further from the rest. reward_gaps: mean reward in flight
+(4) - in sync in the last steps, by preset; reward_gap: the largest, without its sign.
 max_lag: of trained tokens, by max_staleness, of groups that are trained in the order asked; the
 modes above train them as they end. logprob_error: the largest difference between a recorded
 log-prob and that of the version it names, of calls that crossed an update. pause_p99: seconds of

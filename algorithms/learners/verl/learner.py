@@ -107,9 +107,13 @@ class VerlLearner(PolicyWeights):
         answers = self.workers.each("logprobs", shards, [of] * len(shards))
         return _in_token_order(batch, shards, answers)
 
-    def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+    def top(self, batch: Batch, k: int, of: Scored = "o") -> tuple[Tensor, Tensor]:
         """Raises PolicyError: verl's workers give no such log-probs."""
         raise PolicyError("the verl learner gives log-probs of sampled tokens only (supply k)")
+
+    def symbol_logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
+        """Raises PolicyError: verl's workers give no such log-probs."""
+        return self.top(batch, 1, of)[1]
 
     def values(self, batch: Batch) -> Tensor:
         self.check_supply("v")
