@@ -91,6 +91,13 @@ def test_code_of_the_guide_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             exec(compile(text, str(path), "exec"), {})
 
 
+@pytest.mark.parametrize("path", PAGES, ids=str)
+def test_no_page_holds_two_versions(path: Path) -> None:
+    """As git leaves them where it cannot merge."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if line.startswith(("<<<<<<< ", ">>>>>>> "))]
+
+
 def test_messages_of_the_troubleshooting_page_are_real() -> None:
     """Every word of a message that is no placeholder stands in the code."""
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
