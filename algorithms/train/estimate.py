@@ -104,10 +104,11 @@ def available(config: RunConfig) -> int:
 
 
 def duration(config: RunConfig, network: Any) -> Iterator[str]:
-    """A sentence on the time of a run whose rollouts are one call each; none for runs without
-    rollouts, and for engines that are not in this process."""
+    """A sentence on the time of a run whose rollouts are one call each."""
     algorithm, runner = config.algorithm, config.runner
     if config.data.name or config.engine.kind != "embedded":
+        what = "a run on [data]" if config.data.name else f"engine.kind = {config.engine.kind!r}"
+        yield f"time: not estimated for {what}; the first steps will tell"
         return
     rollouts = algorithm.groups * algorithm.group_size
     slots = min(runner.processes * runner.concurrency or rollouts, rollouts)
