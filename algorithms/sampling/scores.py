@@ -40,10 +40,7 @@ def spread_metrics(
     for row in rollouts:
         if not math.isnan(value := row.reward()):
             known[row.index % tasks].append(value)
-    found, samples = (
-        _bounds(name, [fmean(values) for values in known if values]),
-        config.eval.samples,
-    )
+    found, samples = _bounds(name, [fmean(xs) for xs in known if xs]), config.eval.samples
     if len(rollouts) > tasks:
         solved = [(len(v), sum(x >= config.eval.threshold for x in v)) for v in known]
         for k in sorted({*(2**i for i in range(samples.bit_length())), samples}):
