@@ -83,8 +83,8 @@ def _estimates(config: RunConfig) -> list[str]:
     from agentrl.algorithms.train.estimate import describe
 
     found: list[str] = []
-    for own in (view(config, name) for name in trained_policies(config)):
-        source = own.model_path()
+    views = (view(config, name) for name in trained_policies(config))
+    for source, own in {each.model_path(): each for each in views}.items():
         if own.policy.build and not Path(source or "?").is_dir():
             return ["memory and time are estimated as the run begins, when policy.build has run"]
         try:

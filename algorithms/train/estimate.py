@@ -17,7 +17,7 @@ from agentrl.algorithms.model.cpu_threads import computing_with
 from agentrl.algorithms.model.lm_head import MAX_LOGITS
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.config import RunConfig
-from agentrl.config.policies import view
+from agentrl.config.policies import trained_policies, view
 from agentrl.processes import PHASE
 from agentrl.simulation import Simulation, Workload
 
@@ -34,8 +34,9 @@ CURE = (
 
 def announce(config: RunConfig, models: list[LoadedModel]) -> None:
     """Log the estimates of a run that is about to train; a warning where memory will not do."""
-    for model in models if config.steps and config.learner.kind == "torch" else ():
-        own = view(config, model.policies[0])
+    learning = trained_policies(config) if config.steps and config.learner.kind == "torch" else []
+    for model in (each for each in models if set(each.policies).intersection(learning)):
+        own = view(config, next(name for name in model.policies if name in learning))
         fits, sentence = memory(own, model.model)
         log.log(PHASE if fits else logging.WARNING, f"memory: about {sentence}")
         for line in duration(own, model.model):
