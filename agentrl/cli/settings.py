@@ -126,7 +126,7 @@ def run_file_schema() -> dict[str, Any]:
 def comments(section: type[msgspec.Struct]) -> dict[str, str]:
     """What each setting of a class and its bases does: the comments above and beside its field, or
     what the docstring says of the table that it is."""
-    config, found = section.__struct_config__, {}
+    config, found = section.__struct_config__, dict[str, str]()
     for base in section.__mro__:
         if base.__module__.startswith("agentrl.") and issubclass(base, msgspec.Struct):
             above: list[str] = []

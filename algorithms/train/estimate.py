@@ -26,6 +26,7 @@ log = logging.getLogger("agentrl.algorithm")
 GIB = 2**30
 USABLE = 0.9  # of the memory
 READ = 128  # tokens of the forward pass that is measured
+HANDLED = 0.006  # seconds of a call in its client, the gateway and the store, measured on two cores
 CURE = (
     "set what is smaller of learner.token_budget, engine.max_batch and engine.max_context, or "
     "learner.gradient_checkpointing=true, policy.dtype=bfloat16 or policy.lora.rank=16"
@@ -126,6 +127,7 @@ def duration(config: RunConfig, network: Any) -> Iterator[str]:
         tokens=tokens,
         decode=one,
         per_call=per_call,
+        prompt=HANDLED,
         update=seconds_of(network, 1, READ) / READ * passes * rollouts * tokens,
     )
     in_flight = algorithm.overlap == "in_flight"
