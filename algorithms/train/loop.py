@@ -114,6 +114,7 @@ class TrainingLoop:
         if isinstance(self.collector, DatasetCollector):
             await self.collector.evaluate(step, limit)
         await evaluate_functions(store, config, epoch, step)
-        if tasks := self.heldout[: limit or None]:
-            await evaluate_heldout(store, config, epoch, step, tasks, self.prompts.in_use.id)
+        if not (tasks := self.heldout[: limit or None]):
+            return False
+        await evaluate_heldout(store, config, epoch, step, tasks, self.prompts.in_use.id)
         return has_stalled(await mark_best(store, config, step), settings.patience)

@@ -86,9 +86,6 @@ class Parts:
     async def steps(self, run: str) -> list[Any]:
         return []
 
-    async def series(self, run: str, names: list[str], **more: Any) -> dict[str, list[Any]]:
-        return {name: [] for name in names}
-
     def check(self) -> None:
         self.call()
 
