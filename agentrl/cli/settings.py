@@ -89,8 +89,10 @@ def _estimates(config: RunConfig) -> list[str]:
             return ["memory and time are estimated as the run begins, when policy.build has run"]
         try:
             found += describe(own, source) if source else []
-        except (OSError, ValueError) as error:  # there is no such model here
-            found.append(f"memory and time of {source}: not known ({str(error).splitlines()[0]})")
+        except (OSError, ValueError):  # it is of the hub
+            found.append(
+                f"memory and time of {source}: not known here; agentrl doctor asks the hub"
+            )
     return found
 
 

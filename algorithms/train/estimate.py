@@ -44,15 +44,16 @@ def announce(config: RunConfig, models: list[LoadedModel]) -> None:
             log.log(PHASE, line)
 
 
-def shape_of(source: str) -> Any:
-    """The model of a directory or hub name without its weights."""
+def shape_of(source: str, *, local: bool = False) -> Any:
+    """The model of a directory or hub name without its weights. local: asks nobody for it."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+        shape = AutoConfig.from_pretrained(source, local_files_only=local)
+        return AutoModelForCausalLM.from_config(shape)
 
 
 def describe(config: RunConfig, source: str) -> Iterator[str]:
     """Both estimates of a model that is not loaded. Its place is filled with zeros for a moment."""
-    network = shape_of(source)
+    network = shape_of(source, local=True)
     fits, sentence = memory(config, network)
     yield f"memory: about {sentence}"
     if fits:
