@@ -83,14 +83,16 @@ def _estimates(config: RunConfig) -> list[str]:
     from agentrl.algorithms.train.estimate import describe
 
     found: list[str] = []
-    for own in (view(config, name) for name in trained_policies(config)):
-        source = own.model_path()
+    views = (view(config, name) for name in trained_policies(config))
+    for source, own in {each.model_path(): each for each in views}.items():
         if own.policy.build and not Path(source or "?").is_dir():
             return ["memory and time are estimated as the run begins, when policy.build has run"]
         try:
             found += describe(own, source) if source else []
-        except (OSError, ValueError) as error:  # there is no such model here
-            found.append(f"memory and time of {source}: not known ({str(error).splitlines()[0]})")
+        except (OSError, ValueError):  # it is of the hub
+            found.append(
+                f"memory and time of {source}: not known here; agentrl doctor asks the hub"
+            )
     return found
 
 
@@ -126,7 +128,7 @@ def run_file_schema() -> dict[str, Any]:
 def comments(section: type[msgspec.Struct]) -> dict[str, str]:
     """What each setting of a class and its bases does: the comments above and beside its field, or
     what the docstring says of the table that it is."""
-    config, found = section.__struct_config__, {}
+    config, found = section.__struct_config__, dict[str, str]()
     for base in section.__mro__:
         if base.__module__.startswith("agentrl.") and issubclass(base, msgspec.Struct):
             above: list[str] = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Hashable, Sequence
@@ -59,7 +60,8 @@ async def show_progress(
         where = escape(config.output)
         console.print(f"[bold]{config.name}[/]: {config.steps} steps, {where}", highlight=False)
     try:
-        if quiet or not console.is_terminal:
+        # A notebook sets that variable for its commands, and cannot move the cursor up.
+        if quiet or not console.is_terminal or "JPY_PARENT_PID" in os.environ:
             return await _print_lines(store, progress, warnings, quiet=quiet)
         with Live(progress.table(), console=console, refresh_per_second=4, transient=True) as live:
             while True:

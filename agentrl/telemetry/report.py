@@ -126,7 +126,8 @@ def score_table(steps: list[StepRow]) -> Table:
     if len(steps) == 1:
         shown = {"mean": steps[0].metrics}
     table = _table("held-out tasks", *shown)
-    every = sorted({name for metrics in shown.values() for name in metrics})
+    named = {name for metrics in shown.values() for name in metrics}
+    every = sorted(named, key=lambda name: re.sub(r"\d+", lambda m: m[0].zfill(9), name))
     for key in ("eval/score", "eval/sampled"):
         for name in every:
             bound = name.endswith(("_low", "_high"))

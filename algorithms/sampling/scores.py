@@ -40,10 +40,7 @@ def spread_metrics(
     for row in rollouts:
         if not math.isnan(value := row.reward()):
             known[row.index % tasks].append(value)
-    found, samples = (
-        _bounds(name, [fmean(values) for values in known if values]),
-        config.eval.samples,
-    )
+    found, samples = _bounds(name, [fmean(xs) for xs in known if xs]), config.eval.samples
     if len(rollouts) > tasks:
         solved = [(len(v), sum(x >= config.eval.threshold for x in v)) for v in known]
         for k in sorted({*(2**i for i in range(samples.bit_length())), samples}):
@@ -71,10 +68,10 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % for the mean of two or more values, one of each task, so that a task's samples do not
     count as independent. Of values from 0 to 1 Wilson's, with the sample size that has the
     values' standard error (Korn and Graubard 1998), so it is not empty where all are equal."""
-    n, mean, error2 = len(values), fmean(values), variance(values) / len(values)
+    mean, error2 = fmean(values), variance(values) / len(values)
     if not 0.0 <= min(values) <= max(values) <= 1.0:
         return mean - Z * math.sqrt(error2), mean + Z * math.sqrt(error2)
-    n = mean * (1.0 - mean) / error2 if error2 else n
+    n = mean * (1.0 - mean) / error2 if error2 else float(len(values))
     middle, share = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n), Z / (1 + Z * Z / n)
     half = share * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n))
     return max(0.0, middle - half), min(1.0, middle + half)

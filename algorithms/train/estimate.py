@@ -17,7 +17,7 @@ from agentrl.algorithms.model.cpu_threads import computing_with
 from agentrl.algorithms.model.lm_head import MAX_LOGITS
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.config import RunConfig
-from agentrl.config.policies import view
+from agentrl.config.policies import trained_policies, view
 from agentrl.processes import PHASE
 from agentrl.simulation import Simulation, Workload
 
@@ -26,6 +26,7 @@ log = logging.getLogger("agentrl.algorithm")
 GIB = 2**30
 USABLE = 0.9  # of the memory
 READ = 128  # tokens of the forward pass that is measured
+HANDLED = 0.006  # seconds of a call in its client, the gateway and the store, measured on two cores
 CURE = (
     "set what is smaller of learner.token_budget, engine.max_batch and engine.max_context, or "
     "learner.gradient_checkpointing=true, policy.dtype=bfloat16 or policy.lora.rank=16"
@@ -34,23 +35,25 @@ CURE = (
 
 def announce(config: RunConfig, models: list[LoadedModel]) -> None:
     """Log the estimates of a run that is about to train; a warning where memory will not do."""
-    for model in models if config.steps and config.learner.kind == "torch" else ():
-        own = view(config, model.policies[0])
+    learning = trained_policies(config) if config.steps and config.learner.kind == "torch" else []
+    for model in (each for each in models if set(each.policies).intersection(learning)):
+        own = view(config, next(name for name in model.policies if name in learning))
         fits, sentence = memory(own, model.model)
         log.log(PHASE if fits else logging.WARNING, f"memory: about {sentence}")
         for line in duration(own, model.model):
             log.log(PHASE, line)
 
 
-def shape_of(source: str) -> Any:
-    """The model of a directory or hub name without its weights."""
+def shape_of(source: str, *, local: bool = False) -> Any:
+    """The model of a directory or hub name without its weights. local: asks nobody for it."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+        shape = AutoConfig.from_pretrained(source, local_files_only=local)
+        return AutoModelForCausalLM.from_config(shape)
 
 
 def describe(config: RunConfig, source: str) -> Iterator[str]:
     """Both estimates of a model that is not loaded. Its place is filled with zeros for a moment."""
-    network = shape_of(source)
+    network = shape_of(source, local=True)
     fits, sentence = memory(config, network)
     yield f"memory: about {sentence}"
     if fits:
@@ -104,10 +107,11 @@ def available(config: RunConfig) -> int:
 
 
 def duration(config: RunConfig, network: Any) -> Iterator[str]:
-    """A sentence on the time of a run whose rollouts are one call each; none for runs without
-    rollouts, and for engines that are not in this process."""
+    """A sentence on the time of a run whose rollouts are one call each."""
     algorithm, runner = config.algorithm, config.runner
     if config.data.name or config.engine.kind != "embedded":
+        what = "a run on [data]" if config.data.name else f"engine.kind = {config.engine.kind!r}"
+        yield f"time: not estimated for {what}; the first steps will tell"
         return
     rollouts = algorithm.groups * algorithm.group_size
     slots = min(runner.processes * runner.concurrency or rollouts, rollouts)
@@ -124,6 +128,7 @@ def duration(config: RunConfig, network: Any) -> Iterator[str]:
         tokens=tokens,
         decode=one,
         per_call=per_call,
+        prompt=HANDLED,
         update=seconds_of(network, 1, READ) / READ * passes * rollouts * tokens,
     )
     in_flight = algorithm.overlap == "in_flight"

@@ -56,7 +56,9 @@ class HeldoutEvaluator:
         first and the last, return before they are scored. Returns whether scores have stalled."""
         settings, outer = self.config.eval, step in (0, self.config.steps)
         limit, path = settings.tasks if outer else settings.curve_tasks, self.folder / f"{step:06d}"
-        if self.tasks and not path.is_dir():  # else a restarted process scores it already
+        if not self.tasks:
+            return False
+        if not path.is_dir():  # a restarted process scores it already
             await self.finish()
             if outer or not settings.beside:
                 await self._score(step, limit)

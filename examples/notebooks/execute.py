@@ -30,13 +30,24 @@ def execute(file: Path, seconds: int = 300) -> nbformat.NotebookNode:
         NotebookClient(book, timeout=seconds, kernel_name="python3", resources=where).execute()
     for cell in book.cells:
         cell.metadata = {}
+        if cell.cell_type == "code":
+            cell.outputs = merged(cell.outputs)
         for output in cell.get("outputs", []):
             output.get("data", {}).pop("text/html", None)
             if "text" in output:
-                output["text"] = (
-                    output["text"].replace(folder, "").replace("/examples/notebooks/", "")
-                )
+                output["text"] = output["text"].replace(f"{examples}/notebooks/", "")
     return book
+
+
+def merged(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """With the pieces of each stream in one."""
+    found: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if found and output.get("name") and output["name"] == found[-1].get("name"):
+            found[-1]["text"] += output["text"]
+        else:
+            found.append(output)
+    return found
 
 
 if __name__ == "__main__":

@@ -45,6 +45,19 @@ def test_held_out_scores_of_roles_are_shown_under_those_of_all() -> None:
     ]
 
 
+def test_scores_have_their_interval_and_pass_at_k_rises_with_k() -> None:
+    known = {"eval/sampled": 0.25, "eval/sampled_low": 0.2, "eval/sampled_high": 0.3}
+    known |= {f"eval/sampled/pass@{k}": k / 16 for k in (1, 2, 16)}
+    table = score_table([row(0, **known)])
+    names, values = (list(column.cells) for column in table.columns)
+    assert names == ["sampled", "  pass@1", "  pass@2", "  pass@16"]
+    assert values == ["25.0% (20.0% to 30.0%)", "6.2%", "12.5%", "100.0%"]
+    mean = score_table(
+        [row(0, **{"eval/score": -1.5, "eval/score_low": -2, "eval/score_high": -1})]
+    )
+    assert list(mean.columns[1].cells) == ["-1.5 (-2 to -1)"]
+
+
 def test_games_show_what_each_seat_got_and_how_they_went() -> None:
     games = {
         "selfplay/games": 8.0, "rollouts": 8.0, "calls": 20.0, "reward/mean": 0.0,

@@ -119,8 +119,15 @@ async def test_progress_of_a_run(config: RunConfig) -> None:
     assert "KL" not in text  # one optimizer step: nothing moved
 
 
-async def test_lines_where_there_is_no_terminal(config: RunConfig) -> None:
-    console = Console(file=io.StringIO(), width=120)
+@pytest.mark.parametrize("notebook", [False, True])
+async def test_lines_where_there_is_no_terminal(
+    config: RunConfig, notebook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if notebook:  # whose commands believe that there is one
+        monkeypatch.setenv("JPY_PARENT_PID", "1")
+    console = Console(
+        file=io.StringIO(), width=120, force_terminal=notebook or None, color_system=None
+    )
     async with open_store(config.store) as store:
         await short_run(store)
         following = asyncio.create_task(view.show_progress(store, config, console))
