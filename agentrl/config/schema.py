@@ -177,9 +177,10 @@ class AlgorithmConfig(Section, frozen=True):
     # asked for as early as this allows: 0.5 lets half a step be sampled ahead.
     max_staleness: NonNegative = 0.0  # 0: sampling waits for every update
     # While weights are updated. drained: calls in flight end first, and new ones wait. in_flight:
-    # calls go on, with the new weights from then on. one_step_off: they go on with the old ones, and
-    # the update waits until all groups of the next step have ended, so that a run can be repeated:
-    # the same tokens, and log-probs equal to rounding. None if max_staleness is 0, else drained.
+    # calls go on, with the new weights from then on. one_step_off: they go on with the old ones,
+    # and the update waits until all groups of the next step have ended, so that a run can be
+    # repeated: the same tokens, and log-probs equal to rounding. None without max_staleness, else
+    # drained.
     overlap: Literal["none", "drained", "in_flight", "one_step_off"] | None = None
     order: Literal["asked", "ready"] = "asked"  # groups train as asked for, or as they end
     # With order = "ready", of tokens that got too old: keep the reward for the group's baseline and
