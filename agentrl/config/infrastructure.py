@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from agentrl.access import Access, read_key
 from agentrl.config.base import (
     EXTERNAL,
     Count,
@@ -109,6 +110,11 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     host: str = "127.0.0.1"  # where it listens, and where runners call it
     port: Port = 0  # 0: any free one
     advertise: str = ""  # the address by which runners elsewhere call it, where that is not `host`
+    # Environment variable with the keys of which callers must send one, separated by spaces;
+    # runners send the first. Empty: anybody who can connect, which is then this machine alone.
+    key_env: str = ""
+    ssl_certfile: str = ""  # PEM, for https; SSL_CERT_FILE names its authority to the runners
+    ssl_keyfile: str = ""
     max_batch: Count = 64  # calls decoded together
     max_context: Count = 2048  # tokens of prompt and completion
     threads: Count = 1
@@ -122,6 +128,14 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
                 f"engine.host = {self.host!r} listens everywhere and is no address that a runner "
                 "could call; set engine.advertise to this machine's"
             )
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise ValueError("engine.ssl_certfile and engine.ssl_keyfile belong together")
+
+    @property
+    def access(self) -> Access:
+        """Raises ConfigError where the environment lacks the key."""
+        keys = read_key(self.key_env, "engine.key_env", "the policy server's").split()
+        return Access(tuple(keys), self.ssl_certfile, self.ssl_keyfile)
 
 
 class EmbeddedEngineConfig(EngineConfig, frozen=True, tag="embedded"):

@@ -13,10 +13,12 @@ from typing import Any
 
 import msgspec
 
+from agentrl.addresses import is_loopback
 from agentrl.config import policies as team
 from agentrl.config import prompts, selfplay
 from agentrl.config.agents import WorkspaceConfig
-from agentrl.config.base import installed_plugins
+from agentrl.config.base import EXTERNAL, installed_plugins
+from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -81,6 +83,16 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield "prompts.algorithm: 'gepa' is not installed: pip install 'agentrl[prompts]'"
     yield from _warmup(config)
     yield from _judges(config)
+    yield from _callers(config.engine)
+
+
+def _callers(engine: EngineConfig) -> Iterator[str]:
+    """A policy is sampled from by those who may."""
+    if not (is_loopback(engine.host) or engine.key_env or engine.kind == EXTERNAL):
+        yield (
+            f"engine.host = {engine.host!r}: whoever reaches it could sample from the policy; set "
+            "engine.key_env to the name of an environment variable with a key, here and on runners"
+        )
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:

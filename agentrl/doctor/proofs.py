@@ -71,7 +71,7 @@ async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
     body = {"model": server.model, "messages": [QUESTION], "max_tokens": TOKENS}
     body |= {"logprobs": True, "return_token_ids": True}
     try:
-        async with httpx.AsyncClient(trust_env=False, timeout=LIMIT) as http:
+        async with _client(config) as http:
             url = f"{server.base_url}/chat/completions"
             gap = _gap(model, (await http.post(url, json=body)).raise_for_status().json())
             async with server.updating():
@@ -88,6 +88,14 @@ async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
         waits = "did not wait" if ended or version != "1" else "waited"
         return "fail", f"{sentence}, for which a call {waits}; set another engine.kind"
     return "ok", f"{sentence}, for which a call waited"
+
+
+def _client(config: RunConfig) -> httpx.AsyncClient:
+    """Of the policy server."""
+    access = config.engine.access
+    headers = {"authorization": f"Bearer {access.key}"}
+    tls = access.client_tls()
+    return httpx.AsyncClient(headers=headers, verify=tls, trust_env=False, timeout=LIMIT)
 
 
 def _gap(model: LoadedModel, answer: Any) -> float:

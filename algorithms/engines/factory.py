@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from agentrl.access import read_key
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
@@ -60,6 +60,7 @@ def policy_server(
             threads=engine.threads,
             adapters=adapters,
             keys=engine.keys if config.algorithm.overlap == "in_flight" else None,
+            access=engine.access,
         )
     if isinstance(engine, VllmEngineConfig):
         return vllm_server(config, model, tokenizer, adapters)
@@ -83,7 +84,8 @@ def vllm_server(
             engine.vllm.urls,
             host=engine.host,
             port=engine.port,
-            api_key=_secret(engine.vllm.key_env),
+            api_key=read_key(engine.vllm.key_env, "engine.vllm.key_env", "the servers'"),
+            access=engine.access,
             start_timeout=engine.vllm.start_timeout,
             # A single server that hangs is found before the whole update times out.
             timeout=0.9 * engine.vllm.timeout,
@@ -145,11 +147,3 @@ def _learned(
         save_adapter=adapters.save,
         rank=max(map(adapters.rank, adapters.names)),
     )
-
-
-def _secret(name: str) -> str:
-    if name and not os.environ.get(name):
-        raise ConfigError(
-            f"engine.vllm.key_env: the environment has no {name}; set it to the servers' API key"
-        )
-    return os.environ[name] if name else ""

@@ -18,7 +18,12 @@ from pathlib import Path
 import aiohttp
 
 from agentrl.algorithms.engines.base import port_taken
-from agentrl.algorithms.engines.vllm.child import KEY_HEADER, KEY_VARIABLE, HoldMiddleware
+from agentrl.algorithms.engines.vllm.child import (
+    CALLERS_VARIABLE,
+    KEY_HEADER,
+    KEY_VARIABLE,
+    HoldMiddleware,
+)
 from agentrl.algorithms.engines.vllm.serving import BASE, LostError, ServedModel
 from agentrl.config import VllmEngineConfig
 from agentrl.errors import PolicyError
@@ -28,7 +33,7 @@ from agentrl.types import POLICY, Json
 OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
 APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
 OURS = {"--api-key", "--enable-lora", "--lora-modules", "--max-lora-rank", "--max-loras"}
-OURS |= {"--max-cpu-loras", "--weight-transfer-config"}
+OURS |= {"--max-cpu-loras", "--weight-transfer-config", "--ssl-certfile", "--ssl-keyfile"}
 WORKER_EXTENSION = "agentrl.algorithms.engines.vllm.worker_extension.Extension"
 PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
 PARALLEL |= {"--data-parallel-size", "-dp"}
@@ -66,6 +71,7 @@ class VllmProcess:
             self.refuses_adapters = f"vLLM takes a rank of {RANKS[-1]} at most"
         self.gpus = _parallel(engine.vllm.arguments) if gpu else 0
         self._engine, self._dtype, self._rank = engine, dtype, rank
+        self._access = engine.access
         self._child: asyncio.subprocess.Process | None = None
 
     @property
@@ -88,7 +94,8 @@ class VllmProcess:
         await self.stop()
         port = int(self.url.rpartition(":")[2]) if self.url else self._free_port()
         host = self._engine.host
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "https" if self._access.certfile else "http"
+        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         with self.log.open("ab") as log:
             self._child = await asyncio.create_subprocess_exec(
                 *self._command(serving, port),
@@ -120,7 +127,9 @@ class VllmProcess:
         try:
             async with (
                 aiohttp.ClientSession(headers={KEY_HEADER: self.key}, timeout=limit) as session,
-                session.request(method, self.url + path, json=body) as reply,
+                session.request(
+                    method, self.url + path, json=body, ssl=self._access.client_tls()
+                ) as reply,
             ):
                 return [(reply.status, await reply.read())]
         except aiohttp.ClientError as error:
@@ -164,7 +173,9 @@ class VllmProcess:
                         f"{self.failure_reason()}"
                     )
                 with suppress(aiohttp.ClientError):
-                    async with session.get(f"{self.url}/health") as reply:
+                    async with session.get(
+                        f"{self.url}/health", ssl=self._access.client_tls()
+                    ) as reply:
                         if reply.status == 200:
                             return
                 await asyncio.sleep(POLL)
@@ -188,6 +199,8 @@ class VllmProcess:
             "--disable-uvicorn-access-log",
             *(self._lora() if serving.adapters else ()),
             *(("--weight-transfer-config", transfer) if serving.backend else ()),
+            *(("--ssl-certfile", engine.ssl_certfile) if engine.ssl_certfile else ()),
+            *(("--ssl-keyfile", engine.ssl_keyfile) if engine.ssl_keyfile else ()),
             *engine.vllm.arguments,
         ]
 
@@ -203,6 +216,7 @@ class VllmProcess:
     def _environment(self) -> dict[str, str]:
         chosen = {
             KEY_VARIABLE: self.key,
+            CALLERS_VARIABLE: " ".join(self._access.keys),
             PARENT: str(os.getpid()),
             "VLLM_SERVER_DEV_MODE": "1",  # weight updates; the middleware asks for the key
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 from agentrl.algorithms.engines.vllm import process as vllm_process
 from agentrl.algorithms.engines.vllm.child import (
     ADAPTERS,
+    CALLERS_VARIABLE,
     KEY_VARIABLE,
     HoldMiddleware,
     to_version,
@@ -245,6 +246,7 @@ class Client:
         key: bytes = b"",
         body: bytes = b"{}",
         whole: bool = False,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> Any:
         """Status and policy version, or the whole body."""
         sent: list[MutableMapping[str, Any]] = []
@@ -259,7 +261,7 @@ class Client:
         async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message)
 
-        headers = [(b"x-agentrl-key", key)] if key else []
+        headers = [*headers, *([(b"x-agentrl-key", key)] if key else [])]
         scope = {"type": "http", "path": path, "query_string": query, "headers": headers}
         await self.app(scope, receive, send)
         if whole:
@@ -371,6 +373,20 @@ async def test_only_who_has_the_key_may_do_more_than_ask_the_model(
     for anybody in ("/health", "/tokenize"):
         assert (await client.get(anybody))[0] == 200
     assert seen == ["/collective_rpc", "/health", "/tokenize"]
+
+
+async def test_callers_of_a_child_send_one_of_the_keys(
+    behind: tuple[Client, asyncio.Event, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, finish, _ = behind
+    finish.set()
+    monkeypatch.setenv(CALLERS_VARIABLE, "new old")
+    closed = Client(HoldMiddleware(client.app._app))
+    await closed.get(OPEN, query=b"=7", key=b"secret")
+    for sent, status in ((b"", 401), (b"Bearer guess", 401), (b"Bearer old", 200)):
+        headers = [(b"authorization", sent)]
+        assert (await closed.get("/v1/completions", headers=headers))[0] == status
+    assert (await closed.get("/health"))[0] == 200
 
 
 async def test_every_policy_has_its_own_version(
