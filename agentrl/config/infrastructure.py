@@ -37,6 +37,9 @@ class VerlConfig(Section, frozen=True):
     attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"  # sdpa: rows are padded
     offload: bool = False  # weights and optimizer state to the host between calls
     timeout: Seconds = 1800.0  # of one call: an update, or loading the model
+    # verl's own settings of its model, engine and optimizer, by part: any key that it knows and no
+    # setting of agentrl decides, such as engine = {ulysses_sequence_parallel_size = 2}.
+    options: dict[Literal["model", "engine", "optimizer"], dict[str, Any]] = {}
 
 
 class LearnerConfig(KindSection, frozen=True, tag_field="kind"):
@@ -60,6 +63,15 @@ class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
     fp32_head: bool = False  # logits of a bfloat16 policy in float32
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
     threads: Natural = 0  # 0: all cores, or one where a measurement finds that faster
+    # The optimizer's state is in host memory between updates, and the GPU memory of the update is
+    # free for a policy server on the same GPU.
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.offload and self.optimizer == "paged_adamw8bit":
+            raise ValueError(
+                "learner.offload: a paged optimizer moves its state itself; leave it out"
+            )
 
 
 class VerlLearnerConfig(LearnerConfig, frozen=True, tag="verl"):
@@ -78,6 +90,11 @@ class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERN
 Learner = TorchLearnerConfig | VerlLearnerConfig | ExternalLearnerConfig
 
 
+OF_A_CHILD: tuple[tuple[str, object], ...] = (
+    ("arguments", []), ("tool_parser", "hermes"), ("gpu_memory", 0.0), ("sleep", 0),
+)  # fmt: skip
+
+
 class VllmConfig(Section, frozen=True):
     """A vLLM child process, or servers that run already, for `engine.kind = "vllm"`."""
 
@@ -88,6 +105,11 @@ class VllmConfig(Section, frozen=True):
     # How new weights are transferred; auto: the fastest way that works here.
     sync: Literal["auto", "adapter", "ipc", "nccl", "shared_memory", "reload"] = "auto"
     max_adapters: Count = 8  # that a child serves at once, frozen ones too
+    # Share of the GPU's memory that a child takes; 0: what the learner leaves, by its model.
+    gpu_memory: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    # During updates a child frees its GPU memory. 1: its weights wait in host memory; 2: they are
+    # dropped and sent anew, which takes no host memory; 0: it keeps all.
+    sleep: Literal[0, 1, 2] = 0
     tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, or 0.1 in bfloat16
     tool_parser: str = "hermes"
     arguments: list[str] = []  # more arguments of `vllm serve`
@@ -96,7 +118,7 @@ class VllmConfig(Section, frozen=True):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"engine.vllm.urls = {url!r}: give it as http://HOST:PORT")
-        for name, default in (("arguments", []), ("tool_parser", "hermes")):
+        for name, default in OF_A_CHILD:
             if self.urls and getattr(self, name) != default:
                 raise ValueError(
                     f"engine.vllm.{name} is for a vLLM child, and engine.vllm.urls are servers that"

@@ -75,6 +75,8 @@ class PolicyConfig(Section, frozen=True):
     model: str = ""  # default with `build`: <output>/policy
     build: str = ""  # "file.py:name": called as (directory, seed) to make `model` if it is absent
     dtype: Literal["float32", "bfloat16"] = "float32"
+    # Weights under an adapter (policy.lora) in 4 or 8 bits each, by bitsandbytes; none: in `dtype`.
+    quantize: Literal["", "4bit", "8bit"] = ""
     device: str = "auto"
     # Its chat template may leave out messages of some roles. adapt: they are sent in roles that it
     # shows, and a call of which it would lose text is refused. as_sent: the template decides.

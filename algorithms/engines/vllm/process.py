@@ -33,7 +33,14 @@ from agentrl.types import POLICY, Json
 OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
 APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
 OURS = {"--api-key", "--enable-lora", "--lora-modules", "--max-lora-rank", "--max-loras"}
-OURS |= {"--max-cpu-loras", "--weight-transfer-config", "--ssl-certfile", "--ssl-keyfile"}
+OURS |= {
+    "--gpu-memory-utilization",
+    "--enable-sleep-mode",
+    "--max-cpu-loras",
+    "--weight-transfer-config",
+    "--ssl-certfile",
+    "--ssl-keyfile",
+}
 WORKER_EXTENSION = "agentrl.algorithms.engines.vllm.worker_extension.Extension"
 PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
 PARALLEL |= {"--data-parallel-size", "-dp"}
@@ -57,10 +64,11 @@ class VllmProcess:
         adapters: int = 0,
         rank: int = 0,
         side_by_side: bool = False,
+        memory: float = 0.0,
     ) -> None:
         """adapters: of LoRA, that there is room for; rank: of the largest; side_by_side: calls of
-        two versions of each may run at once. Raises PolicyError where
-        vLLM is missing or too old."""
+        two versions of each may run at once; memory: share of the GPU's, 0: vLLM's own default.
+        Raises PolicyError where vLLM is missing or too old."""
         check_installed()
         self.log, self.key, self.url, self.name = log, key, "", POLICY
         self.backend: str | None = None
@@ -69,9 +77,9 @@ class VllmProcess:
         self.refuses_adapters = "" if adapters else "all weights are trained"
         if adapters and rank > RANKS[-1]:
             self.refuses_adapters = f"vLLM takes a rank of {RANKS[-1]} at most"
-        self.gpus = _parallel(engine.vllm.arguments) if gpu else 0
+        self.gpus = gpus_taken(engine.vllm.arguments) if gpu else 0
         self._engine, self._dtype, self._rank = engine, dtype, rank
-        self._access = engine.access
+        self._access, self._memory = engine.access, memory
         self._child: asyncio.subprocess.Process | None = None
 
     @property
@@ -196,6 +204,8 @@ class VllmProcess:
             *("--worker-extension-cls", WORKER_EXTENSION),
             # Compiling takes half a minute, which pays on a GPU only.
             *(() if self.gpus else ("--enforce-eager",)),
+            *(("--gpu-memory-utilization", f"{self._memory:.3f}") if self._memory else ()),
+            *(("--enable-sleep-mode",) if engine.vllm.sleep else ()),
             "--disable-uvicorn-access-log",
             *(self._lora() if serving.adapters else ()),
             *(("--weight-transfer-config", transfer) if serving.backend else ()),
@@ -254,7 +264,7 @@ class VllmProcess:
         return f"it said: {(causes or plain or ['nothing'])[-1][:300]} ({self.log})"
 
 
-def _parallel(arguments: Sequence[str]) -> int:
+def gpus_taken(arguments: Sequence[str]) -> int:
     """How many GPUs `vllm serve` takes with these arguments."""
     words = [part for word in arguments for part in word.replace("_", "-").split("=", 1)]
     count = 1

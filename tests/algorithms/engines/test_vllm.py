@@ -55,7 +55,7 @@ print("(APIServer pid=6) pydantic_core.ValidationError: 1 validation error for V
 print("(APIServer pid=6)   Value error, heads (2) must be divisible by 3 [type=value_error, ...]")
 print("(APIServer pid=6)     For further information visit https://errors.pydantic.dev")
 """
-OWN = ("gpu", "adapters", "rank", "side_by_side")
+OWN = ("gpu", "memory", "adapters", "rank", "side_by_side")
 SILENT = "import signal; signal.pause()"
 
 
@@ -66,7 +66,9 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Vl
     def make(code: str, **given: Any) -> VllmProcess:
         monkeypatch.setattr(vllm_process, "check_installed", lambda: None)
         learned = {key: given.pop(key) for key in OWN if key in given}
-        own = {key: given.pop(key) for key in ("start_timeout", "arguments") if key in given}
+        own = {
+            key: given.pop(key) for key in ("start_timeout", "arguments", "sleep") if key in given
+        }
         engine = VllmEngineConfig(vllm=VllmConfig(**own), **given)
         made = VllmProcess(engine, tmp_path / "log", "secret", **learned)
         command = made._command
@@ -146,7 +148,11 @@ def test_what_vllm_is_told(process: Callable[..., VllmProcess]) -> None:
     assert environment[KEY_VARIABLE] == "secret"
     assert "--weight-transfer-config" not in command
     assert environment["OMP_NUM_THREADS"] == "3"
-    on_gpu = process(SERVES, gpu=True)
+    assert "--gpu-memory-utilization" not in command
+    assert "--enable-sleep-mode" not in command
+    on_gpu = process(SERVES, gpu=True, memory=0.4321, sleep=1)
+    assert "--enable-sleep-mode" in on_gpu._command(SERVING, 7)
+    assert "--gpu-memory-utilization 0.432 " in " ".join(on_gpu._command(SERVING, 7))
     assert "--enforce-eager" in command
     assert "--enforce-eager" not in on_gpu._command(SERVING, 7)
     assert "OMP_NUM_THREADS" not in on_gpu._environment()
