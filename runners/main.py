@@ -126,6 +126,7 @@ async def attempt_runner(
         roles=policy_by_role(config),
         policies=config.policies,
         remote=has_no_own_policy(config),
+        key=config.engine.access.key,
         rules=role_rules(config, root),
         as_sent=config.policy.messages == "as_sent",
         watch=watch,

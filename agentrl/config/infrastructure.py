@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from agentrl.access import Access, read_key
 from agentrl.config.base import (
     EXTERNAL,
     Count,
@@ -36,6 +37,9 @@ class VerlConfig(Section, frozen=True):
     attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"  # sdpa: rows are padded
     offload: bool = False  # weights and optimizer state to the host between calls
     timeout: Seconds = 1800.0  # of one call: an update, or loading the model
+    # verl's own settings of its model, engine and optimizer, by part: any key that it knows and no
+    # setting of agentrl decides, such as engine = {ulysses_sequence_parallel_size = 2}.
+    options: dict[Literal["model", "engine", "optimizer"], dict[str, Any]] = {}
 
 
 class LearnerConfig(KindSection, frozen=True, tag_field="kind"):
@@ -60,6 +64,15 @@ class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
     # of 8 bits: moments in a quarter of the memory, on CUDA
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
     threads: Natural = 0  # 0: all cores, or one where a measurement finds that faster
+    # The optimizer's state is in host memory between updates, and the GPU memory of the update is
+    # free for a policy server on the same GPU.
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.offload and self.optimizer == "paged_adamw8bit":
+            raise ValueError(
+                "learner.offload: a paged optimizer moves its state itself; leave it out"
+            )
 
 
 class VerlLearnerConfig(LearnerConfig, frozen=True, tag="verl"):
@@ -78,6 +91,11 @@ class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERN
 Learner = TorchLearnerConfig | VerlLearnerConfig | ExternalLearnerConfig
 
 
+OF_A_CHILD: tuple[tuple[str, object], ...] = (
+    ("arguments", []), ("tool_parser", "hermes"), ("gpu_memory", 0.0), ("sleep", 0),
+)  # fmt: skip
+
+
 class VllmConfig(Section, frozen=True):
     """A vLLM child process, or servers that run already, for `engine.kind = "vllm"`."""
 
@@ -88,6 +106,11 @@ class VllmConfig(Section, frozen=True):
     # How new weights are transferred; auto: the fastest way that works here.
     sync: Literal["auto", "adapter", "ipc", "nccl", "shared_memory", "reload"] = "auto"
     max_adapters: Count = 8  # that a child serves at once, frozen ones too
+    # Share of the GPU's memory that a child takes; 0: what the learner leaves, by its model.
+    gpu_memory: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    # During updates a child frees its GPU memory. 1: its weights wait in host memory; 2: they are
+    # dropped and sent anew, which takes no host memory; 0: it keeps all.
+    sleep: Literal[0, 1, 2] = 0
     tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, or 0.1 in bfloat16
     tool_parser: str = "hermes"  # of vLLM, for the model's format of tool calls
     arguments: list[str] = []  # more arguments of `vllm serve`
@@ -96,7 +119,7 @@ class VllmConfig(Section, frozen=True):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"engine.vllm.urls = {url!r}: give it as http://HOST:PORT")
-        for name, default in (("arguments", []), ("tool_parser", "hermes")):
+        for name, default in OF_A_CHILD:
             if self.urls and getattr(self, name) != default:
                 raise ValueError(
                     f"engine.vllm.{name} is for a vLLM child, and engine.vllm.urls are servers that"
@@ -110,6 +133,11 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     host: str = "127.0.0.1"  # where it listens, and where runners call it
     port: Port = 0  # 0: any free one
     advertise: str = ""  # the address by which runners elsewhere call it, where that is not `host`
+    # Environment variable with the keys of which callers must send one, separated by spaces;
+    # runners send the first. Empty: anybody who can connect, which is then this machine alone.
+    key_env: str = ""
+    ssl_certfile: str = ""  # PEM, for https; SSL_CERT_FILE names its authority to the runners
+    ssl_keyfile: str = ""
     max_batch: Count = 64  # calls decoded together
     max_context: Count = 2048  # tokens of prompt and completion
     threads: Count = 1  # of the CPU that the embedded engine decodes with
@@ -123,6 +151,14 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
                 f"engine.host = {self.host!r} listens everywhere and is no address that a runner "
                 "could call; set engine.advertise to this machine's"
             )
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise ValueError("engine.ssl_certfile and engine.ssl_keyfile belong together")
+
+    @property
+    def access(self) -> Access:
+        """Raises ConfigError where the environment lacks the key."""
+        keys = read_key(self.key_env, "engine.key_env", "the policy server's").split()
+        return Access(tuple(keys), self.ssl_certfile, self.ssl_keyfile)
 
 
 class EmbeddedEngineConfig(EngineConfig, frozen=True, tag="embedded"):

@@ -78,6 +78,8 @@ class PolicyConfig(Section, frozen=True):
     build: str = ""  # "file.py:name": called as (directory, seed) to make `model` if it is absent
     # of weights and computation; bfloat16 takes half the memory, on GPUs
     dtype: Literal["float32", "bfloat16"] = "float32"
+    # Weights under an adapter (policy.lora) in 4 or 8 bits each, by bitsandbytes; none: in `dtype`.
+    quantize: Literal["", "4bit", "8bit"] = ""
     device: str = "auto"  # "cpu", "cuda" or "cuda:1"; auto: the GPU if there is one
     # Its chat template may leave out messages of some roles. adapt: they are sent in roles that it
     # shows, and a call of which it would lose text is refused. as_sent: the template decides.

@@ -13,10 +13,12 @@ from typing import Any
 
 import msgspec
 
+from agentrl.addresses import is_loopback
 from agentrl.config import policies as team
 from agentrl.config import prompts, selfplay
 from agentrl.config.agents import WorkspaceConfig
-from agentrl.config.base import installed_plugins
+from agentrl.config.base import EXTERNAL, installed_plugins
+from agentrl.config.infrastructure import EngineConfig, VllmEngineConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -86,6 +88,31 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield "prompts.algorithm: 'gepa' is not installed: pip install 'agentrl[prompts]'"
     yield from _warmup(config)
     yield from _judges(config)
+    yield from _callers(config.engine)
+    yield from _one_gpu(config)
+
+
+def _one_gpu(config: RunConfig) -> Iterator[str]:
+    """What learner and sampler do to fit into one GPU's memory."""
+    engine, policy = config.engine, config.policy
+    sleep = engine.vllm.sleep if isinstance(engine, VllmEngineConfig) else 0
+    if sleep and config.algorithm.overlap == "in_flight":
+        yield "engine.vllm.sleep: set algorithm.overlap to 'drained'; asleep no call is in flight"
+    if sleep == 2 and policy.lora.rank:
+        yield "engine.vllm.sleep = 2 drops weights that nobody sends with policy.lora; set it to 1"
+    if policy.quantize and not (policy.lora.rank and config.learner.kind == "torch"):
+        yield "policy.quantize: set policy.lora.rank too, and learner.kind = 'torch'"
+    if policy.quantize and not is_installed("bitsandbytes"):
+        yield "policy.quantize: 'bitsandbytes' is not installed: pip install 'agentrl[quant]'"
+
+
+def _callers(engine: EngineConfig) -> Iterator[str]:
+    """A policy is sampled from by those who may."""
+    if not (is_loopback(engine.host) or engine.key_env or engine.kind == EXTERNAL):
+        yield (
+            f"engine.host = {engine.host!r}: whoever reaches it could sample from the policy; set "
+            "engine.key_env to the name of an environment variable with a key, here and on runners"
+        )
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:
@@ -218,11 +245,6 @@ def _policies(config: RunConfig) -> Iterator[str]:
     names = team.trained_policies(config)
     if not names:
         yield "[policies]: all of them are frozen; one must learn"
-    if config.learner.kind == "verl":
-        yield (
-            "learner.kind = 'verl' trains one policy, and [policies] has "
-            f"{', '.join(config.policies)}; use learner.kind = 'torch'"
-        )
     if config.reward_models:
         yield (
             "[reward_models] score the calls of one policy, and [policies] has several; let the "

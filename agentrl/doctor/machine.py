@@ -6,6 +6,7 @@ import asyncio
 import os
 import platform
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +19,9 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
-from agentrl.config import RunConfig, VerlLearnerConfig
+from agentrl.access import read_key
+from agentrl.config import RunConfig, VerlLearnerConfig, VllmEngineConfig
+from agentrl.config.policies import has_no_own_policy
 from agentrl.doctor import Status, run_check
 from agentrl.errors import ConfigError, NotFound
 from agentrl.store import open_store
@@ -26,7 +29,10 @@ from agentrl.store.urls import split_secret
 
 DRIVER = Path("/proc/driver/nvidia")
 SHOWN = {"torch", "transformers", "vllm", "verl", "ray", "flash-attn", "peft", "bitsandbytes"}
-GPU_PATHS = "tree attention, weight sync by ipc and nccl, 8-bit optimizers, verl's workers"
+GPU_PATHS = (
+    "tree attention, weight sync by ipc and nccl, vLLM's sleep, learner.offload, policy.quantize, "
+    "8-bit optimizers, verl's workers and its options"
+)
 GIB = 2**30
 ANSWER = 15.0  # seconds in which a store must answer
 SKEW = 5.0  # seconds between two clocks
@@ -98,6 +104,40 @@ def disk(config: RunConfig) -> tuple[Status, str]:
     return ("ok", sentence) if free >= needed else ("fail", f"{sentence}; {cure}")
 
 
+def ports(config: RunConfig) -> tuple[Status, str] | None:
+    """Whether the ports that this machine is to listen on are free."""
+    asked = {"engine": config.engine, "runner": config.runner if config.runner.processes else None}
+    if isinstance(config.engine, VllmEngineConfig) or has_no_own_policy(config):
+        asked.pop("engine")  # vLLM's child keeps its port, and says so itself
+    for name, server in asked.items():
+        if server is None or not server.port:
+            continue
+        try:
+            socket.create_server((server.host, server.port)).close()
+        except OSError as error:
+            where = f"{name}.port = {server.port} at {server.host}"
+            return (
+                "fail",
+                f"{where}: {error.strerror}; set {name}.port to a free port, or 0 for any",
+            )
+    return None
+
+
+def keys(config: RunConfig) -> tuple[Status, str] | None:
+    """Whether the environment has all keys. Raises ConfigError for one that it lacks, and for
+    certificates that cannot be used."""
+    asked = {f"upstreams.{name}": each.key_env for name, each in config.upstreams.items()}
+    if isinstance(config.engine, VllmEngineConfig):
+        asked["engine.vllm"] = config.engine.vllm.key_env
+    for name, variable in asked.items():
+        read_key(variable, f"{name}.key_env", "the endpoint's")
+    access = config.engine.access
+    access.server_tls()
+    found = [name for name, variable in asked.items() if variable]
+    found += ["engine"] if access.keys else []
+    return ("ok", f"the environment has those of {', '.join(found)}") if found else None
+
+
 def proxies(config: RunConfig) -> tuple[Status, str] | None:
     """Upstreams are called directly, whatever the proxy; agents' clients use it."""
     hosts = {urlsplit(each.base_url).netloc for each in config.upstreams.values()} - {""}
@@ -107,7 +147,7 @@ def proxies(config: RunConfig) -> tuple[Status, str] | None:
     return "warn", f"[upstreams] are called without the proxy; name in NO_PROXY {outside}"
 
 
-AT_START = (clock, disk, proxies)
+AT_START = (keys, ports, clock, disk, proxies)
 CHECKS = (packages, gpu, store, *AT_START)
 
 

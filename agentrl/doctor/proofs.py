@@ -12,13 +12,12 @@ import httpx
 import torch
 from msgspec.structs import replace
 from rich.console import Console
-from torch import Tensor
 
 from agentrl import trainer
-from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.engines.base import VERSION_HEADER
-from agentrl.algorithms.engines.factory import TOLERANCE, policy_server
-from agentrl.algorithms.model.packing import Packing, forward_logprobs, pack_rows
+from agentrl.algorithms.engines.factory import policy_server
+from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.model.proof import one_row, tolerance, trie_gap
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.config import MetricsConfig, RunConfig
 from agentrl.config.schema import EvalConfig
@@ -29,38 +28,17 @@ from agentrl.loading import task_file
 from agentrl.store import open_store
 from agentrl.types import Json, RolloutState
 
-TOKENS = 16  # of an answer, of a prefix and of a branch
+TOKENS = 16  # of an answer
 HELD = 0.2  # seconds in which a call that does not wait would end
 LIMIT = 60.0  # seconds of a call
 
 
 def trie(model: LoadedModel, config: RunConfig) -> tuple[Status, str] | None:
     """Log-probs and gradients of branches with a common prefix, packed as a trie and as rows."""
-    if config.learner.packed == "rows":
-        return None
-    rows = [_row([*range(TOKENS), *range(k, k + TOKENS)], TOKENS) for k in range(1, 5)]
-    (found, gradient), (exact, wanted) = (_computed(model, rows, p) for p in ("trie", "rows"))
-    gap = float((found - exact).abs().max())
-    turned = float((gradient - wanted).norm() / wanted.norm())
-    sentence = f"log-probs within {gap:.1g} and gradients within {turned:.1g} of those of rows"
-    exact_enough = max(gap, turned / 10) <= TOLERANCE[config.policy.dtype]
-    return ("ok", sentence) if exact_enough else ("fail", f"{sentence}; set learner.packing=rows")
-
-
-def _computed(model: LoadedModel, rows: list[TokenRow], packing: Packing) -> tuple[Tensor, Tensor]:
-    """Log-probs [n], and the gradient of their sum by the embeddings, which it reaches last."""
-    (pack,), weight = pack_rows(rows, packing, 10**6), model.model.get_input_embeddings().weight
-    learned, weight.requires_grad = weight.requires_grad, True  # adapters freeze it
-    logprobs = forward_logprobs(model.model, pack)
-    (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
-    weight.requires_grad = learned
-    return logprobs.detach()[pack.index.argsort()].float(), gradient.float()
-
-
-def _row(tokens: list[int], prompt: int) -> TokenRow:
-    actions = torch.arange(prompt, len(tokens))
-    ones = torch.ones(len(actions))
-    return TokenRow(torch.tensor(tokens), actions, ones, ones, torch.zeros_like(actions))
+    gap = None if config.learner.packed == "rows" else trie_gap(model.model)
+    if gap is None or gap.within(config.policy):
+        return gap and ("ok", str(gap))
+    return "fail", f"{gap}; set learner.packing=rows"
 
 
 async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
@@ -71,7 +49,7 @@ async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
     body = {"model": server.model, "messages": [QUESTION], "max_tokens": TOKENS}
     body |= {"logprobs": True, "return_token_ids": True}
     try:
-        async with httpx.AsyncClient(trust_env=False, timeout=LIMIT) as http:
+        async with _client(config) as http:
             url = f"{server.base_url}/chat/completions"
             gap = _gap(model, (await http.post(url, json=body)).raise_for_status().json())
             async with server.updating():
@@ -83,17 +61,27 @@ async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
             version = (await waiting).headers[VERSION_HEADER]
     finally:
         await server.close()
-    sentence = f"log-probs within {gap:.1g} of the learner's, new weights in {seconds:.2g} s"
-    if gap > TOLERANCE[config.policy.dtype] or ended or version != "1":
+    allowed = tolerance(config.policy)
+    sentence = f"log-probs within {gap:.1g} of the learner's, of {allowed:g} that are allowed"
+    sentence += f", new weights in {seconds:.2g} s"
+    if not gap <= allowed or ended or version != "1":
         waits = "did not wait" if ended or version != "1" else "waited"
         return "fail", f"{sentence}, for which a call {waits}; set another engine.kind"
     return "ok", f"{sentence}, for which a call waited"
 
 
+def _client(config: RunConfig) -> httpx.AsyncClient:
+    """Of the policy server."""
+    access = config.engine.access
+    headers = {"authorization": f"Bearer {access.key}"} if access.key else {}
+    tls = access.client_tls()
+    return httpx.AsyncClient(headers=headers, verify=tls, trust_env=False, timeout=LIMIT)
+
+
 def _gap(model: LoadedModel, answer: Any) -> float:
     """The largest difference of the sampled tokens' log-probs."""
     (choice,), prompt = answer["choices"], answer["prompt_token_ids"]
-    row = _row([*prompt, *choice["token_ids"]], len(prompt))
+    row = one_row([*prompt, *choice["token_ids"]], len(prompt))
     told = torch.tensor([each["logprob"] for each in choice["logprobs"]["content"]])
     applied = model.adapters.using(model.policies[0]) if model.adapters else nullcontext()
     with torch.no_grad(), applied:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,23 +12,25 @@ from typing import Any
 import msgspec
 import torch
 
+from agentrl.access import read_key
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
-from agentrl.algorithms.engines.vllm.process import VllmProcess
+from agentrl.algorithms.engines.vllm.process import VllmProcess, gpus_taken
 from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.serving import TrainedModel, VllmHost
 from agentrl.algorithms.model.cpu_threads import computing_with
 from agentrl.algorithms.model.load import Model, Tokenizer, checkpoint_weights, context_length
 from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.model.memory import vllm_share
+from agentrl.algorithms.model.proof import tolerance
 from agentrl.algorithms.plugins import engine_factory
 from agentrl.config import RunConfig, VllmEngineConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, PolicyError
 from agentrl.plugins import check_protocol
 from agentrl.types import POLICY
 
 PROBE = "The quick brown fox jumps over the lazy dog."
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 def policy_server(
@@ -60,6 +61,7 @@ def policy_server(
             threads=engine.threads,
             adapters=adapters,
             keys=engine.keys if config.algorithm.samples_during_update else None,
+            access=engine.access,
         )
     if isinstance(engine, VllmEngineConfig):
         return vllm_server(config, model, tokenizer, adapters)
@@ -83,7 +85,8 @@ def vllm_server(
             engine.vllm.urls,
             host=engine.host,
             port=engine.port,
-            api_key=_secret(engine.vllm.key_env),
+            api_key=read_key(engine.vllm.key_env, "engine.vllm.key_env", "the servers'"),
+            access=engine.access,
             start_timeout=engine.vllm.start_timeout,
             # A single server that hangs is found before the whole update times out.
             timeout=0.9 * engine.vllm.timeout,
@@ -100,6 +103,7 @@ def vllm_server(
             adapters=max(len(learned.adapters), engine.vllm.max_adapters) if adapters else 0,
             rank=learned.rank,
             side_by_side=in_flight,
+            memory=_share(config, model),
         )
     return VllmServer(
         learned,
@@ -107,9 +111,28 @@ def vllm_server(
         folder=folder / "served",
         method=engine.vllm.sync,
         timeout=engine.vllm.timeout,
-        tolerance=engine.vllm.tolerance or TOLERANCE[dtype],
+        tolerance=engine.vllm.tolerance or tolerance(config.policy),
         in_flight=in_flight,
+        sleep=engine.vllm.sleep,
     )
+
+
+def _share(config: RunConfig, model: Any) -> float:
+    """Of the GPU's memory, for a vLLM child; 0: there is no GPU. Raises PolicyError where the
+    learner leaves too little."""
+    assert isinstance(config.engine, VllmEngineConfig)
+    asked = config.engine.vllm
+    if model.device.type != "cuda":
+        if asked.sleep or asked.gpu_memory:
+            raise PolicyError(
+                "engine.vllm.sleep and engine.vllm.gpu_memory are of a GPU, and the policy is on "
+                f"{model.device.type}; remove them"
+            )
+        return 0.0
+    if (model.device.index or 0) >= gpus_taken(asked.arguments):
+        return asked.gpu_memory  # vLLM computes on others, which it has for itself
+    total = torch.cuda.get_device_properties(model.device).total_memory
+    return asked.gpu_memory or vllm_share(config, model, total)
 
 
 def _learned(
@@ -145,11 +168,3 @@ def _learned(
         save_adapter=adapters.save,
         rank=max(map(adapters.rank, adapters.names)),
     )
-
-
-def _secret(name: str) -> str:
-    if name and not os.environ.get(name):
-        raise ConfigError(
-            f"engine.vllm.key_env: the environment has no {name}; set it to the servers' API key"
-        )
-    return os.environ[name] if name else ""

@@ -41,7 +41,13 @@ from agentrl.algorithms.model.packing import supported_packing
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import Supply
-from agentrl.config import ImplicitRewardModelConfig, RunConfig, Section, TorchLearnerConfig
+from agentrl.config import (
+    ImplicitRewardModelConfig,
+    RunConfig,
+    Section,
+    TorchLearnerConfig,
+    VllmEngineConfig,
+)
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.failures import brief
@@ -109,6 +115,8 @@ def make_learner(
         adapters=adapters,
         policy=policy,
         trainers=trainers,
+        offload=own.offload,
+        release=isinstance(config.engine, VllmEngineConfig) and config.engine.vllm.sleep > 0,
     )
 
 

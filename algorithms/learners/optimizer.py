@@ -74,6 +74,17 @@ class Optimizer:
             ) from None
         self._round()
 
+    def move(self, device: torch.device | None) -> None:
+        """Move moments and master weights; None: to the weights, before a backward pass."""
+        for name, parameter in self.parameters.items():
+            master, there = self.masters[name], device or parameter.device
+            if master is not parameter:
+                moved = Parameter(master.detach().to(there))
+                torch.utils.swap_tensors(master, moved)  # type: ignore[no-untyped-call]
+            state = self.inner.state.get(master, {})
+            # Counts of steps are one number each, and fused AdamW wants them on the GPU.
+            state |= {key: value.to(there) for key, value in state.items() if value.ndim}
+
     def zero_grad(self) -> None:
         """Free the gradients, those of an interrupted backward pass as well."""
         self.inner.zero_grad(set_to_none=True)

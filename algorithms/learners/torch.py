@@ -47,7 +47,7 @@ from agentrl.algorithms.model.packing import (
 )
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import Supply
-from agentrl.errors import TrainingError
+from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import POLICY
 
 T = TypeVar("T")
@@ -74,6 +74,8 @@ class TorchLearner(PolicyWeights):
         critic: ValueModel | None = None,
         frozen: Mapping[Literal["q", "t"], Reference] | None = None,
         trainers: Sequence[ImplicitTrainer] = (),
+        offload: bool = False,
+        release: bool = False,
     ) -> None:
         """packing: see `model.packing`. token_budget: tokens of one micro-batch; it is halved, and
         stays so, when memory runs out. gradient_checkpointing: keep the input of each layer and
@@ -81,12 +83,16 @@ class TorchLearner(PolicyWeights):
         `policy`; other learners may train others of the same model. threads: what a call computes
         with, default what its thread already has. frozen: the reference (q), by default the model
         without its adapters if it has any, and the teacher (t). trainers: reward models that are
-        saved with the policy. Raises PolicyError for a model that it cannot train."""
+        saved with the policy. offload: the optimizer's state to the host, and release: unused GPU
+        memory to others, at every `rest`. Raises PolicyError for a model that it cannot train."""
         check_model(model)
         self.critic, self.frozen, self.trainers = critic, dict(frozen or {}), tuple(trainers)
         values: tuple[Supply, ...] = () if critic is None else ("v",)
         super().__init__(model, tokenizer, adapters, policy, ("k", "e", *values, *self.frozen))
         self.optimizer = Optimizer(self.parameters(), kind=optimizer, weight_decay=weight_decay)
+        if offload and model.device.type == "cpu":
+            raise PolicyError("learner.offload: the policy is on the host already; leave it out")
+        self._offload, self._release = offload, offload or release
         self.max_grad_norm = max_grad_norm
         self.packing = supported_packing(model, packing)
         self.token_budget = token_budget
@@ -139,6 +145,8 @@ class TorchLearner(PolicyWeights):
         Raises TrainingError when memory runs out twice."""
         learning = None if critic is None else self._critic()
         device, budget = self.model.device, self.token_budget
+        if self._offload:
+            self.optimizer.move(None)
         memory.start_measuring(device)
         with self.threads.working(batch.n_tokens), self._adapted():
             try:
@@ -160,6 +168,13 @@ class TorchLearner(PolicyWeights):
         report.metrics |= memory.peak(device)
         report.metrics["memory/retries"] = float(self.token_budget < budget)
         return report
+
+    def rest(self) -> None:
+        """The updates of a training step are done: until the next, memory is free for others."""
+        if self._offload:
+            self.optimizer.move(torch.device("cpu"))
+        if self._release and self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def save(self, directory: Path) -> None:
         """Write a resumable checkpoint, also of the auxiliary models that change."""

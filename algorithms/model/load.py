@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
+from agentrl.algorithms.model.quantize import quantization
 from agentrl.errors import DamagedError, PolicyError
 from agentrl.failures import brief
 
@@ -39,18 +40,24 @@ def load_model(
     *,
     template: bool = True,
     head: bool = True,
+    quantize: str = "",
 ) -> tuple[Model, Tokenizer]:
     """A checkpoint directory or hub name as (model in eval mode, tokenizer).
 
     `device` "auto" is the GPU if there is one. template, head: it must have a chat template, and
-    weights of the language-model head. Raises PolicyError when the directory, one of its weights or
-    what it must have is missing or unreadable."""
+    weights of the language-model head. quantize: "4bit" or "8bit", of a base under adapters. Raises
+    PolicyError when the directory, a weight of it or what it must have is missing or unreadable."""
     name = str(path_or_name)
     _check_directory(name)
+    target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
+        packed: dict[str, Any] = {}
+        if quantize:  # what is packed on a device stays there
+            packed["quantization_config"] = quantization(quantize, DTYPES[dtype])
+            packed["device_map"] = {"": target}
         model, loading = AutoModelForCausalLM.from_pretrained(
-            name, dtype=DTYPES[dtype], output_loading_info=True
+            name, dtype=DTYPES[dtype], output_loading_info=True, **packed
         )
     except Exception as error:  # transformers and safetensors document no types
         raise PolicyError(f"model {name!r}: cannot be loaded: {brief(str(error))}") from error
@@ -60,9 +67,8 @@ def load_model(
             f"model {name!r}: its tokenizer has no chat template; add chat_template.jinja to the "
             "directory or train an instruction-tuned model"
         )
-    target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        model = model.to(target)
+        model = model if quantize else model.to(target)
     except (RuntimeError, AssertionError) as error:  # unknown name, or no such device here
         reason = str(error).splitlines()[0]
         raise PolicyError(f"policy.device = {device!r}: cannot be used: {reason}") from None

@@ -26,7 +26,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from agentrl import digests
-from agentrl.algorithms.model.load import load_model, shape_mismatch
+from agentrl.algorithms.model.load import checkpoint_weights, load_model, shape_mismatch
+from agentrl.algorithms.model.quantize import dense_state, is_quantized, save_dense
 from agentrl.errors import DamagedError, PolicyError, nearest
 from agentrl.files import atomic_directory
 
@@ -46,7 +47,8 @@ class Adapters:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.base = str(model.name_or_path)
-        self.fingerprint = fingerprint(model)
+        # A base is the same whether it is quantised or not, and its weights are not.
+        self.fingerprint = "" if is_quantized(model) else fingerprint(model)
         self._peft: Any = None  # peft's view of `model`, from the first adapter on
         self._selection: Selection = ()
         self._lock = threading.RLock()
@@ -151,7 +153,7 @@ class Adapters:
             for key, parameter in self.parameters(name).items()
         }
         self._peft.peft_config[name].save_pretrained(directory)
-        metadata = {"format": "pt", "base": self.fingerprint}
+        metadata = {"format": "pt"} | ({"base": self.fingerprint} if self.fingerprint else {})
         save_file(tensors, directory / WEIGHTS, metadata=metadata)
 
     def read(self, name: str, directory: Path) -> dict[str, Tensor]:
@@ -169,9 +171,10 @@ class Adapters:
                 f"adapter {directory}: {WEIGHTS} is missing or incomplete ({error}); "
                 "resume from another checkpoint"
             ) from None
-        # Adapters of other tools have no fingerprint, only the name of their base.
-        theirs = metadata.get("base", settings.base_model_name_or_path)
-        if theirs != (self.fingerprint if "base" in metadata else self.base):
+        # Adapters of other tools and of quantised bases have the name of their base alone.
+        known = bool(self.fingerprint) and "base" in metadata
+        theirs = metadata["base"] if known else settings.base_model_name_or_path
+        if theirs != (self.fingerprint if known else self.base):
             raise PolicyError(
                 f"adapter {directory}: it was trained on another base "
                 f"({settings.base_model_name_or_path!r}), not on {self.base!r}; set policy.model to"
@@ -200,7 +203,7 @@ class Adapters:
 
     def merge(self, name: str, directory: Path) -> None:
         """Write base + adapter as an ordinary Hugging Face directory; in memory nothing changes."""
-        self.model.save_pretrained(directory, state_dict=self.merged(name))
+        self._write(self.merged(name), directory)
 
     def merged(self, name: str) -> dict[str, Tensor]:
         """Base + adapter, by the base's names; in memory nothing changes."""
@@ -208,14 +211,14 @@ class Adapters:
         weights = self._base()
         for path, layer in self._layers().items():
             if name in layer.lora_A:
-                weight = layer.base_layer.weight.detach()
+                weight = weights[f"{path}.weight"].detach()
                 delta = layer.get_delta_weight(name).detach()
                 weights[f"{path}.weight"] = (weight.to(delta.dtype) + delta).to(weight.dtype)
         return weights
 
     def save_base(self, directory: Path) -> None:
         """Write the base alone as an ordinary Hugging Face directory."""
-        self.model.save_pretrained(directory, state_dict=self._base())
+        self._write(self._base(), directory)
 
     def rank(self, name: str) -> int:
         self._check_name(name)
@@ -229,12 +232,20 @@ class Adapters:
     def _base(self) -> dict[str, Tensor]:
         return {
             key.replace(".base_layer.", "."): tensor
-            for key, tensor in self.model.state_dict().items()
+            for key, tensor in dense_state(self.model).items()
             if ".lora_" not in key
         }
 
+    def _write(self, weights: dict[str, Tensor], directory: Path) -> None:
+        if is_quantized(self.model):
+            save_dense(self.model, directory, checkpoint_weights(self.model, weights))
+        else:
+            self.model.save_pretrained(directory, state_dict=weights)
+
     def _apply(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Forward hook of every adapted layer: [..., N, in] -> [..., N, out], in place."""
+        if self._selection and is_quantized(self.model):
+            output = output.clone()  # of bitsandbytes' own function, which allows no change
         for name, tokens in self._selection:
             if name not in layer.lora_A:  # adapters may have different targets
                 continue

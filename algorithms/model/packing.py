@@ -107,7 +107,7 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
             f"a row of {longest} tokens before its last action is longer than the context of model "
             f"type {model.config.model_type!r}, {limit} tokens: serve it with that as limit"
         )
-    if _incompatibility(model):
+    if incompatibility(model):
         return _padded_hidden_states(model, pack)
     attention.install(model)
     device = model.device
@@ -135,7 +135,7 @@ def forward_logprobs(model: PreTrainedModel, pack: Pack) -> Tensor:
     return logprobs_n
 
 
-def _incompatibility(model: PreTrainedModel) -> str | None:
+def incompatibility(model: PreTrainedModel) -> str | None:
     if model.device.type not in ("cpu", "cuda"):
         return f"is on device {model.device.type!r}, for which there is no tree attention"
     return attention.incompatibility(model)
@@ -193,7 +193,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
     """`packing`, or "rows", with a warning, where the model does not support it."""
-    reason = _incompatibility(model)
+    reason = incompatibility(model)
     if reason and packing != "rows":
         warnings.warn(
             f"learner.packing = {packing!r}: model type {model.config.model_type!r} {reason}, so "

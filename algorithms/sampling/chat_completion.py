@@ -64,7 +64,7 @@ async def find_endpoint(store: Store, config: RunConfig, name: str) -> Endpoint:
         return Endpoint(found.base_url, model, found.text or model, key, found.text)
     served = (await store.policies(config.name))[name]
     identity = f"{config.name}/{name}@{served.version}"
-    return Endpoint(served.base_url, served.model, identity)
+    return Endpoint(served.base_url, served.model, identity, config.engine.access.key)
 
 
 async def complete(

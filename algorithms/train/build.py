@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from math import ceil
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.load import context_length
+from agentrl.algorithms.model.proof import trie_gap
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.kl_control import (
     ReferenceControl,
@@ -47,8 +51,10 @@ from agentrl.config.policies import (
 )
 from agentrl.config.schema import TasksConfig
 from agentrl.config.selfplay import learning_policy
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import POLICY
+
+log = logging.getLogger("agentrl.algorithm")
 
 
 def load_algorithms(config: RunConfig) -> dict[str, Algo]:
@@ -118,6 +124,24 @@ def make_policies(
             stack.callback(close)
     state = AlgorithmState() if config.policies else updaters[POLICY].state
     return PolicySet(config, updaters, state)
+
+
+def with_proven_packing(config: RunConfig, models: Sequence[LoadedModel]) -> RunConfig:
+    """The settings, with rows in place of a trie on hardware where the two differ.
+
+    Raises PolicyError where they were asked for and do not."""
+    if config.learner.kind != "torch" or config.learner.packed == "rows":
+        return config
+    trained = set(trained_policies(config))
+    for model in models:
+        gap = trie_gap(model.model) if set(model.policies) & trained else None
+        if gap is None or gap.within(config.policy):
+            continue
+        if config.learner.packing == "trie":
+            raise PolicyError(f"learner.packing = 'trie' differs here: {gap}; set it to 'rows'")
+        log.warning("Prefixes are not packed on this hardware (learner.packing = rows): %s.", gap)
+        return replace(config, learner=replace(config.learner, packing="rows"))
+    return config
 
 
 def make_difficulty(tasks: TasksConfig, policies: PolicySet) -> TaskDifficulty | None:

@@ -5,7 +5,6 @@ top."""
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,17 +13,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.algorithms.model.cpu_threads import computing_with
-from agentrl.algorithms.model.lm_head import MAX_LOGITS
+from agentrl.algorithms.model.memory import GIB, USABLE, available, bytes_needed, vllm_share
 from agentrl.algorithms.train.load_policies import LoadedModel
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, VllmEngineConfig
 from agentrl.config.policies import trained_policies, view
 from agentrl.processes import PHASE
 from agentrl.simulation import Simulation, Workload
 
 log = logging.getLogger("agentrl.algorithm")
 
-GIB = 2**30
-USABLE = 0.9  # of the memory
 READ = 128  # tokens of the forward pass that is measured
 HANDLED = 0.006  # seconds of a call in its client, the gateway and the store, measured on two cores
 CURE = (
@@ -70,40 +67,13 @@ def memory(config: RunConfig, network: Any) -> tuple[bool, str]:
     usable, parts = USABLE * available(config), bytes_needed(config, network)
     shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in parts.items())
     sentence = f"{sum(parts.values()) / GIB:.2g} of {usable / GIB:.2g} GiB: {shown}"
-    fits = sum(parts.values()) <= usable
-    return fits, sentence if fits else f"{sentence}; {CURE}"
-
-
-def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
-    """By purpose, of a policy that learns and is served in one process."""
-    shape, learner, engine = network.config.get_text_config(), config.learner, config.engine
-    width = 4 if config.policy.dtype == "float32" else 2
-    weights, layers, hidden = network.num_parameters(), shape.num_hidden_layers, shape.hidden_size
-    linear = [m for m in network.modules() if isinstance(m, torch.nn.Linear)]
-    adapter = config.policy.lora.rank * sum(m.in_features + m.out_features for m in linear)
-    beside = sum(bool(own.model) for own in (config.reference, config.teacher, config.critic))
-    # Kept of each token and layer: about 14 vectors of the hidden size and 3 of the MLP's.
-    kept = 14 * hidden + 3 * getattr(shape, "intermediate_size", 4 * hidden)
-    of_layers = layers * hidden + kept if learner.gradient_checkpointing else layers * kept
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    size = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
-    cached = engine.max_batch * engine.max_context if engine.kind == "embedded" else 0
-    return {
-        "weights": weights * width * (1 + beside),
-        # Gradient, two moments and, of bfloat16, a master weight, all of them float32.
-        "optimizer": (adapter or weights) * (12 if width == 4 else 16),
-        "KV cache": cached * layers * 2 * heads * size * width,
-        # A chunk of logits, its softmax and gradient; the sampler's rows.
-        "logits": 4 * (3 * MAX_LOGITS + 2 * engine.max_batch * shape.vocab_size),
-        "activations": learner.token_budget * of_layers * width,
-    }
-
-
-def available(config: RunConfig) -> int:
-    """Bytes of the GPU or of this machine."""
-    if config.policy.device != "cpu" and torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if sum(parts.values()) > usable:
+        return False, f"{sentence}; {CURE}"
+    engine = config.engine
+    if isinstance(engine, VllmEngineConfig) and torch.cuda.is_available():
+        share = engine.vllm.gpu_memory or vllm_share(config, network, available(config))
+        sentence += f", vLLM {share * available(config) / GIB:.2g}"
+    return True, sentence
 
 
 def duration(config: RunConfig, network: Any) -> Iterator[str]:

@@ -64,7 +64,8 @@ def load_base_model(
 ) -> LoadedModel:
     digests.check(Path(source))
     log.log(PHASE, f"loading the model {source}")
-    model, tokenizer = load_model(source, policy.dtype, policy.device)
+    bits = policy.quantize if adapted else ""
+    model, tokenizer = load_model(source, policy.dtype, policy.device, quantize=bits)
     adapters = Adapters(model) if adapted else None
     return LoadedModel(source, model, tokenizer, adapters, built=built)
 

@@ -74,6 +74,7 @@ async def run(config: RunConfig) -> None:
         if any(model.built for model in models):
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
         announce(config, models)
+        config = build.with_proven_packing(config, models)
         policies = build.make_policies(config, algos, models, stack)
         difficulty = build.make_difficulty(config.tasks, policies)
         pool = build.make_pool(config, policies)

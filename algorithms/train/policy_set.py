@@ -42,6 +42,9 @@ class PolicySet:
             name: updater.update(step, groups, steps_learned(self.config, name, step))
             for name, updater in self.learning(step)
         }
+        for updater in self.updaters.values():
+            if rest := getattr(updater.learner, "rest", None):
+                rest()
         if not self.several:
             return next(iter(measured.values()))
         return metrics.merge_policies(metrics.group_metrics(groups), measured)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from agentrl.access import read_key
 from agentrl.config import UpstreamConfig
-from agentrl.errors import ConfigError, StoreError
+from agentrl.errors import StoreError
 from agentrl.store.base import Store
 from agentrl.types import PolicyVersion
 
@@ -55,9 +55,10 @@ class Router:
         policies: Collection[str] = (),
         *,
         remote: bool = False,
+        key: str = "",
     ) -> None:
         """`policies`: those of a run that has several, each for the roles that are mapped to it.
-        `remote`: the run has none at all, and waits for none.
+        `remote`: the run has none at all, and waits for none. `key`: that policy servers ask for.
 
         Raises ConfigError when the key of a frozen endpoint is not in the environment."""
         self.store, self.run = store, run
@@ -66,7 +67,7 @@ class Router:
         self.roles = roles or {}
         self.several = tuple(policies) if len(policies) > 1 else ()
         self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
-        self.remote = remote
+        self.remote, self._key = remote, key
         self._changed = asyncio.Event()  # set and replaced whenever a route may have changed
 
     async def follow(self) -> None:
@@ -136,7 +137,7 @@ class Router:
             policy = self.policies.get(seats[policy.policy])
         if policy is None or not policy.base_url:
             return None
-        return Route(policy.policy, policy.version, policy.base_url, policy.model)
+        return Route(policy.policy, policy.version, policy.base_url, policy.model, self._key)
 
     def policy_of_role(self, role: str, seats: Seats) -> str | None:
         """The policy or endpoint of a role; None where neither seats nor run file name one."""
@@ -151,11 +152,6 @@ class Router:
 
 
 def _frozen(name: str, config: UpstreamConfig) -> Route:
-    key = os.environ.get(config.key_env, "") if config.key_env else ""
-    if config.key_env and not key:
-        raise ConfigError(
-            f"upstreams.{name}.key_env: the environment has no {config.key_env}; set it to the"
-            " endpoint's API key where the runner starts"
-        )
+    key = read_key(config.key_env, f"upstreams.{name}.key_env", "the endpoint's")
     url = config.base_url.rstrip("/")
     return Route(name, None, url, config.model, key, frozen=True, text=config.text)

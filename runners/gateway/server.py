@@ -53,11 +53,12 @@ class Gateway:
         roles: Mapping[str, str] | None = None,
         policies: Collection[str] = (),
         remote: bool = False,
+        key: str = "",
         rules: Sequence[RoleRule] = (),
         as_sent: bool = False,
         watch: Middleware | None = None,
     ) -> None:
-        """From `upstreams` to `remote` arguments of the `Router`. `rules` find the roles of calls
+        """From `upstreams` to `key` arguments of the `Router`. `rules` find the roles of calls
         that say none, `as_sent` is what `policy.messages` says, and `watch` sees every request.
         With a `host` that other machines can connect to, only sealed attempts can be reached.
 
@@ -65,7 +66,7 @@ class Gateway:
         self.base_url = ""  # for agents on this machine, known once started; ends in /v1
         self.port = port
         self.attempts = AttemptRegistry(open=is_loopback(host), roles=roles or (), rules=rules)
-        self.router = Router(store, run, upstreams, roles, policies, remote=remote)
+        self.router = Router(store, run, upstreams, roles, policies, remote=remote, key=key)
         self._store, self._host, self._as_sent = store, host, as_sent
         self._watch = (watch,) if watch is not None else ()
         self._loop = asyncio.new_event_loop()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import re
 import time
 import uuid
@@ -25,6 +24,7 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
+from agentrl.access import Access, given_key, read_key
 from agentrl.config import RunConfig
 from agentrl.datasets.records import without_tokens
 from agentrl.datasets.sessions import SESSION, Feedback, give_feedback, session_group
@@ -58,7 +58,8 @@ class Sessions:
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store, self._run, self._settings = store, config.name, config.sessions
         self._patterns = [re.compile(pattern) for pattern in self._settings.redact]
-        self._keys = os.environ.get(self._settings.key_env, "").split()
+        keys = read_key(self._settings.key_env, "sessions.key_env", "the callers'")
+        self._access = Access(tuple(keys.split()))
         self._open: dict[str, OpenSession] = {}  # by name
         self._turns: dict[Turn, str] = {}  # names of sessions by what was said in them
         self._claiming = asyncio.Lock()  # what is claimed must be what was enqueued just before
@@ -73,9 +74,8 @@ class Sessions:
     @web.middleware
     async def attribute(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Find or begin the session of a request, or take feedback."""
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        key = request.headers.get("x-api-key") or bearer
-        if self._settings.key_env and key not in self._keys:
+        key = given_key(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        if not self._access.allows(key):
             return _refusal(401, "the API key is none of those in sessions.key_env")
         try:
             if request.method == "POST" and request.path == "/v1/feedback":

@@ -19,15 +19,20 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from msgspec.structs import replace
 from transformers import AutoTokenizer
 
 from agentrl.algorithms.engines.base import PolicyServer
+from agentrl.algorithms.model import proof
 from agentrl.algorithms.model.packing import Pack
 from agentrl.algorithms.train import estimate
+from agentrl.algorithms.train.build import with_proven_packing
+from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.cli.doctor import examine
 from agentrl.cli.main import cli
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, load
 from agentrl.doctor import machine, proofs
+from agentrl.errors import PolicyError
 from agentrl.store import open_store
 
 AGENT = """
@@ -129,12 +134,21 @@ def no_template(folder: Path, patch: Patch) -> list[str]:
     return []
 
 
-@broken("sampler", "fail", "set engine.port to a free port")
-def port_taken(folder: Path, patch: Patch) -> list[str]:
+def taken_port() -> int:
     taken = socket.create_server(("127.0.0.1", 0))
-    port = taken.getsockname()[1]
+    port: int = taken.getsockname()[1]
     taken.detach()  # open until this process ends
-    return [f"engine.port={port}"]
+    return port
+
+
+@broken("ports", "fail", "set engine.port to a free port")
+def port_taken(folder: Path, patch: Patch) -> list[str]:
+    return [f"engine.port={taken_port()}"]
+
+
+@broken("ports", "fail", "set runner.port to a free port, or 0 for any")
+def port_of_the_gateway_taken(folder: Path, patch: Patch) -> list[str]:
+    return [f"runner.port={taken_port()}"]
 
 
 @broken("tokenizer", "fail", "put the tokenizer files of this very model there")
@@ -191,7 +205,23 @@ def postgres_away(folder: Path, patch: Patch) -> list[str]:
     return ['store="postgresql://nobody@127.0.0.1:9/none"']
 
 
-@broken("rollout", "fail", "set it to the endpoint's API key")
+@broken("keys", "fail", "set it to the policy server's API key")
+def key_of_the_policy_server_missing(folder: Path, patch: Patch) -> list[str]:
+    patch.delenv("POLICY_KEY", raising=False)
+    return ["engine.host=0.0.0.0", "engine.advertise=10.0.0.2", "engine.key_env=POLICY_KEY"]
+
+
+@broken("settings", "fail", "set engine.key_env to the name of an environment variable")
+def policy_server_for_anybody(folder: Path, patch: Patch) -> list[str]:
+    return ["engine.host=0.0.0.0", "engine.advertise=10.0.0.2"]
+
+
+@broken("keys", "fail", "name a certificate and its key")
+def certificate_missing(folder: Path, patch: Patch) -> list[str]:
+    return ["engine.ssl_certfile=/none.pem", "engine.ssl_keyfile=/none.pem"]
+
+
+@broken("keys", "fail", "set it to the endpoint's API key")
 def key_missing(folder: Path, patch: Patch) -> list[str]:
     patch.delenv("JUDGE_KEY", raising=False)
     return ['upstreams.judge={base_url="http://127.0.0.1:9/v1", key_env="JUDGE_KEY"}']
@@ -269,12 +299,21 @@ def sampler_of_other_weights(folder: Path, patch: Patch) -> list[str]:
 
 @broken("trie", "fail", "set learner.packing=rows")
 def trie_that_differs(folder: Path, patch: Patch) -> list[str]:
-    exact = proofs.forward_logprobs
+    exact, packed = proof.forward_logprobs, proof.TOKENS + proof.BRANCHES * proof.TOKENS
 
     def wrong(model: Any, pack: Pack) -> torch.Tensor:
-        return exact(model, pack) + 0.1 * (len(pack.tokens) < 4 * (2 * proofs.TOKENS - 1))
+        return exact(model, pack) + 0.1 * (len(pack.tokens) <= packed)
 
-    patch.setattr(proofs, "forward_logprobs", wrong)
+    patch.setattr(proof, "forward_logprobs", wrong)
+    return []
+
+
+@broken("trie", "fail", "set learner.packing=rows")
+def trie_that_this_hardware_lacks(folder: Path, patch: Patch) -> list[str]:
+    def lacking(model: Any, pack: Pack) -> torch.Tensor:
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    patch.setattr(proof, "forward_logprobs", lacking)
     return []
 
 
@@ -293,8 +332,8 @@ def task_file_broken(folder: Path, patch: Patch) -> list[str]:
 def test_what_is_broken_is_named_with_its_cure(name: str, folder: Path, monkeypatch: Patch) -> None:
     breaking, check, status, cure = BROKEN[name]
     overrides = breaking(folder, monkeypatch)
-    for proof in {"sampler", "rollout"} - {check}:  # which take seconds
-        monkeypatch.setattr(proofs, proof, lambda *given: None)
+    for slow in {"sampler", "rollout"} - {check}:  # which take seconds
+        monkeypatch.setattr(proofs, slow, lambda *given: None)
     found = [each for each in examine(folder / "run.toml", overrides) if each.status != "ok"]
     assert [(each.name, each.status) for each in found] == [(check, status)]
     assert cure in f"{found[0].sentence}; {found[0].cure}"
@@ -305,3 +344,20 @@ def test_training_starts_with_the_quick_checks(folder: Path, monkeypatch: Patch)
     result = CliRunner().invoke(cli, ["train", str(folder / "run.toml")])
     assert "for checkpoints; free some" in str(result.exception)
     assert not (folder / "out").exists()
+
+
+def test_training_goes_on_with_rows_where_a_trie_differs(
+    folder: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load(folder / "run.toml", [f"policy.model={folder}/model"])
+    models = load_policies(config)
+    assert with_proven_packing(config, models) is config
+    trie_that_differs(folder, monkeypatch)
+    changed = with_proven_packing(config, models)
+    assert changed.learner == replace(config.learner, packing="rows")
+    (line,) = caplog.messages
+    assert "learner.packing = rows): log-probs within 0.1 and gradients" in line
+    asked = replace(config, learner=replace(config.learner, packing="trie"))
+    with pytest.raises(PolicyError, match=r"learner\.packing = 'trie' differs here: .* to 'rows'"):
+        with_proven_packing(asked, models)
+    assert with_proven_packing(changed, models) is changed

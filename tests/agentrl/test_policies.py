@@ -51,7 +51,6 @@ def team(**changes: Any) -> dict[str, Any]:
             team(frozen=True, model="m", lora={}, critic={"model": "copy"}),
             r"policies.solver.critic: it is frozen, so it learns nothing",
         ),
-        (team() | {"learner": {"kind": "verl"}}, r"learner.kind = 'verl' trains one policy"),
         (team() | {"reward_models": {"r": {"model": "m"}}}, r"\[reward_models\] score the calls"),
         (team() | {"team": {"every": 2}}, r"team.every means nothing for team.schedule = 'togeth"),
         (

@@ -20,6 +20,7 @@ from tests.system.conftest import ASKS
 from tests.system.machines import Machine, Network, network, possible
 
 KEYS = {"admin": "admin-" + "a" * 40, "runner": "runner-" + "r" * 40}
+POLICY_KEY = "policy-" + "p" * 40
 STEPS, GROUPS, SIZE = 24, 2, 4
 PORT = 7411
 AGENTRL = [sys.executable, "-m", "agentrl"]
@@ -52,12 +53,14 @@ class Cluster:
     def train(self) -> subprocess.Popen[bytes]:
         settings = {
             "store": self.url, "steps": STEPS, "runner.processes": 0,
-            "engine.host": self.learner.address, "algorithm.groups": GROUPS,
+            "engine.host": self.learner.address, "engine.key_env": "POLICY_KEY",
+            "algorithm.groups": GROUPS,
             "algorithm.group_size": SIZE, "eval.tasks": 2,
         }  # fmt: skip
         overrides = [f"{key}={value}" for key, value in settings.items()]
         command = [*AGENTRL, "train", "run.toml", *overrides]
-        return self.learner.start(command, self.run_folder, AGENTRL_STORE_KEY=KEYS["admin"])
+        secrets = {"AGENTRL_STORE_KEY": KEYS["admin"], "POLICY_KEY": POLICY_KEY}
+        return self.learner.start(command, self.run_folder, **secrets)
 
     def runner(
         self, name: str, key: str = KEYS["runner"]
@@ -66,7 +69,8 @@ class Cluster:
         for file in FILES:
             shutil.copy(self.run_folder / file, folder)
         joining = ["--store", self.url, "--key", key, "--run", "tiny", "--root", "."]
-        return machine, machine.start([*AGENTRL, "runner", "start", *joining], folder)
+        command = [*AGENTRL, "runner", "start", *joining]
+        return machine, machine.start(command, folder, POLICY_KEY=POLICY_KEY)
 
     def asked(self, query: str) -> list[tuple[object, ...]]:
         """Rows of a query; none before there is a store."""

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from agentrl.algorithms.engines.base import VERSION_HEADER
 from agentrl.algorithms.engines.embedded.admission import Admission, PendingRequest
@@ -39,8 +40,8 @@ class Routes:
         self._calls, self._chat, self._codec = calls, chat, codec
         self._name, self._defaults = name, defaults
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_refusals])
+    def app(self, allowed: Middleware) -> web.Application:
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[allowed, _refusals])
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.text)
         app.router.add_post("/tokenize", self.tokenize)

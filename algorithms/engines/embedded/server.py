@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from agentrl.access import ANYBODY, Access
 from agentrl.algorithms.engines.base import LoopThread, port_taken
 from agentrl.algorithms.engines.embedded.admission import Admission, deliver
 from agentrl.algorithms.engines.embedded.engine import Engine
@@ -28,7 +29,7 @@ from agentrl.algorithms.model.load import Model, Tokenizer, context_length
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.text import Codec
 from agentrl.errors import PolicyError
-from agentrl.http_server import listen
+from agentrl.http_server import ask_for_key, listen
 from agentrl.types import POLICY, Sampling
 
 NO_DEFAULTS = Sampling()
@@ -52,12 +53,13 @@ class EmbeddedServer:
         threads: int = 1,
         defaults: Sampling = NO_DEFAULTS,
         keys: Literal["recompute", "keep"] | None = None,
+        access: Access = ANYBODY,
     ) -> None:
         """`port` 0 takes any free one. `max_context` tokens of prompt and completion are cut to
         what the model's positions allow. `defaults` are for requests that say nothing. keys: what
         becomes of those of a running call when its weights change; None: they do not change while a
         call runs. Computed again, the log-prob of every token is that of the version it names; of
-        kept ones it is what was sampled with, and of no version.
+        kept ones it is what was sampled with, and of no version. access: who may call.
 
         Serves every adapter there is now under its name, and under `name` the model alone, if no
         adapter has that name. Requests that name no model get `name`.
@@ -75,7 +77,7 @@ class EmbeddedServer:
         self._opened: set[str] = set()  # adapters of the copy that were not there at first
         # Of the thread that opens and closes them, while the engine's applies others.
         self._opener = ThreadPoolExecutor(1, "adapters")
-        self._host, self._port = host, port
+        self._host, self._port, self._access = host, port, access
         self._http = LoopThread("policy-http")
         policies: dict[str, str | None] = {name: None}
         policies |= {each: each for each in (adapters.names if adapters else ())}
@@ -174,7 +176,12 @@ class EmbeddedServer:
             self._opener.submit(own.close, adapter)
 
     async def _listen(self) -> None:
-        self._runner, url = await listen(self._routes.app(), self._host, self._port)
+        self._runner, url = await listen(
+            self._routes.app(ask_for_key(self._access)),
+            self._host,
+            self._port,
+            access=self._access,
+        )
         self._admission.requests.release()
         self._admission.engine.start()
         self.base_url = f"{url}/v1"

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from agentrl.access import Access, given_key
 from agentrl.algorithms.engines.base import VERSION_HEADER, RequestHold, parse_versions
 from agentrl.algorithms.engines.vllm.serving import CLOSE, HOLD, OPEN, RUNNING, versioned
 from agentrl.algorithms.engines.vllm.spans import (
@@ -27,9 +28,11 @@ from agentrl.algorithms.engines.vllm.spans import (
     SpanMiddleware,
     answer,
 )
+from agentrl.http_server import NO_KEY
 from agentrl.processes import die_with_parent
 
 KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
+CALLERS_VARIABLE = "AGENTRL_VLLM_CALLERS"  # and the keys that callers may send, if any
 KEY_HEADER = "x-agentrl-key"  # of a control request: that secret
 ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # control requests
 
@@ -39,11 +42,12 @@ class HoldMiddleware:
     /agentrl/hold` is answered once no call is in flight, `/agentrl/close` only keeps new calls
     waiting, `/agentrl/open?VERSIONS` admits calls, for the first time or again, `/agentrl/running`
     lists the adapters that calls in flight name, and every other path is vLLM's own. Requests
-    without it reach only /health and the paths that ask a model."""
+    without it reach only /health and, with one of the callers' keys, the paths that ask a model."""
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = SpanMiddleware(app)
         self._key = os.environ[KEY_VARIABLE].encode()
+        self._callers = Access(tuple(os.environ.get(CALLERS_VARIABLE, "").split()))
         self._requests = RequestHold()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -51,12 +55,19 @@ class HoldMiddleware:
             await self._app(scope, receive, send)
         elif scope["type"] != "http":  # a websocket would not be held
             await send({"type": "websocket.close", "code": 1008})
-        elif dict(scope["headers"]).get(KEY_HEADER.encode()) == self._key:
+        elif (headers := dict(scope["headers"])).get(KEY_HEADER.encode()) == self._key:
             await self._handle_control(scope, receive, send)
+        elif scope["path"] != "/health" and not self._allows(headers):
+            await answer(send, 401, msgspec.json.encode({"error": {"message": NO_KEY}}))
         elif is_public_path(scope["path"]):
             await self._serve(scope, receive, send)
         else:
             await answer(send, 404)
+
+    def _allows(self, headers: Mapping[bytes, bytes]) -> bool:
+        names = b"authorization", b"x-api-key"
+        given = (headers.get(name, b"").decode("latin-1") for name in names)
+        return self._callers.allows(given_key(*given))
 
     async def _handle_control(
         self, scope: MutableMapping[str, Any], receive: Receive, send: Send

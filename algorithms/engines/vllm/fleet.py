@@ -33,6 +33,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from agentrl.access import ANYBODY, Access
 from agentrl.algorithms.engines.base import (
     VERSION_HEADER,
     LoopThread,
@@ -52,7 +53,7 @@ from agentrl.algorithms.engines.vllm.serving import (
     ServedModel,
 )
 from agentrl.errors import PolicyError
-from agentrl.http_server import listen, read_body
+from agentrl.http_server import ask_for_key, listen, read_body
 from agentrl.types import POLICY, Json
 
 WATCH = 1.0  # seconds between health checks; starting a server takes longer
@@ -60,7 +61,8 @@ PATIENCE = 10.0  # seconds that a server has to answer a health check
 DYING = 5.0  # seconds within which a server that dies of a request fails its health check
 IDLE = 2.0  # seconds that a connection is kept; vLLM closes it after 5, which looks like its death
 LARGEST = 2**30  # bytes of a request
-HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
+HOP = {"authorization", "x-api-key", "connection", "content-length", "host", "keep-alive"}
+HOP |= {"transfer-encoding"}
 
 
 @dataclass(slots=True)
@@ -79,11 +81,13 @@ class VllmFleet:
         host: str = "127.0.0.1",
         port: int = 0,
         api_key: str = "",
+        access: Access = ANYBODY,
         start_timeout: float = 300.0,
         timeout: float = 60.0,
         adapters: bool = False,
     ) -> None:
-        """urls: http://host:port of each server. adapters: whether those are what is trained.
+        """urls: http://host:port of each server, to which `api_key` is sent. access: who may call
+        the load balancer. adapters: whether those are what is trained.
         start_timeout: seconds that servers have to come up, at first and again. timeout: and to
         take an update, after which one that has not counts as gone."""
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
@@ -92,7 +96,7 @@ class VllmFleet:
         self.refuses_adapters, self.gpus = "", 0
         self.backend: str | None = ""
         self.spans = False
-        self._bind, self._adapters = (host, port), adapters
+        self._bind, self._adapters, self._access = (host, port), adapters, access
         self._start_timeout, self._timeout = start_timeout, timeout
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._reason = "nothing is known about why"
@@ -196,7 +200,7 @@ class VllmFleet:
         return aiohttp.ClientSession(headers=self._headers, timeout=timeout)
 
     async def _listen(self) -> None:
-        app = web.Application(client_max_size=LARGEST)
+        app = web.Application(client_max_size=LARGEST, middlewares=[ask_for_key(self._access)])
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
@@ -204,7 +208,7 @@ class VllmFleet:
             headers=self._headers,
         )
         try:
-            self._runner, self.url = await listen(app, *self._bind)
+            self._runner, self.url = await listen(app, *self._bind, access=self._access)
         except OSError as error:
             raise port_taken(*self._bind, error) from None
 
@@ -303,7 +307,7 @@ class VllmFleet:
         self, request: web.Request, url: str, body: bytes, version: int | None
     ) -> web.StreamResponse:
         assert self._session is not None
-        left = HOP | self._headers.keys() | {VERSION_HEADER}
+        left = HOP | {VERSION_HEADER}
         sent = {k: v for k, v in request.headers.items() if k.lower() not in left}
         stamp = {} if version is None else {VERSION_HEADER: str(version)}
         answer: web.StreamResponse | None = None

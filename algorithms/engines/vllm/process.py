@@ -18,7 +18,12 @@ from pathlib import Path
 import aiohttp
 
 from agentrl.algorithms.engines.base import port_taken
-from agentrl.algorithms.engines.vllm.child import KEY_HEADER, KEY_VARIABLE, HoldMiddleware
+from agentrl.algorithms.engines.vllm.child import (
+    CALLERS_VARIABLE,
+    KEY_HEADER,
+    KEY_VARIABLE,
+    HoldMiddleware,
+)
 from agentrl.algorithms.engines.vllm.serving import BASE, LostError, ServedModel
 from agentrl.config import VllmEngineConfig
 from agentrl.errors import PolicyError
@@ -28,7 +33,14 @@ from agentrl.types import POLICY, Json
 OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
 APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
 OURS = {"--api-key", "--enable-lora", "--lora-modules", "--max-lora-rank", "--max-loras"}
-OURS |= {"--max-cpu-loras", "--weight-transfer-config"}
+OURS |= {
+    "--gpu-memory-utilization",
+    "--enable-sleep-mode",
+    "--max-cpu-loras",
+    "--weight-transfer-config",
+    "--ssl-certfile",
+    "--ssl-keyfile",
+}
 WORKER_EXTENSION = "agentrl.algorithms.engines.vllm.worker_extension.Extension"
 PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
 PARALLEL |= {"--data-parallel-size", "-dp"}
@@ -52,10 +64,11 @@ class VllmProcess:
         adapters: int = 0,
         rank: int = 0,
         side_by_side: bool = False,
+        memory: float = 0.0,
     ) -> None:
         """adapters: of LoRA, that there is room for; rank: of the largest; side_by_side: calls of
-        two versions of each may run at once. Raises PolicyError where
-        vLLM is missing or too old."""
+        two versions of each may run at once; memory: share of the GPU's, 0: vLLM's own default.
+        Raises PolicyError where vLLM is missing or too old."""
         check_installed()
         self.log, self.key, self.url, self.name = log, key, "", POLICY
         self.backend: str | None = None
@@ -64,8 +77,9 @@ class VllmProcess:
         self.refuses_adapters = "" if adapters else "all weights are trained"
         if adapters and rank > RANKS[-1]:
             self.refuses_adapters = f"vLLM takes a rank of {RANKS[-1]} at most"
-        self.gpus = _parallel(engine.vllm.arguments) if gpu else 0
+        self.gpus = gpus_taken(engine.vllm.arguments) if gpu else 0
         self._engine, self._dtype, self._rank = engine, dtype, rank
+        self._access, self._memory = engine.access, memory
         self._child: asyncio.subprocess.Process | None = None
 
     @property
@@ -88,7 +102,8 @@ class VllmProcess:
         await self.stop()
         port = int(self.url.rpartition(":")[2]) if self.url else self._free_port()
         host = self._engine.host
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "https" if self._access.certfile else "http"
+        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         with self.log.open("ab") as log:
             self._child = await asyncio.create_subprocess_exec(
                 *self._command(serving, port),
@@ -120,7 +135,9 @@ class VllmProcess:
         try:
             async with (
                 aiohttp.ClientSession(headers={KEY_HEADER: self.key}, timeout=limit) as session,
-                session.request(method, self.url + path, json=body) as reply,
+                session.request(
+                    method, self.url + path, json=body, ssl=self._access.client_tls()
+                ) as reply,
             ):
                 return [(reply.status, await reply.read())]
         except aiohttp.ClientError as error:
@@ -164,7 +181,9 @@ class VllmProcess:
                         f"{self.failure_reason()}"
                     )
                 with suppress(aiohttp.ClientError):
-                    async with session.get(f"{self.url}/health") as reply:
+                    async with session.get(
+                        f"{self.url}/health", ssl=self._access.client_tls()
+                    ) as reply:
                         if reply.status == 200:
                             return
                 await asyncio.sleep(POLL)
@@ -185,9 +204,13 @@ class VllmProcess:
             *("--worker-extension-cls", WORKER_EXTENSION),
             # Compiling takes half a minute, which pays on a GPU only.
             *(() if self.gpus else ("--enforce-eager",)),
+            *(("--gpu-memory-utilization", f"{self._memory:.3f}") if self._memory else ()),
+            *(("--enable-sleep-mode",) if engine.vllm.sleep else ()),
             "--disable-uvicorn-access-log",
             *(self._lora() if serving.adapters else ()),
             *(("--weight-transfer-config", transfer) if serving.backend else ()),
+            *(("--ssl-certfile", engine.ssl_certfile) if engine.ssl_certfile else ()),
+            *(("--ssl-keyfile", engine.ssl_keyfile) if engine.ssl_keyfile else ()),
             *engine.vllm.arguments,
         ]
 
@@ -203,6 +226,7 @@ class VllmProcess:
     def _environment(self) -> dict[str, str]:
         chosen = {
             KEY_VARIABLE: self.key,
+            CALLERS_VARIABLE: " ".join(self._access.keys),
             PARENT: str(os.getpid()),
             "VLLM_SERVER_DEV_MODE": "1",  # weight updates; the middleware asks for the key
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -240,7 +264,7 @@ class VllmProcess:
         return f"it said: {(causes or plain or ['nothing'])[-1][:300]} ({self.log})"
 
 
-def _parallel(arguments: Sequence[str]) -> int:
+def gpus_taken(arguments: Sequence[str]) -> int:
     """How many GPUs `vllm serve` takes with these arguments."""
     words = [part for word in arguments for part in word.replace("_", "-").split("=", 1)]
     count = 1

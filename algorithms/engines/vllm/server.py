@@ -18,11 +18,11 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from math import inf, isnan
 from pathlib import Path
 
 from agentrl.algorithms.engines.vllm import weight_sync
 from agentrl.algorithms.engines.vllm.client import VllmClient
+from agentrl.algorithms.engines.vllm.parity_check import ParityCheck
 from agentrl.algorithms.engines.vllm.serving import (
     CLOSE,
     HOLD,
@@ -33,6 +33,7 @@ from agentrl.algorithms.engines.vllm.serving import (
     TrainedModel,
     VllmHost,
 )
+from agentrl.algorithms.engines.vllm.sleep import KEYS, WEIGHTS, SleepCycle
 from agentrl.algorithms.engines.vllm.spans import RESUME
 from agentrl.algorithms.engines.vllm.weight_sync import AdapterSync, WeightSync
 from agentrl.errors import PolicyError
@@ -40,7 +41,6 @@ from agentrl.types import POLICY
 
 log = logging.getLogger(__name__)
 RESTARTS = 3  # between two publishes, before the server has failed for good
-COMPLETIONS = "/v1/completions"
 # vLLM says that it ignores clear_cache here, and does not: running calls compute their keys again.
 PAUSE = "/pause?mode=keep&clear_cache=true"
 GRACE = 15.0  # seconds after a failed request until a server that died of it must have ended
@@ -59,20 +59,24 @@ class VllmServer:
         timeout: float = 60.0,
         tolerance: float = 1e-3,
         in_flight: bool = False,
+        sleep: int = 0,
     ) -> None:
         """folder: for the files that servers read, used by this server alone; servers that somebody
         else started must find it under the same path. method: see `weight_sync`. timeout:
         seconds for calls in flight to end before an update, and for vLLM to take the update.
         tolerance: of the log-probs that are compared after each publish. in_flight: outside
-        `updating` a publish pauses calls, and does not wait for them to end."""
+        `updating` a publish pauses calls, and does not wait for them to end. sleep: see `sleep`."""
         self.model = POLICY
         self.in_flight = in_flight
         self.base_url = ""
         self.seconds: dict[str, float] = {}  # that each part of the newest publish took
         self._learned, self._host, self._method = learned, host, method
-        self._folder, self._timeout, self._tolerance = folder, timeout, tolerance
+        self._folder, self._timeout = folder, timeout
         self._serving = ServedModel(folder / "weights", folder / "tokenizer")
+        self._parity = ParityCheck(learned, self._serving, tolerance)
         self._sync: WeightSync | None = None
+        self._sleep = SleepCycle(sleep)
+        self._unproven: dict[str, str] = {}  # methods that failed, and why
         self._held = self._publish_failed = False
         self._swapping = False  # weights change while calls run
         self._changing = asyncio.Lock()  # by an update, or by a server that returns
@@ -87,11 +91,9 @@ class VllmServer:
         come up, or serves something else."""
         try:
             await self._host.probe()
-            self._prepare()
-            await self._host.start(self._serving)
-            for policy in self._serving.versions:
-                await self._load(policy)
-            await self._check_temperature()
+            while not await self._load_first():
+                pass
+            await self._parity.check_temperature(self.model, self._control)
             await self._open()
         except LostError:
             await self.close()
@@ -108,9 +110,27 @@ class VllmServer:
             asyncio.create_task(self._adopt_returned()),
         ]
 
+    async def _load_first(self) -> bool:
+        """Whether servers took the learner's weights by the chosen method. Where nobody asked for
+        it and it fails, another takes its place."""
+        method = self._prepare()
+        await self._host.start(self._serving)
+        try:
+            for policy in self._serving.versions:
+                await self._load(policy)
+        except (PolicyError, LostError) as error:
+            assert self._sync is not None
+            if self._method != "auto" or method == "reload" or len(self._serving.versions) > 1:
+                raise
+            self._sync.close()
+            self._unproven[method] = f"it failed here ({error})"
+            return False
+        return True
+
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         async with self._changing_weights(in_flight=False):
+            await self._retry_after_restart(lambda: self._sleep.sleep(self._control))
             yield
 
     @asynccontextmanager
@@ -128,7 +148,16 @@ class VllmServer:
                 self._held = self._swapping = False
                 # After a failure the calls that wait would be answered with those weights.
                 if not self._publish_failed:
+                    await self._retry_after_restart(self._wake)
                     await self._retry_after_restart(self._open)
+
+    async def _wake(self) -> None:
+        """Also where nothing was published."""
+        policies = list(self._serving.versions) if self._sleep.dropped else []
+        await self._sleep.wake(WEIGHTS, self._control)
+        for policy in policies:
+            await self._send(policy, self._control)
+        await self._sleep.wake(KEYS, self._control)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
         """As `PolicyServer.publish`. Raises PolicyError where vLLM's log-probs differ from the
@@ -178,6 +207,7 @@ class VllmServer:
         if isinstance(carrier := self._sync, AdapterSync):
 
             async def drop() -> None:
+                await self._sleep.wake(WEIGHTS, self._control)  # of which adapters are a part
                 (used,) = await self._control.post(RUNNING)
                 await carrier.drop(used, self._control)
 
@@ -204,12 +234,6 @@ class VllmServer:
     def _control(self) -> VllmClient:
         return VllmClient(self._host, self._timeout)
 
-    def _at_learner(self, policy: str) -> str:
-        """The learner's name of a policy, for servers that run already may have another."""
-        if self._serving.adapters:
-            return policy
-        return next(iter(self._learned.adapters), POLICY)
-
     def _check_adapters(self, policy: str) -> None:
         if not isinstance(self._sync, AdapterSync):
             raise PolicyError(
@@ -217,7 +241,7 @@ class VllmServer:
                 "train adapters (policy.lora.rank), or set engine.kind = 'embedded'"
             )
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> str:
         """Choose how weights are sent, and write the files that a server starts from."""
         gpu, adapters = self._learned.gpu, self._learned.adapters
         capabilities = weight_sync.SyncCapabilities(
@@ -226,6 +250,7 @@ class VllmServer:
             gpu=gpu >= 0,
             shared=0 <= gpu < self._host.gpus,
             alone=self._host.gpus == 1,
+            failed=self._unproven,
         )
         method, why = weight_sync.choose_sync(self._method, capabilities)
         if self.in_flight and method != "adapter" and not self._host.spans:
@@ -238,9 +263,11 @@ class VllmServer:
                 f"vLLM can serve one of the policies {', '.join(adapters)}, not all, because "
                 f"{self._host.refuses_adapters}"
             )
-        log.info("vLLM gets new weights by %s (%s).", method, why)
+        level = logging.WARNING if self._unproven else logging.INFO
+        log.log(level, "vLLM gets new weights by %s (%s).", method, why)
         shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
         self._folder.mkdir(parents=True)
+        self._serving.weights, self._serving.backend = self._folder / "weights", ""
         self._learned.save_tokenizer(self._serving.tokenizer)
         self._sync = weight_sync.make_sync(method, self._learned, self._folder, self._timeout)
         self._serving.adapters = method == "adapter"
@@ -250,6 +277,7 @@ class VllmServer:
         self._sync.prepare(self._serving)
         for policy in names:
             self._sync.take(policy)
+        return method
 
     async def _hold(self) -> None:
         with self._timed("hold"):
@@ -287,51 +315,17 @@ class VllmServer:
                     with self._timed("hold"):
                         await servers.post(CLOSE)
                         await servers.post(PAUSE)
+                await self._sleep.wake(WEIGHTS, servers)
                 await self._send(policy, servers)
+                await self._sleep.wake(KEYS, servers)
                 with self._timed("check"):
-                    await self._check_logprobs(policy, servers)
+                    await self._parity.check_logprobs(policy, servers)
                 if pauses:
                     await servers.post(f"{OPEN}?{self._serving.query()}")
             except LostError:
                 left = self._host.servers
                 if not server or server in left or not left:
                     raise
-
-    async def _check_logprobs(self, policy: str, servers: VllmClient) -> None:
-        """Raises PolicyError where the served log-probs of the probe text are not the learner's."""
-        probe = list(self._learned.probe)
-        body = {"model": self._serving.name(policy), "prompt": probe, "max_tokens": 1}
-        body |= {"prompt_logprobs": 0, "temperature": 1.0}
-        answers = await servers.post(COMPLETIONS, body)
-        scored = self._learned.score(self._at_learner(policy), probe)
-        for answer in answers:
-            rows = answer["choices"][0]["prompt_logprobs"][1:]
-            served = [next(iter(row.values()))["logprob"] for row in rows]
-            gaps = [abs(a - b) for a, b in zip(served, scored, strict=True)]
-            worst = max(range(len(gaps)), key=lambda i: inf if isnan(gaps[i]) else gaps[i])
-            if not gaps[worst] <= self._tolerance:
-                raise PolicyError(
-                    f"vLLM serves other weights than the learner's after publishing version "
-                    f"{self._serving.versions[policy]}: log-prob {served[worst]:.6f} against "
-                    f"{scored[worst]:.6f}, tolerance {self._tolerance:g} (engine.vllm.tolerance)"
-                )
-
-    async def _check_temperature(self) -> None:
-        """Raises PolicyError where log-probs are not of the distribution that is sampled from."""
-        probe = list(self._learned.probe)
-        model = self._serving.name(self.model)
-        body = {"model": model, "prompt": probe, "max_tokens": 8, "temperature": 2.0}
-        body |= {"seed": 0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
-        for answer in await self._control.post(COMPLETIONS, body):
-            choice = answer["choices"][0]
-            tokens, served = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            scored = self._learned.score(self._at_learner(self.model), probe + tokens)
-            pairs = zip(served, scored[-len(tokens) :], strict=True)  # at temperature 1
-            if all(abs(a - b) <= self._tolerance for a, b in pairs):
-                raise PolicyError(
-                    "vLLM tells log-probs of another distribution than it samples from; start it "
-                    "with --logprobs-mode processed_logprobs"
-                )
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -341,6 +335,7 @@ class VllmServer:
 
     async def _retry_after_restart(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do `work` once the server is up, and again after a restart if it dies meanwhile."""
+        self._sleep.may_start.set()
         while True:
             death = self._death
             await self._up.wait()  # set, by the restart, within its time-out
@@ -362,6 +357,7 @@ class VllmServer:
             self._up.clear()
             self._death.set()
             self._death = asyncio.Event()
+            await self._sleep.may_start.wait()  # the learner has its memory
             await self._restart()
             self._up.set()
         self._given_up.set()
@@ -373,6 +369,7 @@ class VllmServer:
             self._restarts += 1
             try:
                 await self._host.start(self._serving)
+                self._sleep.restarted()
                 for policy in list(self._serving.versions):
                     await self._send(policy, self._control)
                 if not (self._held or self._publish_failed):

@@ -19,7 +19,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -208,6 +208,7 @@ class SyncCapabilities:
     shared: bool = False  # and vLLM computes on that one
     alone: bool = False  # and on no other
     memory: bool = hasattr(os, "memfd_create")  # as Linux has it
+    failed: Mapping[str, str] = field(default_factory=dict)  # why, by method, when it was tried
 
 
 def choose_sync(asked: str, can: SyncCapabilities) -> tuple[str, str]:
@@ -241,6 +242,7 @@ def _impossible(can: SyncCapabilities) -> dict[str, str]:
         "nccl": gpu or shared or unstarted("nccl"),
         "shared_memory": memory or unstarted(MEMORY),
         "reload": "",
+        **can.failed,
     }
 
 

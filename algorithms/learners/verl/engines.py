@@ -22,7 +22,7 @@ from verl.workers.config import (
 from verl.workers.engine import EngineRegistry
 
 from agentrl.algorithms.learners.verl.settings import VerlSettings
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, nearest
 
 ADAPTER, WEIGHT = "base_model.model.", ".default.weight"  # around peft's names for an adapter
 LORA = ("lora_rank", "lora_alpha", "target_modules")
@@ -37,6 +37,17 @@ def policy_config(settings: VerlSettings) -> TrainingWorkerConfig:
         optimizer_config=_verl_config(FSDPOptimizerConfig, settings["optimizer"]),
         checkpoint_config=CheckpointConfig(),
     )
+
+
+def check_options(settings: VerlSettings) -> None:
+    """Raises ConfigError for what verl's own configuration classes refuse."""
+    parts = {"engine": FSDPEngineConfig, "optimizer": FSDPOptimizerConfig}
+    _check_keys(HFModelConfig, settings["model"])  # which would load the model's files
+    for part, kind in parts.items():
+        try:
+            _verl_config(kind, settings[part])
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(f"learner.verl.options.{part}: verl refuses it: {error}") from None
 
 
 def scoring_engine(settings: VerlSettings, path: str) -> Any:
@@ -87,14 +98,18 @@ def _open_engine(
 
 def _verl_config(kind: type, asked: Mapping[str, Any]) -> Any:
     """A configuration object of verl. Raises ConfigError for a setting this release lacks."""
+    _check_keys(kind, asked)
+    return kind(**asked)
+
+
+def _check_keys(kind: type, asked: Mapping[str, Any]) -> None:
     known = {field.name for field in fields(kind)}
     for key in asked:
         if key not in known:
             raise ConfigError(
                 f"learner.kind = 'verl': {kind.__name__} of the verl that is installed has no "
-                f"{key!r}; install verl>=0.9,<0.11"
+                f"{key!r}; {nearest(key, known)} in learner.verl.options"
             )
-    return kind(**asked)
 
 
 @contextmanager

@@ -104,8 +104,10 @@ class VerlWorkers:
         from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
         from verl.utils.device import get_device_name
 
+        from agentrl.algorithms.learners.verl.engines import check_options
         from agentrl.algorithms.learners.verl.worker import PolicyWorker
 
+        check_options(settings)
         placed = settings["ray"]
         if not ray.is_initialized():
             address = placed["address"] or os.environ.get("RAY_ADDRESS")

@@ -37,7 +37,11 @@ from agentrl.algorithms.learners.base import (
 )
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_state
 from agentrl.algorithms.learners.verl.group import VerlWorkers
-from agentrl.algorithms.learners.verl.settings import VerlSettings, check_installed
+from agentrl.algorithms.learners.verl.settings import (
+    VerlSettings,
+    check_installed,
+    sequence_parallel,
+)
 from agentrl.algorithms.model.load import Tokenizer, copy_weights, read_weights
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.values import ValueTerms
@@ -89,6 +93,7 @@ class VerlLearner(PolicyWeights):
         super().__init__(model, tokenizer, adapters, policy, (*names, *values))
         self.token_budget: int = settings["engine"]["max_token_len_per_gpu"]
         self.critic = _critic_shapes(settings["critic"], model.dtype)
+        self.sharing = sequence_parallel(settings)
         self.workers = VerlWorkers(settings, {str(letter): name for letter, name in names.items()})
         self.frozen = {
             letter: FrozenOnWorkers(self.workers, letter, every if letter == "q" else 0)
@@ -104,7 +109,7 @@ class VerlLearner(PolicyWeights):
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         self.check_supply(of)
         shards = self._shards(batch)
-        answers = self.workers.each("logprobs", shards, [of] * len(shards))
+        answers = self._each("logprobs", shards, of)
         return _in_token_order(batch, shards, answers)
 
     def top(self, batch: Batch, k: int, of: Scored = "o") -> tuple[Tensor, Tensor]:
@@ -118,7 +123,7 @@ class VerlLearner(PolicyWeights):
     def values(self, batch: Batch) -> Tensor:
         self.check_supply("v")
         shards = self._shards(batch)
-        return _in_token_order(batch, shards, self.workers.each("values", shards)).double()
+        return _in_token_order(batch, shards, self._each("values", shards)).double()
 
     def step(
         self,
@@ -142,11 +147,9 @@ class VerlLearner(PolicyWeights):
             return StepReport(logprobs=torch.empty(0))
         if len(batch.row_unit):  # a unit may be on several ranks
             psi = partial(fixed_psi, psi(self.logprobs(batch), torch.arange(batch.n_tokens)))
-        shards, every = self._shards(batch), self.workers.ranks
+        shards = self._shards(batch)
         sent_psi, sent_terms = self.workers.sent(psi), self.workers.sent(critic)
-        reports = self.workers.each(
-            "step", shards, [sent_psi] * every, [lr] * every, [sent_terms] * every
-        )
+        reports = self._each("step", shards, sent_psi, lr, sent_terms)
         if reports[0].applied:
             self._follow()
         logprobs_N, entropy_N = (
@@ -242,6 +245,13 @@ class VerlLearner(PolicyWeights):
             "restore", [of] * every, [whole, *rest], [moments, *rest], [bool(moments)] * every
         )
 
+    def _each(self, verb: str, shards: list[Any], *rest: Any) -> list[Any]:
+        """Call a method on every rank with its shard; returns the answer for each shard. Ranks that
+        share rows are neighbours, and each of them computes the whole answer."""
+        spread = [shard for shard in shards for _ in range(self.sharing)]
+        same = ([value] * len(spread) for value in rest)
+        return self.workers.each(verb, spread, *same)[:: self.sharing]
+
     def _shards(self, batch: Batch) -> list[Any]:
         from agentrl.algorithms.learners.verl.worker import Shard
 
@@ -249,7 +259,7 @@ class VerlLearner(PolicyWeights):
         rows = batch.rows
         longest = max((int(row.actions[-1]) + 1 for row in rows), default=2)
         shards = []
-        for chosen in deal_rows(rows, self.workers.ranks):
+        for chosen in deal_rows(rows, self.workers.ranks // self.sharing):
             mine = [rows[i] if i >= 0 else PADDING for i in chosen]
             starts = [offsets[i] if i >= 0 else 0 for i in chosen]
             ends = [int(row.actions[-1]) + 1 if len(row.actions) else 2 for row in mine]

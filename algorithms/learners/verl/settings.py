@@ -20,6 +20,19 @@ from agentrl.errors import ConfigError
 VERL = ((0, 9), (0, 11))  # supported releases: from, and below
 REACHED_WITHIN = 10.0  # seconds
 
+SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
+DECIDED = {  # what of verl's is decided by a setting of agentrl, or fixed ("")
+    "path": "policy.model", "lora_rank": "policy.lora", "lora_alpha": "policy.lora",
+    "target_modules": "policy.lora", "use_remove_padding": "learner.verl.attention",
+    "enable_gradient_checkpointing": "learner.gradient_checkpointing",
+    "mixed_precision": "policy.dtype", "max_token_len_per_gpu": "learner.token_budget",
+    "infer_max_token_len_per_gpu": "learner.token_budget", "lr": "algorithm.lr",
+    "param_offload": "learner.verl.offload", "optimizer_offload": "learner.verl.offload",
+    "seed": "seed", "weight_decay": "algorithm.weight_decay",
+    "clip_grad": "algorithm.max_grad_norm", "strategy": "", "model_dtype": "", "forward_only": "",
+    "use_dynamic_bsz": "", "optimizer": "", "lr_scheduler_type": "",
+}  # fmt: skip
+
 VerlSettings = dict[str, dict[str, Any]]
 """verl's configuration classes by part (model, engine, optimizer; critic, with the model and
 optimizer of its own, empty without one), and where they run (ray)."""
@@ -53,7 +66,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
         "lr": config.algorithm.lr,  # of the first step; each step brings its own
         "lr_scheduler_type": "constant",
     }
-    return {
+    known: VerlSettings = {
         "ray": {
             "address": asked.address,
             "nodes": asked.nodes,
@@ -80,6 +93,36 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
         "optimizer": optimizer,
         "critic": _critic(config, decoder, optimizer),
     }
+    return _with_options(known, asked)
+
+
+def sequence_parallel(settings: VerlSettings) -> int:
+    """Ranks that share each row."""
+    return int(settings["engine"].get(SEQUENCE_PARALLEL, 1))
+
+
+def _with_options(known: VerlSettings, asked: VerlConfig) -> VerlSettings:
+    """`learner.verl.options` over the settings; tables are merged. Raises ConfigError for a key
+    that something else decides."""
+    for part, options in asked.options.items():
+        for key, value in options.items():
+            if key in DECIDED:
+                fixed = "its learner reads shards of FSDP2, in float32, and no other"
+                cure = f"set {DECIDED[key]}" if DECIDED[key] else fixed
+                raise ConfigError(
+                    f"learner.verl.options.{part}.{key} is decided by agentrl; {cure}"
+                )
+            # A critic has a model and an optimizer of its own, with the same options.
+            for target in (known[part], known["critic"].get(part, {})):
+                own = target.get(key)
+                target[key] = own | value if isinstance(own, dict) else value
+    ranks, shared = asked.nodes * asked.gpus_per_node, sequence_parallel(known)
+    if shared > 1 and (ranks % shared or not known["model"]["use_remove_padding"]):
+        raise ConfigError(
+            f"learner.verl.options.engine.{SEQUENCE_PARALLEL} = {shared}: it must divide the "
+            f"{ranks} GPUs, and needs learner.verl.attention = 'flash_attention_2'"
+        )
+    return known
 
 
 def placement(config: RunConfig) -> VerlConfig:

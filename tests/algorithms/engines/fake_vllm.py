@@ -17,6 +17,7 @@ class FakeVllm:
         self.status = 200  # of updates
         self.well = True
         self.updates: list[str] = []
+        self.asleep: set[str] = set()
         self.adapters: dict[str, str] = {}  # their folders
         self.asked: list[tuple[str, str]] = []  # model and salt of each call
         self.spans = False
@@ -50,7 +51,18 @@ class FakeVllm:
         allowed = not self.key or request.headers.get("authorization") == f"Bearer {self.key}"
         if request.path.startswith("/v1/") and not allowed:
             return web.Response(status=401)
+        if request.path in ("/collective_rpc", "/v1/completions") and self.asleep - {"kv_cache"}:
+            return web.Response(status=500)
+        if request.path.startswith("/v1/c") and self.asleep:
+            return web.Response(status=500)
         match request.path:
+            case "/sleep" | "/wake_up":
+                self.updates.append(request.path_qs)
+                woken = {request.query["tags"]} if "tags" in request.query else set()
+                self.asleep = self.asleep - woken if woken else {"weights", "kv_cache"}
+                return web.Response(status=200)
+            case "/is_sleeping":
+                return web.json_response({"is_sleeping": bool(self.asleep)})
             case "/pause" | "/resume":
                 await self.wait()
                 self.updates.append(request.path_qs)

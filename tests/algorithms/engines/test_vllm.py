@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 from agentrl.algorithms.engines.vllm import process as vllm_process
 from agentrl.algorithms.engines.vllm.child import (
     ADAPTERS,
+    CALLERS_VARIABLE,
     KEY_VARIABLE,
     HoldMiddleware,
     to_version,
@@ -54,7 +55,7 @@ print("(APIServer pid=6) pydantic_core.ValidationError: 1 validation error for V
 print("(APIServer pid=6)   Value error, heads (2) must be divisible by 3 [type=value_error, ...]")
 print("(APIServer pid=6)     For further information visit https://errors.pydantic.dev")
 """
-OWN = ("gpu", "adapters", "rank", "side_by_side")
+OWN = ("gpu", "memory", "adapters", "rank", "side_by_side")
 SILENT = "import signal; signal.pause()"
 
 
@@ -65,7 +66,9 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Vl
     def make(code: str, **given: Any) -> VllmProcess:
         monkeypatch.setattr(vllm_process, "check_installed", lambda: None)
         learned = {key: given.pop(key) for key in OWN if key in given}
-        own = {key: given.pop(key) for key in ("start_timeout", "arguments") if key in given}
+        own = {
+            key: given.pop(key) for key in ("start_timeout", "arguments", "sleep") if key in given
+        }
         engine = VllmEngineConfig(vllm=VllmConfig(**own), **given)
         made = VllmProcess(engine, tmp_path / "log", "secret", **learned)
         command = made._command
@@ -145,7 +148,11 @@ def test_what_vllm_is_told(process: Callable[..., VllmProcess]) -> None:
     assert environment[KEY_VARIABLE] == "secret"
     assert "--weight-transfer-config" not in command
     assert environment["OMP_NUM_THREADS"] == "3"
-    on_gpu = process(SERVES, gpu=True)
+    assert "--gpu-memory-utilization" not in command
+    assert "--enable-sleep-mode" not in command
+    on_gpu = process(SERVES, gpu=True, memory=0.4321, sleep=1)
+    assert "--enable-sleep-mode" in on_gpu._command(SERVING, 7)
+    assert "--gpu-memory-utilization 0.432 " in " ".join(on_gpu._command(SERVING, 7))
     assert "--enforce-eager" in command
     assert "--enforce-eager" not in on_gpu._command(SERVING, 7)
     assert "OMP_NUM_THREADS" not in on_gpu._environment()
@@ -245,6 +252,7 @@ class Client:
         key: bytes = b"",
         body: bytes = b"{}",
         whole: bool = False,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> Any:
         """Status and policy version, or the whole body."""
         sent: list[MutableMapping[str, Any]] = []
@@ -259,7 +267,7 @@ class Client:
         async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message)
 
-        headers = [(b"x-agentrl-key", key)] if key else []
+        headers = [*headers, *([(b"x-agentrl-key", key)] if key else [])]
         scope = {"type": "http", "path": path, "query_string": query, "headers": headers}
         await self.app(scope, receive, send)
         if whole:
@@ -371,6 +379,20 @@ async def test_only_who_has_the_key_may_do_more_than_ask_the_model(
     for anybody in ("/health", "/tokenize"):
         assert (await client.get(anybody))[0] == 200
     assert seen == ["/collective_rpc", "/health", "/tokenize"]
+
+
+async def test_callers_of_a_child_send_one_of_the_keys(
+    behind: tuple[Client, asyncio.Event, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, finish, _ = behind
+    finish.set()
+    monkeypatch.setenv(CALLERS_VARIABLE, "new old")
+    closed = Client(HoldMiddleware(client.app._app))
+    await closed.get(OPEN, query=b"=7", key=b"secret")
+    for sent, status in ((b"", 401), (b"Bearer guess", 401), (b"Bearer old", 200)):
+        headers = [(b"authorization", sent)]
+        assert (await closed.get("/v1/completions", headers=headers))[0] == status
+    assert (await closed.get("/health"))[0] == 200
 
 
 async def test_every_policy_has_its_own_version(

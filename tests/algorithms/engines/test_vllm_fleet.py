@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from agentrl.access import Access
 from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
@@ -48,6 +49,22 @@ async def fleet_of(
 
 
 SERVING = ServedModel(Path("w"), Path("t"))
+
+
+async def test_callers_send_a_key_that_the_servers_never_see(
+    theirs: list[FakeVllm], fleet_of: Callable[..., VllmFleet]
+) -> None:
+    for server in theirs:
+        server.key = "servers-key"
+    fleet = fleet_of(api_key="servers-key", access=Access(("callers-key",)))
+    await fleet.start(SERVING)
+    await fleet.request("POST", f"{OPEN}?=0")
+    async with aiohttp.ClientSession() as http:
+        for key, status in (("servers-key", 401), ("callers-key", 200)):
+            sent = {"authorization": f"Bearer {key}"}
+            url = f"{fleet.url}/v1/chat/completions"
+            async with http.post(url, json=CALL, headers=sent) as reply:
+                assert reply.status == status
 
 
 @pytest.mark.parametrize(

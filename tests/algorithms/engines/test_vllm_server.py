@@ -15,6 +15,7 @@ import pytest
 from agentrl.algorithms.engines.base import run_unless_failed
 from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
 from agentrl.algorithms.engines.vllm import server as vllm
+from agentrl.algorithms.engines.vllm import weight_sync
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
 from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.serving import TrainedModel
@@ -81,6 +82,40 @@ async def test_the_way_of_weights_is_said_once(
     (line,) = [line for line in caplog.messages if "gets new weights" in line]
     assert line.startswith("vLLM gets new weights by reload (not adapter: all weights are trained;")
     assert set(other.seconds) == {"hold", "take", "send", "reset", "check"}
+
+
+class Broken(weight_sync.CheckpointSync):
+    """A method that moves nothing."""
+
+    async def send(self, policy: str, servers: Any) -> None:
+        raise PolicyError("weights could not be sent: no such device")
+
+
+async def test_a_method_that_fails_gives_way_to_the_next(
+    theirs: list[FakeVllm],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make = weight_sync.make_sync
+
+    def unproven(method: str, *given: Any) -> weight_sync.WeightSync:
+        return make(method, *given) if method == "reload" else Broken(*given[:2])
+
+    monkeypatch.setattr(weight_sync, "make_sync", unproven)
+    theirs[0].backend = "ipc"
+    on_gpu = replace(LEARNED, gpu=0)
+    server = VllmServer(on_gpu, VllmFleet([theirs[0].url]), folder=tmp_path / "auto")
+    await server.start()
+    await server.publish(1)
+    assert theirs[0].updates == ["reload_weights"] * 2
+    assert await version(server) == "1"
+    await server.close()
+    (line,) = [line for line in caplog.messages if "by reload" in line]
+    assert "not ipc: it failed here (weights could not be sent: no such device)" in line
+    asked = VllmServer(on_gpu, VllmFleet([theirs[0].url]), folder=tmp_path / "asked", method="ipc")
+    with pytest.raises(PolicyError, match="no such device"):
+        await asked.start()
 
 
 async def test_one_of_several_that_dies_costs_no_publish_and_returns_with_the_newest(
@@ -289,3 +324,93 @@ async def test_servers_that_do_not_tell_the_versions_of_tokens_are_a_line(
         await server.close()
     assert [line for line in caplog.messages if "--middleware" in line] == caplog.messages
     assert len(caplog.messages) == 1
+
+
+SLEEPS, WEIGHTS, KEYS = (
+    "/sleep?level={}&mode=abort",
+    "/wake_up?tags=weights",
+    "/wake_up?tags=kv_cache",
+)
+
+
+@pytest.fixture
+async def sleeper(
+    theirs: list[FakeVllm], tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[VllmServer]:
+    """A server of one vLLM that sleeps during updates."""
+    fleet = VllmFleet([theirs[0].url], start_timeout=60.0, timeout=50.0)
+    server = VllmServer(LEARNED, fleet, folder=tmp_path / "served", sleep=request.param)
+    await server.start()
+    theirs[0].updates.clear()
+    yield server
+    await server.close()
+
+
+@pytest.mark.parametrize("sleeper", [1, 2], indirect=True)
+async def test_vllm_sleeps_during_an_update_and_wakes_for_its_weights(
+    theirs: list[FakeVllm], sleeper: VllmServer
+) -> None:
+    level, vllm_ = sleeper._sleep.level, theirs[0]
+    async with sleeper.updating():
+        call = asyncio.create_task(version(sleeper))
+        assert vllm_.updates == [SLEEPS.format(level)]
+        await sleeper.publish(1)
+        assert vllm_.updates[1:] == [WEIGHTS, "reload_weights", KEYS]
+    assert await call == "1"
+    vllm_.updates.clear()
+    async with sleeper.updating():
+        pass
+    kept = [WEIGHTS, KEYS] if level == 1 else [WEIGHTS, "reload_weights", KEYS]
+    assert vllm_.updates == [SLEEPS.format(level), *kept]
+    assert await version(sleeper) == "1"
+
+
+@pytest.mark.parametrize("sleeper", [1, 2], indirect=True)
+@pytest.mark.parametrize("publishes", [True, False])
+async def test_one_that_dies_asleep_is_started_once_the_learner_has_its_memory(
+    theirs: list[FakeVllm], sleeper: VllmServer, publishes: bool
+) -> None:
+    vllm_ = theirs[0]
+    async with sleeper.updating():
+        await vllm_.stop()
+        await until(lambda: not sleeper._up.is_set())
+        vllm_.asleep, vllm_.updates = set(), []
+        await vllm_.start()
+        await asyncio.sleep(0.1)  # in which one that is awake would be started again
+        assert vllm_.updates == []
+        if publishes:
+            await sleeper.publish(1)
+    assert vllm_.updates == ["reload_weights"] * (1 + publishes)
+    assert await version(sleeper) == str(int(publishes))
+
+
+@pytest.mark.parametrize("sleeper", [2], indirect=True)
+@pytest.mark.parametrize("dies_at", ["/wake_up", "/collective_rpc"])
+async def test_one_that_dies_as_it_wakes_is_started_awake(
+    theirs: list[FakeVllm],
+    sleeper: VllmServer,
+    monkeypatch: pytest.MonkeyPatch,
+    dies_at: str,
+) -> None:
+    vllm_, handle, died = theirs[0], theirs[0].handle, []
+
+    async def dying(request: Any) -> Any:
+        if request.path == dies_at and not died:
+            died.append(request.path_qs)
+            vllm_.asleep, vllm_.well = set(), False
+            request.transport.abort()
+        elif request.path == "/health" and died and not vllm_.well:
+            vllm_.well = len(died) > 1  # it is back at the second look
+            died.append(request.path)
+            return await handle(request)
+        return await handle(request)
+
+    async with sleeper.updating():
+        monkeypatch.setattr(vllm_, "handle", dying)
+        await vllm_.stop()
+        await vllm_.start()
+        await sleeper.publish(1)
+    assert died
+    assert vllm_.asleep == set()
+    assert vllm_.updates[-1] == "reload_weights"
+    assert await version(sleeper) == "1"

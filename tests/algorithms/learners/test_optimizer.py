@@ -160,3 +160,21 @@ def test_no_memory_for_moments_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
     ):
         made.step(1e-2)
     assert made.parameters["bias"].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_waits_in_host_memory_is_what_it_was(dtype: torch.dtype) -> None:
+    stays, moves = make(dtype), make(dtype)
+    train(stays)
+    train(moves)
+    moves.move(torch.device("cpu"))
+    moves.move(None)
+    assert same(train(stays), train(moves))
+    moves.move(torch.device("meta"))  # shows what is moved
+    for name, parameter in moves.parameters.items():
+        assert parameter.device.type == "cpu"
+        master = moves.masters[name]
+        assert (master.device.type == "meta") == (dtype is torch.bfloat16)
+        moments = moves.inner.state[master]
+        where = {key: value.device.type for key, value in moments.items()}
+        assert where == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}

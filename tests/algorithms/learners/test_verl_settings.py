@@ -14,7 +14,7 @@ from agentrl import trainer
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.learners.base import Psi, StepReport
 from agentrl.algorithms.learners.verl import settings as verl_settings
-from agentrl.algorithms.learners.verl.learner import deal_rows
+from agentrl.algorithms.learners.verl.learner import VerlLearner, deal_rows
 from agentrl.algorithms.learners.verl.settings import (
     check,
     check_installed,
@@ -168,6 +168,83 @@ def test_the_front_refuses_before_it_starts_anything(
     )
     with pytest.raises(ConfigError, match=r"verl is not installed: pip install 'agentrl\[verl\]'"):
         trainer.check(config)
+
+
+def test_options_are_verls_own_over_those_of_the_run_file() -> None:
+    options = {
+        "engine": {"ulysses_sequence_parallel_size": 2, "forward_prefetch": True},
+        "model": {"override_config": {"attention_dropout": 0.0}, "use_liger": True},
+        "optimizer": {"betas": [0.8, 0.9]},
+    }
+    verl = {"gpus_per_node": 4, "options": options}
+    found = settings(config_of(critic={"model": "copy"}, learner={"verl": verl}), "somewhere")
+    assert verl_settings.sequence_parallel(found) == 2
+    assert found["engine"]["forward_prefetch"] is True
+    assert found["engine"]["max_token_len_per_gpu"] == 4096
+    for model in (found["model"], found["critic"]["model"]):
+        assert model["use_liger"] is True
+        asked = {"attn_implementation": "flash_attention_2", "attention_dropout": 0.0}
+        assert model["override_config"] == asked
+    assert found["optimizer"]["betas"] == found["critic"]["optimizer"]["betas"] == [0.8, 0.9]
+    assert found["critic"]["optimizer"]["lr"] != found["optimizer"]["lr"]
+
+
+@pytest.mark.parametrize(
+    ("part", "option", "sentence"),
+    [
+        ("engine", {"max_token_len_per_gpu": 9}, "agentrl; set learner.token_budget"),
+        ("engine", {"strategy": "megatron"}, "its learner reads shards of FSDP2"),
+        ("optimizer", {"lr": 1.0}, "set algorithm.lr"),
+        ("engine", {"ulysses_sequence_parallel_size": 3}, "must divide the 2 GPUs"),
+    ],
+)
+def test_options_that_are_not_for_verl_to_decide_are_refused(
+    part: str, option: dict[str, Any], sentence: str
+) -> None:
+    verl = {"gpus_per_node": 2, "options": {part: option}}
+    with pytest.raises(ConfigError, match=rf"learner\.verl\.options\.{part}.*{sentence}"):
+        settings(config_of(learner={"verl": verl}), "somewhere")
+    padded = {"attention": "sdpa", "gpus_per_node": 2}
+    shared = {"engine": {"ulysses_sequence_parallel_size": 2}}
+    with pytest.raises(ConfigError, match="attention = 'flash_attention_2'"):
+        settings(config_of(learner={"verl": padded | {"options": shared}}), "somewhere")
+    with pytest.raises(ConfigError, match="options"):
+        config_of(learner={"verl": {"options": {"rollout": {}}}})
+
+
+class Ranks:
+    """Four workers; each answers with its number and what it was given."""
+
+    ranks = 4
+
+    def each(self, verb: str, *arguments: list[Any]) -> list[Any]:
+        return list(zip(range(self.ranks), *arguments, strict=True))
+
+
+def test_ranks_that_share_rows_get_the_same_and_answer_once() -> None:
+    learner: Any = object.__new__(VerlLearner)
+    learner.sharing, learner.workers = 2, Ranks()
+    assert learner._each("step", ["first", "second"], 0.1) == [
+        (0, "first", 0.1),
+        (2, "second", 0.1),
+    ]
+
+
+@pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed")
+@pytest.mark.parametrize(
+    ("part", "option"),
+    [
+        ("engine", {"forward_prefetsch": True}),
+        ("engine", {"micro_batch_size_per_gpu": {}, "fsdp_sizes": 2}),
+        ("model", {"liger": True}),
+    ],
+)
+def test_verl_refuses_what_it_does_not_know(part: str, option: dict[str, Any]) -> None:
+    from agentrl.algorithms.learners.verl.engines import check_options
+
+    verl = {"attention": "sdpa", "options": {part: option}}
+    with pytest.raises(ConfigError, match=r"in learner\.verl\.options"):
+        check_options(settings(config_of(learner={"verl": verl}), "somewhere"))
 
 
 def test_placement_without_verl_is_refused() -> None:

@@ -1,0 +1,86 @@
+"""The memory that a model takes, by its shape and the settings of a run. An estimate: fragmentation
+and what libraries keep for themselves come on top."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from agentrl.algorithms.model.lm_head import MAX_LOGITS
+from agentrl.config import RunConfig, TorchLearnerConfig, VllmEngineConfig
+from agentrl.errors import PolicyError
+
+GIB = 2**30
+USABLE = 0.9  # of the memory
+WIDTHS = {"4bit": 0.6, "8bit": 1.1}  # bytes of a weight, with embeddings and scales
+SERVING = 1.2  # times its weights are what vLLM takes before any key and value
+
+
+def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
+    """By purpose, of a policy that learns and, with the embedded engine, is served here."""
+    shape, learner, engine = network.config.get_text_config(), config.learner, config.engine
+    width, bits = bytes_of_weight(config), config.policy.quantize
+    weights, layers, hidden = network.num_parameters(), shape.num_hidden_layers, shape.hidden_size
+    linear = [m for m in network.modules() if isinstance(m, torch.nn.Linear)]
+    adapter = config.policy.lora.rank * sum(m.in_features + m.out_features for m in linear)
+    beside = sum(bool(own.model) for own in (config.reference, config.teacher, config.critic))
+    # Kept of each token and layer: about 14 vectors of the hidden size and 3 of the MLP's.
+    kept = 14 * hidden + 3 * getattr(shape, "intermediate_size", 4 * hidden)
+    of_layers = layers * hidden + kept if learner.gradient_checkpointing else layers * kept
+    cached = engine.max_batch * engine.max_context if engine.kind == "embedded" else 0
+    return {
+        "weights": weights * (WIDTHS[bits] if bits else width) + weights * width * beside,
+        # Gradient, two moments and, of bfloat16, a master weight, all of them float32.
+        "optimizer": (adapter or weights) * (12 if width == 4 else 16),
+        "KV cache": cached * bytes_of_token(config, network),
+        # A chunk of logits, its softmax and gradient; the sampler's rows.
+        "logits": 4 * (3 * MAX_LOGITS + 2 * engine.max_batch * shape.vocab_size),
+        "activations": learner.token_budget * of_layers * width,
+    }
+
+
+def bytes_of_weight(config: RunConfig) -> int:
+    return 4 if config.policy.dtype == "float32" else 2
+
+
+def bytes_of_token(config: RunConfig, network: Any) -> int:
+    """Keys and values of one token."""
+    shape = network.config.get_text_config()
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return int(shape.num_hidden_layers * 2 * heads * size * bytes_of_weight(config))
+
+
+def vllm_share(config: RunConfig, network: Any, total: int) -> float:
+    """The share of a GPU of `total` bytes that vLLM may take beside the learner of `network`, which
+    keeps all that it needs, or less while it is asleep during updates.
+
+    Raises PolicyError where that is too little for the weights and one call."""
+    engine = config.engine
+    assert isinstance(engine, VllmEngineConfig)
+    needs = bytes_needed(config, network)
+    if engine.vllm.sleep:  # what an update alone takes is free while calls run
+        del needs["activations"], needs["logits"]
+        if isinstance(config.learner, TorchLearnerConfig) and config.learner.offload:
+            del needs["optimizer"]
+    left = USABLE * total - sum(needs.values())
+    served = SERVING * network.num_parameters() * bytes_of_weight(config)
+    least = served + engine.max_context * bytes_of_token(config, network)
+    if left < least:
+        shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in needs.items() if size)
+        raise PolicyError(
+            f"vLLM needs {least / GIB:.2g} GiB of the learner's GPU for weights and one call, and "
+            f"{max(left, 0) / GIB:.2g} of {total / GIB:.2g} are left (the learner: {shown}); set "
+            "engine.vllm.sleep=1 and learner.offload=true, policy.lora.rank, a smaller "
+            "learner.token_budget or engine.max_context, or give engine.vllm.gpu_memory yourself"
+        )
+    return left / total
+
+
+def available(config: RunConfig) -> int:
+    """Bytes of the GPU or of this machine."""
+    if config.policy.device != "cpu" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,82 @@
+"""A proof, on this hardware, that branches packed as a trie compute what separate rows do."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentrl.algorithms.data.batch import TokenRow
+from agentrl.algorithms.model.packing import (
+    Packing,
+    forward_logprobs,
+    incompatibility,
+    pack_rows,
+)
+from agentrl.config import PolicyConfig
+
+TOKENS = 16  # of a prefix and of a branch
+BRANCHES = 4
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of log-probs
+QUANTIZED = {"4bit": 0.1, "8bit": 0.2}  # which kernels round, and 8bit depends on the batch
+
+
+class TrieGap(NamedTuple):
+    """The largest difference of a log-prob, and the relative one of the gradient; nan: it failed,
+    for the reason given."""
+
+    logprobs: float
+    gradient: float
+    reason: str = ""
+
+    def __str__(self) -> str:
+        differences = f"{self.logprobs:.1g} and gradients within {self.gradient:.1g}"
+        return self.reason or f"log-probs within {differences} of those of rows"
+
+    def within(self, policy: PolicyConfig) -> bool:
+        """Whether a learner of this policy may rely on it."""
+        allowed = tolerance(policy)
+        return self.logprobs <= allowed and self.gradient <= 10 * allowed
+
+
+def tolerance(policy: PolicyConfig) -> float:
+    """Of the log-probs of one policy, computed in two ways."""
+    return max(TOLERANCE[policy.dtype], QUANTIZED.get(policy.quantize, 0.0))
+
+
+def trie_gap(model: PreTrainedModel) -> TrieGap | None:
+    """How far a trie of branches with a common prefix is from rows; None: `model` packs none."""
+    if incompatibility(model):
+        return None
+    rows = [
+        one_row([*range(TOKENS), *range(k, k + TOKENS)], TOKENS) for k in range(1, 1 + BRANCHES)
+    ]
+    try:
+        (found, gradient), (exact, wanted) = (_computed(model, rows, p) for p in ("trie", "rows"))
+    except RuntimeError as error:  # of a kernel that this hardware lacks
+        return TrieGap(torch.nan, torch.nan, str(error).splitlines()[0])
+    turned = float((gradient - wanted).norm() / wanted.norm())
+    return TrieGap(float((found - exact).abs().max()), turned)
+
+
+def one_row(tokens: list[int], prompt: int) -> TokenRow:
+    """Tokens of which those after the prompt were sampled."""
+    actions = torch.arange(prompt, len(tokens))
+    ones = torch.ones(len(actions))
+    return TokenRow(torch.tensor(tokens), actions, ones, ones, torch.zeros_like(actions))
+
+
+def _computed(
+    model: PreTrainedModel, rows: list[TokenRow], packing: Packing
+) -> tuple[Tensor, Tensor]:
+    """Log-probs [n], and the gradient of their sum by the embeddings, which it reaches last."""
+    (pack,), weight = pack_rows(rows, packing, 10**6), model.get_input_embeddings().weight
+    learned, weight.requires_grad = weight.requires_grad, True  # adapters freeze it
+    try:
+        logprobs = forward_logprobs(model, pack)
+        (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
+    finally:
+        weight.requires_grad = learned
+    return logprobs.detach()[pack.index.argsort()].float(), gradient.float()

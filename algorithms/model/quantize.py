@@ -1,0 +1,63 @@
+"""A frozen base whose weights have 4 or 8 bits each: bitsandbytes, through transformers.
+
+Adapters on it learn in the policy's dtype (QLoRA, arXiv 2305.14314). What is served, merged or
+exported elsewhere is the dense form of these very weights, so that it is the policy that learned.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import BitsAndBytesConfig
+
+
+def quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """bits: "4bit" (NF4, with scales that are quantised too) or "8bit" (LLM.int8())."""
+    if bits == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def is_quantized(model: Any) -> bool:
+    return getattr(model, "hf_quantizer", None) is not None
+
+
+def dense_state(model: Any) -> dict[str, Tensor]:
+    """The model's state, quantised weights in the dtype of its embeddings, without their scales."""
+    state: dict[str, Tensor] = model.state_dict()  # which undoes what kernels for CPUs pack anew
+    if not is_quantized(model):
+        return state
+    from peft.utils.integrations import dequantize_bnb_weight
+
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+    state = {name: state[name] for name, _ in tensors if name in state}
+    for path, module in model.named_modules():
+        weight = module._parameters.get("weight")  # peft's layers name that of their base, too
+        if weight is not None and not weight.is_floating_point():
+            dense = dequantize_bnb_weight(weight, getattr(module, "state", None)).detach()
+            state[f"{path}.weight"] = dense.to(model.get_input_embeddings().weight.dtype)
+    return state
+
+
+def save_dense(model: Any, directory: Path, weights: dict[str, Tensor]) -> None:
+    """Write weights of a quantised model, by the names of a checkpoint, as an ordinary Hugging Face
+    directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    whole = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
+    save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
