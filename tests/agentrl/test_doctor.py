@@ -288,7 +288,14 @@ def task_file_broken(folder: Path, patch: Patch) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("name", BROKEN)
+# The doctor plays a rollout in each: seconds, for the same finding.
+SLOW = (agent_that_asks_no_model.__name__,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in BROKEN],
+)
 def test_what_is_broken_is_named_with_its_cure(name: str, folder: Path, monkeypatch: Patch) -> None:
     breaking, check, status, cure = BROKEN[name]
     overrides = breaking(folder, monkeypatch)

@@ -21,7 +21,7 @@ from tests.benchmarks.prompts import CONFIG, TEXTS, InProcess
 from tests.benchmarks.prompts_commands import serving, start
 from tests.system.test_kill import children
 
-KILLS = int(os.environ.get("AGENTRL_TEST_KILLS", "2"))
+KILLS = int(os.environ.get("AGENTRL_TEST_KILLS", "2"))  # those of the slow test
 CALLS = 400  # of the some 500 of an undisturbed search, before which the last kill comes
 NO_TORCH = "raise ImportError('a search on upstreams needs no torch')\n"
 
@@ -45,12 +45,15 @@ def expected() -> Search:
 
 
 @pytest.mark.timeout(600)
-def test_killed_at_random_moments_nothing_is_played_or_asked_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_nothing_is_played_or_asked_twice(
+    tmp_path: Path, kills: int
+) -> None:
     chance, output = random.Random(7), ""
     with serving() as server:
         process = started(tmp_path, server.url, "prompts")
-        for _ in range(KILLS):
-            wait_for_calls(process, server, chance.randint(1, max(1, CALLS // KILLS)))
+        for _ in range(kills):
+            wait_for_calls(process, server, chance.randint(1, max(1, CALLS // kills)))
             victims = {"front": process.pid} | children(process.pid)
             victim = chance.choice(sorted(victims))
             os.kill(victims[victim], signal.SIGKILL)

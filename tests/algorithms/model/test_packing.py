@@ -182,7 +182,9 @@ def check_exact(
 
 
 @pytest.mark.parametrize("how", ["rows", "trie"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in DOUBLE)) for name in MODELS]
+)
 @given(group=groups(), budget=st.sampled_from([1, 20, 60, 10_000]))
 @settings(deadline=None, max_examples=8)
 def test_every_gradient_is_that_of_per_call_training(
