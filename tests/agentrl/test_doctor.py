@@ -28,6 +28,7 @@ from agentrl.cli.main import cli
 from agentrl.config import RunConfig
 from agentrl.doctor import machine, memory, proofs
 from agentrl.store import open_store
+from tests.factories import run_folder
 
 AGENT = """
 from openai import OpenAI
@@ -38,24 +39,8 @@ def agent(text):
     answer = OpenAI().chat.completions.create(model="policy", messages=messages)
     return answer.choices[0].message.content
 """
-FILES = {
-    "agent.py": AGENT,
-    "verifier.py": "def verify(task, result): return float(result == task['answer'])\n",
-    "tasks.jsonl": '{"input": "x", "answer": "y"}\n',
-}
-RUN = """
-output = "{folder}/out"
-[agent]
-path = "agent.py:agent"
-[tasks]
-train = "tasks.jsonl"
-[verifier]
-path = "verifier.py:verify"
-[policy]
-model = "model"
-[sampling]
-max_tokens = 16
-"""
+VERIFIER = "def verify(task, result): return float(result == task['answer'])\n"
+TASKS = '{"input": "x", "answer": "y"}\n'
 INSERT = "insert into _sqlite_migrations (migration_set, name, applied_at) values (?, ?, ?)"
 TIME = "Mon, 01 Jan 2024 00:00:00 GMT"
 
@@ -63,11 +48,9 @@ TIME = "Mon, 01 Jan 2024 00:00:00 GMT"
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model_dir: Path) -> Path:
     """A run that lacks nothing."""
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "run.toml").write_text(RUN.format(folder=tmp_path))
     shutil.copytree(tiny_model_dir, tmp_path / "model")
-    return tmp_path
+    more = f'output = "{tmp_path}/out"\nsampling.max_tokens = 16\n'
+    return run_folder(tmp_path, AGENT, VERIFIER, TASKS, more)
 
 
 def test_a_run_that_lacks_nothing(folder: Path) -> None:
