@@ -454,7 +454,8 @@ class Forks:
     """Runs programs one after another; each begins with the backend imported and nothing else."""
 
     def __init__(self, folder: Path, backend: str) -> None:
-        environment = os.environ | OFFLINE | {"HOME": str(folder), "TRACKIO_DIR": f"{folder}/trackio"}
+        own = {"HOME": str(folder), "TRACKIO_DIR": f"{folder}/trackio"}
+        environment = os.environ | OFFLINE | own
         environment.pop("MLFLOW_TRACKING_URI", None)
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", FORK, backend],

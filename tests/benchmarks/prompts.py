@@ -1,6 +1,6 @@
 """Prompt searches on scripted models, in this process, and what a candidate costs the gateway.
 
-    python -m tests.benchmarks.prompts --json [--quick | --only quick|stored|alternate] [--seeds 0 1]
+    python -m tests.benchmarks.prompts --json [--quick | --only stored] [--seeds 0 1]
 
 gepa, apo, blind: mean test score of ten seeds at 200 rollouts. rounds_ratio: sequential evaluations
 of four proposals at a time over those of one at a time, whose score is on standard error.

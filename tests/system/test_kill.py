@@ -40,9 +40,7 @@ def committed(database: Path) -> int:
 
 
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize(
-    ("kills", "steps"), [(2, 16), pytest.param(5, 40, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("kills", "steps"), [(2, 16), pytest.param(5, 40, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_the_run_ends_where_it_would_have_ended(
     run_folder: Path, kills: int, steps: int
 ) -> None:
