@@ -38,7 +38,7 @@ test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP) ## Run the tests that take minutes: long faults, whole recipes
-	$(BIN)/python -m pytest -rs -m slow || [ $$? = 5 ]
+	$(BIN)/python -m pytest -rs -m slow -n 2 --dist loadfile || [ $$? = 5 ]
 
 test-engines: $(ENGINES)/.installed ## Install verl and vLLM for the CPU and run the tests against them
 	$(ENGINES)/bin/python -m pytest -rs $(ENGINE_TESTS)

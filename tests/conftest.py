@@ -4,9 +4,14 @@ PostgreSQL server."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import shutil
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import certifi
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,6 +25,8 @@ from transformers import (
 )
 
 from agentrl.store import open_store
+from agentrl.store.sqlite import migrations
+from agentrl.store.sqlite.connection import Location
 from tests.store import postgres_server
 
 torch.set_num_threads(1)
@@ -110,6 +117,52 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With several workers the longest come first: none waits for another at the end."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported stays: the garbage collector need not look through it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test asks a server elsewhere. Every HTTP client reads the certificates of all authorities,
+    which takes 20 ms; here, and in all processes that are started, there is one."""
+    end = "-----END CERTIFICATE-----\n"
+    first, _, _ = Path(certifi.where()).read_text(encoding="utf-8").partition(end)
+    file = tmp_path_factory.mktemp("certificates") / "one.pem"
+    file.write_text(first + end, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(file))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def new_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A new SQLite store is a copy of an empty one: its migrations take longer than many a test.
+    Those of `tests/store/test_migrations.py` apply them."""
+    empty = tmp_path_factory.mktemp("store") / "empty.db"
+    asyncio.run(open_store(f"sqlite:///{empty}").close())
+    prepare = migrations.prepare
+
+    def copied(location: Location, *, create: bool = True) -> None:
+        if create and not location.path.exists() and location.path.parent.is_dir():
+            copy = location.path.with_name(f"{location.path.name}.{threading.get_ident()}")
+            with suppress(OSError):  # another thread was first, or the folder is the test's subject
+                shutil.copyfile(empty, copy)
+                location.path.hardlink_to(copy)
+            copy.unlink(missing_ok=True)
+        prepare(location, create=create)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(migrations, "prepare", copied)
+        yield
 
 
 @pytest.fixture(scope="session")

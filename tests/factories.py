@@ -3,9 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from agentrl.types import Purpose, Reward, Rollout, RolloutState, Transition
+
+RUN_FILE = """
+[agent]
+path = "agent.py:agent"
+[tasks]
+train = "tasks.jsonl"
+[verifier]
+path = "verifier.py:verify"
+[policy]
+model = "model"
+"""
+
+
+def run_folder(
+    folder: Path,
+    agent: str = "agent = lambda text: text\n",
+    verifier: str = "def verify(task, result): return 1.0\n",
+    tasks: str = '{"input": "x"}\n',
+    more: str = "",
+) -> Path:
+    """The folder with a run file, which begins with `more`, and what it names but the model."""
+    files = {"agent.py": agent, "verifier.py": verifier, "tasks.jsonl": tasks}
+    for name, text in (files | {"run.toml": more + RUN_FILE}).items():
+        (folder / name).write_text(text)
+    return folder
 
 
 def rollout(

@@ -1,6 +1,5 @@
 import asyncio
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,12 @@ from click.testing import CliRunner
 from agentrl.cli.main import cli
 from agentrl.config import load
 from agentrl.store import open_store
+from tests import warm
+from tests.factories import run_folder
 
 
 def agentrl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "agentrl", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    return warm.run("-m", "agentrl", *arguments, cwd=cwd, timeout=60)
 
 
 def test_dry_run_prints_a_run_file(tmp_path: Path) -> None:
@@ -50,29 +50,11 @@ def test_dry_run_refuses_what_training_would(tmp_path: Path, override: str, mess
 
 
 FAR = 'upstreams.far.base_url="http://127.0.0.1:9/v1"'
-FILES = {
-    "agent.py": "agent = lambda text: text\n",
-    "verifier.py": "def verify(task, result): return 1.0\n",
-    "tasks.jsonl": '{"input": "x"}\n',
-}
-RUN = """
-[agent]
-path = "agent.py:agent"
-[tasks]
-train = "tasks.jsonl"
-[verifier]
-path = "verifier.py:verify"
-[policy]
-model = "model"
-"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "run.toml").write_text(RUN)
-    return tmp_path
+    return run_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

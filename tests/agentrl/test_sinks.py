@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -419,55 +420,109 @@ def show(name, step, value):
 """
 
 
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | OFFLINE | {"HOME": str(folder), "TRACKIO_DIR": f"{folder}/trackio"}
-    environment.pop("MLFLOW_TRACKING_URI", None)
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        env=environment,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
+# A process that has imported a backend and forks for each program: importing it takes seconds.
+FORK = """
+import importlib, os, runpy, sys, traceback
+import agentrl.cli.main
+importlib.import_module(sys.argv[1])
+for line in sys.stdin:
+    program, *sys.argv[1:] = line.split()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            with open(os.devnull) as nothing:
+                os.dup2(nothing.fileno(), 0)
+            if program == "agentrl":
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(program, run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    print("\\nended:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 
 
-def export(run: RunConfig) -> None:
+class Forks:
+    """Runs programs one after another; each begins with the backend imported and nothing else."""
+
+    def __init__(self, folder: Path, backend: str) -> None:
+        own = {"HOME": str(folder), "TRACKIO_DIR": f"{folder}/trackio"}
+        environment = os.environ | OFFLINE | own
+        environment.pop("MLFLOW_TRACKING_URI", None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", FORK, backend],
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *program: str) -> str:
+        """What it printed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(*program, file=self._process.stdin, flush=True)
+        printed = ""
+        for line in self._process.stdout:
+            if line.startswith("ended:"):
+                assert line == "ended: 0\n", printed
+                return printed
+            printed += line
+        raise AssertionError(f"its process ended: {printed}")
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture
+def forks(tmp_path: Path, name: str) -> Iterator[Forks]:
+    pytest.importorskip(name)
+    forks = Forks(tmp_path, name)
+    yield forks
+    forks.close()
+
+
+def export(run: RunConfig, forks: Forks) -> None:
     """One life of the sink's process: its standard input is at its end from the beginning."""
-    folder = Path(run.output)
-    (folder / "run.json").write_bytes(msgspec.json.encode(run))
-    done = python(folder, "-m", "agentrl", "sink", "start", str(folder / "run.json"))
-    assert done.returncode == 0, done.stderr
+    file = Path(run.output) / "run.json"
+    file.write_bytes(msgspec.json.encode(run))
+    forks.run("agentrl", "sink", "start", str(file))
 
 
-def shown(run: RunConfig, name: str) -> dict[str, list[list[float]]]:
-    script = HEAD + READ[name] + "\nprint('found:' + json.dumps(found))"
-    done = python(Path(run.output), "-c", script, run.output)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[list[float]]] = json.loads(done.stdout.rpartition("found:")[2])
+def shown(run: RunConfig, name: str, forks: Forks) -> dict[str, list[list[float]]]:
+    program = Path(run.output) / "read.py"
+    program.write_text(HEAD + READ[name] + "\nprint('found:' + json.dumps(found))")
+    printed = forks.run(str(program), run.output)
+    found: dict[str, list[list[float]]] = json.loads(printed.rpartition("found:")[2])
     return {key: sorted(values) for key, values in found.items()}
 
 
 @pytest.mark.parametrize("name", sorted(READ))
-async def test_a_backend_has_every_step_once(tmp_path: Path, name: str) -> None:
-    pytest.importorskip(name)
+async def test_a_backend_has_every_step_once(tmp_path: Path, name: str, forks: Forks) -> None:
     run = config(tmp_path, name, steps=2)
     await train(run, 0, 1)
-    export(run)
+    export(run, forks)
     before = load_position(position_file(run, name))
     await train(run, 1, 2, evaluation=0.5)
-    export(run)
+    export(run, forks)
     if name in ("tensorboard", "wandb"):  # the others show a step twice that was given twice
         save_position(
             position_file(run, name), before
         )  # as if killed before it could write its position
-        export(run)
+        export(run, forks)
     longer = msgspec.structs.replace(run, steps=3)
     await train(longer, 2, 3, evaluation=0.75)
-    export(longer)
-    assert shown(run, name) == {
+    export(longer, forks)
+    assert shown(run, name, forks) == {
         "calls": [[0, 8.0], [1, 8.0], [2, 8.0]],
         "calls/refused": [[0, 2.0], [1, 2.0], [2, 2.0]],
         "reward/mean": [[0, 0.0], [1, 0.1], [2, 0.2]],

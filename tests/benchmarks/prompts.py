@@ -1,6 +1,6 @@
 """Prompt searches on scripted models, in this process, and what a candidate costs the gateway.
 
-    python -m tests.benchmarks.prompts --json [--quick]
+    python -m tests.benchmarks.prompts --json [--quick | --only stored] [--seeds 0 1]
 
 gepa, apo, blind: mean test score of ten seeds at 200 rollouts. rounds_ratio: sequential evaluations
 of four proposals at a time over those of one at a time, whose score is on standard error.
@@ -10,6 +10,7 @@ which plays whole runs for some 20 minutes and is left out by --quick, is in `pr
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -34,6 +35,7 @@ from examples.orders import world
 from tests.benchmarks import prompts_commands
 
 SEEDS = range(10)
+PARTS = ("quick", "stored", "alternate")
 TESTS = world.make(200, "test")
 TEXTS = [PromptText(component=r, role=r, seed=t, text=t) for r, t in world.SEED.items()]
 CONFIG = PromptsConfig(components=dict.fromkeys(world.SEED, ""), reflector="r", budget=200)
@@ -138,10 +140,10 @@ def rewrite_over_read() -> float:
     return (best([prompt]) - best([])) / min(read)
 
 
-def measure() -> dict[str, float]:
+def measure(seeds: Sequence[int]) -> dict[str, float]:
     algorithms = {"gepa": gepa_search, "apo": apo_search, "blind": blind_search}
-    found = {name: [run(search, seed) for seed in SEEDS] for name, search in algorithms.items()}
-    many = [run(gepa_search, seed, proposals=4) for seed in SEEDS]
+    found = {name: [run(search, seed) for seed in seeds] for name, search in algorithms.items()}
+    many = [run(gepa_search, seed, proposals=4) for seed in seeds]
     rounds = [fmean(backend.rounds for _, backend in rows) for rows in (many, found["gepa"])]
     scores = {name: fmean(value for value, _ in rows) for name, rows in found.items()}
     four = fmean(value for value, _ in many)
@@ -158,12 +160,22 @@ def candidates(seed: int) -> list[str]:
 
 
 def main() -> None:
-    found = measure()
-    if "--quick" not in sys.argv:
-        found["stored"] = prompts_commands.stored(SEEDS, candidates)
-        found |= prompts_commands.in_turns(prompts_commands.SEEDS)
+    parser = argparse.ArgumentParser(description="searches of prompts on scripted models")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--quick", action="store_true", help="as --only quick")
+    parts.add_argument("--only", choices=PARTS, help="one part, not all three")
+    parser.add_argument("--seeds", type=int, nargs="+", help="of each part, instead of its own")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args()
+    only, found = "quick" if given.quick else given.only, dict[str, float]()
+    if only in (None, "quick"):
+        found |= measure(given.seeds or SEEDS)
+    if only in (None, "stored"):
+        found["stored"] = prompts_commands.stored(given.seeds or SEEDS, candidates)
+    if only in (None, "alternate"):
+        found |= prompts_commands.in_turns(given.seeds or prompts_commands.SEEDS)
     values = {name: round(value, 3) for name, value in found.items()}
-    print(json.dumps(values) if "--json" in sys.argv else values)
+    print(json.dumps(values) if given.json else values)
 
 
 if __name__ == "__main__":

@@ -113,9 +113,11 @@ def in_turns(seeds: Iterable[int]) -> dict[str, float]:
                 f"seed {seed}: {[(arm, rows[-1]) for arm, rows in scores.items()]}", file=sys.stderr
             )
     found = {arm: fmean(rows) for arm, rows in scores.items()}
-    spread = {f"{arm}_sd": stdev(rows) for arm, rows in scores.items()}
+    spread = {f"{arm}_sd": stdev(rows) for arm, rows in scores.items() if len(rows) > 1}
     ahead = found["alternate"] - max(found["prompts_alone"], found["weights_alone"])
-    return found | spread | {"alternate_ahead_sd": ahead / max(*spread.values(), 1e-9)}
+    if spread:  # of one seed there is none
+        spread["alternate_ahead_sd"] = ahead / max(*spread.values(), 1e-9)
+    return found | spread
 
 
 def arms(url: str, seed: int) -> tuple[float, float, float]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.benchmarks import store_bytes, store_kill9
 
 
+@pytest.mark.slow  # tests/store/test_processes.py kills writers of every backend
 def test_kill_9_loses_nothing_and_doubles_nothing() -> None:
     figures = store_kill9.measure(quick=True)
     assert (figures["kill9_lost"], figures["kill9_duplicated"]) == (0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import pytest
@@ -42,15 +41,10 @@ async def read_all(output: Path) -> list[StepRow]:
         return await store.steps("kuhn")
 
 
-@pytest.fixture(scope="module")
-def against_itself(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
-    """Where a run of eight steps was, and what came of it."""
-    output = tmp_path_factory.mktemp("kuhn")
-    return output, train(output, "steps=8", "algorithm.schedule=constant", "eval.every=4")
-
-
-def test_against_itself_it_begins_to_learn(against_itself: tuple[Path, Trained]) -> None:
-    output, (steps, rollouts, calls) = against_itself
+@pytest.mark.slow
+def test_against_itself_it_begins_to_learn(tmp_path: Path) -> None:
+    output, settings = tmp_path, ("steps=8", "algorithm.schedule=constant", "eval.every=4")
+    steps, rollouts, calls = train(output, *settings)
     assert {row.state for row in rollouts} == {RolloutState.SUCCEEDED}
     assert {row.seats["player_0"] for row in rollouts} == {"policy"}
     assert {(call.role, call.policy) for call in calls} == {
@@ -70,10 +64,7 @@ def test_against_itself_it_begins_to_learn(against_itself: tuple[Path, Trained])
     assert curve[-1] == pytest.approx(after["exploitability"], rel=1e-5)
 
 
-def test_snapshots_play_the_other_seat(
-    against_itself: tuple[Path, Trained], tmp_path: Path
-) -> None:
-    shutil.copytree(against_itself[0] / "policy", tmp_path / "policy")  # built once for both
+def test_snapshots_play_the_other_seat(tmp_path: Path) -> None:
     settings = ["opponents=uniform", "self_share=0.0", "every=1", "pool=2"]
     steps, rollouts, calls = train(tmp_path, "steps=3", *(f"selfplay.{s}" for s in settings))
     assert {row.state for row in rollouts} == {RolloutState.SUCCEEDED}

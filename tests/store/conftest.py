@@ -13,6 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import psycopg
 import pytest
 
 from agentrl.store import Store, open_store
@@ -150,6 +151,33 @@ def server_clock() -> ServerClock:
     return ServerClock()
 
 
+EMPTY = """
+do $$ declare name text; filled boolean;
+begin
+    for name in select tablename from pg_tables
+        where schemaname = 'public' and tablename <> '_agentrl_migrations'
+    loop
+        execute format('select exists (select from %I)', name) into filled;
+        if filled then execute format('truncate %I restart identity cascade', name); end if;
+    end loop;
+end $$
+"""
+
+
+@pytest.fixture(scope="session")
+def one_database(postgres: Callable[[], str]) -> str:
+    """Of an empty store, for test after test: to make one takes longer than most of them."""
+    return postgres()
+
+
+@pytest.fixture
+def empty_database(one_database: str) -> Iterator[str]:
+    yield one_database
+    with psycopg.connect(one_database, autocommit=True) as conn:
+        conn.execute("set lock_timeout = '10s'")  # of a test that left something behind
+        conn.execute(EMPTY)
+
+
 @pytest.fixture(params=["sqlite", "postgres", "http"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, server_clock: ServerClock) -> Iterator[str]:
     """Where an empty store of each backend is, or is made."""
@@ -157,7 +185,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, server_clock: ServerCloc
     if request.param == "sqlite":
         yield file
     elif request.param == "postgres":
-        yield str(request.getfixturevalue("postgres")())
+        yield request.getfixturevalue("empty_database")
     else:
         with _serving(file, clock=server_clock) as address:
             yield address

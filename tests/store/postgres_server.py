@@ -98,10 +98,14 @@ class Server:
 def running() -> Iterator[Server]:
     bin = binaries()
     assert bin is not None
-    with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder:
-        server = Server(bin, Path(folder))
+    folder = Path(tempfile.mkdtemp(prefix="agentrl-pg-"))
+    try:
+        server = Server(bin, folder)
         server.start()
         try:
             yield server
         finally:
             server.kill()
+    finally:  # each database is hundreds of files: on a busy disk that takes longer than a test may
+        removing = subprocess.Popen(["rm", "-rf", folder], start_new_session=True)
+        removing.returncode = 0  # nobody waits for it

@@ -460,6 +460,11 @@ class Machine(RuleBasedStateMachine):
         )
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["sqlite", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("postgres", "http"))],
+    indirect=True,
+)
 @pytest.mark.timeout(900)  # 20 s; on a machine with eight times as much to do as it can, 120 s
 def test_the_protocol_agrees_with_its_model(
     url: str, server_clock: Any, monkeypatch: pytest.MonkeyPatch

@@ -17,9 +17,7 @@ from agentrl.store import open_store
 from agentrl.types import Purpose, RolloutState
 from tests import warm
 
-KILLS = 5
 VICTIMS = [("runner",), ("algorithm",), ("runner", "algorithm")]
-STEPS = 40
 GROUPS, SIZE = 2, 4
 
 
@@ -42,36 +40,39 @@ def committed(database: Path) -> int:
 
 
 @pytest.mark.timeout(360)
-def test_killed_at_random_moments_the_run_ends_where_it_would_have_ended(run_folder: Path) -> None:
+@pytest.mark.parametrize(("kills", "steps"), [(2, 16), pytest.param(5, 40, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_the_run_ends_where_it_would_have_ended(
+    run_folder: Path, kills: int, steps: int
+) -> None:
     database = run_folder / "out" / "store.db"
-    command = ["-m", "agentrl", "train", "run.toml", f"steps={STEPS}"]
+    command = ["-m", "agentrl", "train", "run.toml", f"steps={steps}"]
     command += [f"algorithm.groups={GROUPS}", f"algorithm.group_size={SIZE}"]
-    start = partial(warm.start, *command, cwd=run_folder, spare=2 + KILLS)
+    start = partial(warm.start, *command, cwd=run_folder, spare=2 + kills)
     chance = random.Random(20261121)
-    kills = 0
+    made = 0
     process = start()
     try:
-        while kills < KILLS:
-            wait_for_progress(process, database)
+        while made < kills:
+            wait_for_progress(process, database, steps)
             time.sleep(chance.uniform(0.0, 0.6))
-            kills += kill(process, chance.choice(VICTIMS))
+            made += kill(process, chance.choice(VICTIMS))
             if process.poll() is not None:
                 process = start()
         while process.wait(timeout=120) != 0:  # the last kill may have ended this start as well
             process = start()
     finally:
         process.close()
-    asyncio.run(check(run_folder, database))
+    asyncio.run(check(run_folder, database, steps))
 
 
-def wait_for_progress(process: warm.Process, database: Path) -> None:
+def wait_for_progress(process: warm.Process, database: Path, steps: int) -> None:
     """Until the run has committed another step, or an earlier kill has ended the front."""
     before = committed(database)
     deadline = time.monotonic() + 90
     while committed(database) == before and process.poll() is None:
         assert time.monotonic() < deadline, "the run made no progress"
         time.sleep(0.02)
-    assert committed(database) < STEPS, "the run ended before all kills were made"
+    assert committed(database) < steps, "the run ended before all kills were made"
 
 
 def kill(process: warm.Process, victims: tuple[str, ...]) -> int:
@@ -85,21 +86,21 @@ def kill(process: warm.Process, victims: tuple[str, ...]) -> int:
     return bool(found)
 
 
-async def check(folder: Path, database: Path) -> None:
+async def check(folder: Path, database: Path, last: int) -> None:
     async with open_store(f"sqlite:///{database}") as store:
         (run,) = await store.runs()
         state = await store.run(run)
         steps = [row for row in await store.steps(run) if row.committed]
         rollouts = await store.rollouts(run, purpose=Purpose.TRAIN)
     assert state is not None
-    assert state.step == STEPS
-    assert [row.step for row in steps] == list(range(STEPS))
+    assert state.step == last
+    assert [row.step for row in steps] == list(range(last))
     assert state.checkpoint is not None
     assert (folder / "out" / state.checkpoint / "model.safetensors").is_file()
-    assert len(rollouts) == STEPS * GROUPS * SIZE
+    assert len(rollouts) == last * GROUPS * SIZE
     assert {row.state for row in rollouts} == {RolloutState.SUCCEEDED}
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
         trained = connection.execute(
             "select id, trained_step from groups where purpose = 'train'"
         ).fetchall()
-    assert sorted(step for _, step in trained) == sorted(list(range(STEPS)) * GROUPS)
+    assert sorted(step for _, step in trained) == sorted(list(range(last)) * GROUPS)

@@ -103,6 +103,7 @@ class Cluster:
         return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_runners_on_other_machines_may_die_vanish_and_join(
     lan: Network, run_folder: Path, tmp_path_factory: pytest.TempPathFactory

@@ -21,7 +21,7 @@ from tests.benchmarks.prompts import CONFIG, TEXTS, InProcess
 from tests.benchmarks.prompts_commands import serving, start
 from tests.system.test_kill import children
 
-KILLS = int(os.environ.get("AGENTRL_TEST_KILLS", "2"))
+KILLS = int(os.environ.get("AGENTRL_TEST_KILLS", "2"))  # those of the slow test
 CALLS = 400  # of the some 500 of an undisturbed search, before which the last kill comes
 NO_TORCH = "raise ImportError('a search on upstreams needs no torch')\n"
 
@@ -45,13 +45,16 @@ def expected() -> Search:
 
 
 @pytest.mark.timeout(1200)
-def test_killed_at_random_moments_nothing_is_played_or_asked_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [1, pytest.param(KILLS, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_nothing_is_played_or_asked_twice(
+    tmp_path: Path, most: int
+) -> None:
     chance, kills, searches = random.Random(7), 0, 0
     with serving() as server:
-        while kills < KILLS:  # one search rarely lasts for twenty
+        while kills < most:  # one search rarely lasts for twenty
             folder = tmp_path / str(searches)
             folder.mkdir()
-            made = killed_search(folder, server, chance, KILLS - kills)
+            made = killed_search(folder, server, chance, most - kills)
             assert made, "the search ended before the first kill"
             kills, searches = kills + made, searches + 1
         folder = tmp_path / "0"
@@ -64,7 +67,9 @@ def test_killed_at_random_moments_nothing_is_played_or_asked_twice(tmp_path: Pat
 def killed_search(folder: Path, server: Any, chance: random.Random, most: int) -> int:
     """How often a process of the search was killed before it ended with what is right."""
     kills, process = 0, started(folder, server.url, "prompts")
-    while kills < most and wait_for_calls(process, server, chance.randint(1, CALLS // KILLS)):
+    while kills < most and wait_for_calls(
+        process, server, chance.randint(1, CALLS // max(most, 2))
+    ):
         victims = {"front": process.pid} | children(process.pid)
         victim = chance.choice(sorted(victims))
         os.kill(victims[victim], signal.SIGKILL)

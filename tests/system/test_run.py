@@ -98,6 +98,7 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     assert (run_folder / "out" / "mine.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_run_over_postgres_is_interrupted_and_continues(
     run_folder: Path, postgres: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,7 +209,7 @@ def test_every_page_is_useful_without_javascript(viewed: str, new_page: NewPage)
     assert "0.555556" in page.locator("#t5").inner_text()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_axe_finds_nothing(viewed: str, new_page: NewPage, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = new_page(color_scheme=scheme, bypass_csp=True)

@@ -69,6 +69,15 @@ async def until(condition: Any) -> None:
     raise AssertionError("it never came true")
 
 
+async def changing_the_first(theirs: list[FakeVllm], server: VllmServer) -> asyncio.Task[None]:
+    """A publish in flight that hangs in the first server."""
+    server.in_flight = True
+    theirs[0].hang.clear()
+    publish = asyncio.create_task(server.publish(1))
+    await until(lambda: theirs[0].hanging)
+    return publish
+
+
 async def test_the_way_of_weights_is_said_once(
     theirs: list[FakeVllm], server: VllmServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -248,10 +257,7 @@ async def test_one_that_dies_before_it_goes_on_is_given_the_weights_and_goes_on_
 async def test_in_flight_one_server_changes_after_another_and_calls_go_where_none_does(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
-    server.in_flight = True
-    theirs[0].hang.clear()
-    publish = asyncio.create_task(server.publish(1))
-    await until(lambda: theirs[0].hanging)
+    publish = await changing_the_first(theirs, server)
     theirs[0].calls = 0
     assert [await version(server) for _ in range(3)] == ["0", "0", "0"]
     theirs[1].hang.clear()
@@ -268,10 +274,7 @@ async def test_in_flight_one_server_changes_after_another_and_calls_go_where_non
 async def test_a_server_that_dies_while_the_other_changes_leaves_calls_waiting(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
-    server.in_flight = True
-    theirs[0].hang.clear()
-    publish = asyncio.create_task(server.publish(1))
-    await until(lambda: theirs[0].hanging)
+    publish = await changing_the_first(theirs, server)
     await theirs[1].stop()
     await until(lambda: server._host.servers == (theirs[0].url,))
     call = asyncio.create_task(version(server))

@@ -169,50 +169,54 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor], error: float) -> None:
 
 
 def check_exact(
-    model: PreTrainedModel, group: list[list[Transition]], how: Packing, budget: int, error: float
+    model: PreTrainedModel,
+    group: list[list[Transition]],
+    budget: int,
+    error: float,
+    hows: tuple[Packing, ...] = ("rows", "trie"),
 ) -> None:
     rows, expected = rows_of(group), per_call(model, group)
-    logprobs = packed(model, rows, how, budget)
-    assert logprobs.dtype is expected.dtype
-    torch.testing.assert_close(logprobs, expected, atol=error, rtol=error)
-    assert_same(gradients(model, logprobs), gradients(model, expected), error)
+    theirs = gradients(model, expected)
+    for how in hows:
+        logprobs = packed(model, rows, how, budget)
+        assert logprobs.dtype is expected.dtype
+        torch.testing.assert_close(logprobs, expected.detach(), atol=error, rtol=error)
+        assert_same(gradients(model, logprobs), theirs, error)
 
 
 # -- exactness -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["rows", "trie"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in DOUBLE)) for name in MODELS]
+)
 @given(group=groups(), budget=st.sampled_from([1, 20, 60, 10_000]))
 @settings(deadline=None, max_examples=8)
 def test_every_gradient_is_that_of_per_call_training(
-    name: str, how: Packing, group: list[list[Transition]], budget: int
+    name: str, group: list[list[Transition]], budget: int
 ) -> None:
-    check_exact(model_of(name), group, how, budget, 1e-5)
+    check_exact(model_of(name), group, budget, 1e-5)
 
 
-@pytest.mark.parametrize("how", ["rows", "trie"])
 @pytest.mark.parametrize("name", DOUBLE)
 @given(group=groups(), budget=st.sampled_from([1, 20, 60, 10_000]))
 @settings(deadline=None, max_examples=8)
 def test_in_double_precision_to_ten_digits(
-    name: str, how: Packing, group: list[list[Transition]], budget: int
+    name: str, group: list[list[Transition]], budget: int
 ) -> None:
-    check_exact(model_of(name, torch.float64), group, how, budget, 1e-10)
+    check_exact(model_of(name, torch.float64), group, budget, 1e-10)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral, window"])
 def test_long_branches_too(name: str) -> None:
     # Longer than a block of tree attention, and than the window.
-    check_exact(
-        model_of(name, torch.float64), [calls_of(1, 6, longest=150)] * 2, "trie", 900, 1e-10
-    )
+    group = [calls_of(1, 6, longest=150)] * 2
+    check_exact(model_of(name, torch.float64), group, 900, 1e-10, ("trie",))
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-@pytest.mark.parametrize("how", ["rows", "trie"])
-def test_models_without_tree_attention_compute_every_branch_alone(name: str, how: Packing) -> None:
-    check_exact(model_of(name), [calls_of(s, 5) for s in (1, 1, 2)], how, 40, 1e-5)
+def test_models_without_tree_attention_compute_every_branch_alone(name: str) -> None:
+    check_exact(model_of(name), [calls_of(s, 5) for s in (1, 1, 2)], 40, 1e-5)
 
 
 def test_the_order_of_rows_and_their_batch_mates_do_not_matter() -> None:

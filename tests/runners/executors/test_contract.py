@@ -191,7 +191,13 @@ async def processes(store: Any) -> AsyncIterator[Any]:
         await process.wait()
 
 
-@each
+@pytest.mark.parametrize(
+    "kind",  # threads are of the runner's process as async agents are, and containers are commands
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("threads", "container")))
+        for kind in KINDS
+    ],
+)
 async def test_a_killed_runner_loses_no_rollout_and_leaves_nothing(
     bench: Any, docker: Any, kubernetes: Any, hanging: Any, processes: Any, kind: str
 ) -> None:

@@ -13,7 +13,6 @@ import httpx
 import openai
 import pytest
 from aiohttp import web
-from langchain_openai import ChatOpenAI
 from openai.types.responses import ResponseIncludable
 from openai.types.responses.response_create_params import (
     ResponseCreateParamsBase,
@@ -268,6 +267,8 @@ async def test_what_responses_cannot_say_is_refused(
 
 
 async def test_langchain_over_responses(bench: Any, active: Any) -> None:
+    from langchain_openai import ChatOpenAI  # a second of imports
+
     model = ChatOpenAI(model="m", use_responses_api=True, api_key=active.key)
     with_tools = model.bind_tools([{"type": "function", "function": FUNCTION}])
     bench.model.answer = calls('{"text": "a"}')

@@ -408,7 +408,8 @@ def without_tuples(schema):
     return [without_tuples(part) for part in schema] if isinstance(schema, list) else schema
 
 
-def test_schemathesis_finds_no_flaw(admin, monkeypatch):
+@pytest.mark.parametrize("examples", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_schemathesis_finds_no_flaw(admin, monkeypatch, examples):
     monkeypatch.setattr("agentrl.store.http.wire.POLL", 0.02)
     document = without_tuples(httpx.get(f"{admin.base_url}/openapi.json").json())
     schema = openapi.from_dict(document)
@@ -422,7 +423,7 @@ def test_schemathesis_finds_no_flaw(admin, monkeypatch):
                 continue  # there is nothing in them to get wrong
 
             @settings(
-                max_examples=5,
+                max_examples=examples,
                 deadline=None,
                 database=None,
                 derandomize=True,
