@@ -231,6 +231,7 @@ def test_ranks_that_share_rows_get_the_same_and_answer_once() -> None:
 
 
 @pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed")
+@pytest.mark.filterwarnings("ignore")  # of verl, for engines that are not installed
 @pytest.mark.parametrize(
     ("part", "option"),
     [
