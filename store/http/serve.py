@@ -9,7 +9,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from functools import partial
+from typing import Protocol, cast
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
@@ -18,8 +19,9 @@ from agentrl.errors import ConfigError
 from agentrl.processes import allow_files
 from agentrl.store.base import Store
 from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, is_loopback_host
-from agentrl.store.http.request_limits import ConnectionLimits
+from agentrl.store.http.request_limits import ConnectionLimits, LimitedProtocol
 from agentrl.store.http.server import StoreApp
+from agentrl.store.http.whole import WholeCallProtocol
 from agentrl.store.sqlstore import SqlStore
 
 BACKLOG = 4096  # connections that may wait to be accepted
@@ -40,10 +42,13 @@ class StoreServer(uvicorn.Server):
 
     def __init__(self, app: DrainingApp, ready: Callable[[StoreServer], None]) -> None:
         self._app, self._ready = app, ready
+        limits = ConnectionLimits(allow_files() - OWN_FILES)
+        protocol = partial(WholeCallProtocol, app) if isinstance(app, StoreApp) else LimitedProtocol
         super().__init__(
             uvicorn.Config(
                 app,
-                http=ConnectionLimits(allow_files() - OWN_FILES).protocol(),
+                http=cast(type[asyncio.Protocol], partial(protocol, limits)),
+                proxy_headers=not isinstance(app, StoreApp),  # its limits are for who connects
                 access_log=False,
                 log_level="warning",
                 lifespan="off",
