@@ -106,6 +106,12 @@ class Connection(Protocol):
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> object: ...
 
 
+class WritingConnection(Connection, Protocol):
+    def ask(self, sql: str, parameters: Parameters = ..., /) -> Cursor:
+        """Like `execute`, for a statement of few rows: many such may be open at once, and are waited
+        for when the first of them is read."""
+
+
 class Connected(Protocol):
     """What the writing connection and the reading connections of a process have in common."""
 
@@ -125,10 +131,15 @@ class Session(Connected, Protocol):
     """The writing connection of a process, and its transactions. Used by one thread."""
 
     @property
-    def conn(self) -> Connection: ...
+    def conn(self) -> WritingConnection: ...
 
-    def begin(self) -> float:
-        """Returns the time, unix seconds, of the clock that all processes of the store share."""
+    def begin(self) -> Callable[[], float]:
+        """Says the time of the transaction, unix seconds, by the clock that all processes of the
+        store share; always the same."""
+
+    def flush(self) -> None:
+        """Returns when all statements were executed. Raises the first error among those whose
+        results nobody has read."""
 
     def commit(self, topics: int) -> None:
         """Returns when the transaction is durable. Other processes are notified of the topics."""

@@ -277,7 +277,8 @@ class SqlStore:
             def verb(tx: Transaction, last: bool = last) -> tuple[T | None, float | None]:
                 if queue.expire_leases(tx):
                     tx.settle_groups()  # for this look
-                return look(tx, last), queue.next_expiry(tx)
+                found = look(tx, last)
+                return found, queue.next_expiry(tx) if found is None else None
 
             found, expires = await self._writer.post(verb)
             if found is not None:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentrl.errors import Conflict, Forbidden, StoreError, Unavailable
-from agentrl.store.database import Connection, Session, load_sql
+from agentrl.store.database import Session, WritingConnection, load_sql
 from agentrl.store.feed import ANY, GROUPS, resolve
 from agentrl.types import Counts, Purpose
 
@@ -47,12 +48,18 @@ class Transaction:
     record is written once and last: so the rows that all writers share are locked for the shortest
     time, in one order."""
 
-    conn: Connection
-    now: float  # unix seconds
+    conn: WritingConnection
+    time: Callable[[], float]
     topics: int = 0
+    leases: Any = None  # when the first look at the queue has ended those that ran out
     events: list[tuple[str, str, str]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)  # rollouts by run and group
+
+    @property
+    def now(self) -> float:
+        """Unix seconds."""
+        return self.time()
 
     def add_event(self, run: str, kind: str, id: str, topics: int = 0) -> None:
         """Adds to the change feed; those who wait for one of the `topics` are woken."""
@@ -81,8 +88,12 @@ class Transaction:
     def settle_groups(self) -> None:
         """Writes counters and ended rollouts: runs first, then groups, each in order of name."""
         self._write_counts()
-        for (run, group), n in sorted(self.ended.items()):
-            row = self.conn.execute(SQL["shrink_group"], {"n": n, "group": group}).fetchone()
+        shrunk = [
+            (run, group, self.conn.ask(SQL["shrink_group"], {"n": n, "group": group}))
+            for (run, group), n in sorted(self.ended.items())
+        ]
+        for run, group, found in shrunk:
+            row = found.fetchone()
             if row["state"] == "settled":
                 if row["purpose"] == Purpose.TRAIN:
                     self.add_counts(run, groups_open=-1, groups_settled=1)
@@ -210,8 +221,7 @@ class Writer:
     def _transact(
         self, jobs: list[_Job], run: Callable[[_Job, Transaction], None], since: float
     ) -> int:
-        now = self._session.begin()
-        group = Transaction(self._session.conn, now)
+        group = Transaction(self._session.conn, self._session.begin())
         if self._stalled or time.monotonic() - since > STALL:
             group.extend_leases()
         for job in jobs:
@@ -227,12 +237,15 @@ class Writer:
 
     def _run_alone(self, job: _Job, group: Transaction) -> None:
         """All of the verb or nothing, whether the others succeed or not."""
-        tx = Transaction(group.conn, group.now)
+        tx = Transaction(group.conn, group.time)
         tx.conn.execute("savepoint verb")
         try:
             job.result = job.verb(tx)
+            self._session.flush()
             group.add(tx)
         except Exception as error:  # delivered to the caller
+            with suppress(*self._session.errors):
+                self._session.flush()
             if not self._session.can_continue(error):
                 raise
             tx.conn.execute("rollback to verb")

@@ -209,7 +209,7 @@ def test_every_override_has_a_statement_to_override(noun: str) -> None:
         ("queued_of_run", "rollouts_queue_of_run"),
         ("expired", "attempts_by_lease"),
         ("leases", "attempts_by_lease"),
-        ("any_suspect", "rollouts_suspect"),
+        ("leases", "rollouts_suspect"),
         ("claimed", "attempts_by_claim"),
     ],
 )
@@ -374,6 +374,7 @@ async def test_a_commit_that_broke_off_is_done_once(
             broken.append(query)
             if took_place:
                 execute(query)
+                session.conn.sync()
             session.conn.raw.close()
             raise psycopg.OperationalError("the connection is lost")
 
