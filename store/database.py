@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +25,7 @@ Parameters = Mapping[str, Any] | Sequence[Any]
 INDEXES = ("0011_failures", "0012_pages")  # migrations that only add indexes
 SQL_FOLDER = Path(__file__).parent / "sql"
 MARK = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
+PARAMETER = re.compile(r"%\((\w+)\)s|%s|%%")
 NAMED = re.compile(r"(?<![:\w]):(\w+)")  # `:name`, but not the type in `::text`
 
 
@@ -38,6 +39,27 @@ class Statement(str):
     def postgres(self) -> str:
         sql = _read(f"postgres/{self.noun}").get(self.name, self)
         return NAMED.sub(r"%(\1)s", sql.replace("%", "%%")).replace("?", "%s")
+
+    @cached_property
+    def numbered(self) -> tuple[str, tuple[str, ...]]:
+        """As the server of PostgreSQL reads it, with $1, $2, and the names of the parameters."""
+        return numbered(self.postgres)
+
+
+@lru_cache(256)
+def numbered(query: str) -> tuple[str, tuple[str, ...]]:
+    """A query as psycopg reads it, in the server's form; its parameters have all names or none."""
+    names: list[str] = []
+
+    def number(mark: re.Match[str]) -> str:
+        if mark[0] == "%%":
+            return "%"
+        if mark[1] is None or mark[1] not in names:
+            names.append(mark[1] or "")
+            return f"${len(names)}"
+        return f"${names.index(mark[1]) + 1}"
+
+    return PARAMETER.sub(number, query), tuple(names)
 
 
 def load_sql(noun: str) -> dict[str, Statement]:

@@ -22,7 +22,7 @@ from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
 from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.writer import NoWriter, Transaction, Writer, answer_once
+from agentrl.store.writer import Bulk, NoWriter, Transaction, Writer, answer_once
 
 SQL = load_sql("feed")
 P = ParamSpec("P")
@@ -154,7 +154,7 @@ class SqlStore:
         for outcome in outcomes:
             limits.check_outcome(outcome)
         clean = [rows.clean_outcome(outcome) for outcome in outcomes]
-        return await self._writer.post(partial(queue.finish, outcomes=clean))
+        return await self._writer.post(Bulk(queue.finish, clean))
 
     claims = _reading(queue.claims)
     owner = _reading(queue.owner)
@@ -166,7 +166,7 @@ class SqlStore:
 
     async def add_transitions(self, transitions: Sequence[types.Transition]) -> list[bool]:
         calls = [traces.prepare(transition) for transition in transitions]
-        return await self._writer.post(partial(traces.add_transitions, calls=calls))
+        return await self._writer.post(Bulk(traces.add_transitions, calls))
 
     async def add_spans(self, spans: Sequence[types.Span]) -> None:
         limits.check_spans(spans)

@@ -78,7 +78,9 @@ class TokenTree:
     """The calls of some attempts, as one transaction finds them and adds to them. `ids` are those of
     the calls to be added."""
 
-    def __init__(self, conn: WritingConnection, attempts: Sequence[str], ids: Sequence[str]) -> None:
+    def __init__(
+        self, conn: WritingConnection, attempts: Sequence[str], ids: Sequence[str]
+    ) -> None:
         self._conn = conn
         columns = {"attempts": rows.to_json(attempts, "Attempts"), "ids": rows.to_json(ids, "Ids")}
         self._asked = [conn.ask(SQL[name], columns) for name in ("stored", "nodes", "chats")]

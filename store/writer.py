@@ -17,12 +17,13 @@ import asyncio
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -40,6 +41,7 @@ GRACE = 10.0  # seconds that every lease holds after a stall: until waiting hear
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 T = TypeVar("T")
+I = TypeVar("I")
 
 
 @dataclass(slots=True)
@@ -116,9 +118,21 @@ class Transaction:
 WriteVerb = Callable[[Transaction], T]
 
 
+@dataclass(frozen=True, slots=True)
+class Bulk(Generic[I, T]):
+    """A verb over a list that answers for each item: those of one group are one call. They are
+    concurrent, so nobody can tell their order."""
+
+    change: Callable[[Transaction, Sequence[I]], list[T]]
+    items: Sequence[I]
+
+    def __call__(self, tx: Transaction) -> list[T]:
+        return self.change(tx, self.items)
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
-    verb: WriteVerb[Any]
+    verb: Any  # a WriteVerb
     future: asyncio.Future[Any]
     result: Any = None
     error: Exception | None = None
@@ -209,7 +223,7 @@ class Writer:
                     return self._transact(jobs, self._run, since)
                 except Exception:  # noqa: BLE001 - raised again below, for its verb alone
                     self._session.rollback()
-                    return self._transact(jobs, self._run_alone, since)
+                    return self._transact(jobs, self._run_each_alone, since)
             except self._session.errors as error:
                 self._session.rollback()
                 if self._session.can_retry(error, since):
@@ -219,21 +233,34 @@ class Writer:
                 return 0
 
     def _transact(
-        self, jobs: list[_Job], run: Callable[[_Job, Transaction], None], since: float
+        self, jobs: list[_Job], run: Callable[[list[_Job], Transaction], None], since: float
     ) -> int:
         group = Transaction(self._session.conn, self._session.begin())
         if self._stalled or time.monotonic() - since > STALL:
             group.extend_leases()
-        for job in jobs:
-            job.error = None
-            run(job, group)
+        run(jobs, group)
         group.write()
         self._session.commit(group.topics)
         self._stalled = time.monotonic() - since > STALL
         return group.topics
 
-    def _run(self, job: _Job, tx: Transaction) -> None:
-        job.result = job.verb(tx)
+    def _run(self, jobs: list[_Job], tx: Transaction) -> None:
+        bulks: dict[Any, list[_Job]] = defaultdict(list)
+        for job in jobs:
+            job.error = None
+            if isinstance(job.verb, Bulk):
+                bulks[job.verb.change].append(job)
+            else:
+                job.result = job.verb(tx)
+        for change, some in bulks.items():
+            results = iter(change(tx, [item for job in some for item in job.verb.items]))
+            for job in some:
+                job.result = list(islice(results, len(job.verb.items)))
+
+    def _run_each_alone(self, jobs: list[_Job], group: Transaction) -> None:
+        for job in jobs:
+            job.error = None
+            self._run_alone(job, group)
 
     def _run_alone(self, job: _Job, group: Transaction) -> None:
         """All of the verb or nothing, whether the others succeed or not."""

@@ -12,11 +12,10 @@ psycopg's, which is most of what a small verb costs. Values are converted by psy
 from __future__ import annotations
 
 import itertools
-import re
 import select
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property, lru_cache, partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import psycopg
 from psycopg.adapt import PyFormat, Transformer
@@ -25,29 +24,48 @@ from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGresult
 from psycopg.rows import DictRow
 
-from agentrl.store.database import Parameters, Statement
+from agentrl.store.database import Parameters, Statement, numbered
 
-MARK = re.compile(r"%\((\w+)\)s|%s|%%")
 DONE = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 NUMBERS = itertools.count()
+FORMATS = [PyFormat.AUTO] * 256  # more than any statement has
+Key = tuple[str, tuple[int, ...]]  # a query and the types of its values
 WAITING = 500  # statements that may be sent before one is waited for: their results take memory
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A query that the server knows by a name, for values of some types."""
+
+    name: bytes
+    columns: list[str] = field(default_factory=list)  # of its results, once there was one
 
 
 class Result:
     """Of a statement, as a `database.Cursor`."""
 
-    def __init__(self, pipeline: Pipeline, prepares: tuple[str, tuple[int, ...]] | None = None):
-        self._pipeline, self.prepares = pipeline, prepares
+    __slots__ = ("_next", "_pipeline", "_rows", "prepared", "prepares", "raw")
+
+    def __init__(self, pipeline: Pipeline, prepared: Prepared, prepares: Key | None = None) -> None:
+        self._pipeline, self.prepared, self.prepares = pipeline, prepared, prepares
         self.raw: PGresult | None = None
+        self._rows: list[DictRow] | None = None
         self._next = 0
 
     @property
     def rowcount(self) -> int:
         return self._read().command_tuples or 0
 
+    @property
+    def rows(self) -> list[DictRow]:
+        if self._rows is None:
+            self._rows = self._pipeline.rows(self._read(), self.prepared)
+        return self._rows
+
     def fetchone(self) -> DictRow | None:
+        rows = self.rows
         self._next += 1
-        return self.rows[self._next - 1] if self._next <= len(self.rows) else None
+        return rows[self._next - 1] if self._next <= len(rows) else None
 
     def fetchall(self) -> list[DictRow]:
         found, self._next = self.rows[self._next :], len(self.rows)
@@ -55,10 +73,6 @@ class Result:
 
     def __iter__(self) -> Iterator[DictRow]:
         return iter(self.fetchall())
-
-    @cached_property
-    def rows(self) -> list[DictRow]:
-        return self._pipeline.rows(self._read())
 
     def _read(self) -> PGresult:
         if self.raw is None:
@@ -78,7 +92,7 @@ class Pipeline:
         self.raw, self._before_wait = raw, before_wait
         self._server = raw.pgconn
         self._values = Transformer.from_context(raw)
-        self._prepared: dict[tuple[str, tuple[int, ...]], bytes] = {}
+        self._prepared: dict[Key, Prepared] = {}
         self._sent: deque[Result] = deque()
         self._ready = select.poll()
         self._server.enter_pipeline_mode()
@@ -92,15 +106,16 @@ class Pipeline:
     ask = execute
 
     def send(self, sql: str, parameters: Parameters = ()) -> Result:
-        query, names = _numbered(sql.postgres if isinstance(sql, Statement) else sql)
-        if isinstance(parameters, Mapping):
+        query, names = sql.numbered if isinstance(sql, Statement) else numbered(sql)
+        if isinstance(parameters, dict):
             parameters = [parameters[name] for name in names]
-        values = self._values.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
+        elif not isinstance(parameters, list | tuple):
+            raise TypeError("parameters are a dict, a list or a tuple")
+        values = self._values.dump_sequence(parameters, FORMATS[: len(parameters)])
         key = query, self._values.types or ()
-        if (name := self._prepared.get(key)) is None:
-            name = self._prepare(*key)
-        self._server.send_query_prepared(name, values, self._values.formats)
-        self._sent.append(result := Result(self))
+        prepared = self._prepared.get(key) or self._prepare(key)
+        self._server.send_query_prepared(prepared.name, values, self._values.formats)
+        self._sent.append(result := Result(self, prepared))
         return result
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> None:
@@ -130,20 +145,22 @@ class Pipeline:
         if failed is not None:
             raise failed
 
-    def rows(self, raw: PGresult) -> list[DictRow]:
+    def rows(self, raw: PGresult, prepared: Prepared) -> list[DictRow]:
+        if not (raw.ntuples and raw.nfields):
+            return []
+        columns = prepared.columns
+        if not columns:
+            columns += [(raw.fname(i) or b"").decode() for i in range(raw.nfields)]
         self._values.set_pgresult(raw)
-        names = [(raw.fname(i) or b"").decode() for i in range(raw.nfields)]
-        make = partial(zip, names)
-        return self._values.load_rows(0, raw.ntuples, lambda values: dict(make(values)))
+        return self._values.load_rows(0, raw.ntuples, lambda row: dict(zip(columns, row)))  # noqa: B905
 
     # -- parts -------------------------------------------------------------------------------------
 
-    def _prepare(self, query: str, types: tuple[int, ...]) -> bytes:
-        name = b"agentrl_%d" % next(NUMBERS)
-        self._server.send_prepare(name, query.encode(), types)
-        self._sent.append(Result(self, (query, types)))
-        self._prepared[query, types] = name
-        return name
+    def _prepare(self, key: Key) -> Prepared:
+        prepared = self._prepared[key] = Prepared(b"agentrl_%d" % next(NUMBERS))
+        self._server.send_prepare(prepared.name, key[0].encode(), key[1])
+        self._sent.append(Result(self, prepared, key))
+        return prepared
 
     def _received(self) -> PGresult:
         while True:
@@ -160,19 +177,3 @@ class Pipeline:
         ((_, found),) = self._ready.poll()
         if found != select.POLLOUT:
             self._server.consume_input()
-
-
-@lru_cache(1024)
-def _numbered(query: str) -> tuple[str, tuple[str, ...]]:
-    """psycopg's form of a query in PostgreSQL's, and the names of its parameters in order."""
-    names: list[str] = []
-
-    def number(mark: re.Match[str]) -> str:
-        if mark[0] == "%%":
-            return "%"
-        if mark[1] is None or mark[1] not in names:
-            names.append(mark[1] or "")
-            return f"${len(names)}"
-        return f"${names.index(mark[1]) + 1}"
-
-    return MARK.sub(number, query), tuple(names)

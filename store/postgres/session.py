@@ -12,7 +12,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -62,7 +61,7 @@ class PostgresSession:
         if self._clock is not None:
             fixed = self._clock()
             return lambda: fixed
-        return cache(lambda: float(_one(now)["now"]))
+        return lambda: float(_one(now)["now"])
 
     def flush(self) -> None:
         self.conn.sync()

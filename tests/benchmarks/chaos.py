@@ -321,7 +321,11 @@ def serve(address: str, offset: Path) -> None:
 
     location = Location.parse("sqlite:///store.db")
     run(
-        lambda: SqliteStore(location, clock=now), address, PORT, KeyFile(Path("keys")), largest=2**26
+        lambda: SqliteStore(location, clock=now),
+        address,
+        PORT,
+        KeyFile(Path("keys")),
+        largest=2**26,
     )
 
 

@@ -78,9 +78,7 @@ class Network:
 
     def _hold(self, prefix: list[str]) -> int:
         """Process id of what keeps a new network namespace."""
-        holder = subprocess.Popen(
-            [*prefix, "sh", "-c", self._keep], stdout=subprocess.PIPE
-        )
+        holder = subprocess.Popen([*prefix, "sh", "-c", self._keep], stdout=subprocess.PIPE)
         self._holders.append(holder)
         assert holder.stdout is not None
         said = holder.stdout.read(1)  # the namespace is there
