@@ -130,8 +130,8 @@ class Connection(Protocol):
 
 class WritingConnection(Connection, Protocol):
     def ask(self, sql: str, parameters: Parameters = ..., /) -> Cursor:
-        """Like `execute`, for a statement of few rows: many such may be open at once, and are waited
-        for when the first of them is read."""
+        """Like `execute`, for a statement of few rows: many such may be open at once; they are
+        waited for when the first of them is read."""
 
 
 class Connected(Protocol):

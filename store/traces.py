@@ -7,7 +7,6 @@ marked late; a transition's parents are earlier transitions of its own attempt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec.structs import replace
 

@@ -1,7 +1,7 @@
 """The token tree: every call stores what no earlier call of its attempt has.
 
-Always true: whoever makes a `TokenTree` has locked its attempts, so nobody else adds to them; what it
-needs of the stored calls is asked for at once, and waited for when the first call is looked at.
+Always true: whoever makes a `TokenTree` has locked its attempts, so nobody else adds to them; what
+it needs of the stored calls is asked for at once, and waited for when the first call is looked at.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
 
 
 class TokenTree:
-    """The calls of some attempts, as one transaction finds them and adds to them. `ids` are those of
-    the calls to be added."""
+    """The calls of some attempts, as one transaction finds them and adds to them. `ids` are those
+    of the calls to be added."""
 
     def __init__(
         self, conn: WritingConnection, attempts: Sequence[str], ids: Sequence[str]
@@ -134,7 +134,7 @@ class TokenTree:
         return {row["id"]: (row["attempt_id"], bool(row["late"])) for row in stored.fetchall()}
 
     def _heard(self, call: PreparedTransition) -> tuple[int | None, int]:
-        """The call whose messages this one repeats, and how many: agents resend the conversation."""
+        """The call whose messages this one repeats, and how many: agents resend all of them."""
         parent = deepest_prefix(call.chat, _fitting(self._chats[call.attempt], call.chat))
         if parent is None:
             return None, 0

@@ -41,7 +41,7 @@ GRACE = 10.0  # seconds that every lease holds after a stall: until waiting hear
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 T = TypeVar("T")
-I = TypeVar("I")
+Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
@@ -119,12 +119,12 @@ WriteVerb = Callable[[Transaction], T]
 
 
 @dataclass(frozen=True, slots=True)
-class Bulk(Generic[I, T]):
+class Bulk(Generic[Item, T]):
     """A verb over a list that answers for each item: those of one group are one call. They are
     concurrent, so nobody can tell their order."""
 
-    change: Callable[[Transaction, Sequence[I]], list[T]]
-    items: Sequence[I]
+    change: Callable[[Transaction, Sequence[Item]], list[T]]
+    items: Sequence[Item]
 
     def __call__(self, tx: Transaction) -> list[T]:
         return self.change(tx, self.items)

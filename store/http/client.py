@@ -238,7 +238,7 @@ for _verb in VERBS.values():
 
 
 class _Pool:
-    """The connections of one event loop: plain ones, and those of a whole HTTP client, if needed."""
+    """The connections of one event loop: plain ones, and a whole HTTP client where needed."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)

@@ -1,9 +1,10 @@
-"""Connections to a store's server in plain HTTP: a request is one write, its answer mostly one read.
+"""Connections to a store's server in plain HTTP: a request is one write, its answer mostly one
+read.
 
 Owns: the connections of one event loop that no request uses. Always true: a connection carries one
-request at a time; one whose request was cancelled, or that was lost, is never used again. This reads
-what `agentrl store serve` writes; `Unreadable` says that somebody else answered (a proxy that sends
-chunks, say), and then the request is for a whole HTTP client.
+request at a time; one whose request was cancelled, or that was lost, is never used again. This
+reads what `agentrl store serve` writes; `Unreadable` says that somebody else answered (a proxy that
+sends chunks, say), and then the request is for a whole HTTP client.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The connections of a store's server: calls that came whole in one read are answered at once.
 
-Most calls are small. One that came whole, in the plain form that most clients send, goes to the store
-without the cost of an ASGI request; everything else (parts, chunks, large bodies, other pages, what
-is malformed) is uvicorn's. Always true: answers go out in the order of their requests; while a call is
-executed, nothing that came after it is looked at.
+Most calls are small. One that came whole, in the plain form that most clients send, goes to the
+store without the cost of an ASGI request; everything else (parts, chunks, large bodies, other
+pages, what is malformed) is uvicorn's. Always true: answers go out in the order of their requests;
+while a call is executed, nothing that came after it is looked at.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Statements that go to the server without waiting for each other (libpq's pipeline mode).
 
-Owns: the writing connection while a transaction is open. Always true: a statement is sent when it is
-executed and waited for when its result is read, then with all before it: a round trip is paid for what
-is asked, not for each statement. An error of a statement is raised by the first wait after it; what
-was sent behind it has not been executed. Each statement is prepared once.
+Owns: the writing connection while a transaction is open. Always true: a statement is sent when it
+is executed and waited for when its result is read, then with all before it: a round trip is paid
+for what is asked, not for each statement. An error of a statement is raised by the first wait after
+it; what was sent behind it has not been executed. Each statement is prepared once.
 
 It speaks to `psycopg.pq` itself: a statement costs 2 µs of this process, and 30 µs as a cursor of
 psycopg's, which is most of what a small verb costs. Values are converted by psycopg.
@@ -83,7 +83,7 @@ class Result:
 
 
 class Pipeline:
-    """The writer's `database.Connection`. After a `psycopg.OperationalError` it is of no more use."""
+    """The writer's `database.Connection`. A `psycopg.OperationalError` is its end."""
 
     def __init__(
         self, raw: psycopg.Connection[DictRow], before_wait: Callable[[], None] = lambda: None

@@ -44,7 +44,7 @@ ADVICE = {
 
 class SqliteConnection(sqlite3.Connection):
     def ask(self, sql: str, parameters: Parameters = (), /) -> ReadRows:
-        """Read at once: a statement that is still being read would be compiled again by the next."""
+        """Read at once: the next would compile a statement again that is still being read."""
         return ReadRows(self.execute(sql, parameters).fetchall())
 
 

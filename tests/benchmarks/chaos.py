@@ -2,17 +2,17 @@
 
 python -m tests.benchmarks.chaos --json [--faults 20] [--seconds 600] [--seed 0]
 
-Each machine is a network namespace: the store (SQLite behind `agentrl store serve`), the learner with
-its policy server, and three runners. Faults come at random: `kill -9` and SIGSTOP of any process, a
-cable pulled out, a slow and lossy link, a disk that does not write, a step of the store's clock. After
-each the run must commit another step. Then it must have ended where it would have ended: every step
-once (`final_step`), nothing that the store answered for gone (`lost`), no group in two steps and no
-rollout with two successes (`twice`).
+Each machine is a network namespace: the store (SQLite behind `agentrl store serve`), the learner
+with its policy server, and three runners. Faults come at random: `kill -9` and SIGSTOP of any
+process, a cable pulled out, a slow and lossy link, a disk that does not write, a step of the
+store's clock. After each the run must commit another step. Then it must have ended where it would
+have ended: every step once (`final_step`), nothing that the store answered for gone (`lost`), no
+group in two steps and no rollout with two successes (`twice`).
 
-Where the kernel has netem, links have 5 ms of delay and 1 % of loss all the time, and slow ones 100 ms
-and 10 %; elsewhere slow ones have a token bucket of 256 kbit/s, which drops what does not fit: see
-`link`. The disk stands still because another process holds the database's lock; the clock is that
-with which the store is opened, for namespaces share the machine's.
+Where the kernel has netem, links have 5 ms of delay and 1 % of loss all the time, and slow ones 100
+ms and 10 %; elsewhere slow ones have a token bucket of 256 kbit/s, which drops what does not fit:
+see `link`. The disk stands still because another process holds the database's lock; the clock is
+that with which the store is opened, for namespaces share the machine's.
 """
 
 from __future__ import annotations

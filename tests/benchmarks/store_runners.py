@@ -1,10 +1,11 @@
-"""Claims and heartbeats of 200 runners through `agentrl store serve`, with 1,000,000 rollouts in it.
+"""Claims and heartbeats of 200 runners through `agentrl store serve`, with 1,000,000 rollouts in
+it.
 
-A runner has 4 rollouts at a time, each of about 4 s; it claims the next as soon as one has ended, by
-a call with an id of its own, and sends a heartbeat for all of them every 3 s. So the server gets about
-200 claims, 200 outcomes and 70 heartbeats a second, at moments that nobody has arranged. The latencies
-are those of the client, whose 200 runners are tasks of one process. Half of the store's rollouts wait
-in the queue, half are trained.
+A runner has 4 rollouts at a time, each of about 4 s; it claims the next as soon as one has ended,
+by a call with an id of its own, and sends a heartbeat for all of them every 3 s. So the server gets
+about 200 claims, 200 outcomes and 70 heartbeats a second, at moments that nobody has arranged. The
+latencies are those of the client, whose 200 runners are tasks of one process. Half of the store's
+rollouts wait in the queue, half are trained.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ class Network:
         self._ip(self._switch, "link", "set", machine.cable, "up" if connected else "down")
 
     def shape(self, machine: Machine, *discipline: str) -> None:
-        """How packets leave the switch for the machine: `tc qdisc`, of which each kernel has some."""
+        """How packets leave the switch for the machine: `tc qdisc`, of which each kernel has
+        some."""
         command = ["tc", "qdisc", "replace", "dev", machine.cable, "root", *discipline]
         subprocess.run([*self._inside(self._switch), *command], check=True, timeout=10)
 
