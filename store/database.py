@@ -166,6 +166,9 @@ class Session(Connected, Protocol):
     def commit(self, topics: int) -> None:
         """Returns when the transaction is durable. Other processes are notified of the topics."""
 
+    def tell(self, topics: int) -> None:
+        """Notifies other processes, of earlier commits."""
+
     def rollback(self) -> None:
         """Undoes the open transaction, if there is one."""
 

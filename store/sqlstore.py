@@ -64,7 +64,7 @@ class SqlStore:
         read_pool: ReadPool,
         feed: Feed,
         *,
-        notify: Callable[[int], None],
+        notify: Callable[[int, int], None],
         stop_listening: Callable[[], None],
         shrink: Callable[[], None],
     ) -> None:

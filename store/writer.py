@@ -29,7 +29,7 @@ import msgspec
 
 from agentrl.errors import Conflict, Forbidden, StoreError, Unavailable
 from agentrl.store.database import Session, WritingConnection, load_sql
-from agentrl.store.feed import ANY, GROUPS, resolve
+from agentrl.store.feed import ANY, GROUPS, QUEUE, resolve
 from agentrl.types import Counts, Purpose
 
 SQL = load_sql("feed")
@@ -39,6 +39,7 @@ KEPT = 86_400.0  # seconds
 STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may be too late
 GRACE = 10.0  # seconds that every lease holds after a stall: until waiting heartbeats are executed
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
+HASTE, LEISURE = 0.002, 0.05  # seconds between two notifications: of work to do, of other news
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -139,15 +140,22 @@ class _Job:
 
 
 class Writer:
-    """Group commit. `notify(topics)` is called after every commit that changed something."""
+    """Group commit. `notify(topics, told)` is called after every commit that changed something:
+    waiters of this process look at the `topics`, other processes at those `told`.
 
-    def __init__(self, name: str, session: Session, notify: Callable[[int], None]) -> None:
+    Every other process wakes up for each notification, whether anybody waits there or not: with
+    eight that write calls one by one this cost more than writing. So those of a short time are one,
+    which comes at its end; the first after a silence comes at once."""
+
+    def __init__(self, name: str, session: Session, notify: Callable[[int, int], None]) -> None:
         self._name, self._session, self._notify = name, session, notify
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()  # a verb is only put while the writer can answer it
         self._closed = False
         self._failure: Exception | None = None  # what ended the writer
         self._stalled = False  # the transaction before
+        self._owed = 0  # topics of which other processes have not been told
+        self._told = -LEISURE  # when they were told, of the monotonic clock
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -176,23 +184,44 @@ class Writer:
         try:
             while open_:
                 jobs, open_ = self._waiting()
+                before = self._owed
                 topics = self._commit(jobs) if jobs else 0
                 _answer(jobs)
                 jobs = []  # they are answered, even if the notification fails
-                if topics:
-                    self._notify(topics)
+                told = (before | topics) & ~self._owed
+                if not told and self._owed and (not open_ or self._patience() <= 0.0):
+                    told = self._tell()
+                if topics or told:
+                    self._notify(topics, told)
         except Exception as error:  # noqa: BLE001 - otherwise callers would wait for ever
             self._fail(jobs, error)
 
     def _waiting(self) -> tuple[list[_Job], bool]:
-        """The next group of verbs, and whether more may come."""
-        batch = [self._jobs.get()]
+        """The next group of verbs, and whether more may come. None of them: others must be told."""
+        try:
+            batch = [self._jobs.get(timeout=self._patience() if self._owed else None)]
+        except Empty:
+            return [], True
         while len(batch) < GROUP and batch[-1] is not None:
             try:
                 batch.append(self._jobs.get_nowait())
             except Empty:
                 break
         return [job for job in batch if job is not None], batch[-1] is not None
+
+    def _patience(self, more: int = 0) -> float:
+        """Seconds until other processes are told what is owed to them."""
+        pause = HASTE if (self._owed | more) & (QUEUE | GROUPS) else LEISURE
+        return max(0.0, self._told + pause - time.monotonic())
+
+    def _tell(self) -> int:
+        """What other processes are told without a transaction that changes something."""
+        try:
+            self._session.tell(self._owed)
+        except self._session.errors:  # the next commit meets the same error, and tries again
+            return 0
+        told, self._owed, self._told = self._owed, 0, time.monotonic()
+        return told
 
     def _fail(self, jobs: list[_Job], error: Exception) -> None:
         """Answers these verbs and all others that wait; later ones are refused."""
@@ -240,7 +269,11 @@ class Writer:
             group.extend_leases()
         run(jobs, group)
         group.write()
-        self._session.commit(group.topics)
+        owed = self._owed | group.topics
+        now = bool(owed) and self._patience(owed) <= 0.0
+        self._session.commit(owed if now else 0)
+        self._owed = 0 if now else owed
+        self._told = time.monotonic() if now else self._told
         self._stalled = time.monotonic() - since > STALL
         return group.topics
 

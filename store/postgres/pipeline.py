@@ -33,12 +33,18 @@ Key = tuple[str, tuple[int, ...]]  # a query and the types of its values
 WAITING = 500  # statements that may be sent before one is waited for: their results take memory
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Prepared:
-    """A query that the server knows by a name, for values of some types."""
+    """A query that the server knows by a name, for values of these types; 0: of any."""
 
     name: bytes
+    query: str
+    types: tuple[int, ...]
     columns: list[str] = field(default_factory=list)  # of its results, once there was one
+
+    def takes(self, types: tuple[int, ...]) -> bool:
+        """A missing value has no type."""
+        return all(given in (0, mine) for given, mine in zip(types, self.types, strict=True))
 
 
 class Result:
@@ -46,7 +52,7 @@ class Result:
 
     __slots__ = ("_next", "_pipeline", "_rows", "prepared", "prepares", "raw")
 
-    def __init__(self, pipeline: Pipeline, prepared: Prepared, prepares: Key | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, prepared: Prepared, *, prepares: bool = False) -> None:
         self._pipeline, self.prepared, self.prepares = pipeline, prepared, prepares
         self.raw: PGresult | None = None
         self._rows: list[DictRow] | None = None
@@ -93,6 +99,7 @@ class Pipeline:
         self._server = raw.pgconn
         self._values = Transformer.from_context(raw)
         self._prepared: dict[Key, Prepared] = {}
+        self._by_query: dict[str, list[Prepared]] = {}
         self._sent: deque[Result] = deque()
         self._ready = select.poll()
         self._server.enter_pipeline_mode()
@@ -136,8 +143,8 @@ class Pipeline:
                 if raw.status in DONE:
                     result.raw = raw
                     continue
-                if result.prepares is not None:
-                    self._prepared.pop(result.prepares, None)
+                if result.prepares:
+                    self._forget(result.prepared)
                 if raw.status == ExecStatus.FATAL_ERROR and failed is None:
                     failed = error_from_result(raw)
         except psycopg.OperationalError as lost:
@@ -157,10 +164,25 @@ class Pipeline:
     # -- parts -------------------------------------------------------------------------------------
 
     def _prepare(self, key: Key) -> Prepared:
-        prepared = self._prepared[key] = Prepared(b"agentrl_%d" % next(NUMBERS))
-        self._server.send_prepare(prepared.name, key[0].encode(), key[1])
-        self._sent.append(Result(self, prepared, key))
+        """A query is prepared a few times at most, however many of its values may be missing."""
+        query, types = key
+        several = self._by_query.setdefault(query, [])
+        for prepared in several:
+            if prepared.takes(types):
+                self._prepared[key] = prepared
+                return prepared
+        if several:
+            types = tuple(new or known for new, known in zip(types, several[-1].types, strict=True))
+        prepared = self._prepared[key] = Prepared(b"agentrl_%d" % next(NUMBERS), query, types)
+        several.append(prepared)
+        self._server.send_prepare(prepared.name, query.encode(), types)
+        self._sent.append(Result(self, prepared, prepares=True))
         return prepared
+
+    def _forget(self, prepared: Prepared) -> None:
+        self._by_query[prepared.query].remove(prepared)
+        for key in [key for key, found in self._prepared.items() if found is prepared]:
+            del self._prepared[key]
 
     def _received(self) -> PGresult:
         while True:

@@ -25,6 +25,7 @@ PATIENCE = 60.0  # seconds to wait for a server that is away before callers get 
 CHANNEL = "agentrl"
 TIME = """select extract(epoch from clock_timestamp())::float8 as now,
     set_config('synchronous_commit', 'off', true)"""  # until the end of the transaction
+NOTIFY = "select pg_notify(%s, %s)"
 ID = "select pg_current_xact_id_if_assigned()::text as id"
 DURABLE = "select pg_logical_emit_message(true, 'agentrl', '')"
 AGAIN = (
@@ -71,7 +72,7 @@ class PostgresSession:
         waits for the disk afterwards, together with the callers of all others. What is made out of
         something seen comes later in the log, so it does not survive a power cut alone."""
         if topics:
-            self.conn.execute("select pg_notify(%s, %s)", (CHANNEL, str(topics)))
+            self.conn.execute(NOTIFY, (CHANNEL, str(topics)))
         if self._id is None:
             self.conn.sync()
         id, self._open = self._id, False
@@ -83,6 +84,10 @@ class PostgresSession:
         except psycopg.OperationalError:
             if id is None or not self._took_place(id):
                 raise
+
+    def tell(self, topics: int) -> None:
+        self.conn.execute(NOTIFY, (CHANNEL, str(topics)))
+        self.conn.sync()
 
     def rollback(self) -> None:
         self._open = False

@@ -226,6 +226,9 @@ class SqliteSession(_Connections):
         self.conn.execute("commit")
         self._committed(self.conn)
 
+    def tell(self, topics: int) -> None:
+        """The notifier does: see `SqliteStore`."""
+
     def rollback(self) -> None:
         if self.conn.in_transaction:
             self.conn.execute("rollback")

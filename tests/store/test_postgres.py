@@ -417,6 +417,20 @@ async def test_a_restart_of_the_server_is_only_a_delay(server, url: str, kit, op
     assert len(await waiting) == 1
 
 
+async def test_what_was_answered_survives_the_death_of_the_server(server, url: str, kit) -> None:
+    """Of which the last answer is some microseconds old."""
+    async with open_store(url) as store:
+        await store.open_run("run", {})
+        for number in range(12):
+            assert await store.enqueue(kit.group(f"g{number}", 2)) == 2
+            if number % 4 == 3:
+                await asyncio.to_thread(server.kill)
+                await asyncio.to_thread(server.start)
+                rows = await store.rollouts("run")
+                assert len(rows) == 2 * (number + 1)
+                assert (await store.counts("run")).queued == len(rows)
+
+
 async def test_a_server_that_stays_away_is_an_error_in_the_end(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
