@@ -75,7 +75,7 @@ def claim(
             if row["claimed_state"] == types.AttemptState.RUNNING and row["lease_until"] > tx.now
         ]
     held, most = _load_and_limit(tx.conn, runner) if _leases(tx)["suspects"] else (0, math.inf)
-    claimed: list[types.Attempt] = []
+    claimed, started, taken = list[types.Attempt](), list[rows.Columns](), list[rows.Columns]()
     for row in queued.fetchall():
         most = min(most, row["together"] or most)
         if held + len(claimed) >= most:
@@ -92,16 +92,17 @@ def claim(
             "now": tx.now,
             "seq": row["seq"],
         }
-        tx.conn.execute(SQL["start_rollout"], columns)
-        tx.conn.execute(SQL["start_attempt"], columns)
+        started.append(columns)
         if row["ran"] is not None:
-            taken = {"attempt": columns["attempt"], "before": row["attempt_id"]}
-            for statement in ("take_transitions", "take_spans", "take_rewards"):
-                tx.conn.execute(SQL[statement], taken)
+            taken.append({"attempt": columns["attempt"], "before": row["attempt_id"]})
         tx.add_counts(row["run_id"], queued=-1, running=1)
         tx.add_event(row["run_id"], "rollout", row["id"])
         until = tx.now + lease
         claimed.append(_attempt(tx.conn, row, columns["attempt"], columns["fence"], until))
+    tx.conn.executemany(SQL["start_rollout"], started)
+    tx.conn.executemany(SQL["start_attempt"], started)
+    for statement in ("take_transitions", "take_spans", "take_rewards"):
+        tx.conn.executemany(SQL[statement], taken)
     return claimed or None
 
 

@@ -58,6 +58,7 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
                 tokens = sampled * len(call.columns["completion"]) // 4
                 tx.add_counts(run, transitions=1, inexact=not call.columns["exact"], tokens=tokens)
         kept.append(not (late if known is None else known))
+    tree.write()
     for attempt in attempts:
         if attempt in changed:
             tx.add_event(found[attempt][0], "attempt", attempt)

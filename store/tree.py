@@ -20,6 +20,7 @@ from agentrl.store.database import WritingConnection, load_sql
 from agentrl.store.rows import digest
 
 SQL = load_sql("traces")
+CALL, TOKENS = 0, 1  # kinds of rows of the query `tree`
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +84,14 @@ class TokenTree:
     ) -> None:
         self._conn = conn
         columns = {"attempts": rows.to_json(attempts, "Attempts"), "ids": rows.to_json(ids, "Ids")}
-        self._asked = [conn.ask(SQL[name], columns) for name in ("stored", "nodes", "chats")]
+        self._asked = conn.ask(SQL["tree"], columns)
         self._calls: dict[str, tuple[str, bool]] | None = None  # by id: attempt, and whether late
         self._nodes: dict[str, list[TreeNode]] = defaultdict(list)  # longest first, then latest
         self._chats: dict[str, list[TreeNode]] = defaultdict(list)
         self._answers: dict[tuple[str, int, bytes, bytes], int] = {}
+        self._rows: dict[
+            str, dict[str, Any]
+        ] = {}  # columns of calls that are not stored yet, by id
         self._new: list[str] = []  # ids of what was added here: `seq` -1, -2, ...
 
     def known_late(self, call: PreparedTransition) -> bool | None:
@@ -104,7 +108,7 @@ class TokenTree:
         return late
 
     def add(self, call: PreparedTransition, *, late: bool) -> None:
-        """Stores a call that is not known below its deepest prefix."""
+        """Adds a call that is not known, below its deepest prefix."""
         if call.tools is not None:  # the same in most calls of a run: stored once, by content
             self._conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
         parent = deepest_prefix(call.prompt, _fitting(self._nodes[call.attempt], call.prompt))
@@ -118,20 +122,29 @@ class TokenTree:
             "messages": f"[{','.join(call.lines[shared:])}]",
             "late": late,
         }
-        self._conn.execute(SQL["add_transition"], columns)
+        if columns["parent_id"] in self._rows or columns["chat_parent_id"] in self._rows:
+            self.write()
+        self._rows[columns["id"]] = columns
         self._remember(call, late)
 
+    def write(self) -> None:
+        """Stores what was added. Calls that continue each other are of different statements."""
+        self._conn.executemany(SQL["add_transition"], self._rows.values())
+        self._rows = {}
+
     def _read(self) -> dict[str, tuple[str, bool]]:
-        stored, nodes, chats = self._asked
-        for row in nodes.fetchall():
-            node = TreeNode(row["seq"], row["size"], row["digest"])
-            self._nodes[row["attempt_id"]].append(node)
-        for row in chats.fetchall():
+        calls = {}
+        for row in self._asked.fetchall():
             attempt, node = row["attempt_id"], TreeNode(row["seq"], row["size"], row["digest"])
-            self._chats[attempt].append(node)
-            if row["answer_digest"] is not None:
-                self._answers[attempt, node.size, node.digest, row["answer_digest"]] = node.seq
-        return {row["id"]: (row["attempt_id"], bool(row["late"])) for row in stored.fetchall()}
+            if row["kind"] == CALL:
+                calls[row["id"]] = attempt, bool(row["late"])
+            elif row["kind"] == TOKENS:
+                self._nodes[attempt].append(node)
+            else:
+                self._chats[attempt].append(node)
+                if row["answer"] is not None:
+                    self._answers[attempt, node.size, node.digest, row["answer"]] = node.seq
+        return calls
 
     def _heard(self, call: PreparedTransition) -> tuple[int | None, int]:
         """The call whose messages this one repeats, and how many: agents resend all of them."""
@@ -147,8 +160,9 @@ class TokenTree:
         return parent.seq, shared
 
     def _link(self, name: str, seq: int | None) -> dict[str, Any]:
-        new = seq is not None and seq < 0
-        return {name: None if new else seq, f"{name}_id": self._new[-1 - seq] if new else None}
+        if seq is None or seq >= 0:
+            return {name: seq, f"{name}_id": None}
+        return {name: None, f"{name}_id": self._new[-1 - seq]}
 
     def _remember(self, call: PreparedTransition, late: bool) -> None:
         assert self._calls is not None

@@ -88,7 +88,8 @@ class _Connection(asyncio.Protocol):
     async def post(self, head: bytes, body: bytes, silence: float) -> tuple[Answer, bool]:
         """The answer, and whether the connection can be used again."""
         assert self._transport is not None
-        self._waiting = waiting = self._loop.create_future()
+        waiting: asyncio.Future[tuple[Answer, bool]] = self._loop.create_future()
+        self._waiting = waiting
         self.used = self._loop.time()
         self._transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         clock = self._loop.call_later(silence, self._look, silence)

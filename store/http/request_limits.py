@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -165,7 +166,7 @@ class BodyReader:
     def __init__(self, largest: int) -> None:
         self._largest, self._free = largest, max(HELD, largest)
 
-    async def read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         """The whole body. Raises HTTPException as soon as it is known to be too large, Unavailable
         when the rest does not come or there is no memory for it, ConnectionAbortedError when the
         client has closed the connection."""

@@ -12,10 +12,13 @@ psycopg's, which is most of what a small verb costs. Values are converted by psy
 from __future__ import annotations
 
 import itertools
+import re
 import select
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import psycopg
 from psycopg.adapt import PyFormat, Transformer
@@ -27,8 +30,11 @@ from psycopg.rows import DictRow
 from agentrl.store.database import Parameters, Statement, numbered
 
 DONE = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
+TOGETHER = (16, 4, 1)  # rows that one statement inserts
 NUMBERS = itertools.count()
-FORMATS = [PyFormat.AUTO] * 256  # more than any statement has
+FORMATS = [PyFormat.AUTO] * 1024  # more than any statement has
+VALUES, PLACE = "values (", re.compile(r"\$(\d+)")
+ALIASES = 4096  # keys of prepared queries, of which many may mean the same one
 Key = tuple[str, tuple[int, ...]]  # a query and the types of its values
 WAITING = 500  # statements that may be sent before one is waited for: their results take memory
 
@@ -102,22 +108,24 @@ class Pipeline:
         self._by_query: dict[str, list[Prepared]] = {}
         self._sent: deque[Result] = deque()
         self._ready = select.poll()
+        raw.execute("set plan_cache_mode = force_generic_plan")  # a plan takes as long as an insert
         self._server.enter_pipeline_mode()
         self._server.nonblocking = 1
 
     def execute(self, sql: str, parameters: Parameters = (), /) -> Result:
-        if len(self._sent) >= WAITING:
-            self.sync()
-        return self.send(sql, parameters)
-
-    ask = execute
-
-    def send(self, sql: str, parameters: Parameters = ()) -> Result:
         query, names = sql.numbered if isinstance(sql, Statement) else numbered(sql)
         if isinstance(parameters, dict):
             parameters = [parameters[name] for name in names]
         elif not isinstance(parameters, list | tuple):
             raise TypeError("parameters are a dict, a list or a tuple")
+        if len(self._sent) >= WAITING:
+            self.sync()
+        return self.send(query, parameters)
+
+    ask = execute
+
+    def send(self, query: str, parameters: Sequence[Any] = ()) -> Result:
+        """A query in the server's own form, whatever waits already."""
         values = self._values.dump_sequence(parameters, FORMATS[: len(parameters)])
         key = query, self._values.types or ()
         prepared = self._prepared.get(key) or self._prepare(key)
@@ -126,8 +134,18 @@ class Pipeline:
         return result
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> None:
-        for row in rows:
-            self.execute(sql, row)
+        several = list(rows)
+        query, names = sql.numbered if isinstance(sql, Statement) else numbered(sql)
+        while several:
+            n = next(n for n in TOGETHER if n <= len(several))
+            part, several = several[:n], several[n:]
+            together = of_several(query, n)
+            if together is not None and all(names):
+                values = [row[name] for row in part if isinstance(row, dict) for name in names]
+                self.send(together, values)
+            else:
+                for row in part:
+                    self.execute(sql, row)
 
     def sync(self) -> None:
         """Waits for everything that was sent. Raises the first error among it."""
@@ -165,6 +183,8 @@ class Pipeline:
 
     def _prepare(self, key: Key) -> Prepared:
         """A query is prepared a few times at most, however many of its values may be missing."""
+        if len(self._prepared) > ALIASES:
+            self._prepared.clear()
         query, types = key
         several = self._by_query.setdefault(query, [])
         for prepared in several:
@@ -199,3 +219,22 @@ class Pipeline:
         ((_, found),) = self._ready.poll()
         if found != select.POLLOUT:
             self._server.consume_input()
+
+
+@lru_cache(256)
+def of_several(query: str, n: int) -> str | None:
+    """A query that inserts a row, with parameters $1, $2, as one that inserts n rows; None for any
+    other query, and for n = 1."""
+    start = query.find(VALUES)
+    if n == 1 or start < 0 or "do update" in query:
+        return None
+    start += len(VALUES) - 1
+    depths = itertools.accumulate((c == "(") - (c == ")") for c in query[start:])
+    end = start + next(i for i, depth in enumerate(depths) if depth == 0) + 1
+    row, width = query[start:end], len(set(PLACE.findall(query)))
+
+    def numbered_from(first: int) -> str:
+        return PLACE.sub(lambda found: f"${int(found[1]) + first}", row)
+
+    several = ", ".join(numbered_from(width * i) for i in range(n))
+    return f"{query[:start]}{several}{query[end:]}"

@@ -4,20 +4,21 @@ select run_id, state, lease_until from attempts where id = ?;
 -- name: known
 select attempt_id, late from transitions where id = ?;
 
--- name: stored
-select id, attempt_id, late from transitions where id in (select value from json_each(:ids));
-
--- name: nodes
-select attempt_id, size, digest, max(seq) as seq from transitions
-where attempt_id in (select value from json_each(:attempts)) and size > 0
-group by attempt_id, size, digest order by attempt_id desc, size desc, digest desc;
-
--- name: chats
-select attempt_id, chat_size as size, chat_digest as digest, answer_digest, max(seq) as seq
+-- Of calls by attempt: chats (2), tokens (1); of calls by id: what is known (0). Longest first.
+-- name: tree
+select 2 as kind, attempt_id, chat_size as size, chat_digest as digest, answer_digest as answer,
+    max(seq) as seq, '' as id, 0 as late
 from transitions
 where attempt_id in (select value from json_each(:attempts)) and chat_size > 0
 group by attempt_id, chat_size, chat_digest, answer_digest
-order by attempt_id desc, chat_size desc, chat_digest desc, max(seq) desc;
+union all
+select 1, attempt_id, size, digest, null, max(seq), '', 0 from transitions
+where attempt_id in (select value from json_each(:attempts)) and size > 0
+group by attempt_id, size, digest
+union all
+select 0, attempt_id, 0, null, null, seq, id, late from transitions
+where id in (select value from json_each(:ids))
+order by size desc, digest desc, seq desc;
 
 -- name: add_payload
 insert into payloads (hash, body) values (?, ?) on conflict (hash) do nothing;

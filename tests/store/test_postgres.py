@@ -274,7 +274,7 @@ async def test_a_deadlock_is_resolved_and_nobody_hears_of_it(url: str) -> None:
             def verb(tx):
                 tries.append(first)
                 query = "select 1 from runs where id = %s for update"
-                tx.conn.execute(query, (first,))
+                tx.conn.execute(query, (first,)).fetchall()
                 if tries.count(first) == 1:
                     met.wait(20)
                 tx.conn.execute(query, (then,))

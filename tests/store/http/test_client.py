@@ -144,10 +144,11 @@ async def test_an_answer_that_is_no_stores(body):
 
 async def test_a_proxy_that_answers_in_chunks_is_understood(address):
     async def pass_on(request: web.Request) -> web.StreamResponse:
-        headers = {"content-type": request.headers["content-type"]}
+        headers, path = dict(request.headers), request.path.removeprefix("/below")
         async with httpx.AsyncClient(base_url=address) as client:
-            answer = await client.post(request.path, content=await request.read(), headers=headers)
-        response = web.StreamResponse(status=answer.status_code, headers=headers)
+            answer = await client.post(path, content=await request.read(), headers=headers)
+        kind = {"content-type": answer.headers["content-type"]}
+        response = web.StreamResponse(status=answer.status_code, headers=kind)
         response.enable_chunked_encoding()
         await response.prepare(request)
         for byte in answer.content:
