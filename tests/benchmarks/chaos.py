@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -197,9 +197,16 @@ FAULTS = {fault.__name__: fault for fault in (kill, stop, partition, slow, disk,
 WEIGHTS = {"kill": 4, "stop": 2, "partition": 2, "slow": 1, "disk": 1, "clock": 1}
 
 
-def strike(cluster: Cluster, chance: random.Random) -> str:
+def kinds(chance: random.Random) -> Iterator[str]:
+    """Names of faults without end: as often as their weights say, in an order of chance."""
+    while True:
+        some = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
+        chance.shuffle(some)
+        yield from some
+
+
+def strike(cluster: Cluster, name: str, chance: random.Random) -> str:
     """One fault; returns its name and victim."""
-    (name,) = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))
     victim = "store" if name in ("disk", "clock") else chance.choice(list(cluster.roles))
     FAULTS[name](cluster, cluster.roles[victim], chance)
     return f"{name} {victim}"
@@ -235,6 +242,7 @@ def slow_link() -> str:
 def measure(faults: int, seconds: float, seed: int, model: Path) -> Figures:
     """`faults` is how many were made: fewer where the time ran out first."""
     chance, made, started = random.Random(seed), Counter[str](), time.monotonic()
+    faulty = kinds(chance)
     with tempfile.TemporaryDirectory() as name, network(hold=int(seconds) + 1200) as lan:
         cluster = Cluster(lan, Path(name), model, steps=6 * faults + 6)
         cluster.until(lambda: cluster.committed() >= 1, "No first step was committed.")
@@ -242,7 +250,7 @@ def measure(faults: int, seconds: float, seed: int, model: Path) -> Figures:
             time.sleep(chance.uniform(0, 1))
             if cluster.ended():
                 break
-            what = strike(cluster, chance)
+            what = strike(cluster, next(faulty), chance)
             made[what.partition(" ")[0]] += 1
             print(f"{time.monotonic() - started:.0f} s: {what}", file=sys.stderr, flush=True)
             before = cluster.committed()

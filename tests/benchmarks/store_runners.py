@@ -89,7 +89,7 @@ async def runner(store: Store, times: Times, end: float) -> None:
             held.add(attempt.id)
             await asyncio.sleep(chance.uniform(0.5, 1.5) * SECONDS)
             outcome = Outcome(attempt=attempt.id, fence=attempt.fence)
-            assert await timed(times["finish"], store.finish([outcome])) == [True]
+            assert await timed(times["outcome"], store.finish([outcome])) == [True]
             held.discard(attempt.id)
 
     async def beat() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +20,9 @@ def test_a_few_faults_lose_nothing_and_train_nothing_twice(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(chaos.ROOT))
+    monkeypatch.setattr(chaos, "WEIGHTS", dict.fromkeys(chaos.WEIGHTS, 1))
     figures = chaos.measure(faults=6, seconds=300, seed=1, model=tiny_model_dir)
-    assert figures["faults"] == 6
+    assert figures["by_fault"] == chaos.WEIGHTS
     assert (figures["lost"], figures["twice"]) == (0, 0)
     assert figures["final_step"] == figures["steps"]
 
@@ -33,7 +35,9 @@ def test_every_kind_of_fault_comes_and_every_machine_is_struck(
         monkeypatch.setitem(chaos.FAULTS, name, lambda *_, name=name: made.append(name))
     roles = dict.fromkeys(["store", "learner", *chaos.runner_names()])
     chance, cluster = random.Random(0), SimpleNamespace(roles=roles)
-    struck = [chaos.strike(cluster, chance).split() for _ in range(200)]
-    assert [name for name, _ in struck] == made
+    names = list(islice(chaos.kinds(chance), 2 * sum(chaos.WEIGHTS.values())))
+    struck = [chaos.strike(cluster, name, chance).split() for name in names * 5]
+    assert [name for name, _ in struck] == made == names * 5
+    assert {name: names.count(name) / 2 for name in chaos.WEIGHTS} == chaos.WEIGHTS
     assert set(made) == set(chaos.FAULTS) == set(chaos.WEIGHTS)
     assert {victim for _, victim in struck} == set(roles)
