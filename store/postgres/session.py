@@ -115,7 +115,9 @@ class PostgresSession:
 
     @property
     def _id(self) -> str | None:
-        return None if self._asked is None else _one(self._asked)["id"]
+        """None before the answer, too."""
+        known = self._asked is not None and self._asked.raw is not None
+        return _one(self._asked)["id"] if self._asked and known else None
 
     def _ask_id(self) -> None:
         """With every wait, until it is known: a transaction has one when it has locked or written
@@ -132,7 +134,7 @@ class PostgresSession:
                 self._away = error
                 time.sleep(PAUSE)
             else:
-                self.conn = Pipeline(self._raw)
+                self.conn = Pipeline(self._raw, self._ask_id)
                 return True
         return False
 
