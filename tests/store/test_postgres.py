@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
 from agentrl.store import database, open_store, writer
-from agentrl.store.postgres import connection, notify
+from agentrl.store.postgres import connection, notify, pipeline
 from agentrl.store.postgres import migrations as postgres_migrations
 from agentrl.store.postgres import session as pgsession
 from agentrl.store.sqlite import migrations
@@ -354,6 +354,39 @@ async def test_a_notice_of_somebody_else_is_no_ring(url: str, monkeypatch) -> No
         sql(url, "notify agentrl, 'hello'", "notify agentrl")
         await other.open_run("run", {})
         assert await waiting == 1
+
+
+@pytest.mark.parametrize("read", [True, False])
+async def test_an_error_of_a_statement_is_that_of_its_verb(url: str, read: bool) -> None:
+    """Also if nobody waits for the statement."""
+
+    def fail(tx) -> None:
+        found = tx.conn.execute("select 1 / %s", (0,))
+        if read:
+            found.fetchall()
+
+    async with open_store(url) as store:
+        await store.open_run("run", {})
+        for step in (0, 2):
+            good, bad, better = await asyncio.gather(
+                store.log("run", step, {"a": 1.0}),
+                store._writer.post(fail),
+                store.log("run", step + 1, {"a": 1.0}),
+                return_exceptions=True,
+            )
+            assert (good, better) == (None, None)
+            assert isinstance(bad, Invalid)
+        assert [row.step for row in await store.steps("run")] == [0, 1, 2, 3]
+
+
+def test_a_row_and_several_are_the_same_statement() -> None:
+    one, names = database.numbered("insert into t (a, b) values (%(a)s, f(%(b)s, %(a)s)) -- x")
+    assert (one, names) == ("insert into t (a, b) values ($1, f($2, $1)) -- x", ("a", "b"))
+    two = "insert into t (a, b) values ($1, f($2, $1)), ($3, f($4, $3)) -- x"
+    assert pipeline.of_several(one, 2) == two
+    assert pipeline.of_several(one, 1) is None
+    assert pipeline.of_several("update t set a = $1", 2) is None
+    assert pipeline.of_several(f"{one} on conflict (a) do update set b = 1", 2) is None
 
 
 # -- lost connections ------------------------------------------------------------------------------
