@@ -125,13 +125,14 @@ class Connection(Protocol):
     """Statements come from `load_sql`."""
 
     def execute(self, sql: str, parameters: Parameters = ..., /) -> Cursor: ...
-    def executemany(self, sql: str, rows: Iterable[Parameters], /) -> object: ...
 
 
 class WritingConnection(Connection, Protocol):
     def ask(self, sql: str, parameters: Parameters = ..., /) -> Cursor:
         """Like `execute`, for a statement of few rows: many such may be open at once; they are
         waited for when the first of them is read."""
+
+    def executemany(self, sql: str, rows: Iterable[Parameters], /) -> object: ...
 
 
 class Connected(Protocol):

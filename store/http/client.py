@@ -156,7 +156,7 @@ class HttpStore:
         pause, deadline, why = BACKOFF, 0.0, ""
         while True:
             try:
-                status, kind, answer = await self._answer(name, headers, body())
+                status, kind, answer, _ = await self._answer(name, headers, body())
             except LOST as error:
                 why = f"Store {self.url} cannot be reached: {str(error) or 'no answer'}."
             except aiohttp.ClientError as error:

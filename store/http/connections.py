@@ -17,9 +17,11 @@ CONNECT = 5.0  # seconds to establish a connection
 IDLE = 60.0  # seconds for which an unused connection is kept: less than the server keeps it
 HEAD = 64 * 1024  # bytes of an answer that are not its body
 END = b"\r\n\r\n"
-STATUS = re.compile(rb"HTTP/1\.1 ([2-5]\d\d)")
-LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r\n)")
-KIND = re.compile(rb"\r\ncontent-type: *([^;\r]*)")
+STATUS = re.compile(rb"HTTP/1\.1 [2-5]\d\d[ \r]")
+LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r\n)", re.IGNORECASE)
+KIND = re.compile(rb"\r\ncontent-type: *([^;\r]*)", re.IGNORECASE)
+CHUNKS = re.compile(rb"\r\ntransfer-encoding:", re.IGNORECASE)
+CLOSE = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
 
 
 class Unreadable(Exception):
@@ -30,6 +32,7 @@ class Answer(NamedTuple):
     status: int
     kind: str  # content type, without its parameters
     body: bytes
+    last: bool = False  # whether the server closes the connection after it
 
 
 class Connections:
@@ -44,14 +47,14 @@ class Connections:
         server, when the connection is lost, or after `silence` seconds without a byte."""
         connection = self._unused() or await self._opened()
         try:
-            answer, again = await connection.post(head, body, silence)
+            answer = await connection.post(head, body, silence)
         except BaseException:
             connection.abort()
             raise
-        if again:
-            self._idle.append(connection)
-        else:
+        if answer.last:
             connection.abort()
+        else:
+            self._idle.append(connection)
         return answer
 
     def close(self) -> None:
@@ -81,31 +84,26 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._waiting: asyncio.Future[tuple[Answer, bool]] | None = None
-        self._clear()
+        self._waiting: asyncio.Future[Answer] | None = None
+        self._got = bytearray()
         self.lost, self.used = False, self._loop.time()
 
-    async def post(self, head: bytes, body: bytes, silence: float) -> tuple[Answer, bool]:
-        """The answer, and whether the connection can be used again."""
+    async def post(self, head: bytes, body: bytes, silence: float) -> Answer:
         assert self._transport is not None
-        waiting: asyncio.Future[tuple[Answer, bool]] = self._loop.create_future()
-        self._waiting = waiting
-        self.used = self._loop.time()
+        waiting: asyncio.Future[Answer] = self._loop.create_future()
+        self._waiting, self.used = waiting, self._loop.time()
         self._transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
-        clock = self._loop.call_later(silence, self._look, silence)
+        self._clock = self._loop.call_later(silence, self._look, silence)
         try:
             return await waiting
         finally:
-            (self._clock or clock).cancel()
-            clock.cancel()
+            self._clock.cancel()
             self._waiting = None
 
     def abort(self) -> None:
         self.lost = True
         if self._transport is not None:
             self._transport.abort()
-
-    # -- asyncio.Protocol --------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -118,44 +116,14 @@ class _Connection(asyncio.Protocol):
         self._got += data
         self.used = self._loop.time()
         try:
-            if self._size < 0:
-                self._read_head()
+            answer = whole_answer(self._got)
         except Unreadable as error:
             self._fail(error)
             return
-        if 0 <= self._size <= len(self._got) - self._start:
-            self._answer()
-
-    # -- parts -------------------------------------------------------------------------------------
-
-    def _clear(self) -> None:
-        self._got = bytearray()
-        self._start, self._size = 0, -1  # of the body; -1: not known yet
-        self._clock: asyncio.TimerHandle | None = None
-
-    def _read_head(self) -> None:
-        end = self._got.find(END)
-        if end < 0 and len(self._got) <= HEAD:
-            return
-        head = bytes(self._got[: end + 2]).lower()
-        status, length = STATUS.match(head.upper()), LENGTH.findall(head)
-        if status is None or len(length) != 1 or b"\r\ntransfer-encoding:" in head:
-            raise Unreadable
-        kind = KIND.search(head)
-        self._start, self._size = end + len(END), int(length[0])
-        self._status = int(status[1])
-        self._kind = kind[1].decode("latin-1").strip() if kind else ""
-        self._again = b"\r\nconnection: close" not in head
-
-    def _answer(self) -> None:
-        body = bytes(memoryview(self._got)[self._start :])
-        whole = len(body) == self._size  # more than was asked for is an answer to nobody
-        answer, again = Answer(self._status, self._kind, body), self._again
-        self._clear()
-        if self._waiting is None or not whole:
-            self._fail(Unreadable())
-        elif not self._waiting.done():
-            self._waiting.set_result((answer, again))
+        if answer is not None:
+            self._got = bytearray()
+            if self._waiting is not None and not self._waiting.done():
+                self._waiting.set_result(answer)
 
     def _look(self, silence: float) -> None:
         """Ends the request if not a byte came for so long."""
@@ -169,3 +137,23 @@ class _Connection(asyncio.Protocol):
         self.abort()
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(error)
+
+
+def whole_answer(got: bytearray) -> Answer | None:
+    """None if more is to come. Raises Unreadable for what is not, or not only, one plain answer."""
+    end = got.find(END, 0, HEAD)
+    if end < 0 and len(got) < HEAD:
+        return None
+    head = bytes(got[: end + 2])
+    lengths = LENGTH.findall(head)
+    if not STATUS.match(head) or len(lengths) != 1 or CHUNKS.search(head):
+        raise Unreadable
+    start, size = end + len(END), int(lengths[0])
+    if len(got) <= start + size:
+        if len(got) < start + size:
+            return None
+        kind = KIND.search(head)
+        form = kind[1].decode("latin-1").strip().lower() if kind else ""
+        body = bytes(memoryview(got)[start:])
+        return Answer(int(head[9:12]), form, body, last=CLOSE.search(head) is not None)
+    raise Unreadable

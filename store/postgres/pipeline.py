@@ -134,18 +134,20 @@ class Pipeline:
         return result
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> None:
-        several = list(rows)
+        several, done = list(rows), 0
         query, names = sql.numbered if isinstance(sql, Statement) else numbered(sql)
-        while several:
-            n = next(n for n in TOGETHER if n <= len(several))
-            part, several = several[:n], several[n:]
-            together = of_several(query, n)
-            if together is not None and all(names):
-                values = [row[name] for row in part if isinstance(row, dict) for name in names]
-                self.send(together, values)
-            else:
+        while left := len(several) - done:
+            n = next(n for n in TOGETHER if n <= left)
+            part, done = several[done : done + n], done + n
+            together = of_several(query, n) if all(names) else None
+            if together is None:
                 for row in part:
                     self.execute(sql, row)
+            else:
+                values = [row[name] for row in part if isinstance(row, dict) for name in names]
+                self.send(together, values)
+            if len(self._sent) >= WAITING:
+                self.sync()
 
     def sync(self) -> None:
         """Waits for everything that was sent. Raises the first error among it."""

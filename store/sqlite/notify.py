@@ -27,7 +27,6 @@ from agentrl.store.feed import ALL
 from agentrl.store.sqlite.connection import Location, StoreFile
 
 SLOW = 1.0  # seconds
-RECENT = 1_000_000_000  # nanoseconds in which a folder may change again and keep its time
 CLOSE = b"\0"
 
 
@@ -41,7 +40,6 @@ class ChangeNotifier:
         self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._socket = self._bind()
         self._sender = None if self._socket is None else _datagrams()
-        self._changed, self._sockets = 0, list[str]()  # of the folder; see `_others`
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="store-notifier", daemon=True)
         self._thread.start()
@@ -51,8 +49,13 @@ class ChangeNotifier:
         if self._sender is None:
             return
         message = bytes((topics,))
-        for path in self._others():
-            self._send(message, path)
+        try:
+            names = os.listdir(self._folder)  # noqa: PTH208 - on the path of every commit
+        except OSError:
+            return
+        for name in names:
+            if name != self._name:
+                self._send(message, f"{self._folder}/{name}")
 
     def close(self) -> None:
         self._closed.set()
@@ -79,18 +82,6 @@ class ChangeNotifier:
             listening.close()
             return None
         return listening
-
-    def _others(self) -> list[str]:
-        """Their sockets, read again when the folder has changed, or has only just."""
-        try:
-            changed = os.stat(self._folder).st_mtime_ns  # noqa: PTH116 - on the path of every commit
-            if changed != self._changed or time.time_ns() - changed < RECENT:
-                names = os.listdir(self._folder)  # noqa: PTH208
-                self._sockets = [f"{self._folder}/{name}" for name in names if name != self._name]
-                self._changed = changed
-        except OSError:
-            return []
-        return self._sockets
 
     def _send(self, message: bytes, path: str) -> None:
         if self._sender is None:
