@@ -216,11 +216,9 @@ class Writer:
 
     def _tell(self) -> int:
         """What other processes are told without a transaction that changes something."""
-        try:
-            self._session.tell(self._owed)
-        except self._session.errors:  # the next commit meets the same error, and tries again
-            return 0
         told, self._owed, self._told = self._owed, 0, time.monotonic()
+        with suppress(*self._session.errors):  # they look now and again without being told
+            self._session.tell(told)
         return told
 
     def _fail(self, jobs: list[_Job], error: Exception) -> None:
