@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +25,7 @@ Parameters = Mapping[str, Any] | Sequence[Any]
 INDEXES = ("0011_failures", "0012_pages")  # migrations that only add indexes
 SQL_FOLDER = Path(__file__).parent / "sql"
 MARK = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
+PARAMETER = re.compile(r"%\((\w+)\)s|%s|%%")
 NAMED = re.compile(r"(?<![:\w]):(\w+)")  # `:name`, but not the type in `::text`
 
 
@@ -38,6 +39,27 @@ class Statement(str):
     def postgres(self) -> str:
         sql = _read(f"postgres/{self.noun}").get(self.name, self)
         return NAMED.sub(r"%(\1)s", sql.replace("%", "%%")).replace("?", "%s")
+
+    @cached_property
+    def numbered(self) -> tuple[str, tuple[str, ...]]:
+        """As the server of PostgreSQL reads it, with $1, $2, and the names of the parameters."""
+        return numbered(self.postgres)
+
+
+@lru_cache(256)
+def numbered(query: str) -> tuple[str, tuple[str, ...]]:
+    """A query as psycopg reads it, in the server's form; its parameters have all names or none."""
+    names: list[str] = []
+
+    def number(mark: re.Match[str]) -> str:
+        if mark[0] == "%%":
+            return "%"
+        if mark[1] is None or mark[1] not in names:
+            names.append(mark[1] or "")
+            return f"${len(names)}"
+        return f"${names.index(mark[1]) + 1}"
+
+    return PARAMETER.sub(number, query), tuple(names)
 
 
 def load_sql(noun: str) -> dict[str, Statement]:
@@ -103,6 +125,13 @@ class Connection(Protocol):
     """Statements come from `load_sql`."""
 
     def execute(self, sql: str, parameters: Parameters = ..., /) -> Cursor: ...
+
+
+class WritingConnection(Connection, Protocol):
+    def ask(self, sql: str, parameters: Parameters = ..., /) -> Cursor:
+        """Like `execute`, for a statement of few rows: many such may be open at once; they are
+        waited for when the first of them is read."""
+
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> object: ...
 
 
@@ -125,13 +154,21 @@ class Session(Connected, Protocol):
     """The writing connection of a process, and its transactions. Used by one thread."""
 
     @property
-    def conn(self) -> Connection: ...
+    def conn(self) -> WritingConnection: ...
 
-    def begin(self) -> float:
-        """Returns the time, unix seconds, of the clock that all processes of the store share."""
+    def begin(self) -> Callable[[], float]:
+        """Says the time of the transaction, unix seconds, by the clock that all processes of the
+        store share; always the same."""
+
+    def flush(self) -> None:
+        """Returns when all statements were executed. Raises the first error among those whose
+        results nobody has read."""
 
     def commit(self, topics: int) -> None:
         """Returns when the transaction is durable. Other processes are notified of the topics."""
+
+    def tell(self, topics: int) -> None:
+        """Notifies other processes, of earlier commits."""
 
     def rollback(self) -> None:
         """Undoes the open transaction, if there is one."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -37,8 +37,8 @@ CANCELLED = types.Failure(kind=types.ErrorKind.CANCELLED, message="The rollout w
 def enqueue(tx: Transaction, rollouts: Sequence[types.NewRollout]) -> int:
     added: Counter[str] = Counter()
     groups = {rollout.group: rollout for rollout in rollouts}
-    for member in groups.values():
-        _open_group(tx, member)
+    states = _open_groups(tx, groups)
+    sent = []
     for rollout in rollouts:
         first = groups[rollout.group]
         same = (rollout.run, rollout.purpose, rollout.candidate)
@@ -46,15 +46,15 @@ def enqueue(tx: Transaction, rollouts: Sequence[types.NewRollout]) -> int:
             raise Invalid(
                 f"Group {rollout.group!r} mixes runs, purposes or candidates: give each its own."
             )
-        columns = rows.new_rollout_columns(rollout)
-        if tx.conn.execute(SQL["enqueue"], columns).rowcount:
+        sent.append((rollout, tx.conn.execute(SQL["enqueue"], rows.new_rollout_columns(rollout))))
+    for rollout, found in sent:
+        if found.rowcount:
             added[rollout.group] += 1
         else:
             _check_known(tx.conn, rollout)
     for group, new in added.items():
-        if new:
-            tx.add_counts(groups[group].run, queued=new)
-            _grow_group(tx, groups[group], new)
+        tx.add_counts(groups[group].run, queued=new)
+        _grow_group(tx, groups[group], states[group], new)
     return added.total()
 
 
@@ -62,19 +62,21 @@ def claim(
     tx: Transaction, n: int, *, runner: str, lease: float, run: str | None, claim_id: str | None
 ) -> list[types.Attempt] | None:
     """None if there is nothing to claim; for a repeat the attempts still live, perhaps none."""
+    known = None
     if claim_id is not None:
         tx.conn.execute(SQL["lock_claim"], {"claim_id": claim_id})
-        if repeat := tx.conn.execute(SQL["claimed"], (claim_id,)).fetchall():
-            return [
-                _attempt(tx.conn, row, row["claimed_id"], row["fence"], row["lease_until"])
-                for row in repeat
-                if row["claimed_state"] == types.AttemptState.RUNNING
-                and row["lease_until"] > tx.now
-            ]
+        known = tx.conn.ask(SQL["claimed"], (claim_id,))
     query = SQL["queued"] if run is None else SQL["queued_of_run"]
-    held, most = _load_and_limit(tx.conn, runner)
-    claimed: list[types.Attempt] = []
-    for row in tx.conn.execute(query, {"n": n, "run": run}).fetchall():
+    queued = tx.conn.ask(query, {"n": n, "run": run})
+    if known is not None and (repeat := known.fetchall()):
+        return [
+            _attempt(tx.conn, row, row["claimed_id"], row["fence"], row["lease_until"])
+            for row in repeat
+            if row["claimed_state"] == types.AttemptState.RUNNING and row["lease_until"] > tx.now
+        ]
+    held, most = _load_and_limit(tx.conn, runner) if _leases(tx)["suspects"] else (0, math.inf)
+    claimed, started, taken = list[types.Attempt](), list[rows.Columns](), list[rows.Columns]()
+    for row in queued.fetchall():
         most = min(most, row["together"] or most)
         if held + len(claimed) >= most:
             break  # later ones wait too, otherwise this one might wait for ever
@@ -90,16 +92,17 @@ def claim(
             "now": tx.now,
             "seq": row["seq"],
         }
-        tx.conn.execute(SQL["start_rollout"], columns)
-        tx.conn.execute(SQL["start_attempt"], columns)
+        started.append(columns)
         if row["ran"] is not None:
-            taken = {"attempt": columns["attempt"], "before": row["attempt_id"]}
-            for statement in ("take_transitions", "take_spans", "take_rewards"):
-                tx.conn.execute(SQL[statement], taken)
+            taken.append({"attempt": columns["attempt"], "before": row["attempt_id"]})
         tx.add_counts(row["run_id"], queued=-1, running=1)
         tx.add_event(row["run_id"], "rollout", row["id"])
         until = tx.now + lease
         claimed.append(_attempt(tx.conn, row, columns["attempt"], columns["fence"], until))
+    tx.conn.executemany(SQL["start_rollout"], started)
+    tx.conn.executemany(SQL["start_attempt"], started)
+    for statement in ("take_transitions", "take_spans", "take_rewards"):
+        tx.conn.executemany(SQL[statement], taken)
     return claimed or None
 
 
@@ -118,7 +121,14 @@ def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list
 
 
 def finish(tx: Transaction, outcomes: Sequence[types.Outcome]) -> list[bool]:
-    return [_finish(tx, outcome) for outcome in outcomes]
+    named = [tx.conn.ask(SQL["attempt"], (outcome.attempt,)) for outcome in outcomes]
+    kept, seen = [], set()
+    for outcome, found in zip(outcomes, named, strict=True):
+        if outcome.attempt in seen:  # what was found is what it was before the first
+            found = tx.conn.execute(SQL["attempt"], (outcome.attempt,))
+        seen.add(outcome.attempt)
+        kept.append(_finish(tx, outcome, found.fetchone()))
+    return kept
 
 
 def cancel(tx: Transaction, rollouts: Sequence[str]) -> int:
@@ -139,7 +149,9 @@ def expire_leases(tx: Transaction) -> bool:
     """Queues the rollouts of runners that fell silent again, or fails them; whether there were any.
     If the clock was set back, leases that were given before are shortened to their full length
     from now."""
-    leases = tx.conn.execute(SQL["leases"]).fetchone()
+    if tx.leases is not None:  # none has run out at the same moment
+        return False
+    leases = _leases(tx)
     if leases["ends"] is None:
         return False
     if leases["heard"] > tx.now + SLACK:
@@ -154,6 +166,7 @@ def expire_leases(tx: Transaction) -> bool:
     }
     for row in overdue:
         _expire_attempt(tx, row, max(held[row["runner"]], row["known"] or 0))
+    tx.leases = tx.conn.execute(SQL["leases"]).fetchone()
     return bool(overdue)
 
 
@@ -202,11 +215,16 @@ def _attempt(conn: Connection, row: Any, id: str, fence: int, until: float) -> t
     return rows.attempt(row, id, fence, until, texts)
 
 
+def _leases(tx: Transaction) -> Any:
+    """Of all attempts that are running, as they were when this transaction first looked."""
+    if tx.leases is None:
+        tx.leases = tx.conn.execute(SQL["leases"]).fetchone()
+    return tx.leases
+
+
 def _load_and_limit(conn: Connection, runner: str) -> tuple[int, float]:
     """How many rollouts a runner holds, and how many it may hold because of suspects among them;
-    not counted while there is no suspect anywhere."""
-    if conn.execute(SQL["any_suspect"]).fetchone() is None:
-        return 0, math.inf
+    only asked while there is a suspect somewhere."""
     row = conn.execute(SQL["held"], (runner,)).fetchone()
     return row["held"], row["most"] or math.inf
 
@@ -245,20 +263,29 @@ def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
         _end_rollout(tx, row, types.RolloutState.FAILED, lost)
 
 
-def _open_group(tx: Transaction, member: types.NewRollout) -> None:
-    runs.find_run(tx.conn, member.run)
-    columns = {"group": member.group, "run": member.run, "step": member.step}
-    new = tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value}).rowcount
-    if new and member.purpose is types.Purpose.TRAIN:
-        tx.add_counts(member.run, groups_open=1)
-    row = tx.conn.execute(SQL["group"], (member.group,)).fetchone()
-    if member.candidate is not None:
-        prompts.texts(tx.conn, member.run, member.candidate)
-    if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
-        raise Conflict(
-            f"Group {member.group!r} belongs to run {row['run_id']!r} for {row['purpose']}: "
-            "choose another name."
-        )
+def _open_groups(tx: Transaction, members: Mapping[str, types.NewRollout]) -> dict[str, str]:
+    """The state of each group, which is made if there is none. `members`: one of each group."""
+    for run in {member.run for member in members.values()}:
+        runs.find_run(tx.conn, run)
+    sent = []
+    for group, member in members.items():
+        columns = {"group": group, "run": member.run, "step": member.step}
+        made = tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value})
+        sent.append((member, made, tx.conn.ask(SQL["group"], (group,))))
+    states = {}
+    for member, made, found in sent:
+        if made.rowcount and member.purpose is types.Purpose.TRAIN:
+            tx.add_counts(member.run, groups_open=1)
+        if member.candidate is not None:
+            prompts.texts(tx.conn, member.run, member.candidate)
+        row = found.fetchone()
+        if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
+            raise Conflict(
+                f"Group {member.group!r} belongs to run {row['run_id']!r} for {row['purpose']}: "
+                "choose another name."
+            )
+        states[member.group] = row["state"]
+    return states
 
 
 def _check_known(conn: Connection, rollout: types.NewRollout) -> None:
@@ -270,8 +297,7 @@ def _check_known(conn: Connection, rollout: types.NewRollout) -> None:
         )
 
 
-def _grow_group(tx: Transaction, member: types.NewRollout, new: int) -> None:
-    state = tx.conn.execute(SQL["group"], (member.group,)).fetchone()["state"]
+def _grow_group(tx: Transaction, member: types.NewRollout, state: str, new: int) -> None:
     if state == "settled" and member.purpose is types.Purpose.TRAIN:
         tx.add_counts(member.run, groups_open=1, groups_settled=-1)
     if state in ("claimed", "trained", "discarded"):
@@ -280,8 +306,7 @@ def _grow_group(tx: Transaction, member: types.NewRollout, new: int) -> None:
     tx.add_event(member.run, "group", member.group, QUEUE)
 
 
-def _finish(tx: Transaction, outcome: types.Outcome) -> bool:
-    row = tx.conn.execute(SQL["attempt"], (outcome.attempt,)).fetchone()
+def _finish(tx: Transaction, outcome: types.Outcome, row: Any) -> bool:
     if row is None:
         raise NotFound(f"There is no attempt {outcome.attempt!r} in this store.")
     result = rows.to_json(outcome.result, f"The result of attempt {outcome.attempt}")

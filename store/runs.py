@@ -16,7 +16,7 @@ import msgspec
 from agentrl import types
 from agentrl.errors import Conflict, Fenced, Invalid, NotFound
 from agentrl.store import limits, rows
-from agentrl.store.database import Connection, load_sql
+from agentrl.store.database import Connection, WritingConnection, load_sql
 from agentrl.store.feed import GROUPS
 from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
@@ -185,7 +185,7 @@ def _state(row: Any) -> types.RunState:
 
 
 def _add_credits(
-    conn: Connection,
+    conn: WritingConnection,
     commit: types.StepCommit,
     credits: Sequence[rows.Columns],
     calls: Mapping[str, Any],
@@ -201,7 +201,10 @@ def _add_credits(
 
 
 def _add_rewards(
-    conn: Connection, commit: types.StepCommit, calls: Mapping[str, Any], groups: Mapping[str, str]
+    conn: WritingConnection,
+    commit: types.StepCommit,
+    calls: Mapping[str, Any],
+    groups: Mapping[str, str],
 ) -> None:
     """Adds them after the rewards that the rollout's attempt has."""
     given: dict[str, list[types.Reward]] = {}
@@ -242,5 +245,5 @@ def _mark_group(
     tx.add_event(commit.run, "group", group)
 
 
-def _set_metrics(conn: Connection, run: str, step: int, metrics: dict[str, float]) -> None:
+def _set_metrics(conn: WritingConnection, run: str, step: int, metrics: dict[str, float]) -> None:
     conn.executemany(SQL["set_metric"], [(run, step, *metric) for metric in metrics.items()])

@@ -22,7 +22,7 @@ from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
 from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.writer import NoWriter, Transaction, Writer, answer_once
+from agentrl.store.writer import Bulk, NoWriter, Transaction, Writer, answer_once
 
 SQL = load_sql("feed")
 P = ParamSpec("P")
@@ -64,7 +64,7 @@ class SqlStore:
         read_pool: ReadPool,
         feed: Feed,
         *,
-        notify: Callable[[int], None],
+        notify: Callable[[int, int], None],
         stop_listening: Callable[[], None],
         shrink: Callable[[], None],
     ) -> None:
@@ -154,7 +154,7 @@ class SqlStore:
         for outcome in outcomes:
             limits.check_outcome(outcome)
         clean = [rows.clean_outcome(outcome) for outcome in outcomes]
-        return await self._writer.post(partial(queue.finish, outcomes=clean))
+        return await self._writer.post(Bulk(queue.finish, clean))
 
     claims = _reading(queue.claims)
     owner = _reading(queue.owner)
@@ -166,7 +166,7 @@ class SqlStore:
 
     async def add_transitions(self, transitions: Sequence[types.Transition]) -> list[bool]:
         calls = [traces.prepare(transition) for transition in transitions]
-        return await self._writer.post(partial(traces.add_transitions, calls=calls))
+        return await self._writer.post(Bulk(traces.add_transitions, calls))
 
     async def add_spans(self, spans: Sequence[types.Span]) -> None:
         limits.check_spans(spans)
@@ -277,7 +277,8 @@ class SqlStore:
             def verb(tx: Transaction, last: bool = last) -> tuple[T | None, float | None]:
                 if queue.expire_leases(tx):
                     tx.settle_groups()  # for this look
-                return look(tx, last), queue.next_expiry(tx)
+                found = look(tx, last)
+                return found, queue.next_expiry(tx) if found is None else None
 
             found, expires = await self._writer.post(verb)
             if found is not None:

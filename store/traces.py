@@ -6,39 +6,20 @@ marked late; a transition's parents are earlier transitions of its own attempt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
-from itertools import islice
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from agentrl import types
-from agentrl.errors import Conflict, Invalid, NotFound
+from agentrl.errors import Invalid, NotFound
 from agentrl.store import limits, rows
-from agentrl.store.database import Connection, joined, load_sql
+from agentrl.store.database import Connection, Cursor, joined, load_sql
 from agentrl.store.rows import digest
+from agentrl.store.tree import PreparedTransition, TokenTree
 from agentrl.store.writer import Transaction
 
 SQL = load_sql("traces")
 FIRST_GIVEN = 2**29  # position of rewards that did not come with an outcome or a step
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedTransition:
-    """A transition with what can be computed before the transaction, during which other writers
-    wait."""
-
-    columns: dict[str, Any]
-    prompt: bytes
-    lines: list[str]  # messages as JSON
-    chat: bytes  # the lines, each with a line break
-    tools: str | None
-
-    @property
-    def attempt(self) -> str:
-        return str(self.columns["attempt"])
 
 
 def prepare(transition: types.Transition) -> PreparedTransition:
@@ -63,19 +44,21 @@ def prepare(transition: types.Transition) -> PreparedTransition:
 
 def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> list[bool]:
     attempts = sorted({call.attempt for call in calls})
-    found = {attempt: _attempt(tx, attempt) for attempt in attempts}
+    locked = [tx.conn.ask(SQL["attempt"], (attempt,)) for attempt in attempts]
+    tree = TokenTree(tx.conn, attempts, [call.columns["id"] for call in calls])
+    found = {one: _live_or_late(tx, one, row) for one, row in zip(attempts, locked, strict=True)}
     kept, changed = [], set()
     for call in calls:
         run, late = found[call.attempt]
-        if _add_call(tx.conn, call, late=late):
+        if (known := tree.known_late(call)) is None:
+            tree.add(call, late=late)
             changed.add(call.attempt)
             if not late:
                 sampled = call.columns["repeats"] is None
                 tokens = sampled * len(call.columns["completion"]) // 4
                 tx.add_counts(run, transitions=1, inexact=not call.columns["exact"], tokens=tokens)
-        else:
-            late = _known_late(tx.conn, call)
-        kept.append(not late)
+        kept.append(not (late if known is None else known))
+    tree.write()
     for attempt in attempts:
         if attempt in changed:
             tx.add_event(found[attempt][0], "attempt", attempt)
@@ -217,51 +200,16 @@ def spans(conn: Connection, attempt: str) -> list[types.Span]:
     return [rows.span(span) for span in conn.execute(SQL["spans"], (attempt,))]
 
 
-# -- the token tree ------------------------------------------------------------
-
-
-class TreeNode(NamedTuple):
-    """What identifies an earlier call whose tokens or messages another one may continue."""
-
-    seq: int
-    size: int  # bytes
-    digest: bytes
-
-
-def prefix_digests(data: bytes, sizes: Iterable[int]) -> dict[int, bytes]:
-    """Digest of `data[:size]` for every size that is not longer than it, in one pass."""
-    view, state, done = memoryview(data), blake2b(digest_size=16), 0
-    found: dict[int, bytes] = {}
-    for size in sorted(set(sizes)):
-        if size > len(view):
-            break
-        state.update(view[done:size])
-        done = size
-        found[size] = state.copy().digest()
-    return found
-
-
-def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
-    """The first of `nodes` that is a prefix of `data`. They come longest first.
-
-    Nodes are read in growing batches: one node is enough in a linear conversation; with many
-    branches, `data` is hashed only a few times."""
-    waiting, some = iter(nodes), 1
-    while batch := list(islice(waiting, some)):
-        found = prefix_digests(data, [node.size for node in batch])
-        for node in batch:
-            if found.get(node.size) == node.digest:
-                return node
-        some *= 8
-    return None
-
-
 # -- parts -----------------------------------------------------------------------------------------
 
 
 def _attempt(tx: Transaction, id: str) -> tuple[str, bool]:
     """The attempt's run, and whether writes to it are late now."""
-    row = tx.conn.execute(SQL["attempt"], (id,)).fetchone()
+    return _live_or_late(tx, id, tx.conn.execute(SQL["attempt"], (id,)))
+
+
+def _live_or_late(tx: Transaction, id: str, found: Cursor) -> tuple[str, bool]:
+    row = found.fetchone()
     if row is None:
         raise NotFound(f"There is no attempt {id!r} in this store.")
     live = row["state"] == types.AttemptState.RUNNING and row["lease_until"] > tx.now
@@ -278,51 +226,3 @@ def _check_targets(conn: Connection, outcome: types.Outcome) -> None:
                 f"Attempt {outcome.attempt} has no transition {id!r}, which a reward is about: "
                 "name one of its own."
             )
-
-
-def _add_call(conn: Connection, call: PreparedTransition, *, late: bool) -> bool:
-    """Stores a call below its deepest prefix; False if it was there already."""
-    if call.tools is not None:  # the same in most calls of a run: stored once, by content
-        conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
-    tokens: dict[str, Any] = {"parent": None, "prompt": call.prompt}
-    parent = _deepest(conn, "shorter", call, call.prompt)  # of equal ones, the latest
-    if parent is not None:
-        tokens = {"parent": parent.seq, "prompt": call.prompt[parent.size :]}
-    columns = {**call.columns, **tokens, **_chat_columns(conn, call), "late": late}
-    return conn.execute(SQL["add_transition"], columns).rowcount == 1
-
-
-def _known_late(conn: Connection, call: PreparedTransition) -> bool:
-    """Whether a stored call came late. Raises Conflict if it is another attempt's."""
-    row = conn.execute(SQL["known"], (call.columns["id"],)).fetchone()
-    if row["attempt_id"] != call.attempt:
-        raise Conflict(
-            f"Transition {call.columns['id']} is one of attempt {row['attempt_id']}, not of "
-            f"{call.attempt}: give each call an id of its own."
-        )
-    return bool(row["late"])
-
-
-def _chat_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
-    """Agents resend the conversation; only messages that no earlier call has are stored."""
-    parent, seq, shared = _deepest(conn, "shorter_chats", call, call.chat), None, 0
-    if parent is not None:
-        seq, shared = parent.seq, call.chat[: parent.size].count(b"\n")
-        if shared < len(call.lines):
-            said = digest(call.lines[shared].encode())
-            answered = {**parent._asdict(), "attempt": call.attempt, "said": said}
-            heard = conn.execute(SQL["heard"], answered).fetchone()["seq"]
-            if heard is not None:  # the next message is the answer to that call
-                seq, shared = heard, shared + 1
-    return {
-        "chat_parent": seq,
-        "chat_shared": shared,
-        "messages": f"[{','.join(call.lines[shared:])}]",
-    }
-
-
-def _deepest(
-    conn: Connection, query: str, call: PreparedTransition, data: bytes
-) -> TreeNode | None:
-    found = conn.execute(SQL[query], {"attempt": call.attempt, "size": len(data)})
-    return deepest_prefix(data, (TreeNode(row["seq"], row["size"], row["digest"]) for row in found))

@@ -17,17 +17,19 @@ import asyncio
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from agentrl.errors import Conflict, Forbidden, StoreError, Unavailable
-from agentrl.store.database import Connection, Session, load_sql
-from agentrl.store.feed import ANY, GROUPS, resolve
+from agentrl.store.database import Session, WritingConnection, load_sql
+from agentrl.store.feed import ANY, GROUPS, QUEUE, resolve
 from agentrl.types import Counts, Purpose
 
 SQL = load_sql("feed")
@@ -37,8 +39,10 @@ KEPT = 86_400.0  # seconds
 STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may be too late
 GRACE = 10.0  # seconds that every lease holds after a stall: until waiting heartbeats are executed
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
+HASTE, LEISURE = 0.002, 0.05  # seconds between two notifications: of work to do, of other news
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
@@ -47,12 +51,18 @@ class Transaction:
     record is written once and last: so the rows that all writers share are locked for the shortest
     time, in one order."""
 
-    conn: Connection
-    now: float  # unix seconds
+    conn: WritingConnection
+    time: Callable[[], float]
     topics: int = 0
+    leases: Any = None  # when the first look at the queue has ended those that ran out
     events: list[tuple[str, str, str]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)  # rollouts by run and group
+
+    @property
+    def now(self) -> float:
+        """Unix seconds."""
+        return self.time()
 
     def add_event(self, run: str, kind: str, id: str, topics: int = 0) -> None:
         """Adds to the change feed; those who wait for one of the `topics` are woken."""
@@ -81,8 +91,12 @@ class Transaction:
     def settle_groups(self) -> None:
         """Writes counters and ended rollouts: runs first, then groups, each in order of name."""
         self._write_counts()
-        for (run, group), n in sorted(self.ended.items()):
-            row = self.conn.execute(SQL["shrink_group"], {"n": n, "group": group}).fetchone()
+        shrunk = [
+            (run, group, self.conn.ask(SQL["shrink_group"], {"n": n, "group": group}))
+            for (run, group), n in sorted(self.ended.items())
+        ]
+        for run, group, found in shrunk:
+            row = found.fetchone()
             if row["state"] == "settled":
                 if row["purpose"] == Purpose.TRAIN:
                     self.add_counts(run, groups_open=-1, groups_settled=1)
@@ -105,24 +119,43 @@ class Transaction:
 WriteVerb = Callable[[Transaction], T]
 
 
+@dataclass(frozen=True, slots=True)
+class Bulk(Generic[Item, T]):
+    """A verb over a list that answers for each item: those of one group are one call. They are
+    concurrent, so nobody can tell their order."""
+
+    change: Callable[[Transaction, Sequence[Item]], list[T]]
+    items: Sequence[Item]
+
+    def __call__(self, tx: Transaction) -> list[T]:
+        return self.change(tx, self.items)
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
-    verb: WriteVerb[Any]
+    verb: Any  # a WriteVerb
     future: asyncio.Future[Any]
     result: Any = None
     error: Exception | None = None
 
 
 class Writer:
-    """Group commit. `notify(topics)` is called after every commit that changed something."""
+    """Group commit. `notify(topics, told)` is called after every commit that changed something:
+    waiters of this process look at the `topics`, other processes at those `told`.
 
-    def __init__(self, name: str, session: Session, notify: Callable[[int], None]) -> None:
+    Every other process wakes up for each notification, whether anybody waits there or not: with
+    eight that write calls one by one this cost more than writing. So those of a short time are one,
+    which comes at its end; the first after a silence comes at once."""
+
+    def __init__(self, name: str, session: Session, notify: Callable[[int, int], None]) -> None:
         self._name, self._session, self._notify = name, session, notify
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()  # a verb is only put while the writer can answer it
         self._closed = False
         self._failure: Exception | None = None  # what ended the writer
         self._stalled = False  # the transaction before
+        self._owed = 0  # topics of which other processes have not been told
+        self._told = -LEISURE  # when they were told, of the monotonic clock
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -151,23 +184,42 @@ class Writer:
         try:
             while open_:
                 jobs, open_ = self._waiting()
+                before = self._owed
                 topics = self._commit(jobs) if jobs else 0
                 _answer(jobs)
                 jobs = []  # they are answered, even if the notification fails
-                if topics:
-                    self._notify(topics)
+                told = (before | topics) & ~self._owed
+                if not told and self._owed and (not open_ or self._patience() <= 0.0):
+                    told = self._tell()
+                if topics or told:
+                    self._notify(topics, told)
         except Exception as error:  # noqa: BLE001 - otherwise callers would wait for ever
             self._fail(jobs, error)
 
     def _waiting(self) -> tuple[list[_Job], bool]:
-        """The next group of verbs, and whether more may come."""
-        batch = [self._jobs.get()]
+        """The next group of verbs, and whether more may come. None of them: others must be told."""
+        try:
+            batch = [self._jobs.get(timeout=self._patience() if self._owed else None)]
+        except Empty:
+            return [], True
         while len(batch) < GROUP and batch[-1] is not None:
             try:
                 batch.append(self._jobs.get_nowait())
             except Empty:
                 break
         return [job for job in batch if job is not None], batch[-1] is not None
+
+    def _patience(self, more: int = 0) -> float:
+        """Seconds until other processes are told what is owed to them."""
+        pause = HASTE if (self._owed | more) & (QUEUE | GROUPS) else LEISURE
+        return max(0.0, self._told + pause - time.monotonic())
+
+    def _tell(self) -> int:
+        """What other processes are told without a transaction that changes something."""
+        told, self._owed, self._told = self._owed, 0, time.monotonic()
+        with suppress(*self._session.errors):  # they look now and again without being told
+            self._session.tell(told)
+        return told
 
     def _fail(self, jobs: list[_Job], error: Exception) -> None:
         """Answers these verbs and all others that wait; later ones are refused."""
@@ -198,7 +250,7 @@ class Writer:
                     return self._transact(jobs, self._run, since)
                 except Exception:  # noqa: BLE001 - raised again below, for its verb alone
                     self._session.rollback()
-                    return self._transact(jobs, self._run_alone, since)
+                    return self._transact(jobs, self._run_each_alone, since)
             except self._session.errors as error:
                 self._session.rollback()
                 if self._session.can_retry(error, since):
@@ -208,31 +260,50 @@ class Writer:
                 return 0
 
     def _transact(
-        self, jobs: list[_Job], run: Callable[[_Job, Transaction], None], since: float
+        self, jobs: list[_Job], run: Callable[[list[_Job], Transaction], None], since: float
     ) -> int:
-        now = self._session.begin()
-        group = Transaction(self._session.conn, now)
+        group = Transaction(self._session.conn, self._session.begin())
         if self._stalled or time.monotonic() - since > STALL:
             group.extend_leases()
-        for job in jobs:
-            job.error = None
-            run(job, group)
+        run(jobs, group)
         group.write()
-        self._session.commit(group.topics)
+        owed = self._owed | group.topics
+        now = bool(owed) and self._patience(owed) <= 0.0
+        self._session.commit(owed if now else 0)
+        self._owed = 0 if now else owed
+        self._told = time.monotonic() if now else self._told
         self._stalled = time.monotonic() - since > STALL
         return group.topics
 
-    def _run(self, job: _Job, tx: Transaction) -> None:
-        job.result = job.verb(tx)
+    def _run(self, jobs: list[_Job], tx: Transaction) -> None:
+        bulks: dict[Any, list[_Job]] = defaultdict(list)
+        for job in jobs:
+            job.error = None
+            if isinstance(job.verb, Bulk):
+                bulks[job.verb.change].append(job)
+            else:
+                job.result = job.verb(tx)
+        for change, some in bulks.items():
+            results = iter(change(tx, [item for job in some for item in job.verb.items]))
+            for job in some:
+                job.result = list(islice(results, len(job.verb.items)))
+
+    def _run_each_alone(self, jobs: list[_Job], group: Transaction) -> None:
+        for job in jobs:
+            job.error = None
+            self._run_alone(job, group)
 
     def _run_alone(self, job: _Job, group: Transaction) -> None:
         """All of the verb or nothing, whether the others succeed or not."""
-        tx = Transaction(group.conn, group.now)
+        tx = Transaction(group.conn, group.time)
         tx.conn.execute("savepoint verb")
         try:
             job.result = job.verb(tx)
+            self._session.flush()
             group.add(tx)
         except Exception as error:  # delivered to the caller
+            with suppress(*self._session.errors):
+                self._session.flush()
             if not self._session.can_continue(error):
                 raise
             tx.conn.execute("rollback to verb")

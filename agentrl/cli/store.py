@@ -29,6 +29,16 @@ def store() -> None:
     """Serve, inspect and tidy a store."""
 
 
+def age(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
+    """Seconds, from a number with a unit: 90s, 30m, 12h, 7d, 2w."""
+    if value is None:
+        return None
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value)
+    if parts is None:
+        raise click.BadParameter(f"{value!r} is no age: write it like 90s, 30m, 12h, 7d or 2w.")
+    return float(parts[1]) * UNITS[parts[2]]
+
+
 @store.command()
 @click.argument("url")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -42,16 +52,29 @@ def store() -> None:
     " a restart.",
 )
 @click.option("--max-body", default=64, show_default=True, help="MiB of one request.")
-def serve(url: str, host: str, port: int, file: Path | None, max_body: int) -> None:
+@click.option("--keep-last", type=int, metavar="N", help="Prune every hour, but the last N steps.")
+@click.option(
+    "--older-than", callback=age, metavar="AGE", help="Prune every hour what ended before 7d ago."
+)
+def serve(
+    url: str,
+    host: str,
+    port: int,
+    file: Path | None,
+    max_body: int,
+    keep_last: int | None,
+    older_than: float | None,
+) -> None:
     """Give the store at URL to other machines, over HTTP, until SIGTERM.
 
     Keys come from --keys or the variable AGENTRL_STORE_KEYS, never from the command line, which
     every user of the machine can read. Without keys only this machine can be served. A key of
     scope runner claims, records and ends rollouts; reader only reads; admin may do everything.
-    Clients open http://KEY@HOST:PORT, or http://HOST:PORT with the key in AGENTRL_STORE_KEY."""
+    Clients open http://KEY@HOST:PORT, or http://HOST:PORT with the key in AGENTRL_STORE_KEY.
+    With --keep-last, --older-than or both, it prunes by itself, as `agentrl store prune` would."""
     try:
         from agentrl.store.http.keys import VARIABLE, KeyFile, Keys
-        from agentrl.store.http.serve import run
+        from agentrl.store.http.serve import Retention, run
     except ImportError as error:
         raise ConfigError(f"{error.name} is missing: pip install 'agentrl[server]'") from None
 
@@ -62,22 +85,14 @@ def serve(url: str, host: str, port: int, file: Path | None, max_body: int) -> N
     else:
         given = os.environ.get(VARIABLE)
         keys = Keys() if given is None else Keys.parse(given, VARIABLE)
-    run(partial(open_store, url), host, port, keys, largest=max_body * 2**20)
+    limited = keep_last is not None or older_than is not None
+    retention = Retention(keep_last, older_than) if limited else None
+    run(partial(open_store, url), host, port, keys, largest=max_body * 2**20, retention=retention)
 
 
 store_option = click.option(
     "--store", "url", help="Store URL; default: the only store below runs/."
 )
-
-
-def age(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
-    """Seconds, from a number with a unit: 90s, 30m, 12h, 7d, 2w."""
-    if value is None:
-        return None
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value)
-    if parts is None:
-        raise click.BadParameter(f"{value!r} is no age: write it like 90s, 30m, 12h, 7d or 2w.")
-    return float(parts[1]) * UNITS[parts[2]]
 
 
 @store.command()

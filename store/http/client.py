@@ -29,16 +29,15 @@ from agentrl.errors import Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store import limits, rows
 from agentrl.store.base import Store
 from agentrl.store.http import wire
+from agentrl.store.http.connections import CONNECT, IDLE, Answer, Connections, Unreadable
 from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
 from agentrl.types import StepCommit
 
 VARIABLE = "AGENTRL_STORE_KEY"
 PATIENCE = 60.0  # seconds for which a call is repeated
 BACKOFF, LONGEST = 0.05, 1.0  # seconds before the first repetition, which doubles, and at most
-CONNECT = 5.0  # seconds to establish a connection
 SILENCE = wire.POLL + 30.0  # seconds without a byte after which the connection counts as lost
-IDLE = 60.0  # seconds for which an unused connection is kept: less than the server keeps it
-LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
+LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError)
 TRANSIENT = frozenset({502, 503, 504})
 REFUSAL = wire.decoders(wire.Refusal)
 ANSWERS = wire.decoders(wire.BatchResponse)[MSGPACK]
@@ -74,13 +73,17 @@ class HttpStore:
         self.url, key, self._patience = _parse(url)
         self._readonly = readonly
         self._headers = {"content-type": MSGPACK, wire.CLAIM_SECRET: secrets.token_hex(16)}
+        if not key.isprintable():
+            raise StoreError("The store's key has a character that no key has.")
         if key:
             self._headers["authorization"] = f"Bearer {key}"
         self._lock = threading.Lock()
         self._closed = False
-        self._pools: dict[
-            asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[Any, None]]
-        ] = {}
+        self._plain = self.url.startswith("http://")
+        _, _, address = self.url.partition("://")
+        self._host, slash, path = address.partition("/")
+        self._path = slash + path
+        self._pools: dict[asyncio.AbstractEventLoop, tuple[_Pool, AsyncGenerator[Any, None]]] = {}
 
     async def close(self) -> None:
         self._closed = True
@@ -149,14 +152,11 @@ class HttpStore:
 
     async def _request(self, name: str, body: Callable[[], bytes], key: str = "") -> bytes:
         """The body of the answer, after as many tries as it takes."""
-        url = f"{self.url}/v1/{name}"
         headers = self._headers | {"idempotency-key": key} if key else self._headers
         pause, deadline, why = BACKOFF, 0.0, ""
         while True:
             try:
-                session = await self._session()
-                async with session.post(url, data=body(), headers=headers) as response:
-                    status, answer = response.status, await response.read()
+                status, kind, answer, _ = await self._answer(name, headers, body())
             except LOST as error:
                 why = f"Store {self.url} cannot be reached: {str(error) or 'no answer'}."
             except aiohttp.ClientError as error:
@@ -167,7 +167,7 @@ class HttpStore:
                 if status == 202:  # not yet
                     pause, deadline = BACKOFF, 0.0
                     continue
-                refused = self._refused(status, response.content_type, answer)
+                refused = self._refused(status, kind, answer)
                 if status not in TRANSIENT:
                     raise refused
                 why = str(refused)
@@ -177,6 +177,19 @@ class HttpStore:
                 raise Unavailable(why)
             await asyncio.sleep(pause * (0.5 + random.random() / 2))
             pause = min(2 * pause, LONGEST)
+
+    async def _answer(self, name: str, headers: dict[str, str], body: bytes) -> Answer:
+        pool = await self._pool()
+        if self._plain:
+            lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
+            head = f"POST {self._path}/v1/{name} HTTP/1.1\r\nhost: {self._host}\r\n{lines}"
+            try:
+                return await pool.plain.post(head.encode(), body, SILENCE)
+            except Unreadable:  # the call is repeated, as after a lost answer
+                self._plain = False
+        url = f"{self.url}/v1/{name}"
+        async with pool.session().post(url, data=body, headers=headers) as response:
+            return Answer(response.status, response.content_type, await response.read())
 
     def _read(self, decode: wire.Decode, answer: Any) -> Any:
         try:
@@ -194,17 +207,17 @@ class HttpStore:
             words = body[:200].decode("utf-8", "replace").strip()
             return StoreError(f"{self.url} answered {status} {words!r}: is it a store's server?")
 
-    async def _session(self) -> aiohttp.ClientSession:
+    async def _pool(self) -> _Pool:
         loop = asyncio.get_running_loop()
         found = self._pools.get(loop)
         if found is None:
-            pool = _pool()
-            session = await anext(pool)
+            closing = _closed_with_loop(_Pool(self.url))
+            pool = await anext(closing)
             with self._lock:
                 for other in [other for other in self._pools if other.is_closed()]:
                     del self._pools[other]
                 if not self._closed:
-                    self._pools[loop] = found = session, pool
+                    self._pools[loop] = found = pool, closing
         if found is None or self._closed:
             raise StoreError(f"Store {self.url} is closed.")
         return found[0]
@@ -224,20 +237,39 @@ for _verb in VERBS.values():
     setattr(HttpStore, _verb.name, _method(_verb))
 
 
-async def _pool() -> AsyncGenerator[aiohttp.ClientSession, None]:
+class _Pool:
+    """The connections of one event loop: plain ones, and a whole HTTP client where needed."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.plain = Connections(parts.hostname or "", parts.port or 80)
+        self._session: aiohttp.ClientSession | None = None
+
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT, sock_read=SILENCE),
+                headers={"accept-encoding": "identity"},
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("user-agent", "accept"),
+                read_bufsize=2**20,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        self.plain.close()
+        await asyncio.sleep(0)  # in which they are closed
+        if self._session is not None:
+            await self._session.close()
+
+
+async def _closed_with_loop(pool: _Pool) -> AsyncGenerator[_Pool, None]:
     """As a generator, because an event loop that ends closes those that it has begun."""
-    session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT, sock_read=SILENCE),
-        headers={"accept-encoding": "identity"},
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("user-agent", "accept"),
-        read_bufsize=2**20,
-    )
     try:
-        yield session
+        yield pool
     finally:
-        await session.close()
+        await pool.close()
 
 
 async def _close(pool: AsyncGenerator[Any, None]) -> None:

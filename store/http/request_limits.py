@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from functools import partial
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import Receive
@@ -36,10 +36,6 @@ class ConnectionLimits:
         """`most` connections, which must be fewer than the files that the process may open."""
         self._most, self._open = most, 0
         self._idle: defaultdict[str, dict[LimitedProtocol, None]] = defaultdict(dict)
-
-    def protocol(self) -> type[asyncio.Protocol]:
-        """For uvicorn's `http`, which calls it as a class."""
-        return cast(type[asyncio.Protocol], partial(LimitedProtocol, self))
 
     def entered(self, connection: LimitedProtocol) -> None:
         self._open += 1
@@ -170,14 +166,14 @@ class BodyReader:
     def __init__(self, largest: int) -> None:
         self._largest, self._free = largest, max(HELD, largest)
 
-    async def read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         """The whole body. Raises HTTPException as soon as it is known to be too large, Unavailable
         when the rest does not come or there is no memory for it, ConnectionAbortedError when the
         client has closed the connection."""
         length = headers.get(b"content-length", b"0")
-        self._check(int(length) if length.isdigit() else 0)
+        self.check(int(length) if length.isdigit() else 0)
         body, more = await _part(receive)
-        self._check(len(body))
+        self.check(len(body))
         return await self._rest(bytearray(body), receive) if more else body
 
     async def _rest(self, body: bytearray, receive: Receive) -> bytes:
@@ -188,7 +184,7 @@ class BodyReader:
                     part, more = await _part(receive)
                     held += self._hold(len(part))
                     body += part
-                    self._check(len(body))
+                    self.check(len(body))
         except TimeoutError:
             raise Unavailable(f"The body took over {WHOLE:.0f} s: send less at a time.") from None
         finally:
@@ -201,7 +197,7 @@ class BodyReader:
         self._free -= size
         return size
 
-    def _check(self, size: int) -> None:
+    def check(self, size: int) -> None:
         if size > self._largest:
             raise HTTPException(
                 413, f"The body is larger than {self._largest} bytes: send less at a time."

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, cast
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, Unavailable
 from agentrl.processes import allow_files
 from agentrl.store.base import Store
 from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, is_loopback_host
-from agentrl.store.http.request_limits import ConnectionLimits
+from agentrl.store.http.request_limits import ConnectionLimits, LimitedProtocol
 from agentrl.store.http.server import StoreApp
+from agentrl.store.http.whole import WholeCallProtocol
+from agentrl.store.maintenance import limits
 from agentrl.store.sqlstore import SqlStore
 
+log = logging.getLogger("agentrl.store")
 BACKLOG = 4096  # connections that may wait to be accepted
 OWN_FILES = 256  # that the server opens for itself
 UNREAD = 60_000  # milliseconds after which an answer that the client does not read is dropped
@@ -40,10 +46,13 @@ class StoreServer(uvicorn.Server):
 
     def __init__(self, app: DrainingApp, ready: Callable[[StoreServer], None]) -> None:
         self._app, self._ready = app, ready
+        limits = ConnectionLimits(allow_files() - OWN_FILES)
+        protocol = partial(WholeCallProtocol, app) if isinstance(app, StoreApp) else LimitedProtocol
         super().__init__(
             uvicorn.Config(
                 app,
-                http=ConnectionLimits(allow_files() - OWN_FILES).protocol(),
+                http=cast(type[asyncio.Protocol], partial(protocol, limits)),
+                proxy_headers=not isinstance(app, StoreApp),  # its limits are for who connects
                 access_log=False,
                 log_level="warning",
                 lifespan="off",
@@ -108,10 +117,39 @@ async def serve(
     await StoreServer(app, ready).serve([listening])
 
 
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What a served store keeps by itself: see `Store.prune`, whose limits these are."""
+
+    keep_last: int | None
+    older_than: float | None  # seconds
+    every: float = 3600.0  # seconds
+
+    async def keep(self, store: Store) -> None:
+        """Prunes now and again, until it is cancelled."""
+        while True:
+            try:
+                pruned = await store.prune(keep_last=self.keep_last, older_than=self.older_than)
+                if pruned.rollouts or pruned.events:
+                    log.warning("pruned %d rollouts, %d events", pruned.rollouts, pruned.events)
+            except Unavailable as error:
+                log.warning("nothing was pruned: %s", error)
+            await asyncio.sleep(self.every)
+
+
 def run(
-    store: Callable[[], Store], host: str, port: int, keys: Keys | KeyFile, *, largest: int
+    store: Callable[[], Store],
+    host: str,
+    port: int,
+    keys: Keys | KeyFile,
+    *,
+    largest: int,
+    retention: Retention | None = None,
 ) -> None:
-    """The whole life of a server process; prints its address."""
+    """The whole life of a server process; prints its address. Raises Invalid for limits of
+    `retention` that make no sense."""
+    if retention is not None:
+        limits(0.0, None, retention.keep_last, retention.older_than)
     with listen(host, port, keys) as listening:
         bound = listening.getsockname()[1]
 
@@ -119,11 +157,19 @@ def run(
             print(f"Serving at http://{f'[{host}]' if ':' in host else host}:{bound}", flush=True)
 
         async def main() -> None:
-            async with store() as opened:
+            async with store() as opened, contextlib.AsyncExitStack() as stack:
                 if isinstance(opened, SqlStore):  # no runner could hold its lease meanwhile
                     await opened.extend_leases()
+                if retention is not None:
+                    keeping = asyncio.create_task(retention.keep(opened))
+                    stack.push_async_callback(ended, keeping)
                 await serve(StoreApp(opened, keys, largest=largest), listening, ready)
 
         factory = uvicorn.Config("", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(main())
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))

@@ -15,9 +15,9 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -27,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store.base import Store
@@ -54,8 +55,29 @@ REASONS |= {413: "too_large", 415: "unsupported"}
 MORE = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}  # headers by status
 
 
+class Answer(NamedTuple):
+    """To a call."""
+
+    status: int
+    form: str  # content type
+    body: bytes
+
+    def lines(self) -> list[tuple[bytes, bytes]]:
+        """The headers."""
+        lines = [(b"content-type", self.form.encode()), (b"content-length", b"%d" % len(self.body))]
+        more = MORE.get(self.status, {})
+        return lines + [(name.encode(), value.encode()) for name, value in more.items()]
+
+    def head(self) -> bytes:
+        """What is sent before the body."""
+        lines = b"".join(b"%b: %b\r\n" % line for line in self.lines())
+        return b"%b%b\r\n" % (STATUS_LINE[self.status], lines)
+
+
 class StoreApp:
     """POST /v1/<verb>, /v1/batch and /v1/traces; GET /healthz and /openapi.json."""
+
+    CALLS = frozenset({*VERB_OF, "/v1/batch"})
 
     def __init__(self, store: Store, keys: Keys | KeyFile, *, largest: int = LARGEST) -> None:
         self.store, self._keys, self._largest = store, keys, largest
@@ -76,12 +98,14 @@ class StoreApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Verbs are answered here, without the cost of request and response objects."""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            path = scope["path"]
-            if path in VERB_OF or path == "/v1/batch":
-                await self._answer(VERB_OF.get(path), dict(scope["headers"]), receive, send)
-                return
-        await self._pages(scope, receive, send)
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.CALLS:
+            await self._pages(scope, receive, send)
+            return
+        answer = await self.answer(scope["path"], dict(scope["headers"]), None, receive)
+        if answer is not None:
+            start = {"type": "http.response.start", "status": answer.status}
+            await send({**start, "headers": answer.lines()})
+            await send({"type": "http.response.body", "body": answer.body})
 
     def drain(self) -> None:
         """From now on refuse calls and end waits; those being executed are finished."""
@@ -91,9 +115,10 @@ class StoreApp:
 
     # -- one request -------------------------------------------------------------------------------
 
-    async def _answer(
-        self, verb: Verb | None, headers: dict[bytes, bytes], receive: Receive, send: Send
-    ) -> None:
+    async def answer(
+        self, path: str, headers: Mapping[bytes, bytes], body: bytes | None, receive: Receive
+    ) -> Answer | None:
+        """Of one of `CALLS`; None if its caller has gone. Without a body, that is received."""
         kind = headers.get(b"content-type", b"").decode("latin-1")
         if kind not in ENCODE:
             kind = kind.partition(";")[0].strip().lower()
@@ -102,7 +127,10 @@ class StoreApp:
             caller = self._admit(headers)
             if form != kind:
                 raise HTTPException(415, f"Content-Type must be {' or '.join(ENCODE)}.")
-            body = await self._bodies.read(headers, receive)
+            if body is None:
+                body = await self._bodies.read(headers, receive)
+            self._bodies.check(len(body))
+            verb = VERB_OF.get(path)
             if verb is None:
                 result: Any = await self._batch(body, form, caller)
             else:
@@ -114,14 +142,10 @@ class StoreApp:
             status, refused = _refusal(error)
             out = ENCODE[form](wire.Refusal(error=refused))
         except ConnectionAbortedError:
-            return
-        lines = [(b"content-type", form.encode()), (b"content-length", b"%d" % len(out))]
-        if more := MORE.get(status):
-            lines += [(name.encode(), value.encode()) for name, value in more.items()]
-        await send({"type": "http.response.start", "status": status, "headers": lines})
-        await send({"type": "http.response.body", "body": out})
+            return None
+        return Answer(status, form, out)
 
-    def _admit(self, headers: dict[bytes, bytes]) -> KeyGrant:
+    def _admit(self, headers: Mapping[bytes, bytes]) -> KeyGrant:
         if self._draining:
             raise Unavailable("The store's server is shutting down: repeat the call.")
         if not self._keys and not is_for_this_machine(headers.get(b"host", b"")):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,14 +48,6 @@ class PostgresConnection:
         if isinstance(sql, Statement):
             return self.raw.execute(sql.postgres.encode(), parameters or ())
         return self.raw.execute(sql.encode(), parameters)
-
-    def executemany(self, sql: str, rows: Iterable[Parameters], /) -> None:
-        several = list(rows)
-        if len(several) == 1:
-            self.execute(sql, several[0])
-        elif several:
-            query = sql.postgres if isinstance(sql, Statement) else sql
-            self.raw.cursor().executemany(query.encode(), several)
 
 
 @dataclass(frozen=True, slots=True)

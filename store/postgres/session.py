@@ -19,10 +19,15 @@ from psycopg.rows import DictRow, dict_row
 from psycopg_pool import ConnectionPool
 
 from agentrl.store.postgres.connection import PAUSE, PostgresConnection, PostgresServer, configure
+from agentrl.store.postgres.pipeline import Pipeline, Result
 
 PATIENCE = 60.0  # seconds to wait for a server that is away before callers get an error
 CHANNEL = "agentrl"
-BEGIN = b"begin; select extract(epoch from clock_timestamp())::float8 as now"
+TIME = """select extract(epoch from clock_timestamp())::float8 as now,
+    set_config('synchronous_commit', 'off', true)"""  # until the end of the transaction
+NOTIFY = "select pg_notify(%s, %s)"
+ID = "select pg_current_xact_id_if_assigned()::text as id"
+DURABLE = "select pg_logical_emit_message(true, 'agentrl', '')"
 AGAIN = (
     psycopg.errors.DeadlockDetected,
     psycopg.errors.SerializationFailure,
@@ -40,7 +45,9 @@ class PostgresSession:
     def __init__(self, server: PostgresServer, clock: Callable[[], float] | None = None) -> None:
         self._server, self._clock = server, clock
         self._raw = server.connect()
-        self.conn = PostgresConnection(self._raw)
+        self.conn = Pipeline(self._raw, self._ask_id)
+        self._open = False
+        self._asked: Result | None = None  # for the id of the open transaction
         self._away: psycopg.OperationalError | None = None  # why the last try to connect failed
 
     @property
@@ -48,30 +55,48 @@ class PostgresSession:
         """Of the server process, by which a listener knows the notifications of its own process."""
         return self._raw.info.backend_pid
 
-    def begin(self) -> float:
+    def begin(self) -> Callable[[], float]:
+        self._open, self._asked = True, None
+        self.conn.execute("begin")
+        now = self.conn.execute(TIME)
         if self._clock is not None:
-            self.conn.execute("begin")
-            return self._clock()
-        cursor = self._raw.execute(BEGIN, prepare=False)  # two statements, which go unprepared
-        cursor.nextset()
-        (row,) = cursor.fetchall()
-        return float(row["now"])
+            fixed = self._clock()
+            return lambda: fixed
+        return lambda: float(_one(now)["now"])
+
+    def flush(self) -> None:
+        self.conn.sync()
 
     def commit(self, topics: int) -> None:
+        """Other transactions see this one, and get its locks, before it is on the disk; its caller
+        waits for the disk afterwards, together with the callers of all others. What is made out of
+        something seen comes later in the log, so it does not survive a power cut alone."""
         if topics:
-            self.conn.execute("select pg_notify(%s, %s)", (CHANNEL, str(topics)))
-        query = "select pg_current_xact_id_if_assigned()::text as id"
-        (row,) = self.conn.execute(query).fetchall()
+            self.conn.execute(NOTIFY, (CHANNEL, str(topics)))
+        if self._id is None:
+            self.conn.sync()
+        id, self._open = self._id, False
         try:
             self.conn.execute("commit")
+            if id is not None:
+                self.conn.execute(DURABLE)
+            self.conn.sync()
         except psycopg.OperationalError:
-            if row["id"] is None or not self._took_place(row["id"]):
+            if id is None or not self._took_place(id):
                 raise
 
+    def tell(self, topics: int) -> None:
+        self.conn.execute(NOTIFY, (CHANNEL, str(topics)))
+        self.conn.sync()
+
     def rollback(self) -> None:
+        self._open = False
+        with contextlib.suppress(psycopg.Error):  # of what nobody waits for any more
+            self.conn.sync()
         with contextlib.suppress(psycopg.OperationalError):  # it went with its connection
             if self._raw.info.transaction_status is not TransactionStatus.IDLE:
                 self.conn.execute("rollback")
+                self.conn.sync()
 
     def can_continue(self, error: Exception) -> bool:
         return not self._raw.broken and not isinstance(error, AGAIN)
@@ -88,6 +113,18 @@ class PostgresSession:
     def close(self) -> None:
         self._raw.close()
 
+    @property
+    def _id(self) -> str | None:
+        """None before the answer, too."""
+        known = self._asked is not None and self._asked.raw is not None
+        return _one(self._asked)["id"] if self._asked and known else None
+
+    def _ask_id(self) -> None:
+        """With every wait, until it is known: a transaction has one when it has locked or written
+        something."""
+        if self._open and self._id is None:
+            self._asked = self.conn.send(ID)
+
     def _reconnect(self, since: float) -> bool:
         self._raw.close()
         while time.monotonic() - since < PATIENCE:
@@ -97,7 +134,7 @@ class PostgresSession:
                 self._away = error
                 time.sleep(PAUSE)
             else:
-                self.conn = PostgresConnection(self._raw)
+                self.conn = Pipeline(self._raw, self._ask_id)
                 return True
         return False
 
@@ -108,17 +145,24 @@ class PostgresSession:
             with contextlib.suppress(psycopg.OperationalError):
                 while (status := self._status(transaction)) == "in progress":
                     time.sleep(PAUSE)
+                self.conn.execute(DURABLE)
+                self.conn.sync()
                 return status == "committed"
         return False
 
     def _status(self, transaction: str) -> str | None:
         query = "select pg_xact_status(%s::xid8) as status"
         try:
-            (row,) = self.conn.execute(query, (transaction,)).fetchall()
+            row = _one(self.conn.execute(query, (transaction,)))
         except psycopg.DataError:  # a number that this server, restored or promoted, never gave out
             return None
         status: str | None = row["status"]
         return status
+
+
+def _one(result: Result) -> DictRow:
+    (row,) = result.rows
+    return row
 
 
 class PostgresReadPool:

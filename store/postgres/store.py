@@ -62,7 +62,7 @@ class PostgresStore(SqlStore):
             session,
             PostgresReadPool(server),
             feed,
-            notify=feed.notify,
+            notify=lambda topics, _: feed.notify(topics),
             stop_listening=listener.close,
             shrink=server.vacuum,
         )

@@ -71,9 +71,6 @@ select run_id from rollouts where id = :rollout
 union all
 select run_id from groups where id = :group;
 
--- name: any_suspect
-select 1 from rollouts where together is not null and state in ('queued', 'running') limit 1;
-
 -- name: held
 select count(*) as held, min(r.together) as most
 from attempts a join rollouts r on r.id = a.rollout_id
@@ -100,7 +97,10 @@ select
     (
         select lease_until - lease from attempts where state = 'running'
         order by lease_until desc limit 1
-    ) as heard;
+    ) as heard,
+    exists (
+        select 1 from rollouts where together is not null and state in ('queued', 'running')
+    ) as suspects;
 
 -- name: shorten
 update attempts set lease_until = :now + lease

@@ -4,20 +4,21 @@ select run_id, state, lease_until from attempts where id = ?;
 -- name: known
 select attempt_id, late from transitions where id = ?;
 
--- name: shorter
-select size, digest, max(seq) as seq from transitions
-where attempt_id = :attempt and size > 0 and size <= :size
-group by size, digest order by size desc, digest desc;
-
--- name: shorter_chats
-select chat_size as size, chat_digest as digest, max(seq) as seq from transitions
-where attempt_id = :attempt and chat_size > 0 and chat_size <= :size
-group by chat_size, chat_digest order by chat_size desc, chat_digest desc;
-
--- name: heard
-select max(seq) as seq from transitions
-where attempt_id = :attempt and chat_size = :size and chat_digest = :digest
-  and answer_digest = :said;
+-- Of calls by attempt: chats (2), tokens (1); of calls by id: what is known (0). Longest first.
+-- name: tree
+select 2 as kind, attempt_id, chat_size as size, chat_digest as digest, answer_digest as answer,
+    max(seq) as seq, '' as id, 0 as late
+from transitions
+where attempt_id in (select value from json_each(:attempts)) and chat_size > 0
+group by attempt_id, chat_size, chat_digest, answer_digest
+union all
+select 1, attempt_id, size, digest, null, max(seq), '', 0 from transitions
+where attempt_id in (select value from json_each(:attempts)) and size > 0
+group by attempt_id, size, digest
+union all
+select 0, attempt_id, 0, null, null, seq, id, late from transitions
+where id in (select value from json_each(:ids))
+order by size desc, digest desc, seq desc;
 
 -- name: add_payload
 insert into payloads (hash, body) values (?, ?) on conflict (hash) do nothing;
@@ -29,12 +30,12 @@ insert into transitions (
     role, policy, version, finish, exact, span_id, started_at, seconds, sampling, tools,
     prompt, completion, logprobs, messages, answer, repeats, left_out, spans
 ) values (
-    :id, :attempt, :index, :late, :parent, :size, :digest,
-    :chat_parent, :chat_shared, :chat_size, :chat_digest, :answer_digest,
+    :id, :attempt, :index, :late,
+    coalesce(:parent, (select seq from transitions where id = :parent_id)), :size, :digest,
+    coalesce(:chat_parent, (select seq from transitions where id = :chat_parent_id)), :chat_shared, :chat_size, :chat_digest, :answer_digest,
     :role, :policy, :version, :finish, :exact, :span, :started, :seconds, :sampling, :tools,
     :prompt, :completion, :logprobs, :messages, :answer, :repeats, :left_out, :spans
-)
-on conflict (id) do nothing;
+);
 
 -- name: add_span
 insert into spans (

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
 from agentrl.errors import Invalid, StoreError, Unavailable
+from agentrl.store.database import Parameters
 
 BUSY = 60.0  # seconds to wait for the locks of other processes, which hold them for milliseconds
 # Errors for a value that no column takes: integers of more than 64 bits, text that is no Unicode.
@@ -38,6 +40,26 @@ ADVICE = {
     "SQLITE_IOERR": "the disk refuses to read or write; check it, and the space on it",
     "SQLITE_BUSY": "another process holds its write lock; wait if it is a vacuum, else end it",
 }
+
+
+class SqliteConnection(sqlite3.Connection):
+    def ask(self, sql: str, parameters: Parameters = (), /) -> ReadRows:
+        """Read at once: the next would compile a statement again that is still being read."""
+        return ReadRows(self.execute(sql, parameters).fetchall())
+
+
+class ReadRows(list[Any]):
+    """As a cursor."""
+
+    def fetchone(self) -> Any:
+        return self.pop(0) if self else None
+
+    def fetchall(self) -> list[Any]:
+        return self
+
+    @property
+    def rowcount(self) -> int:
+        return len(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +93,7 @@ class Location:
         option = "" if self.synchronous == "normal" else f"?synchronous={self.synchronous}"
         return f"sqlite:///{self.path}{option}"
 
-    def connect(self, *, readonly: bool = False, timeout: float = BUSY) -> sqlite3.Connection:
+    def connect(self, *, readonly: bool = False, timeout: float = BUSY) -> SqliteConnection:
         """A connection in autocommit mode: every transaction is begun by hand."""
         conn = sqlite3.connect(
             self._readonly_uri() if self.readonly else self.path,
@@ -80,6 +102,7 @@ class Location:
             isolation_level=None,
             check_same_thread=False,  # each is used by one thread, but closed by another
             cached_statements=256,
+            factory=SqliteConnection,
         )
         conn.row_factory = sqlite3.Row
         conn.execute(f"pragma synchronous = {self.synchronous}")
@@ -180,7 +203,7 @@ class SqliteSession(_Connections):
         self.conn = location.connect()  # waits while another process recovers or closes the file
         self.conn.execute("pragma busy_timeout = 0")  # from here on `begin` waits by itself
 
-    def begin(self) -> float:
+    def begin(self) -> Callable[[], float]:
         """Takes the write lock of the file, trying every millisecond: SQLite's own waiting sleeps
         for up to 100 ms at a time, so that one busy process would starve the others."""
         self._file.check()
@@ -188,16 +211,23 @@ class SqliteSession(_Connections):
         while True:
             try:
                 self.conn.execute("begin immediate")
-                return self._clock()
+                now = self._clock()
+                return lambda: now
             except sqlite3.OperationalError as error:
                 busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
                 if not busy or time.monotonic() > deadline:
                     raise
             time.sleep(PAUSE)
 
+    def flush(self) -> None:
+        """Every statement was waited for."""
+
     def commit(self, topics: int) -> None:
         self.conn.execute("commit")
         self._committed(self.conn)
+
+    def tell(self, topics: int) -> None:
+        """The notifier does: see `SqliteStore`."""
 
     def rollback(self) -> None:
         if self.conn.in_transaction:

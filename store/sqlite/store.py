@@ -31,9 +31,10 @@ class SqliteStore(SqlStore):
         notifier = ChangeNotifier(location, file, feed.notify)
         checkpoints = None if location.readonly else WalCheckpointer(location)
 
-        def notify(topics: int) -> None:
+        def notify(topics: int, told: int) -> None:
             feed.notify(topics)
-            notifier.notify_others(topics)
+            if told:
+                notifier.notify_others(told)
 
         def stop_listening() -> None:
             notifier.close()

@@ -16,7 +16,17 @@ from importlib import import_module
 from importlib.util import find_spec
 
 Figures = dict[str, float | int | str]
-SECTIONS = ("transitions", "claim", "bytes", "restart", "kill9", "http", "memory", "credit")
+SECTIONS = (
+    "transitions",
+    "claim",
+    "bytes",
+    "restart",
+    "kill9",
+    "http",
+    "memory",
+    "credit",
+    "runners",
+)
 
 
 def measure(section: str, *, quick: bool) -> Figures:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import psycopg
 
 from agentrl.store import open_store
-from tests.benchmarks import store_http
+from tests.benchmarks import store_http, store_runners
 from tests.benchmarks.store import Figures
 from tests.benchmarks.store_transitions import processes
 
@@ -26,19 +26,26 @@ numbers = itertools.count()
 def measure(quick: bool, postgres: str) -> Figures:
     """postgres: URL of a database in which schemas may be made."""
     n, repeats, seconds = (640, 1, 1.0) if quick else (16_000, 3, 6.0)
-    figures: Figures = {"postgres_transitions_per_s": 0.0, "served_transitions_per_s": 0.0}
+    written, served = [], []
     for _ in range(repeats):
         with empty_schema(postgres) as url:
-            rate = n / processes(url, n, 1)
-        figures["postgres_transitions_per_s"] = max(
-            float(figures["postgres_transitions_per_s"]), rate
-        )
+            written.append(n / processes(url, n, 1))
         with tempfile.TemporaryDirectory() as folder, serving(f"{folder}/store.db") as port:
-            rate = n / processes(f"http://127.0.0.1:{port}", n, 1)
-        figures["served_transitions_per_s"] = max(float(figures["served_transitions_per_s"]), rate)
+            served.append(n / processes(f"http://127.0.0.1:{port}", n, 1))
+    with psycopg.connect(postgres) as conn:
+        settings = ("fsync", "synchronous_commit")
+        shown: Figures = {}
+        for name in settings:
+            (value,) = conn.execute(f"show {name}".encode()).fetchone() or ("",)
+            shown[f"postgres_{name}"] = str(value)
+    figures: Figures = {
+        "postgres_transitions_per_s": max(written), "served_transitions_per_s": max(served)
+    } | shown  # fmt: skip
     with empty_schema(postgres) as url:
-        found = asyncio.run(lifecycles(url, seconds))
-    return figures | found
+        figures |= asyncio.run(lifecycles(url, seconds))
+    with empty_schema(postgres) as url:
+        figures |= store_runners.on_postgres(quick, url)
+    return figures
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
 from agentrl.store import database, open_store, writer
-from agentrl.store.postgres import connection, notify
+from agentrl.store.postgres import connection, notify, pipeline
 from agentrl.store.postgres import migrations as postgres_migrations
 from agentrl.store.postgres import session as pgsession
 from agentrl.store.sqlite import migrations
@@ -209,7 +209,7 @@ def test_every_override_has_a_statement_to_override(noun: str) -> None:
         ("queued_of_run", "rollouts_queue_of_run"),
         ("expired", "attempts_by_lease"),
         ("leases", "attempts_by_lease"),
-        ("any_suspect", "rollouts_suspect"),
+        ("leases", "rollouts_suspect"),
         ("claimed", "attempts_by_claim"),
     ],
 )
@@ -274,7 +274,7 @@ async def test_a_deadlock_is_resolved_and_nobody_hears_of_it(url: str) -> None:
             def verb(tx):
                 tries.append(first)
                 query = "select 1 from runs where id = %s for update"
-                tx.conn.execute(query, (first,))
+                tx.conn.execute(query, (first,)).fetchall()
                 if tries.count(first) == 1:
                     met.wait(20)
                 tx.conn.execute(query, (then,))
@@ -356,6 +356,39 @@ async def test_a_notice_of_somebody_else_is_no_ring(url: str, monkeypatch) -> No
         assert await waiting == 1
 
 
+@pytest.mark.parametrize("read", [True, False])
+async def test_an_error_of_a_statement_is_that_of_its_verb(url: str, read: bool) -> None:
+    """Also if nobody waits for the statement."""
+
+    def fail(tx) -> None:
+        found = tx.conn.execute("select 1 / %s", (0,))
+        if read:
+            found.fetchall()
+
+    async with open_store(url) as store:
+        await store.open_run("run", {})
+        for step in (0, 2):
+            good, bad, better = await asyncio.gather(
+                store.log("run", step, {"a": 1.0}),
+                store._writer.post(fail),
+                store.log("run", step + 1, {"a": 1.0}),
+                return_exceptions=True,
+            )
+            assert (good, better) == (None, None)
+            assert isinstance(bad, Invalid)
+        assert [row.step for row in await store.steps("run")] == [0, 1, 2, 3]
+
+
+def test_a_row_and_several_are_the_same_statement() -> None:
+    one, names = database.numbered("insert into t (a, b) values (%(a)s, f(%(b)s, %(a)s)) -- x")
+    assert (one, names) == ("insert into t (a, b) values ($1, f($2, $1)) -- x", ("a", "b"))
+    two = "insert into t (a, b) values ($1, f($2, $1)), ($3, f($4, $3)) -- x"
+    assert pipeline.of_several(one, 2) == two
+    assert pipeline.of_several(one, 1) is None
+    assert pipeline.of_several("update t set a = $1", 2) is None
+    assert pipeline.of_several(f"{one} on conflict (a) do update set b = 1", 2) is None
+
+
 # -- lost connections ------------------------------------------------------------------------------
 
 
@@ -374,6 +407,7 @@ async def test_a_commit_that_broke_off_is_done_once(
             broken.append(query)
             if took_place:
                 execute(query)
+                session.conn.sync()
             session.conn.raw.close()
             raise psycopg.OperationalError("the connection is lost")
 
@@ -414,6 +448,20 @@ async def test_a_restart_of_the_server_is_only_a_delay(server, url: str, kit, op
     await store.open_run("later", {})
     await store.enqueue(kit.group("g", 1, run="later"))
     assert len(await waiting) == 1
+
+
+async def test_what_was_answered_survives_the_death_of_the_server(server, url: str, kit) -> None:
+    """Of which the last answer is some microseconds old."""
+    async with open_store(url) as store:
+        await store.open_run("run", {})
+        for number in range(12):
+            assert await store.enqueue(kit.group(f"g{number}", 2)) == 2
+            if number % 4 == 3:
+                await asyncio.to_thread(server.kill)
+                await asyncio.to_thread(server.start)
+                rows = await store.rollouts("run")
+                assert len(rows) == 2 * (number + 1)
+                assert (await store.counts("run")).queued == len(rows)
 
 
 async def test_a_server_that_stays_away_is_an_error_in_the_end(

@@ -9,13 +9,14 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.store import open_store
+from agentrl.store import open_store, writer
 from agentrl.store.feed import Feed
 from agentrl.store.postgres import notify as postgres_notify
 from agentrl.store.sqlite import notify as sqlite_notify
@@ -80,6 +81,37 @@ async def test_another_process_wakes_a_waiter_at_once(
         async with asyncio.timeout(20):
             assert [attempt.rollout.id for attempt in await claim] == ["g/0"]
             assert await wait > 0
+
+
+@pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
+async def test_of_many_commits_others_are_told_at_once_and_of_the_last(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause, told, steps = 0.4, list[int](), 60
+    monkeypatch.setattr(writer, "LEISURE", pause)
+    for listener in (sqlite_notify, postgres_notify):
+        monkeypatch.setattr(listener, "SLOW", 60.0)
+
+    async with open_store(url) as one, open_store(url) as other, asyncio.timeout(30):
+        notify, started = one._writer._notify, time.monotonic()
+
+        def count(topics: int, others: int) -> None:
+            told.append(others)
+            notify(topics, others)
+
+        async def follow() -> None:
+            cursor = 0
+            while cursor < steps + 1:
+                cursor = await other.wait(cursor)
+
+        monkeypatch.setattr(one._writer, "_notify", count)
+        following = asyncio.create_task(follow())
+        await one.open_run("run", {})
+        for step in range(steps):
+            await one.log("run", step, {})
+        await following
+        assert len(told) >= steps
+        assert sum(map(bool, told)) <= 3 + (time.monotonic() - started) / pause
 
 
 @pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)

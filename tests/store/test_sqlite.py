@@ -270,7 +270,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         ("queued_of_run", "rollouts_queue_of_run"),
         ("expired", "attempts_by_lease"),
         ("leases", "attempts_by_lease"),
-        ("any_suspect", "rollouts_suspect"),
+        ("leases", "rollouts_suspect"),
         ("claimed", "attempts_by_claim"),
         ("group_of", "sqlite_autoindex_rollouts_1"),
     ],

@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SUBNET = "10.77.0"
-HOLD = ["sleep", "600"]  # what keeps a namespace; ends by itself if the tests are killed
+HOLD = 600  # seconds for which a namespace is kept if the tests are killed
 BRIDGE = "bridge"
 
 
 class Network:
     """Machines that reach each other and nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, hold: int = HOLD) -> None:
+        self._keep = f"echo; exec sleep {hold}"
         self._holders: list[subprocess.Popen[bytes]] = []
         self._started: list[subprocess.Popen[bytes]] = []
         self._addresses = 0
@@ -49,6 +50,12 @@ class Network:
         """Put in or pull out the machine's cable."""
         self._ip(self._switch, "link", "set", machine.cable, "up" if connected else "down")
 
+    def shape(self, machine: Machine, *discipline: str) -> None:
+        """How packets leave the switch for the machine: `tc qdisc`, of which each kernel has
+        some."""
+        command = ["tc", "qdisc", "replace", "dev", machine.cable, "root", *discipline]
+        subprocess.run([*self._inside(self._switch), *command], check=True, timeout=10)
+
     def start(
         self, pid: int, command: list[str], folder: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
@@ -72,9 +79,7 @@ class Network:
 
     def _hold(self, prefix: list[str]) -> int:
         """Process id of what keeps a new network namespace."""
-        holder = subprocess.Popen(
-            [*prefix, "sh", "-c", f"echo; exec {' '.join(HOLD)}"], stdout=subprocess.PIPE
-        )
+        holder = subprocess.Popen([*prefix, "sh", "-c", self._keep], stdout=subprocess.PIPE)
         self._holders.append(holder)
         assert holder.stdout is not None
         said = holder.stdout.read(1)  # the namespace is there
@@ -103,6 +108,9 @@ class Machine:
     def plug(self, *, connected: bool) -> None:
         self._network.plug(self, connected=connected)
 
+    def shape(self, *discipline: str) -> None:
+        self._network.shape(self, *discipline)
+
 
 def possible() -> bool:
     """Whether this kernel lets its users have networks of their own."""
@@ -119,8 +127,8 @@ def possible() -> bool:
 
 
 @contextmanager
-def network() -> Iterator[Network]:
-    made = Network()
+def network(hold: int = HOLD) -> Iterator[Network]:
+    made = Network(hold)
     try:
         yield made
     finally:

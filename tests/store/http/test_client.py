@@ -142,6 +142,43 @@ async def test_an_answer_that_is_no_stores(body):
                 await asked()
 
 
+async def test_a_proxy_that_answers_in_chunks_is_understood(address):
+    async def pass_on(request: web.Request) -> web.StreamResponse:
+        headers, path = dict(request.headers), request.path.removeprefix("/below")
+        async with httpx.AsyncClient(base_url=address) as client:
+            answer = await client.post(path, content=await request.read(), headers=headers)
+        kind = {"content-type": answer.headers["content-type"]}
+        response = web.StreamResponse(status=answer.status_code, headers=kind)
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for byte in answer.content:
+            await response.write(bytes([byte]))
+        return response
+
+    app = web.Application()
+    app.router.add_post("/below/v1/{verb}", pass_on)
+    async with (
+        TestServer(app, host="127.0.0.1") as proxy,
+        HttpStore(f"http://127.0.0.1:{proxy.port}/below") as store,
+    ):
+        assert (await store.open_run("run", {})).epoch == 1
+        assert await store.runs() == ["run"]
+
+
+async def test_a_call_that_is_given_up_takes_no_other_calls_answer(address, kit):
+    async with open_store(address) as store:
+        await store.open_run("run", {})
+        for number in range(20):
+            waiting = asyncio.create_task(store.claim(1, runner="r", lease=60, timeout=60))
+            await asyncio.sleep(0)
+            if number % 2:
+                await store.cursor()
+            waiting.cancel()
+            assert await store.runs() == ["run"]
+        await store.enqueue(kit.group("a", 1))
+        assert len(await store.claim(1, runner="r", lease=60)) == 1
+
+
 async def test_nobody_there():
     async with open_store(f"http://127.0.0.1:{free_port()}?patience=0") as store:
         with pytest.raises(Unavailable, match="cannot be reached"):

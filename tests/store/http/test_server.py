@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import re
@@ -19,7 +20,7 @@ from schemathesis import GenerationMode, openapi
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from agentrl.store import base
+from agentrl.store import base, open_store
 from agentrl.store.http import request_limits, serve
 from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
 from agentrl.store.writer import KEPT
@@ -435,3 +436,25 @@ def test_schemathesis_finds_no_flaw(admin, monkeypatch, examples):
                 case.call_and_validate(headers=key, checks=CHECKS)
 
             probe()
+
+
+# -- retention -------------------------------------------------------------------------------------
+
+
+async def test_a_served_store_prunes_itself(tmp_path, kit):
+    async with open_store(str(tmp_path / "store.db")) as store:
+        epoch = (await store.open_run("run", {})).epoch
+        retention = serve.Retention(keep_last=1, older_than=None, every=0.01)
+        keeping = asyncio.create_task(retention.keep(store))
+        for step in range(3):
+            await store.enqueue(kit.group(f"g{step}", 2))
+            for attempt in await store.claim(2, runner="r", lease=60):
+                await store.finish([kit.good(attempt)])
+            (group,) = await store.claim_groups("run", epoch, 1)
+            await store.commit_step(kit.step(step, [group.id], epoch))
+        async with asyncio.timeout(20):
+            while len(await store.rollouts("run")) > 2:
+                await store.wait(await store.cursor(), timeout=0.05)
+        await serve.ended(keeping)
+        assert {row.group for row in await store.rollouts("run")} == {"g2"}
+        assert (await store.counts("run")).succeeded == 6

@@ -1,0 +1,159 @@
+"""Connections to a store's server in plain HTTP: a request is one write, its answer mostly one
+read.
+
+Owns: the connections of one event loop that no request uses. Always true: a connection carries one
+request at a time; one whose request was cancelled, or that was lost, is never used again. This
+reads what `agentrl store serve` writes; `Unreadable` says that somebody else answered (a proxy that
+sends chunks, say), and then the request is for a whole HTTP client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import NamedTuple
+
+CONNECT = 5.0  # seconds to establish a connection
+IDLE = 60.0  # seconds for which an unused connection is kept: less than the server keeps it
+HEAD = 64 * 1024  # bytes of an answer that are not its body
+END = b"\r\n\r\n"
+STATUS = re.compile(rb"HTTP/1\.1 [2-5]\d\d[ \r]")
+LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r\n)", re.IGNORECASE)
+KIND = re.compile(rb"\r\ncontent-type: *([^;\r]*)", re.IGNORECASE)
+CHUNKS = re.compile(rb"\r\ntransfer-encoding:", re.IGNORECASE)
+CLOSE = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
+
+
+class Unreadable(Exception):
+    """The answer is in a form of HTTP that a store's server does not use."""
+
+
+class Answer(NamedTuple):
+    status: int
+    kind: str  # content type, without its parameters
+    body: bytes
+    last: bool = False  # whether the server closes the connection after it
+
+
+class Connections:
+    """To one server, from one event loop."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._idle: list[_Connection] = []
+
+    async def post(self, head: bytes, body: bytes, silence: float) -> Answer:
+        """The answer to a request. Raises OSError (of which TimeoutError is one) when there is no
+        server, when the connection is lost, or after `silence` seconds without a byte."""
+        connection = self._unused() or await self._opened()
+        try:
+            answer = await connection.post(head, body, silence)
+        except BaseException:
+            connection.abort()
+            raise
+        if answer.last:
+            connection.abort()
+        else:
+            self._idle.append(connection)
+        return answer
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().abort()
+
+    def _unused(self) -> _Connection | None:
+        """The one that was used last; the others may have to be closed."""
+        now = asyncio.get_running_loop().time()
+        while self._idle and (self._idle[0].lost or now - self._idle[0].used > IDLE):
+            self._idle.pop(0).abort()
+        while self._idle:
+            if not (found := self._idle.pop()).lost:
+                return found
+        return None
+
+    async def _opened(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT):
+            _, made = await loop.create_connection(_Connection, self._host, self._port)
+        return made
+
+
+class _Connection(asyncio.Protocol):
+    """`used` is the loop's time of the last request or answer."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._waiting: asyncio.Future[Answer] | None = None
+        self._got = bytearray()
+        self.lost, self.used = False, self._loop.time()
+
+    async def post(self, head: bytes, body: bytes, silence: float) -> Answer:
+        assert self._transport is not None
+        waiting: asyncio.Future[Answer] = self._loop.create_future()
+        self._waiting, self.used = waiting, self._loop.time()
+        self._transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        self._clock = self._loop.call_later(silence, self._look, silence)
+        try:
+            return await waiting
+        finally:
+            self._clock.cancel()
+            self._waiting = None
+
+    def abort(self) -> None:
+        self.lost = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(exc or ConnectionResetError("the server closed the connection"))
+
+    def data_received(self, data: bytes) -> None:
+        self._got += data
+        self.used = self._loop.time()
+        try:
+            answer = whole_answer(self._got)
+        except Unreadable as error:
+            self._fail(error)
+            return
+        if answer is not None:
+            self._got = bytearray()
+            if self._waiting is not None and not self._waiting.done():
+                self._waiting.set_result(answer)
+
+    def _look(self, silence: float) -> None:
+        """Ends the request if not a byte came for so long."""
+        left = self.used + silence - self._loop.time()
+        if left > 0:
+            self._clock = self._loop.call_later(left, self._look, silence)
+        else:
+            self._fail(TimeoutError())
+
+    def _fail(self, error: Exception) -> None:
+        self.abort()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(error)
+
+
+def whole_answer(got: bytearray) -> Answer | None:
+    """None if more is to come. Raises Unreadable for what is not, or not only, one plain answer."""
+    end = got.find(END, 0, HEAD)
+    if end < 0 and len(got) < HEAD:
+        return None
+    head = bytes(got[: end + 2])
+    lengths = LENGTH.findall(head)
+    if not STATUS.match(head) or len(lengths) != 1 or CHUNKS.search(head):
+        raise Unreadable
+    start, size = end + len(END), int(lengths[0])
+    if len(got) <= start + size:
+        if len(got) < start + size:
+            return None
+        kind = KIND.search(head)
+        form = kind[1].decode("latin-1").strip().lower() if kind else ""
+        body = bytes(memoryview(got)[start:])
+        return Answer(int(head[9:12]), form, body, last=CLOSE.search(head) is not None)
+    raise Unreadable

@@ -1,0 +1,187 @@
+"""The token tree: every call stores what no earlier call of its attempt has.
+
+Always true: whoever makes a `TokenTree` has locked its attempts, so nobody else adds to them; what
+it needs of the stored calls is asked for at once, and waited for when the first call is looked at.
+"""
+
+from __future__ import annotations
+
+from bisect import insort_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple
+
+from agentrl.errors import Conflict
+from agentrl.store import rows
+from agentrl.store.database import WritingConnection, load_sql
+from agentrl.store.rows import digest
+
+SQL = load_sql("traces")
+CALL, TOKENS = 0, 1  # kinds of rows of the query `tree`
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTransition:
+    """A transition with what can be computed before the transaction, during which other writers
+    wait."""
+
+    columns: dict[str, Any]
+    prompt: bytes
+    lines: list[str]  # messages as JSON
+    chat: bytes  # the lines, each with a line break
+    tools: str | None
+
+    @property
+    def attempt(self) -> str:
+        return str(self.columns["attempt"])
+
+
+class TreeNode(NamedTuple):
+    """What identifies an earlier call whose tokens or messages another one may continue."""
+
+    seq: int
+    size: int  # bytes
+    digest: bytes
+
+
+def prefix_digests(data: bytes, sizes: Iterable[int]) -> dict[int, bytes]:
+    """Digest of `data[:size]` for every size that is not longer than it, in one pass."""
+    view, state, done = memoryview(data), blake2b(digest_size=16), 0
+    found: dict[int, bytes] = {}
+    for size in sorted(set(sizes)):
+        if size > len(view):
+            break
+        state.update(view[done:size])
+        done = size
+        found[size] = state.copy().digest()
+    return found
+
+
+def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
+    """The first of `nodes` that is a prefix of `data`. They come longest first.
+
+    Nodes are read in growing batches: one node is enough in a linear conversation; with many
+    branches, `data` is hashed only a few times."""
+    waiting, some = iter(nodes), 1
+    while batch := list(islice(waiting, some)):
+        found = prefix_digests(data, [node.size for node in batch])
+        for node in batch:
+            if found.get(node.size) == node.digest:
+                return node
+        some *= 8
+    return None
+
+
+class TokenTree:
+    """The calls of some attempts, as one transaction finds them and adds to them. `ids` are those
+    of the calls to be added."""
+
+    def __init__(
+        self, conn: WritingConnection, attempts: Sequence[str], ids: Sequence[str]
+    ) -> None:
+        self._conn = conn
+        columns = {"attempts": rows.to_json(attempts, "Attempts"), "ids": rows.to_json(ids, "Ids")}
+        self._asked = conn.ask(SQL["tree"], columns)
+        self._calls: dict[str, tuple[str, bool]] | None = None  # by id: attempt, and whether late
+        self._nodes: dict[str, list[TreeNode]] = defaultdict(list)  # longest first, then latest
+        self._chats: dict[str, list[TreeNode]] = defaultdict(list)
+        self._answers: dict[tuple[str, int, bytes, bytes], int] = {}
+        self._rows: dict[
+            str, dict[str, Any]
+        ] = {}  # columns of calls that are not stored yet, by id
+        self._new: list[str] = []  # ids of what was added here: `seq` -1, -2, ...
+
+    def known_late(self, call: PreparedTransition) -> bool | None:
+        """Whether a call that is stored came late; None if it is not stored. Raises Conflict if it
+        is another attempt's."""
+        if self._calls is None:
+            self._calls = self._read()
+        attempt, late = self._calls.get(call.columns["id"], (call.attempt, None))
+        if attempt != call.attempt:
+            raise Conflict(
+                f"Transition {call.columns['id']} is one of attempt {attempt}, not of "
+                f"{call.attempt}: give each call an id of its own."
+            )
+        return late
+
+    def add(self, call: PreparedTransition, *, late: bool) -> None:
+        """Adds a call that is not known, below its deepest prefix."""
+        if call.tools is not None:  # the same in most calls of a run: stored once, by content
+            self._conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
+        parent = deepest_prefix(call.prompt, _fitting(self._nodes[call.attempt], call.prompt))
+        chat, shared = self._heard(call)
+        columns = {
+            **call.columns,
+            **self._link("parent", parent.seq if parent else None),
+            **self._link("chat_parent", chat),
+            "prompt": call.prompt[parent.size if parent else 0 :],
+            "chat_shared": shared,
+            "messages": f"[{','.join(call.lines[shared:])}]",
+            "late": late,
+        }
+        if columns["parent_id"] in self._rows or columns["chat_parent_id"] in self._rows:
+            self.write()
+        self._rows[columns["id"]] = columns
+        self._remember(call, late)
+
+    def write(self) -> None:
+        """Stores what was added. Calls that continue each other are of different statements."""
+        self._conn.executemany(SQL["add_transition"], self._rows.values())
+        self._rows = {}
+
+    def _read(self) -> dict[str, tuple[str, bool]]:
+        calls = {}
+        for row in self._asked.fetchall():
+            attempt, node = row["attempt_id"], TreeNode(row["seq"], row["size"], row["digest"])
+            if row["kind"] == CALL:
+                calls[row["id"]] = attempt, bool(row["late"])
+            elif row["kind"] == TOKENS:
+                self._nodes[attempt].append(node)
+            else:
+                self._chats[attempt].append(node)
+                if row["answer"] is not None:
+                    self._answers[attempt, node.size, node.digest, row["answer"]] = node.seq
+        return calls
+
+    def _heard(self, call: PreparedTransition) -> tuple[int | None, int]:
+        """The call whose messages this one repeats, and how many: agents resend all of them."""
+        parent = deepest_prefix(call.chat, _fitting(self._chats[call.attempt], call.chat))
+        if parent is None:
+            return None, 0
+        shared = call.chat[: parent.size].count(b"\n")
+        if shared < len(call.lines):
+            said = digest(call.lines[shared].encode())
+            answered = self._answers.get((call.attempt, parent.size, parent.digest, said))
+            if answered is not None:  # the next message is the answer to that call
+                return answered, shared + 1
+        return parent.seq, shared
+
+    def _link(self, name: str, seq: int | None) -> dict[str, Any]:
+        if seq is None or seq >= 0:
+            return {name: seq, f"{name}_id": None}
+        return {name: None, f"{name}_id": self._new[-1 - seq]}
+
+    def _remember(self, call: PreparedTransition, late: bool) -> None:
+        assert self._calls is not None
+        columns, attempt = call.columns, call.attempt
+        self._calls[columns["id"]] = attempt, late
+        self._new.append(columns["id"])
+        seq, answer = -len(self._new), columns["answer_digest"]
+        chat = TreeNode(seq, columns["chat_size"], columns["chat_digest"])
+        node = TreeNode(seq, columns["size"], columns["digest"])
+        for one, nodes in ((node, self._nodes[attempt]), (chat, self._chats[attempt])):
+            if one.size:
+                insort_left(nodes, one, key=_shortness)
+        if chat.size and answer is not None:
+            self._answers[attempt, chat.size, chat.digest, answer] = seq
+
+
+def _shortness(node: TreeNode) -> int:
+    return -node.size
+
+
+def _fitting(nodes: Iterable[TreeNode], data: bytes) -> Iterable[TreeNode]:
+    return (node for node in nodes if node.size <= len(data))
