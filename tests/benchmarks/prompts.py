@@ -140,7 +140,7 @@ def rewrite_over_read() -> float:
     return (best([prompt]) - best([])) / min(read)
 
 
-def measure(seeds: Sequence[int]) -> dict[str, float]:
+def measure(seeds: Sequence[int] = SEEDS) -> dict[str, float]:
     algorithms = {"gepa": gepa_search, "apo": apo_search, "blind": blind_search}
     found = {name: [run(search, seed) for seed in seeds] for name, search in algorithms.items()}
     many = [run(gepa_search, seed, proposals=4) for seed in seeds]
