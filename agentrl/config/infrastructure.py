@@ -137,7 +137,7 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     # runners send the first. Empty: anybody who can connect, which is then this machine alone.
     key_env: str = ""
     ssl_certfile: str = ""  # PEM, for https; SSL_CERT_FILE names its authority to the runners
-    ssl_keyfile: str = ""
+    ssl_keyfile: str = ""  # PEM, of the key of that certificate
     max_batch: Count = 64  # calls decoded together
     max_context: Count = 2048  # tokens of prompt and completion
     threads: Count = 1  # of the CPU that the embedded engine decodes with

@@ -50,9 +50,9 @@ def trie_gap(model: PreTrainedModel) -> TrieGap | None:
     """How far a trie of branches with a common prefix is from rows; None: `model` packs none."""
     if incompatibility(model):
         return None
-    rows = [
-        one_row([*range(TOKENS), *range(k, k + TOKENS)], TOKENS) for k in range(1, 1 + BRANCHES)
-    ]
+    size = len(model.get_input_embeddings().weight)
+    tokens = ([*range(TOKENS), *range(k, k + TOKENS)] for k in range(1, 1 + BRANCHES))
+    rows = [one_row([token % size for token in row], TOKENS) for row in tokens]
     try:
         (found, gradient), (exact, wanted) = (_computed(model, rows, p) for p in ("trie", "rows"))
     except RuntimeError as error:  # of a kernel that this hardware lacks

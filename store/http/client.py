@@ -29,7 +29,7 @@ from agentrl.errors import Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store import limits, rows
 from agentrl.store.base import Store
 from agentrl.store.http import wire
-from agentrl.store.http.connections import CONNECT, IDLE, Answer, Connections, Unreadable
+from agentrl.store.http.connections import CONNECT, IDLE, Connections, HttpAnswer, Unreadable
 from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
 from agentrl.types import StepCommit
 
@@ -178,7 +178,7 @@ class HttpStore:
             await asyncio.sleep(pause * (0.5 + random.random() / 2))
             pause = min(2 * pause, LONGEST)
 
-    async def _answer(self, name: str, headers: dict[str, str], body: bytes) -> Answer:
+    async def _answer(self, name: str, headers: dict[str, str], body: bytes) -> HttpAnswer:
         pool = await self._pool()
         if self._plain:
             lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
@@ -189,7 +189,7 @@ class HttpStore:
                 self._plain = False
         url = f"{self.url}/v1/{name}"
         async with pool.session().post(url, data=body, headers=headers) as response:
-            return Answer(response.status, response.content_type, await response.read())
+            return HttpAnswer(response.status, response.content_type, await response.read())
 
     def _read(self, decode: wire.Decode, answer: Any) -> Any:
         try:

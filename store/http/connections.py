@@ -28,7 +28,7 @@ class Unreadable(Exception):
     """The answer is in a form of HTTP that a store's server does not use."""
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     status: int
     kind: str  # content type, without its parameters
     body: bytes
@@ -42,7 +42,7 @@ class Connections:
         self._host, self._port = host, port
         self._idle: list[_Connection] = []
 
-    async def post(self, head: bytes, body: bytes, silence: float) -> Answer:
+    async def post(self, head: bytes, body: bytes, silence: float) -> HttpAnswer:
         """The answer to a request. Raises OSError (of which TimeoutError is one) when there is no
         server, when the connection is lost, or after `silence` seconds without a byte."""
         connection = self._unused() or await self._opened()
@@ -84,13 +84,13 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._waiting: asyncio.Future[Answer] | None = None
+        self._waiting: asyncio.Future[HttpAnswer] | None = None
         self._got = bytearray()
         self.lost, self.used = False, self._loop.time()
 
-    async def post(self, head: bytes, body: bytes, silence: float) -> Answer:
+    async def post(self, head: bytes, body: bytes, silence: float) -> HttpAnswer:
         assert self._transport is not None
-        waiting: asyncio.Future[Answer] = self._loop.create_future()
+        waiting: asyncio.Future[HttpAnswer] = self._loop.create_future()
         self._waiting, self.used = waiting, self._loop.time()
         self._transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         self._clock = self._loop.call_later(silence, self._look, silence)
@@ -139,7 +139,7 @@ class _Connection(asyncio.Protocol):
             self._waiting.set_exception(error)
 
 
-def whole_answer(got: bytearray) -> Answer | None:
+def whole_answer(got: bytearray) -> HttpAnswer | None:
     """None if more is to come. Raises Unreadable for what is not, or not only, one plain answer."""
     end = got.find(END, 0, HEAD)
     if end < 0 and len(got) < HEAD:
@@ -155,5 +155,5 @@ def whole_answer(got: bytearray) -> Answer | None:
         kind = KIND.search(head)
         form = kind[1].decode("latin-1").strip().lower() if kind else ""
         body = bytes(memoryview(got)[start:])
-        return Answer(int(head[9:12]), form, body, last=CLOSE.search(head) is not None)
+        return HttpAnswer(int(head[9:12]), form, body, last=CLOSE.search(head) is not None)
     raise Unreadable

@@ -53,7 +53,7 @@ class Prepared:
         return all(given in (0, mine) for given, mine in zip(types, self.types, strict=True))
 
 
-class Result:
+class StatementResult:
     """Of a statement, as a `database.Cursor`."""
 
     __slots__ = ("_next", "_pipeline", "_rows", "prepared", "prepares", "raw")
@@ -106,13 +106,13 @@ class Pipeline:
         self._values = Transformer.from_context(raw)
         self._prepared: dict[Key, Prepared] = {}
         self._by_query: dict[str, list[Prepared]] = {}
-        self._sent: deque[Result] = deque()
+        self._sent: deque[StatementResult] = deque()
         self._ready = select.poll()
         raw.execute("set plan_cache_mode = force_generic_plan")  # a plan takes as long as an insert
         self._server.enter_pipeline_mode()
         self._server.nonblocking = 1
 
-    def execute(self, sql: str, parameters: Parameters = (), /) -> Result:
+    def execute(self, sql: str, parameters: Parameters = (), /) -> StatementResult:
         query, names = sql.numbered if isinstance(sql, Statement) else numbered(sql)
         if isinstance(parameters, dict):
             parameters = [parameters[name] for name in names]
@@ -124,13 +124,13 @@ class Pipeline:
 
     ask = execute
 
-    def send(self, query: str, parameters: Sequence[Any] = ()) -> Result:
+    def send(self, query: str, parameters: Sequence[Any] = ()) -> StatementResult:
         """A query in the server's own form, whatever waits already."""
         values = self._values.dump_sequence(parameters, FORMATS[: len(parameters)])
         key = query, self._values.types or ()
         prepared = self._prepared.get(key) or self._prepare(key)
         self._server.send_query_prepared(prepared.name, values, self._values.formats)
-        self._sent.append(result := Result(self, prepared))
+        self._sent.append(result := StatementResult(self, prepared))
         return result
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> None:
@@ -198,7 +198,7 @@ class Pipeline:
         prepared = self._prepared[key] = Prepared(b"agentrl_%d" % next(NUMBERS), query, types)
         several.append(prepared)
         self._server.send_prepare(prepared.name, query.encode(), types)
-        self._sent.append(Result(self, prepared, prepares=True))
+        self._sent.append(StatementResult(self, prepared, prepares=True))
         return prepared
 
     def _forget(self, prepared: Prepared) -> None:

@@ -19,7 +19,7 @@ from psycopg.rows import DictRow, dict_row
 from psycopg_pool import ConnectionPool
 
 from agentrl.store.postgres.connection import PAUSE, PostgresConnection, PostgresServer, configure
-from agentrl.store.postgres.pipeline import Pipeline, Result
+from agentrl.store.postgres.pipeline import Pipeline, StatementResult
 
 PATIENCE = 60.0  # seconds to wait for a server that is away before callers get an error
 CHANNEL = "agentrl"
@@ -47,7 +47,7 @@ class PostgresSession:
         self._raw = server.connect()
         self.conn = Pipeline(self._raw, self._ask_id)
         self._open = False
-        self._asked: Result | None = None  # for the id of the open transaction
+        self._asked: StatementResult | None = None  # for the id of the open transaction
         self._away: psycopg.OperationalError | None = None  # why the last try to connect failed
 
     @property
@@ -160,7 +160,7 @@ class PostgresSession:
         return status
 
 
-def _one(result: Result) -> DictRow:
+def _one(result: StatementResult) -> DictRow:
     (row,) = result.rows
     return row
 
