@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 CONNECT = 5.0  # seconds to establish a connection
 IDLE = 60.0  # seconds for which an unused connection is kept: less than the server keeps it
@@ -106,8 +106,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its type
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(exc or ConnectionResetError("the server closed the connection"))

@@ -311,7 +311,6 @@ function follow() {
       url.searchParams.set("live", "1");
       const [answer] = await Promise.all([fetch(url), extendCharts()]);
       if (answer.ok) replaceParts(new DOMParser().parseFromString(await answer.text(), "text/html"));
-      status.animate([{opacity: 0.3}, {opacity: 1}], 600);
       say("live");
     } catch { say("offline, trying again"); } finally { busy = false; }
     if (missed && !document.hidden) refresh();

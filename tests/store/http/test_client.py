@@ -423,3 +423,15 @@ def test_the_command_refuses_what_is_unsafe_or_wrong(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert "choose another --port" in refused(store, "--port", port, **environment)
+
+
+def test_it_works_in_uvicorns_event_loop(address: str) -> None:
+    """Whose transports are of types of their own; `agentrl view` on a served store has it."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def names() -> list[str]:
+        async with open_store(address) as store:
+            await store.open_run("run", {})
+            return await store.runs()
+
+    assert uvloop.run(names()) == ["run"]
