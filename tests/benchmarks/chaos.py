@@ -38,7 +38,7 @@ import msgspec
 
 from tests.system.conftest import ASKS, RUN, VERIFIER
 from tests.system.machines import Machine, Network, network, possible
-from tests.system.test_machines import AGENTRL, FILES, GROUPS, KEYS, PORT, SIZE
+from tests.system.test_machines import AGENTRL, FILES, GROUPS, KEYS, POLICY_KEY, PORT, SIZE
 
 Figures = dict[str, float | int | str | dict[str, int]]
 RUNNERS = 3
@@ -101,16 +101,18 @@ class Cluster:
     def _train(self, machine: Machine) -> subprocess.Popen[bytes]:
         settings = {
             "store": self.url, "steps": self.steps, "runner.processes": 0,
-            "engine.host": machine.address, "algorithm.groups": GROUPS,
-            "algorithm.group_size": SIZE, "eval.tasks": 0,
+            "engine.host": machine.address, "engine.key_env": "POLICY_KEY",
+            "algorithm.groups": GROUPS, "algorithm.group_size": SIZE, "eval.tasks": 0,
         }  # fmt: skip
         overrides = [f"{key}={value}" for key, value in settings.items()]
         command = [*AGENTRL, "train", "run.toml", *overrides]
-        return machine.start(command, self.run_folder, AGENTRL_STORE_KEY=KEYS["admin"])
+        secrets = {"AGENTRL_STORE_KEY": KEYS["admin"], "POLICY_KEY": POLICY_KEY}
+        return machine.start(command, self.run_folder, **secrets)
 
     def _runner(self, machine: Machine, name: str) -> subprocess.Popen[bytes]:
         joining = ["--store", self.url, "--key", KEYS["runner"], "--run", "tiny", "--root", "."]
-        return machine.start([*AGENTRL, "runner", "start", *joining], self.folder / name)
+        command = [*AGENTRL, "runner", "start", *joining]
+        return machine.start(command, self.folder / name, POLICY_KEY=POLICY_KEY)
 
     def asked(self, query: str) -> list[tuple[object, ...]]:
         if not self.database.exists():
@@ -244,7 +246,7 @@ def measure(faults: int, seconds: float, seed: int, model: Path) -> Figures:
     chance, made, started = random.Random(seed), Counter[str](), time.monotonic()
     faulty = kinds(chance)
     with tempfile.TemporaryDirectory() as name, network(hold=int(seconds) + 1200) as lan:
-        cluster = Cluster(lan, Path(name), model, steps=6 * faults + 6)
+        cluster = Cluster(lan, Path(name), model, steps=20 * faults + 6)
         cluster.until(lambda: cluster.committed() >= 1, "No first step was committed.")
         while made.total() < faults and time.monotonic() - started < seconds:
             time.sleep(chance.uniform(0, 1))

@@ -130,7 +130,7 @@ def test_rm_rf_under_the_command_line_ends_it_with_a_sentence(run_folder: Path) 
     with (run_folder / "said").open("w") as said:
         process = subprocess.Popen(command, cwd=run_folder, stdout=said, stderr=said)
     try:
-        wait_for_progress(process, run_folder / "out" / "store.db")
+        wait_for_progress(process, run_folder / "out" / "store.db", 500)
         fresh = subprocess.run(
             [*command, "--fresh"], cwd=run_folder, capture_output=True, text=True, check=False
         )

@@ -183,17 +183,18 @@ async def test_what_is_served_is_compared_and_what_is_wrong_answers_nobody(
     started: tuple[VllmServer, torch.nn.Module],
 ) -> None:
     server, model = started
-    learned = server._learned
-    server._learned = replace(
+    right, learned = server._parity, server._learned
+    wrong = replace(
         learned,
         score=lambda policy, tokens: [x - 0.5 for x in learned.score(policy, tokens)],
     )
+    server._parity = replace(right, learned=wrong)
     with pytest.raises(PolicyError, match=r"version 3: log-prob -.* against -.*tolerance 0\.001"):
         await server.publish(3)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
             await version(server)
-    server._learned = learned
+    server._parity = right
     await server.publish(4)
     assert await version(server) == "4"
 
