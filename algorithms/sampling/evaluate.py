@@ -45,7 +45,7 @@ async def evaluate_heldout(
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
-    outer, samples = step in (0, config.steps), 1
+    outer = step in (0, config.steps)
     if outer:
         after = f" after {step} steps" if config.steps else ""
         log.log(PHASE, f"scoring {len(tasks)} held-out tasks{after}")

@@ -162,11 +162,7 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     other names."""
     present = parse_name(last)
     assert present is not None
-    own = {}
-    for path in folder.iterdir():
-        named = parse_name(path)
-        if named and path.is_dir() and named[1] <= present[1] and _is_of(path, run):
-            own[path] = named
+    own = {path: named for path, named in _own(folder, run).items() if named[1] <= present[1]}
     ahead = [path for path, named in own.items() if named[0] > present[0]]
     kept = sorted(own.keys() - ahead, key=lambda path: own[path], reverse=True)
     scored = {path.name for path in folder.parent.glob("evaluation/*")}
@@ -190,24 +186,29 @@ async def mark_best(store: Store, config: RunConfig, run: str) -> dict[int, floa
 
 
 def _link_best(folder: Path, steps: int, run: str) -> None:
-    named = {parse_name(path): path for path in folder.glob("*") if _is_of(path, run)}
-    saved = [name for name in named if name and name[0] <= steps]  # empty steps save none
+    own = _own(folder, run)
+    saved = [path for path, named in own.items() if named[0] <= steps]  # empty steps save none
     if saved:
         new = folder / f"{BEST}{PARTIAL}"
         new.unlink(missing_ok=True)
-        new.symlink_to(named[max(saved)].name)
+        new.symlink_to(max(saved, key=lambda path: own[path]).name)
         new.replace(folder / BEST)
 
 
 def earlier_checkpoints(folder: Path, last: Path, run: str) -> list[Path]:
     """The run's checkpoints on disk of fewer steps than `last`, newest first."""
-    present = parse_name(last) or (0, 0)
-    found = [
-        (named, path)
+    present, own = parse_name(last) or (0, 0), _own(folder, run)
+    found = [path for path, named in own.items() if named[0] < present[0]]
+    return sorted(found, key=lambda path: own[path], reverse=True)
+
+
+def _own(folder: Path, run: str) -> dict[Path, tuple[int, int]]:
+    """The run's checkpoints on disk, with the steps and the epoch of each."""
+    return {
+        path: named
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if (named := parse_name(path)) and path.is_dir() and named[0] < present[0]
-    ]
-    return [path for _, path in sorted(found, reverse=True) if _is_of(path, run)]
+        if (named := parse_name(path)) and path.is_dir() and _is_of(path, run)
+    }
 
 
 def _is_of(path: Path, run: str) -> bool:

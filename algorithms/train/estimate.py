@@ -101,7 +101,7 @@ def duration(config: RunConfig, network: Any) -> Iterator[str]:
         prompt=HANDLED,
         update=seconds_of(network, 1, READ) / READ * passes * rollouts * tokens,
     )
-    in_flight = algorithm.overlap == "in_flight"
+    in_flight = algorithm.samples_during_update
     step = Simulation(work, algorithm.max_staleness, in_flight=in_flight).run(steps=5).seconds
     whole = step * config.steps
     yield (

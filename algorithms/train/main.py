@@ -108,19 +108,8 @@ async def run(config: RunConfig) -> None:
         evaluator = HeldoutEvaluator(
             config, store, state.epoch, state.identity, policies, serving, heldout, prompts
         )
-        loop = TrainingLoop(
-            config,
-            store,
-            state,
-            policies,
-            serving,
-            collector,
-            evaluator,
-            lock,
-            prompts,
-            snapshots,
-            judges,
-        )
+        playing = policies, serving, collector, evaluator
+        loop = TrainingLoop(config, store, state, *playing, lock, prompts, snapshots, judges)
         await evaluator.start(state.step)
         await serving.during(loop.run())
         await store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
