@@ -322,27 +322,31 @@ async def test_in_flight_every_token_has_the_version_it_names(served: Served) ->
     if isinstance(server, EmbeddedServer):
         pytest.skip("the embedded server is made for it: see test_swap")
     weights = {served.version: [weight.detach().clone() for weight in served.trained]}
-    long = {"max_tokens": 300, "ignore_eos": True}
-    server.in_flight = True
+    server.in_flight, running = True, True
+    answers: list[tuple[Answer, list[tuple[int, int]]]] = []
 
-    async def call(seed: int) -> tuple[Answer, list[tuple[int, int]]]:
-        async with served.post(**long, seed=seed) as reply:
-            answer = await reply.json()
-            version = int(reply.headers["x-policy-version"])
-        (choice,) = answer["choices"]
-        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        told = Answer(version, answer["prompt_token_ids"], choice["token_ids"], logprobs)
-        return told, choice.get("agentrl_spans") or [(0, version)]
+    async def caller(seed: int) -> None:
+        while running:
+            long = {"max_tokens": 300, "ignore_eos": True, "seed": seed + len(answers)}
+            async with served.post(**long) as reply:
+                answer = await reply.json()
+                version = int(reply.headers["x-policy-version"])
+            (choice,) = answer["choices"]
+            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            told = Answer(version, answer["prompt_token_ids"], choice["token_ids"], logprobs)
+            answers.append((told, choice.get("agentrl_spans") or [(0, version)]))
 
-    calls = []
-    for _ in range(3):
-        calls += [asyncio.create_task(call(seed)) for seed in range(4)]
-        await asyncio.sleep(0.15)  # an idle machine answers in 0.6 s
-        served.disturb()
-        await server.publish(served.version + 1)
-        served.version += 1
-        weights[served.version] = [weight.detach().clone() for weight in served.trained]
-    answers = await asyncio.gather(*calls, call(9))
+    # However fast it answers, calls run whenever weights change.
+    async with asyncio.TaskGroup() as callers:
+        for number in range(4):
+            callers.create_task(caller(100 * number))
+        for _ in range(3):
+            await asyncio.sleep(0.15)
+            served.disturb()
+            await server.publish(served.version + 1)
+            served.version += 1
+            weights[served.version] = [weight.detach().clone() for weight in served.trained]
+        running = False
     server.in_flight = False
     crossed = [spans for _, spans in answers if len(spans) > 1]
     assert len({spans[0][1] for _, spans in answers}) > 1
