@@ -42,7 +42,7 @@ pytestmark = [
     ),
     pytest.mark.timeout(600),
 ]
-CALLERS = 16
+CALLERS, LONG = 16, 400
 
 
 def server_of(model_dir: Path, output: Path, **vllm: object) -> tuple[VllmServer, torch.nn.Module]:
@@ -104,7 +104,7 @@ async def test_calls_in_flight_when_it_dies_are_answered_after_all(
     body = {
         "model": "policy",
         "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 400,
+        "max_tokens": LONG,
         "ignore_eos": True,
     }
 
@@ -113,7 +113,7 @@ async def test_calls_in_flight_when_it_dies_are_answered_after_all(
         await store.publish(
             PolicyVersion("crash", "policy", 1, base_url=server.base_url, model=server.model)
         )
-        sampling = Sampling(temperature=1.0, max_tokens=400)
+        sampling = Sampling(temperature=1.0, max_tokens=LONG)
         await store.enqueue(
             [
                 NewRollout(
@@ -138,12 +138,15 @@ async def test_calls_in_flight_when_it_dies_are_answered_after_all(
                 path = gateway.base_url.replace("/v1", f"/a/{attempts[number].id}/v1")
                 chosen = body | {"stream": stream}
                 async with http.post(f"{path}/chat/completions", json=chosen) as reply:
+                    await reply.content.readany()
+                    begun.add(number)
                     await reply.read()
                     return reply.status
 
+            begun = set[int]()
             calls = [asyncio.create_task(call(i, stream=i % 2 == 1)) for i in range(CALLERS)]
             seen = 0
-            while seen < CALLERS:
+            while seen < CALLERS or len(begun) < CALLERS // 2:
                 seen = await in_flight(http, server)
                 assert not any(task.done() for task in calls), "a call was answered too early"
             killed = workers()
@@ -165,7 +168,7 @@ async def test_calls_in_flight_when_it_dies_are_answered_after_all(
     for transition in whole:
         assert transition.version == 1
         assert transition.exact
-        assert len(transition.completion) == len(transition.logprobs) == 400
+        assert len(transition.completion) == len(transition.logprobs) == LONG
 
 
 async def in_flight(http: aiohttp.ClientSession, server: VllmServer) -> int:

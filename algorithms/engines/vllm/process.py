@@ -45,6 +45,7 @@ WORKER_EXTENSION = "agentrl.algorithms.engines.vllm.worker_extension.Extension"
 PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
 PARALLEL |= {"--data-parallel-size", "-dp"}
 POLL = 0.2  # seconds between health checks of a child that is starting
+WATCH = 2.0  # and of one that is up
 ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]]*\] ")
@@ -144,9 +145,27 @@ class VllmProcess:
             raise LostError(f"{path}: {error}") from None
 
     async def ended(self) -> int:
-        """Exit code, as soon as there is one; negative: the signal that ended it."""
+        """Exit code, as soon as there is one; negative: the signal that ended it. A server whose
+        engine died ends no earlier than the calls that it keeps waiting, so it is killed."""
         assert self._child is not None
-        return await self._child.wait()
+        end = asyncio.create_task(self._child.wait())
+        try:
+            while not (await asyncio.wait([end], timeout=WATCH))[0]:
+                if await self._engine_died():
+                    self._kill(self._child)
+            return end.result()
+        finally:
+            end.cancel()
+
+    async def _engine_died(self) -> bool:
+        try:
+            async with asyncio.timeout(WATCH):
+                ((status, _),) = await self.request("GET", "/health")
+        except TimeoutError:
+            return False
+        except LostError:  # it listens no more
+            return True
+        return status == 503
 
     async def returned(self) -> AsyncGenerator[str, None]:
         """Yields nothing: there is one server."""
@@ -166,10 +185,14 @@ class VllmProcess:
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace):
                     await child.wait()
-        # Its engine and worker processes may still run.
+        self._kill(child)  # its engine and worker processes may still run
+        await child.wait()
+
+    @staticmethod
+    def _kill(child: asyncio.subprocess.Process) -> None:
+        """With all that it started."""
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        await child.wait()
 
     async def _healthy(self) -> None:
         assert self._child is not None

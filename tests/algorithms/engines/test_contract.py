@@ -324,6 +324,7 @@ async def test_in_flight_every_token_has_the_version_it_names(served: Served) ->
     weights = {served.version: [weight.detach().clone() for weight in served.trained]}
     server.in_flight, running = True, True
     answers: list[tuple[Answer, list[tuple[int, int]]]] = []
+    answered = asyncio.Semaphore(0)
 
     async def caller(seed: int) -> None:
         while running:
@@ -335,13 +336,15 @@ async def test_in_flight_every_token_has_the_version_it_names(served: Served) ->
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             told = Answer(version, answer["prompt_token_ids"], choice["token_ids"], logprobs)
             answers.append((told, choice.get("agentrl_spans") or [(0, version)]))
+            answered.release()
 
     # However fast it answers, calls run whenever weights change.
     async with asyncio.TaskGroup() as callers:
         for number in range(4):
             callers.create_task(caller(100 * number))
         for _ in range(3):
-            await asyncio.sleep(0.15)
+            for _ in range(8):  # four may have begun before the update
+                await answered.acquire()
             served.disturb()
             await server.publish(served.version + 1)
             served.version += 1
