@@ -7,7 +7,7 @@ rollouts, with `--quick` 25,000; the file itself, then a store server in front o
 a copy of it in an empty PostgreSQL database. A store of its own has a hard rollout (60 calls,
 24,000 tokens, 1.2 MB of tool output), and a run on which the time from a commit until Chromium
 shows it is measured. `--tabs` trains the example agent in pairs, without and with three tabs open
-on it, and compares the seconds of their steps.
+on it in one window, of which a browser shows one, and compares the seconds of their steps.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import argparse
 import asyncio
 import itertools
 import json
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,27 +144,40 @@ def train(folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
-def step_seconds(folder: Path, browser: Any | None) -> list[float]:
-    """Seconds of a training's steps but the first ones, with three tabs open where there is a
-    browser."""
-    url, process, pages = f"sqlite:///{folder / 'store.db'}", train(folder), []
+@contextmanager
+def three_tabs(page: str, profile: Path) -> Iterator[None]:
+    """A page three times in one window. Nothing drives the browser meanwhile, as that would make
+    all tabs visible and take part of the processors."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [str(filled.CHROMIUM), "--headless=new", f"--remote-debugging-port={port}", *FLAGS]
+    browser = subprocess.Popen(
+        [*command, "--no-first-run", f"--user-data-dir={profile}", page], stderr=subprocess.DEVNULL
+    )
+    control = httpx.Client(
+        base_url=f"http://127.0.0.1:{port}/json/", transport=httpx.HTTPTransport(retries=9)
+    )
+    for _ in range(2):
+        control.put(f"new?{page}").raise_for_status()
+    yield
+    opened = [each["url"] for each in control.get("list").json() if each["type"] == "page"]
+    assert opened == [page] * 3, opened
+    browser.terminate()
+    browser.wait()
+
+
+def step_seconds(folder: Path, *, tabs: bool) -> list[float]:
+    """Seconds of a training's steps but the first ones."""
+    url, process = f"sqlite:///{folder / 'store.db'}", train(folder)
     while process.poll() is None and not (folder / "store.db").exists():
         time.sleep(0.2)
-    if browser is not None:
-        viewer, address = filled.start(url)
-        pages = [browser.new_page() for _ in range(3)]
-        for page in pages:
-            page.goto(f"{address}run/staff")
-    while process.poll() is None:
-        if pages:
-            pages[0].wait_for_timeout(200)
-        else:
-            time.sleep(0.2)
-    assert process.returncode == 0, "the training failed"
-    for page in pages:
-        page.close()
-    if browser is not None:
-        filled.stop(viewer)
+    with ExitStack() as stack:
+        if tabs:
+            viewer, address = filled.start(url)
+            stack.callback(filled.stop, viewer)
+            stack.enter_context(three_tabs(f"{address}run/staff", folder / "browser"))
+        assert process.wait() == 0, "the training failed"
 
     async def ends() -> list[float]:
         async with open_store(url, readonly=True) as store:
@@ -171,12 +187,12 @@ def step_seconds(folder: Path, browser: Any | None) -> list[float]:
     return [after - before for before, after in itertools.pairwise(at)][2:]
 
 
-def tabs(browser: Any, folder: Path, pairs: int) -> dict[str, Any]:
+def compare_tabs(folder: Path, pairs: int) -> dict[str, Any]:
     """Median seconds of a step without and with three tabs, and their ratio over all pairs."""
     without, with_tabs = [], []
     for i in range(pairs):
-        without += step_seconds(folder / f"without{i}", None)
-        with_tabs += step_seconds(folder / f"with{i}", browser)
+        without += step_seconds(folder / f"without{i}", tabs=False)
+        with_tabs += step_seconds(folder / f"with{i}", tabs=True)
     before, after = statistics.median(without), statistics.median(with_tabs)
     return {"step_s": before, "step_three_tabs_s": after, "tabs_ratio": after / before}
 
@@ -214,8 +230,8 @@ def main() -> None:
         with sync_playwright() as playwright:
             chromium = playwright.chromium.launch(executable_path=filled.CHROMIUM, args=FLAGS)
             result |= reader(url, chromium, 5 if options.quick else 40)
-            result |= tabs(chromium, folder, options.tabs) if options.tabs else {}
             chromium.close()
+        result |= compare_tabs(folder, options.tabs) if options.tabs else {}
     print(json.dumps(result, indent=None if options.json else 1))
 
 

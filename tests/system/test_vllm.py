@@ -237,18 +237,18 @@ async def test_an_update_that_hangs_is_a_sentence_in_time(
 
 @asynccontextmanager
 async def always_called(server: VllmServer) -> AsyncIterator[list[dict[str, Any] | str]]:
-    """Within, four calls of 400 tokens are in flight at all times, however fast it answers. Yields
-    the list that gets the choice of each answer, or how the call failed."""
-    body = {"model": server.model, "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
+    """Within, calls are in flight at all times, however fast it answers: where one of the four
+    ends, the others run. Yields the list that gets the choice of each answer, or how it failed."""
+    body = {"model": server.model, "prompt": [5, 6, 7], "ignore_eos": True}
     body |= {"logprobs": 0, "return_token_ids": True}
     answers: list[dict[str, Any] | str] = []
     running = True
 
-    async def caller(http: aiohttp.ClientSession, number: int) -> None:
+    async def caller(http: aiohttp.ClientSession, length: int) -> None:
         while running:
-            seed = {"seed": number + len(answers)}
+            more = {"max_tokens": length, "seed": 500 * length + len(answers)}
             try:
-                async with http.post(f"{server.base_url}/completions", json=body | seed) as reply:
+                async with http.post(f"{server.base_url}/completions", json=body | more) as reply:
                     reply.raise_for_status()
                     (choice,) = (await reply.json())["choices"]
                     answers.append({"version": int(reply.headers["x-policy-version"])} | choice)
@@ -257,8 +257,8 @@ async def always_called(server: VllmServer) -> AsyncIterator[list[dict[str, Any]
                 await asyncio.sleep(0.05)
 
     async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as callers:
-        for number in range(4):
-            callers.create_task(caller(http, 100 * number))
+        for length in (280, 320, 360, 400):
+            callers.create_task(caller(http, length))
         while not await in_flight(http, server):
             pass
         yield answers
@@ -284,18 +284,18 @@ async def test_calls_go_on_over_an_update_with_keys_of_the_new_weights(
         spans = answer.get("agentrl_spans") or [(0, answer["version"])]
         assert spans[0] in ([0, 8], (0, 8), (0, 9))
         assert answer["version"] == spans[0][1]
-        assert len(tokens) == 400
-        start = 400 if spans[0][1] == 8 else 0
+        start = len(tokens) if spans[0][1] == 8 else 0
         if len(spans) > 1:
             ((start, named),) = spans[1:]
             assert named == 9
-            assert 0 < start < 400
+            assert 0 < start < len(tokens)
             crossed += 1
         row = torch.tensor([[5, 6, 7, *tokens]])
         with torch.no_grad():
             old, new = (policies[each](row).logits[0, 2:-1].log_softmax(-1) for each in (8, 9))
-        at = torch.arange(400), torch.tensor(tokens)
-        named_by_spans = torch.where(torch.arange(400) < start, old[at], new[at])
+        places = torch.arange(len(tokens))
+        at = places, torch.tensor(tokens)
+        named_by_spans = torch.where(places < start, old[at], new[at])
         torch.testing.assert_close(torch.tensor(logprobs), named_by_spans, rtol=0, atol=1e-3)
     assert crossed
 

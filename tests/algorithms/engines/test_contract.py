@@ -326,9 +326,9 @@ async def test_in_flight_every_token_has_the_version_it_names(served: Served) ->
     answers: list[tuple[Answer, list[tuple[int, int]]]] = []
     answered = asyncio.Semaphore(0)
 
-    async def caller(seed: int) -> None:
+    async def caller(length: int) -> None:
         while running:
-            long = {"max_tokens": 300, "ignore_eos": True, "seed": seed + len(answers)}
+            long = {"max_tokens": length, "ignore_eos": True, "seed": 500 * length + len(answers)}
             async with served.post(**long) as reply:
                 answer = await reply.json()
                 version = int(reply.headers["x-policy-version"])
@@ -338,12 +338,12 @@ async def test_in_flight_every_token_has_the_version_it_names(served: Served) ->
             answers.append((told, choice.get("agentrl_spans") or [(0, version)]))
             answered.release()
 
-    # However fast it answers, calls run whenever weights change.
+    # However fast it answers, where one call ends the others run.
     async with asyncio.TaskGroup() as callers:
-        for number in range(4):
-            callers.create_task(caller(100 * number))
+        for length in (200, 240, 270, 300):
+            callers.create_task(caller(length))
         for _ in range(3):
-            for _ in range(8):  # four may have begun before the update
+            for _ in range(5):  # four may have begun before the update
                 await answered.acquire()
             served.disturb()
             await server.publish(served.version + 1)
@@ -354,7 +354,7 @@ async def test_in_flight_every_token_has_the_version_it_names(served: Served) ->
     crossed = [spans for _, spans in answers if len(spans) > 1]
     assert len({spans[0][1] for _, spans in answers}) > 1
     assert bool(crossed) == (served.adapters is None)
-    found = {id(answer): torch.full((300,), torch.inf) for answer, _ in answers}
+    found = {id(told): torch.full((len(told.tokens),), torch.inf) for told, _ in answers}
     for version, then in weights.items():
         with torch.no_grad():
             for weight, value in zip(served.trained, then, strict=True):
