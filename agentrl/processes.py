@@ -25,6 +25,8 @@ RESTARTS = 20  # deaths of a runner in a row, with no rollout ended between, unt
 STEADY = 300.0  # seconds alive after which a runner's earlier deaths do not count
 PAUSE = 1.0  # seconds before a runner is started again
 PARENT = "AGENTRL_PARENT"  # pid of the process that must outlive this one
+# What processes of a run, all of them sealed, find in their environment and other programs do not.
+SECRETS = {"AGENTRL_STORE_KEY", "PGPASSWORD", "AGENTRL_AGENT_ENV"}
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
@@ -72,6 +74,11 @@ def environment() -> dict[str, str]:
     of threads."""
     threads = {"GOMP_SPINCOUNT": "20000", "MKL_CBWR": "AUTO,STRICT"}
     return threads | os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+
+
+def environment_without_secrets() -> dict[str, str]:
+    """This process's environment for a program whose own can be read by other processes."""
+    return {name: value for name, value in os.environ.items() if name not in SECRETS}
 
 
 @dataclass(slots=True)

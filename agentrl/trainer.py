@@ -245,7 +245,7 @@ async def supervise(
     """Start the processes of a run, show its progress, and stop them when the algorithm is done.
     Returns the seconds that it took; raises AgentRLError when another process ends. play: file of
     an evaluation plan, to play instead of training; verb: "prompts" searches."""
-    config, output = agent_env.without_values(config), Path(config.output)
+    config, output = hide_secrets(config), Path(config.output)
     logs = make_folder(output / "logs")
     # Runners read the settings from the store, and an algorithm left over is fenced from here on.
     await store.open_run(config.name, msgspec.to_builtins(config))

@@ -10,9 +10,9 @@ Always true:
   * What was claimed and not committed is given out again.
 Who may call: each section says whose verbs it has; everybody may read. Over HTTP a `runner` key may
 call the verbs of runners and gateways (not `enqueue` and `cancel`) and others that these
-need: `run`, `trace`, `policies`, `cursor`, `wait`, `judgement` and `add_judgements`; a `reader` key
-may call all verbs that only read. The others need an `admin` key. A store that was opened with
-`readonly=True` answers the verbs of a reader.
+need: `run`, `steps`, `trace`, `policies`, `cursor`, `wait`, `judgement` and `add_judgements`; a
+`reader` key may call all verbs that only read. The others need an `admin` key. A store that was
+opened with `readonly=True` answers the verbs of a reader.
 Repeats: every verb is idempotent. The caller chooses the ids, and a repeat changes nothing; the
 exceptions are named below. A caller that is not sure whether a call arrived calls again.
 A verb returns after its transaction committed. When it raises, nothing of the call was kept:

@@ -64,6 +64,7 @@ def evaluate(
     prompts: folder of the texts to play with."""
     if prompts and not config.prompts.components:
         raise ConfigError(f"--prompts {prompts}: [prompts.components] names no text to replace")
+    config = trainer.hide_secrets(config)
     if team.has_no_own_policy(config):
         if checkpoint:
             raise ConfigError(

@@ -43,7 +43,8 @@ class KeyScope(StrEnum):
 
 
 RUNNERS = frozenset({"claim", "heartbeat", "finish", "add_transitions", "add_spans"})
-RUNNERS |= {"run", "trace", "policies", "cursor", "wait", "judgement", "add_judgements"}
+RUNNERS |= {"run", "steps", "trace", "policies", "cursor", "wait"}
+RUNNERS |= {"judgement", "add_judgements"}
 READERS = frozenset({"run", "runs", "rollouts", "groups", "search", "trace", "attempts", "credits"})
 READERS |= {"steps", "metric_names", "series", "counts", "failures", "policies"}
 READERS |= {"cursor", "wait", "settled", "stats", "candidates", "reflections"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from agentrl import processes, trainer
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.store import open_store
 
 
 class Mortal:
@@ -61,6 +63,40 @@ async def test_a_runner_is_given_up_only_when_it_dies_young(
     with pytest.raises(ends):
         await processes.keep_alive(child, ended)
     assert child.started == started
+
+
+@pytest.mark.parametrize(
+    "store", ["postgresql://me:hush@host/db", "http://hush@host:7411"], ids=["password", "key"]
+)
+async def test_no_secret_is_in_files_arguments_or_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    """Whoever starts the processes of a run: training, an evaluation, a search."""
+    for name in (*processes.SECRETS, "TOKEN"):
+        monkeypatch.setenv(name, "{}")
+    arguments = list[str]()
+
+    class Child(processes.Child):
+        async def start(self) -> None:
+            arguments.extend(self.arguments)
+            if self.name == "runner-0":
+                raise ConfigError("enough")
+
+        async def wait(self) -> int:
+            return await asyncio.Future[int]()
+
+    monkeypatch.setattr(trainer, "Child", Child)
+    made = {"output": str(tmp_path), "store": store, "agent": {"env": {"TOKEN": "hush"}}}
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as opened:
+        with pytest.raises(ConfigError, match="enough"):
+            await trainer.supervise(opened, resolve(made, source="test"))
+        state = await opened.run("run")
+    assert state is not None
+    assert "--store" in arguments
+    assert "hush" not in " ".join(arguments) + (tmp_path / "run.json").read_text()
+    assert "hush" not in repr(state.config)
+    assert (tmp_path / "run.json").stat().st_mode & 0o777 == 0o600
+    assert "hush" in " ".join(os.environ[name] for name in processes.SECRETS)
 
 
 def test_fresh_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path) -> None:

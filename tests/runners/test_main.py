@@ -20,6 +20,7 @@ from agentrl.runners.executors.contract import environment
 from agentrl.runners.main import RunnerThread
 from agentrl.types import ENDED, NewRollout, PolicyVersion, RolloutState
 from tests.runners.workspace.conftest import configured
+from tests.store.conftest import _serving
 
 RUN = "main"
 AGENT = """
@@ -39,7 +40,8 @@ def verify(task, result):
     return float(task["input"] in result)
 """
 TASK = {"input": "x", "files": {"old": "x"}}
-Start = Callable[[], Awaitable[asyncio.subprocess.Process]]
+KEYS = f"admin:admin-secret\nrunner@{RUN}:runner-secret"
+Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
 @pytest.fixture
@@ -76,10 +78,10 @@ async def runner(store: Any) -> AsyncIterator[Start]:
     """Starts runner processes; none is left behind."""
     started = []
 
-    async def start() -> asyncio.subprocess.Process:
+    async def start(url: str = store.url) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "agentrl", "runner", "start"),
-            *("--store", store.url, "--run", RUN),
+            *("--store", url, "--run", RUN),
             stderr=asyncio.subprocess.PIPE,
         )
         started.append(process)
@@ -122,18 +124,22 @@ async def test_a_process_works_and_drains_on_sigterm(
     assert (attempt.rollout.id, attempt.fence) == ("d", 2)
 
 
+@pytest.mark.parametrize("over_http", [False, True])
 async def test_a_process_ends_when_its_run_has_ended(
-    store: Any, model: Any, config: RunConfig, runner: Start
+    store: Any, model: Any, config: RunConfig, runner: Start, over_http: bool
 ) -> None:
+    """Also one that has a runner's key alone, as on another machine."""
     config = msgspec.structs.replace(config, steps=3)
     await open_run(store, model, config)
     await store.log(RUN, 2, {ENDED: 1.0})  # it had fewer steps then
-    process = await runner()
-    await enqueue(store, "a")
-    await store.settled("a")
-    assert process.returncode is None
-    await store.log(RUN, 3, {ENDED: 1.0})
-    assert await asyncio.wait_for(process.wait(), 60) == 0
+    with _serving(store.url, KEYS) as address:
+        url = address.replace("//", "//runner-secret@") if over_http else store.url
+        process = await runner(url)
+        await enqueue(store, "a")
+        await store.settled("a")
+        assert process.returncode is None
+        await store.log(RUN, 3, {ENDED: 1.0})
+        assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
 async def test_a_killed_runner_loses_no_rollout(

@@ -29,11 +29,12 @@ from agentrl.algorithms.engines.vllm.spans import (
     answer,
 )
 from agentrl.http_server import NO_KEY
-from agentrl.processes import die_with_parent
+from agentrl.processes import die_with_parent, seal
 
 KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
 CALLERS_VARIABLE = "AGENTRL_VLLM_CALLERS"  # and the keys that callers may send, if any
 KEY_HEADER = "x-agentrl-key"  # of a control request: that secret
+KEYS: dict[str, str] = {}  # both, which the processes that vLLM starts do not inherit
 ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # control requests
 
 
@@ -46,8 +47,8 @@ class HoldMiddleware:
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = SpanMiddleware(app)
-        self._key = os.environ[KEY_VARIABLE].encode()
-        self._callers = Access(tuple(os.environ.get(CALLERS_VARIABLE, "").split()))
+        self._key = KEYS[KEY_VARIABLE].encode()
+        self._callers = Access(tuple(KEYS.get(CALLERS_VARIABLE, "").split()))
         self._requests = RequestHold()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -146,6 +147,14 @@ async def _read(receive: Receive) -> bytes:
     return body
 
 
-if __name__ == "__main__":
+def main() -> None:
     die_with_parent()
+    seal()
+    KEYS.update((name, os.environ.pop(name, "")) for name in (KEY_VARIABLE, CALLERS_VARIABLE))
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    from agentrl.algorithms.engines.vllm import child  # which vLLM takes the middleware from
+
+    child.main()

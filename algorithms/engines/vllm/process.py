@@ -27,7 +27,7 @@ from agentrl.algorithms.engines.vllm.child import (
 from agentrl.algorithms.engines.vllm.serving import BASE, LostError, ServedModel
 from agentrl.config import VllmEngineConfig
 from agentrl.errors import PolicyError
-from agentrl.processes import PARENT
+from agentrl.processes import PARENT, environment_without_secrets
 from agentrl.types import POLICY, Json
 
 OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
@@ -111,7 +111,7 @@ class VllmProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | self._environment(),
+                env=environment_without_secrets() | self._environment(),
                 start_new_session=True,  # a group of its own, which `stop` ends as a whole
             )
         limit = self._engine.vllm.start_timeout

@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
@@ -26,7 +27,7 @@ from agentrl.algorithms.presets.catalogue import hosts, make, modifiers, presets
 from agentrl.algorithms.train.preprocess import Completer, Preprocessor
 from agentrl.algorithms.train.update import Updater
 from agentrl.cli.main import cli
-from agentrl.config import AlgorithmConfig, RunConfig
+from agentrl.config import AlgorithmConfig, PolicyConfig, RunConfig
 from agentrl.errors import ConfigError, StoreError, TrainingError
 from agentrl.store import Store, open_store
 from agentrl.types import (
@@ -183,9 +184,9 @@ def test_a_preset_prints_its_record() -> None:
         output("algorithms", "show", "gsop")
 
 
-async def trained(url: str) -> None:
+async def trained(url: str, model: Path) -> None:
     """One committed step of two rollouts."""
-    config = RunConfig(name="r", steps=9)
+    config = RunConfig(name="r", steps=9, policy=PolicyConfig(model=str(model)))
     algorithm = msgspec.structs.replace(config.algorithm, preset="streams", options=OPTIONS)
     config = msgspec.structs.replace(config, algorithm=algorithm)
     async with open_store(url) as store:
@@ -208,16 +209,20 @@ async def trained(url: str) -> None:
         )  # fmt: skip
 
 
-async def test_a_trained_rollout_is_explained_from_the_store(tmp_path: Path) -> None:
+async def test_a_trained_rollout_is_explained_from_the_store(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     from agentrl.cli.algorithms import explain_rollout
 
     url = f"sqlite:///{tmp_path / 'store.db'}"
-    await trained(url)
+    await trained(url, tiny_model_dir)
     lines = await explain_rollout(url, "r/g/0", tokens=True)
     text = "\n".join(lines)
     assert "  outcome = 1 (verifier)" in lines
     assert "advantage 0.707106" in text
     assert "it was trained" not in text
+    spelt = AutoTokenizer.from_pretrained(tiny_model_dir).decode([50])
+    assert any(line.startswith(f"    token 0 {spelt!r}: ") for line in lines)
     with pytest.raises(StoreError, match="there is no rollout 'r/g/7'"):
         await explain_rollout(url, "r/g/7", tokens=False)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from agentrl.algorithms.engines.vllm.child import (
     ADAPTERS,
     CALLERS_VARIABLE,
     KEY_VARIABLE,
+    KEYS,
     HoldMiddleware,
     to_version,
 )
@@ -29,6 +31,7 @@ from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, RUNNING, ServedM
 from agentrl.algorithms.engines.vllm.spans import SpanMiddleware, answer
 from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
 from agentrl.errors import PolicyError
+from agentrl.processes import SECRETS
 
 # Answers /health on the port that follows --port, and starts a process that ignores SIGTERM.
 SERVES = """
@@ -160,6 +163,42 @@ def test_what_vllm_is_told(process: Callable[..., VllmProcess]) -> None:
     assert told[told.index("--weight-transfer-config") + 1] == '{"backend": "ipc"}'
 
 
+SPIES = "import os, sys; sys.exit(' '.join(os.environ))"
+
+
+async def test_it_is_not_told_the_secrets_of_the_run(
+    process: Callable[..., VllmProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the processes that it starts, an agent of the same user can read the environment."""
+    for name in (*SECRETS, "HF_TOKEN"):
+        monkeypatch.setenv(name, "hush")
+    running = process(SPIES)
+    with pytest.raises(PolicyError):
+        await running.start(SERVING)
+    names = running.log.read_text().split()
+    assert "HF_TOKEN" in names
+    assert not SECRETS & {*names}
+
+
+def test_a_server_is_sealed_and_what_it_starts_has_no_key(tmp_path: Path) -> None:
+    module = tmp_path / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(
+        "import ctypes, os\n"
+        "from agentrl.algorithms.engines.vllm.child import KEYS\n"
+        "print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0), KEYS, os.environ.keys() & KEYS.keys())\n"
+    )
+    environment = os.environ | {KEY_VARIABLE: "secret", CALLERS_VARIABLE: "a b"}
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl.algorithms.engines.vllm.child"],
+        env=environment | {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == f"0 {{{KEY_VARIABLE!r}: 'secret', {CALLERS_VARIABLE!r}: 'a b'}} set()\n"
+
+
 def test_vllm_is_told_of_adapters_and_room_for_their_rank(
     process: Callable[..., VllmProcess],
 ) -> None:
@@ -278,7 +317,7 @@ class Client:
 @pytest.fixture
 async def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event, list[str]]:
     """A client of the middleware; behind it calls end when the event is set, and are listed."""
-    monkeypatch.setitem(os.environ, KEY_VARIABLE, "secret")
+    monkeypatch.setitem(KEYS, KEY_VARIABLE, "secret")
     finish, seen = asyncio.Event(), list[str]()
 
     async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
@@ -320,7 +359,7 @@ async def test_a_hold_waits_for_calls_in_flight_and_keeps_new_ones_out(
 
 
 async def test_requests_are_held_until_there_are_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, KEY_VARIABLE, "secret")
+    monkeypatch.setitem(KEYS, KEY_VARIABLE, "secret")
 
     async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         await answer(send, 200)
@@ -386,7 +425,7 @@ async def test_callers_of_a_child_send_one_of_the_keys(
 ) -> None:
     client, finish, _ = behind
     finish.set()
-    monkeypatch.setenv(CALLERS_VARIABLE, "new old")
+    monkeypatch.setitem(KEYS, CALLERS_VARIABLE, "new old")
     closed = Client(HoldMiddleware(client.app._app))
     await closed.get(OPEN, query=b"=7", key=b"secret")
     for sent, status in ((b"", 401), (b"Bearer guess", 401), (b"Bearer old", 200)):

@@ -10,6 +10,8 @@ import socket
 import sqlite3
 import threading
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import msgspec
@@ -59,7 +61,8 @@ def test_without_a_known_key_nothing_is_answered(admin, key):
 
 def test_a_runner_may_only_do_what_runners_do(runner):
     allowed = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
-    allowed |= {"run", "trace", "policies", "cursor", "wait", "judgement", "add_judgements"}
+    allowed |= {"run", "steps", "trace", "policies", "cursor", "wait"}
+    allowed |= {"judgement", "add_judgements"}
     for name in VERBS:
         status = runner.post(f"/v1/{name}", json={"unknown": 1}).status_code
         assert status == (422 if name in allowed else 403), name
@@ -284,6 +287,28 @@ def test_half_a_body_is_not_waited_for_without_end(serving, tmp_path, monkeypatc
         half_a_request(address) as half,
     ):
         assert b" 503 " in half.recv(1024)
+
+
+def test_an_address_has_so_many_idle_connections_and_no_other_pays_for_them(monkeypatch):
+    monkeypatch.setattr(request_limits, "IDLE", 2)
+    limits, closed = request_limits.ConnectionLimits(5), list[str]()
+
+    def enter(name: str) -> Any:
+        def abort() -> None:
+            closed.append(name)
+            limits.left(connection)
+
+        connection: Any = Mock(address=name[0], transport=Mock(abort=abort))
+        limits.entered(connection)
+        return connection
+
+    limits.busy(enter("a0"))
+    for name in ("b1", "a1", "a2", "a3", "a4"):
+        enter(name)
+    assert closed == ["a1", "a2"]
+    enter("b2")
+    enter("c1")  # one more than there may be in all, and others have more of them
+    assert closed == ["a1", "a2", "a3"]
 
 
 def test_half_a_request_does_not_keep_the_server_from_ending(serving, tmp_path, monkeypatch):
