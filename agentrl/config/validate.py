@@ -88,6 +88,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield "prompts.algorithm: 'gepa' is not installed: pip install 'agentrl[prompts]'"
     yield from _warmup(config)
     yield from _judges(config)
+    yield from _teacher(config)
     yield from _callers(config.engine)
     yield from _one_gpu(config)
 
@@ -204,10 +205,22 @@ def _warmup(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _answering(config: RunConfig) -> set[str]:
+    """The upstreams that are endpoints."""
+    return {name for name, upstream in config.upstreams.items() if upstream.text is None}
+
+
+def _teacher(config: RunConfig) -> Iterator[str]:
+    name, known = config.teacher.upstream, _answering(config)
+    if name and name not in known:
+        yield f"teacher.upstream = {name!r}; {nearest(name, known)}"
+    if name and config.sampling.temperature not in (0, 1):
+        yield "sampling.temperature: teacher.upstream gives log-probs at 1; set it to 1"
+
+
 def _judges(config: RunConfig) -> Iterator[str]:
     for name, judge in config.judges.items():
-        answering = {n for n, upstream in config.upstreams.items() if upstream.text is None}
-        known = answering | (set(config.policies) or {POLICY})
+        known = _answering(config) | (set(config.policies) or {POLICY})
         if judge.upstream not in known:
             yield f"judges.{name}.upstream = {judge.upstream!r}; {nearest(judge.upstream, known)}"
         if name in config.reward_models:
@@ -264,7 +277,8 @@ def _view(config: RunConfig, name: str) -> Iterator[str]:
     except msgspec.ValidationError as error:
         yield f": {format_validation_error(str(error))}"
         return
-    for check in (_numbers(view), _lora(view.policy.lora), _schedule(view.algorithm)):
+    checks = _numbers(view), _lora(view.policy.lora), _schedule(view.algorithm), _teacher(view)
+    for check in checks:
         yield from (f": {problem}" for problem in check)
     if not view.policy.lora.rank and not config.policies[name].model:
         yield ": give it lora.rank, for an adapter on policy.model, or a model of its own"
