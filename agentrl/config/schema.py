@@ -251,9 +251,17 @@ class ReferenceConfig(Section, frozen=True):
 
 
 class TeacherConfig(Section, frozen=True):
-    """The model that `distill` and `+distill` imitate."""
+    """The model that `distill` and `+distill` imitate: in memory, or behind vLLM."""
 
     model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
+    # Of [upstreams], in place of a model: a vLLM server, or another that answers `prompt_logprobs`,
+    # with the policy's vocabulary. Its log-probs are those at temperature 1.
+    upstream: str = ""
+    concurrency: Count = 8  # rows of a batch that the upstream reads at a time
+
+    def __post_init__(self) -> None:
+        if self.model and self.upstream:
+            raise ValueError("give a model or an upstream, not both")
 
 
 class UpstreamConfig(Section, frozen=True):

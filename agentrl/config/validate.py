@@ -15,7 +15,7 @@ import msgspec
 
 from agentrl.addresses import is_loopback
 from agentrl.config import policies as team
-from agentrl.config import prompts, selfplay
+from agentrl.config import prompts, selfplay, upstreams
 from agentrl.config.agents import WorkspaceConfig
 from agentrl.config.base import EXTERNAL, installed_plugins
 from agentrl.config.infrastructure import EngineConfig, VllmEngineConfig
@@ -87,7 +87,8 @@ def _problems(config: RunConfig) -> Iterator[str]:
     if searched and not is_installed("gepa"):
         yield "prompts.algorithm: 'gepa' is not installed: pip install 'agentrl[prompts]'"
     yield from _warmup(config)
-    yield from _judges(config)
+    yield from upstreams.judge_problems(config)
+    yield from upstreams.teacher_problems(config)
     yield from _callers(config.engine)
     yield from _one_gpu(config)
 
@@ -204,16 +205,6 @@ def _warmup(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _judges(config: RunConfig) -> Iterator[str]:
-    for name, judge in config.judges.items():
-        answering = {n for n, upstream in config.upstreams.items() if upstream.text is None}
-        known = answering | (set(config.policies) or {POLICY})
-        if judge.upstream not in known:
-            yield f"judges.{name}.upstream = {judge.upstream!r}; {nearest(judge.upstream, known)}"
-        if name in config.reward_models:
-            yield f"judges.{name}: [reward_models] give a reward of that name; rename one"
-
-
 def _member(name: str, member: MemberConfig) -> Iterator[str]:
     where = f"policies.{name}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
@@ -266,6 +257,7 @@ def _view(config: RunConfig, name: str) -> Iterator[str]:
         return
     for check in (_numbers(view), _lora(view.policy.lora), _schedule(view.algorithm)):
         yield from (f": {problem}" for problem in check)
+    yield from (f": {problem}" for problem in upstreams.teacher_problems(view))
     if not view.policy.lora.rank and not config.policies[name].model:
         yield ": give it lora.rank, for an adapter on policy.model, or a model of its own"
     if config.steps and not view.steps:

@@ -6,7 +6,7 @@ Models that the algorithm does not read are not loaded; settings that have no ef
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -39,6 +39,7 @@ from agentrl.algorithms.model.load import Tokenizer, context_length
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.packing import supported_packing
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import Supply
 from agentrl.config import (
@@ -79,7 +80,7 @@ def make_learner(
         _check_no_reward_model_learns(config)
         learner: Learner = factory(config, algo, model, tokenizer, adapters, policy)
         check_protocol(learner, Learner, by=factory, key="learner.kind")
-        _check_streams(own.kind, algo, learner)
+        _check_streams(own.kind, algo, learner, {"t"} if config.teacher.upstream else set())
         return learner
     if own.kind == "verl":
         frozen = frozen_sources(config, algo, start)
@@ -128,7 +129,7 @@ def available_streams(config: RunConfig) -> frozenset[Supply]:
         streams |= {"k", "e"}
     if config.critic.model:
         streams.add("v")
-    if config.teacher.model:
+    if config.teacher.model or config.teacher.upstream:
         streams.add("t")
     return frozenset(streams)
 
@@ -180,6 +181,8 @@ def frozen_sources(
     for letter in FROZEN:
         key, name = asked[letter]
         if letter == "q" and caches_reference(config, algo):
+            continue
+        if letter == "t" and config.teacher.upstream:
             continue
         if letter in algo.needs and (name or not config.policy.lora.rank):
             sources[letter] = key, config.model_source(name) if name else start
@@ -236,21 +239,40 @@ def make_reward_models(
 
 
 def score_batch(
-    algo: Algo, learner: Learner, batch: Batch, cached: Mapping[str, Float32] | None = None
+    algo: Algo,
+    learner: Learner,
+    batch: Batch,
+    cached: Mapping[str, Float32] | None = None,
+    taught: Callable[[Batch], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Batch, dict[str, Tensor]]:
     """The batch with the critic's values and the reference's log-probs, where the algorithm reads
-    them, and the log-probs [N] of each frozen model by stream. cached: those of the reference, by
-    rollout."""
-    streams: dict[str, Tensor] = {
-        letter: learner.logprobs(batch, letter).double()
-        for letter in FROZEN
-        if letter in algo.needs and (letter != "q" or cached is None)
-    }
+    them, and the log-probs [N] of each frozen model by stream; to imitate a teacher at several
+    tokens, these are the batch's symbols, and t_K [N, K] its log-probs. cached: those of the
+    reference, by rollout. taught: what a teacher that the learner has not gives as `Learner.top`,
+    for as many tokens as the algorithm reads."""
+    streams: dict[str, Tensor] = {}
+    if "q" in algo.needs and cached is None:
+        streams["q"] = learner.logprobs(batch, "q").double()
     if cached is not None:
         known = [torch.tensor(cached[id], dtype=torch.float64) for id in batch.rollouts]
         streams["q"] = torch.cat(known) if known else torch.empty(0)
+    if algo.distill is not None and batch.n_tokens:
+        symbols, t_NK = taught(batch) if taught else _taught(algo.distill, learner, batch)
+        batch = replace(batch, symbols=symbols)
+        streams |= {"t": t_NK[:, 0].double(), "t_K": t_NK}
+    elif "t" in algo.needs:
+        t_N = taught(batch)[1][:, 0] if taught else learner.logprobs(batch, "t")
+        streams["t"] = t_N.double()
     values = learner.values(batch) if algo.critic else batch.values
     return replace(batch, values=values, reference=streams.get("q", batch.reference)), streams
+
+
+def _taught(distill: TopKDistillation, learner: Learner, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The tokens [N, K] at which a teacher is imitated, and its log-probs."""
+    if distill.of == "teacher":
+        return learner.top(batch, distill.k, "t")
+    symbols, _ = learner.top(batch, distill.k)
+    return symbols, learner.symbol_logprobs(replace(batch, symbols=symbols), "t")
 
 
 def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]:
@@ -286,8 +308,13 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
         if name not in algo.rewards:
             why = f"{none} reads no reward {name!r}; name it in algorithm.options, or"
             yield f"judges.{name}", why
-    if config.teacher.model and "t" not in algo.needs:
-        yield "teacher.model", f"{none} imitates none"
+    for key in _changed_keys(config.teacher) if "t" not in algo.needs else ():
+        yield f"teacher.{key}", f"{none} imitates none"
+    if not config.teacher.upstream and "concurrency" in _changed_keys(config.teacher):
+        yield "teacher.concurrency", "and there is no teacher.upstream"
+    if config.teacher.upstream and algo.distill is not None and algo.distill.of == "policy":
+        why = "and says nothing of the policy's most probable tokens, which of = 'policy' compares"
+        yield "teacher.upstream", f"{why} (a teacher.model does)"
 
 
 def _changed_keys(section: Section) -> list[str]:
@@ -305,11 +332,11 @@ def _check_no_reward_model_learns(config: RunConfig) -> None:
             )
 
 
-def _check_streams(kind: str, algo: Algo, learner: Learner) -> None:
-    """Raises ConfigError where a plug-in lacks what the algorithm reads."""
+def _check_streams(kind: str, algo: Algo, learner: Learner, given: set[str]) -> None:
+    """Raises ConfigError where a plug-in lacks what the algorithm reads and is not given to it."""
     optional = {"v": algo.critic, "k": algo.symbols, "e": algo.entropy}
     needed = algo.needs | {stream for stream, is_read in optional.items() if is_read}
-    if missing := sorted(needed - learner.supplies):
+    if missing := sorted(needed - learner.supplies - given):
         raise ConfigError(
             f"learner.kind = {kind!r}: algorithm.preset = {algo.name!r} reads "
             f"{', '.join(missing)}, and the learner supplies {', '.join(sorted(learner.supplies))}"

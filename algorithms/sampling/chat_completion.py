@@ -56,12 +56,17 @@ class _Reply(msgspec.Struct):
     usage: _Usage | None = None
 
 
+def upstream_endpoint(config: RunConfig, name: str) -> Endpoint:
+    found = config.upstreams[name]
+    key = os.environ.get(found.key_env, "") if found.key_env else ""
+    model = found.model or name
+    return Endpoint(found.base_url, model, found.text or model, key, found.text)
+
+
 async def find_endpoint(store: Store, config: RunConfig, name: str) -> Endpoint:
     """Where an upstream, or a policy that is served now, answers."""
-    if found := config.upstreams.get(name):
-        key = os.environ.get(found.key_env, "") if found.key_env else ""
-        model = found.model or name
-        return Endpoint(found.base_url, model, found.text or model, key, found.text)
+    if name in config.upstreams:
+        return upstream_endpoint(config, name)
     served = (await store.policies(config.name))[name]
     identity = f"{config.name}/{name}@{served.version}"
     return Endpoint(served.base_url, served.model, identity, config.engine.access.key)
@@ -74,9 +79,17 @@ async def complete(
     AgentRLError, which begins with `who` asked, after some tries where waiting may help."""
     if endpoint.text is not None:
         return Completion(endpoint.text)
-    url, why = f"{endpoint.url}/chat/completions", ""
     messages = [{"role": "user", "content": question}]
-    body = {"model": endpoint.model, "messages": messages, **fields}
+    content = await post(session, endpoint, "chat/completions", who, messages=messages, **fields)
+    return _read(content, f"{who}: {endpoint.url}/chat/completions")
+
+
+async def post(
+    session: aiohttp.ClientSession, endpoint: Endpoint, path: str, who: str, **fields: Json
+) -> bytes:
+    """What the server answers to `fields`. Raises AgentRLError as `complete` does."""
+    url, why = f"{endpoint.url}/{path}", ""
+    body = {"model": endpoint.model, **fields}
     headers = {"authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
     for number in range(TRIES):
         wait = FIRST_WAIT * 2**number
@@ -88,7 +101,7 @@ async def complete(
             why = f"is unreachable ({type(error).__name__}: {error})"
         else:
             if status == 200:
-                return _read(content, f"{who}: {url}")
+                return content
             why = f"answered {status}: {content[:300].decode(errors='replace')}"
             wait = float(after) if after.isdigit() else wait
             if status != 429 and status < 500:

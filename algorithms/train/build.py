@@ -39,6 +39,7 @@ from agentrl.algorithms.train.preprocess import (
     Preprocessor,
     Retokenizer,
 )
+from agentrl.algorithms.train.teacher import make_teacher
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig
 from agentrl.config.policies import (
@@ -203,6 +204,7 @@ def make_updater(
         anchor=anchor,
         recorder=CreditRecorder(name) if settings.store_credit and not config.data.name else None,
         cached={} if factory.caches_reference(config, algo) else None,
+        teacher=make_teacher(config, algo, model.model, tokenizer),
         bad_steps=BadSteps(dumps, settings.max_bad_steps),
         policy=name,
     )

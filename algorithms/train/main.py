@@ -76,6 +76,9 @@ async def run(config: RunConfig) -> None:
         announce(config, models)
         config = build.with_proven_packing(config, models)
         policies = build.make_policies(config, algos, models, stack)
+        for updater in policies.updaters.values():
+            if updater.teacher is not None:
+                await updater.teacher.check()
         difficulty = build.make_difficulty(config.tasks, policies)
         pool = build.make_pool(config, policies)
         dataset = None

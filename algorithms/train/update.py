@@ -31,7 +31,6 @@ from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import staleness
 from agentrl.algorithms.objective import values as critic_targets
 from agentrl.algorithms.objective.core import Algo, Terms
-from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.objective.ratios import ratio
 from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit
@@ -39,6 +38,7 @@ from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import check_supplies
 from agentrl.algorithms.train.dump import BadSteps, Dump
 from agentrl.algorithms.train.preprocess import Preprocessor, with_mismatched
+from agentrl.algorithms.train.teacher import RemoteTeacher
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import POLICY, Float32, Group
 
@@ -60,6 +60,7 @@ class Updater:
     bad_steps: BadSteps | None = None  # None: steps that fail are only counted
     policy: str = POLICY
     cached: dict[str, Float32] | None = None  # log-probs of the reference by rollout; None: compute
+    teacher: RemoteTeacher | None = None  # None: the learner's
 
     def __post_init__(self) -> None:
         check_supplies(self.algo, self.learner.supplies)
@@ -82,9 +83,9 @@ class Updater:
         oldest = turn - ceil(self.config.algorithm.max_staleness)
         old = staleness.token_lag(batch, oldest) > 0
         algo = staleness.withhold(algo, batch, oldest)
-        batch, streams = score_batch(
-            algo, self.learner, replace(batch, memory=recall.columns), self.cached
-        )
+        batch = replace(batch, memory=recall.columns)
+        taught = self.teacher.top if self.teacher else None
+        batch, streams = score_batch(algo, self.learner, batch, self.cached, taught)
         streams = {**streams, **self.staleness_streams(algo, batch, turn)}
         values = critic_targets.critic_terms(algo, batch, clip=self.config.critic.clip)
         measured = self.optimize(TrainingStep(step, turn, algo, groups, batch, streams, values))
@@ -182,10 +183,8 @@ class Updater:
         and the critic's targets are computed on the whole batch before it is split."""
         settings, algo, batch, values = self.config.algorithm, step.algo, step.batch, step.values
         count = min(settings.minibatches, len(step.groups))
-        symbols, streams = None, dict(step.streams)
-        if algo.distill is not None and batch.n_tokens:
-            symbols, streams["t_K"] = self.taught(algo.distill, batch)
-            batch = replace(batch, symbols=symbols)
+        streams = dict(step.streams)
+        symbols = batch.symbols if "t_K" in streams else None
         if count * settings.epochs == 1 or not batch.n_tokens:
             yield batch, objective.loss_terms(algo, batch, streams, fresh=True), values
             return
@@ -211,13 +210,6 @@ class Updater:
                     algo, part, cut, fresh="share" in cut, advantage=advantage[tokens]
                 )
                 yield part, terms, values and critic_targets.select_tokens(values, tokens)
-
-    def taught(self, distill: TopKDistillation, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The tokens [N, K] at which a teacher is imitated, and its log-probs."""
-        if distill.of == "teacher":
-            return self.learner.top(batch, distill.k, "t")
-        symbols, _ = self.learner.top(batch, distill.k)
-        return symbols, self.learner.symbol_logprobs(replace(batch, symbols=symbols), "t")
 
 
 @dataclass(frozen=True, slots=True)

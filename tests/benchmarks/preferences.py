@@ -405,7 +405,9 @@ def learning(seeds: Sequence[int], names: Sequence[str]) -> dict[str, Any]:
 
 
 def staff(seeds: Sequence[int], store: str = "") -> dict[str, Any]:
-    """Offline DPO on six steps of the demo, in which it is played as in its run file."""
+    """Offline DPO on six steps of the demo, in which it is played as in its run file. Settings were
+    chosen on demos of seeds 10 to 13. Held out are the demo's own tasks, so all of the some sixty
+    pairs are learned from."""
     scores, seconds = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(store or Path(name, "staff"))
@@ -421,12 +423,12 @@ def staff(seeds: Sequence[int], store: str = "") -> dict[str, Any]:
         for seed in seeds:
             own, url = Path(name, f"{seed}"), f"sqlite:///{name}/{seed}.db"
             Path(name, f"{seed}.db").write_bytes((folder / "store.db").read_bytes())
-            mine = ("--how", "all", "--least", "0.5", "--per-group", "4", "--test", "0.25")
+            mine = ("--how", "all", "--least", "0.5", "--per-group", "4", "--test", "0")
             run("data", "mine", "pairs", "--run", "staff", "--store", url, *mine)
             file = Path(name, f"{seed}.toml")
             file.write_text(
                 f'steps = 60\nstore = "{url}"\nseed = {seed}\n[policy]\nmodel = "{folder}/policy"\n'
-                '[data]\nname = "pairs"\n[algorithm]\npreset = "dpo"\ngroups = 24\nlr = 3e-4\n'
+                '[data]\nname = "pairs"\n[algorithm]\npreset = "dpo"\ngroups = 16\nlr = 3e-4\n'
                 'warmup = 4\nschedule = "linear"\n[learner]\nkind = "torch"\nthreads = 1\n'
             )
             before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -27,12 +27,21 @@ import torch
 from agentrl.algorithms.engines.factory import vllm_server
 from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.weight_sync import SharedMemorySync
+from agentrl.algorithms.learners.auxiliary import Reference
+from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.tiny import word_tokenizer
+from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.sampling.chat_completion import Endpoint
+from agentrl.algorithms.train.teacher import RemoteTeacher
+from agentrl.algorithms.train.update import Updater
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
 from agentrl.runners.gateway.server import Gateway
 from agentrl.store import open_store
 from agentrl.types import NewRollout, PolicyVersion, Purpose, Sampling, Transition
+from tests.algorithms.learners.test_learner import make_batch
+from tests.algorithms.train.test_update import group
 from tests.system.test_run import measured
 
 psutil = pytest.importorskip("psutil")
@@ -325,6 +334,49 @@ async def test_a_child_killed_between_update_and_resume_is_back_with_the_update(
     assert any(isinstance(answer, str) for answer in answers)
     assert await version(server) == "10"
     assert "vLLM ended and is started again with the newest weights" in caplog.text
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_teacher_behind_it_gives_the_lessons_of_the_same_model_here(
+    started: tuple[VllmServer, torch.nn.Module], wide_model_dir: Path
+) -> None:
+    server, model = started
+    policy, tokenizer = load_model(wide_model_dir, device="cpu")
+    torch.manual_seed(5)
+    disturb(policy)
+    other, frozen = copy.deepcopy(policy), Reference(copy.deepcopy(model), policy)
+    local = TorchLearner(policy, tokenizer, frozen={"t": frozen})
+    endpoint = Endpoint(server.base_url, server.model, "")
+    teacher = RemoteTeacher("teacher.upstream = 'it'", endpoint, 12, tokenizer, 512, 4)
+    await teacher.check()
+
+    batch = make_batch()
+    ids, logprobs = await asyncio.to_thread(teacher.top, batch)
+    wanted, expected = local.top(batch, 12, "t")
+    assert torch.equal(ids[:, 0], wanted[:, 0])
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-3)
+    named = local.symbol_logprobs(replace(batch, symbols=ids), "t")
+    torch.testing.assert_close(logprobs, named, rtol=0, atol=1e-3)
+
+    algo = make("grpo+distill", {"distill_top": 12}, streams=local.supplies)
+    config = resolve({"algorithm": {"lr": 1e-3}}, source="test")
+    groups = [group("a", 1.0, 0.0), group("b", 0.0, 1.0)]
+    here = Updater(config, algo, local)
+    there = Updater(config, algo, TorchLearner(other, tokenizer), teacher=teacher)
+    found, same = [await asyncio.to_thread(each.update, 0, groups) for each in (there, here)]
+    assert found["loss"] == pytest.approx(same["loss"], rel=1e-3)
+    assert found["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-3)
+
+    with pytest.raises(PolicyError, match=r"400: .* max allowed: 20.* --max-logprobs 21 or more"):
+        await replace(teacher, k=21).check()
+    with pytest.raises(PolicyError, match=r"404: .*does not exist"):
+        await replace(teacher, endpoint=endpoint._replace(model="nobody")).check()
+    small = word_tokenizer(["one", "two"])
+    with pytest.raises(PolicyError, match=r"token \d+ is '.*' there and '.*' here, so it cannot"):
+        await replace(teacher, tokenizer=small).check()
+    large = word_tokenizer([f"w{number}" for number in range(600)])
+    with pytest.raises(PolicyError, match=r"400: .*out of vocabulary"):
+        await replace(teacher, tokenizer=large).check()
 
 
 @pytest.mark.asyncio(loop_scope="module")

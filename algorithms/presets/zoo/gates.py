@@ -15,7 +15,7 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import GroupRelative, ZeroAdvantage
 from agentrl.algorithms.objective import ratios
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average, Gate, KLPenalty
-from agentrl.algorithms.objective.distill import TopKDistillation
+from agentrl.algorithms.objective.distill import TopKDistillation, with_rest
 from agentrl.algorithms.objective.ratios import InRange, Ratio, RatioInRange, Truncate, ratio
 from agentrl.algorithms.presets.registry import Cap, Num, modifier, preset
 from agentrl.config import Count, Natural, Positive
@@ -170,17 +170,11 @@ class TopKDivergenceGate(DivergenceGate):
     def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
         if "o_K" not in streams:
             return ratio(lr).clamp(max=self.cap)
-        mu_K, pi_K = (_with_rest(streams[name].exp()) for name in ("o_K", "p_K"))
-        distance = (mu_K - pi_K).abs().sum(-1) / 2
+        mu_K, pi_K = (with_rest(streams[name]) for name in ("o_K", "p_K"))
+        distance = (mu_K.exp() - pi_K.exp()).abs().sum(-1) / 2
         if self.kind == "kl":
-            distance = (mu_K * (mu_K / pi_K).log()).sum(-1)
+            distance = (mu_K.exp() * (mu_K - pi_K)).sum(-1)
         return self.factor(lr, advantage * lr, distance)
-
-
-def _with_rest(p_K: Tensor) -> Tensor:
-    """[n, K + 1] probabilities, with that of all other symbols."""
-    rest = (1 - p_K.sum(-1, keepdim=True)).clamp(min=1e-8)
-    return torch.cat((p_K, rest), -1)
 
 
 def _dppo(reward: str, gate: Gate, length: int) -> Algo:

@@ -1,0 +1,151 @@
+"""A teacher behind a server that answers vLLM's `prompt_logprobs`: asked for the log-probs of the
+tokens that the policy sampled, and of the most probable others in their places.
+
+Always true: a row is one request, so what the calls of a conversation have in common is sent once;
+the log-probs are those at temperature 1; token ids mean the same text on both sides. Nothing is
+kept: no row comes twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentrl.algorithms.data.batch import Batch, TokenRow
+from agentrl.algorithms.model.load import Tokenizer, vocabulary_size
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.sampling.chat_completion import Endpoint, post, upstream_endpoint
+from agentrl.config import RunConfig
+from agentrl.errors import AgentRLError, PolicyError, TrainingError
+
+CHECKED = 64  # token ids whose text is compared, of all and of the last, where the added ones are
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+    decoded_token: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    prompt_logprobs: list[dict[int, _Token] | None] | None = None
+
+
+class _Reply(msgspec.Struct):
+    """The part of an answer that is read."""
+
+    choices: list[_Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTeacher:
+    """tokenizer and vocabulary, a number of token ids: the policy's."""
+
+    name: str
+    endpoint: Endpoint
+    k: int  # tokens in each place, the sampled one among them
+    tokenizer: Tokenizer
+    vocabulary: int
+    concurrency: int  # requests at a time
+
+    async def check(self) -> None:
+        """Raises PolicyError unless the server answers, and reads token ids as the policy does."""
+        known = sorted(self.tokenizer.get_vocab().values())
+        ids = known[:: len(known) // CHECKED + 1] + known[-CHECKED:]
+        try:
+            async with aiohttp.ClientSession() as session:
+                found = await self._ask(session, [ids[0], *ids])
+        except AgentRLError as error:
+            raise PolicyError(
+                f"{error}. It must be vLLM with the policy's vocabulary ({len(known)} tokens) and "
+                f"--max-logprobs {self.k} or more"
+            ) from None
+        for id, tokens in zip(ids, found, strict=True):
+            theirs, ours = tokens[id].decoded_token or "", self.tokenizer.decode([id])
+            # A part of a character is told by the tokens before it.
+            if theirs.strip() != ours.strip() and "\ufffd" not in theirs + ours:
+                raise PolicyError(
+                    f"{self.name}: token {id} is {theirs!r} there and {ours!r} here, so it cannot "
+                    "read the policy's tokens; choose a teacher with the policy's vocabulary"
+                )
+            if any(token.logprob > 0.01 for token in tokens.values()):
+                raise PolicyError(
+                    f"{self.name} gives logits; start it with --logprobs-mode raw_logprobs"
+                )
+
+    def top(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """As `Learner.top`, for k tokens. Raises TrainingError for tokens that were sampled at
+        another temperature, PolicyError for one that the policy has not."""
+        for row in batch.rows:
+            if len(other := row.temperature[row.temperature != 1]):
+                raise TrainingError(
+                    f"{self.name} gives log-probs at temperature 1, and tokens were sampled at "
+                    f"{float(other[0]):g}; set sampling.force = true, or load a teacher.model"
+                )
+        pairs = asyncio.run(self._pairs(batch.rows))
+        ids = pairs[..., 0].long()
+        if (ids >= self.vocabulary).any():
+            raise PolicyError(
+                f"{self.name} names token {int(ids.max())}, and the policy has {self.vocabulary}; "
+                "choose a teacher with the policy's vocabulary"
+            )
+        return ids, pairs[..., 1].float()
+
+    async def _pairs(self, rows: Sequence[TokenRow]) -> Tensor:
+        """Ids and their log-probs float64 [N, K, 2]."""
+        slots = asyncio.Semaphore(self.concurrency)
+        async with aiohttp.ClientSession() as session:
+
+            async def ask(row: TokenRow) -> Tensor:
+                tokens = row.tokens[: int(row.actions[-1]) + 1].tolist()
+                async with slots:
+                    answer = await self._ask(session, tokens)
+                pairs = [
+                    self._best(answer[place - 1], tokens[place]) for place in row.actions.tolist()
+                ]
+                return torch.tensor(pairs, dtype=torch.float64)
+
+            empty = torch.empty(0, self.k, 2, dtype=torch.float64)
+            return torch.cat([empty, *await asyncio.gather(*map(ask, rows))])
+
+    def _best(self, named: dict[int, _Token], sampled: int) -> list[tuple[int, float]]:
+        """The sampled token and the most probable others, with their log-probs."""
+        others = sorted(named.keys() - {sampled}, key=lambda id: -named[id].logprob)
+        return [(id, named[id].logprob) for id in (sampled, *others[: self.k - 1])]
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, tokens: list[int]
+    ) -> list[dict[int, _Token]]:
+        """In the place of each token but the first: that token and the most probable ones."""
+        fields = {"prompt": tokens, "max_tokens": 1, "prompt_logprobs": self.k if self.k > 1 else 0}
+        content = await post(session, self.endpoint, "completions", self.name, **fields)
+        try:
+            rows = msgspec.json.decode(content, type=_Reply).choices[0].prompt_logprobs or []
+        except (msgspec.DecodeError, IndexError):
+            rows = []
+        pairs = zip(rows[1:], tokens[1:], strict=False)
+        found = [row for row, id in pairs if row and id in row and len(row) >= self.k]
+        if len(found) != len(tokens) - 1:
+            raise PolicyError(
+                f"{self.name}: {self.endpoint.url}/completions answers without the prompt_logprobs "
+                "that it was asked for"
+            )
+        return found
+
+
+def make_teacher(
+    config: RunConfig, algo: Algo, policy: PreTrainedModel, tokenizer: Tokenizer
+) -> RemoteTeacher | None:
+    """The teacher that a server has. config: the policy's view of the run."""
+    name, size = config.teacher.upstream, vocabulary_size(policy)
+    if not name:
+        return None
+    k = min(algo.distill.k, size) if algo.distill else 1
+    title, endpoint = f"teacher.upstream = {name!r}", upstream_endpoint(config, name)
+    return RemoteTeacher(title, endpoint, k, tokenizer, size, config.teacher.concurrency)
