@@ -19,7 +19,7 @@ import pytest
 from agentrl.cli.main import cli
 from agentrl.store import open_store
 from agentrl.types import Credit, Trace, float32
-from agentrl.view.templates import STATIC
+from agentrl.view.templates import STATIC, environment
 from tests.view import filled
 from tests.view.filled import start, stop
 
@@ -275,3 +275,9 @@ def test_ids_may_have_any_characters(client: httpx.Client) -> None:
     answer = client.get(f"/run/{quote('a b/ü?#', safe='')}")
     assert answer.status_code == 404
     assert "ü?#" in answer.text
+
+
+def test_a_file_says_when_a_page_says_how_long_ago() -> None:
+    template = environment().from_string("{{ at | ago }}")
+    assert template.render(at=0.0, export=True) == "1970-01-01 00:00 UTC"
+    assert template.render(at=0.0, export=False).endswith(" d ago")
