@@ -37,8 +37,8 @@ def heat(logp: float | None) -> str:
 
 @pass_context
 def when(context: Context, at: float) -> str:
-    """How long ago a time was; in a file, which is kept, the time itself."""
-    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
+    """How long ago a time was; in a file, which is kept, the date."""
+    written = time.strftime("%Y-%m-%d", time.gmtime(at))
     return written if context.get("export") else ago(at)
 
 
