@@ -60,7 +60,7 @@ check: $(STAMP) ## Lint and type-check
 docs: $(VENV)/.docs ## Build the documentation site into site/, and check every link in it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
 
-gallery: $(STAMP) ## Train examples and export each run as one HTML file in gallery/ (twenty minutes)
+gallery: $(STAMP) ## Train examples and export each run as one HTML file in gallery/ (up to an hour)
 	$(BIN)/python examples/gallery.py
 
 # What is not installed, such as the extra `data`, keeps its pin.

@@ -62,6 +62,19 @@ class TrainingError(AgentRLError):
     """An update cannot be computed from the data at hand."""
 
 
+LEARNING = ("torch", "transformers", "tokenizers", "safetensors", "matplotlib")  # the extra `train`
+
+
+def user_message(error: Exception) -> str:
+    """What ends a command: the message of a user's error, or the extra that is not installed. Any
+    other error is raised again."""
+    if isinstance(error, ModuleNotFoundError) and error.name in LEARNING:
+        return f"{error.name} is missing: pip install 'agentrl[train]'"
+    if not isinstance(error, AgentRLError):
+        raise error
+    return str(error)
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """ "; did you mean 'x'?" or the list of what is valid."""
     names = sorted(valid)

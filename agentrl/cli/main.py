@@ -29,7 +29,7 @@ from agentrl.cli.why import why
 from agentrl.config import RunConfig, load, store_in
 from agentrl.config.policies import has_no_own_policy
 from agentrl.doctor.machine import check_at_start
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, user_message
 from agentrl.processes import (
     ERROR_MARK,
     LOG_LEVEL,
@@ -377,8 +377,8 @@ def main() -> None:
     seal()
     try:
         cli(standalone_mode=False)
-    except AgentRLError as error:
-        click.echo(f"{ERROR_MARK}{error}", err=True)
+    except (AgentRLError, ModuleNotFoundError) as error:
+        click.echo(f"{ERROR_MARK}{user_message(error)}", err=True)
         sys.exit(USER_ERROR)
     except click.ClickException as error:
         error.show()

@@ -26,6 +26,9 @@ def why(run: str, store: str | None) -> None:
 
     for policy, record in asyncio.run(read()).items():
         found = rules.reasons(record)
-        click.echo(f"{policy}: {len(record.steps)} steps, {len(found) or 'no'} reasons found")
+        scores = record.scores
+        held_out = f"held-out {scores[0]:.3f} to {scores[-1]:.3f}, " if scores else ""
+        count = f"{len(found) or 'no'} reason{'' if len(found) == 1 else 's'} found"
+        click.echo(f"{policy}: {len(record.steps)} steps, {held_out}{count}")
         for number, reason in enumerate(found, start=1):
             click.echo(f"{number}. {reason.text}\n   change {reason.change}")

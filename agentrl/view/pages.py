@@ -114,7 +114,9 @@ class Pages:
         values["datasets"] = [] if live else await self._datasets(state)
         values["at"] = recent[-1].at if recent else state.created
         values["last"] = {name: value for row in recent for name, value in row.metrics.items()}
-        wanted = [*SHOWN, *({query["metric"]} - set(SHOWN) if "metric" in query else ())]
+        own = [name for name in values["names"] if name.startswith("eval/function/")]
+        wanted = [*SHOWN[:2], *own, *SHOWN[2:]]
+        wanted += {query["metric"]} - set(wanted) if "metric" in query else ()
         found = {} if live else await self._series(run, wanted, known=values["names"])
         values["shown"] = [name for name in wanted if found.get(name)]
         values["series"] = {name: records.finite(points) for name, points in found.items()}

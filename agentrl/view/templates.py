@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
+from jinja2.runtime import Context
 from msgspec.json import encode
 
 from agentrl.view.pages import Page
@@ -33,13 +35,20 @@ def heat(logp: float | None) -> str:
     return f"d{bin}" if bin else ""
 
 
+@pass_context
+def when(context: Context, at: float) -> str:
+    """How long ago a time was; in a file, which is kept, the date."""
+    written = time.strftime("%Y-%m-%d", time.gmtime(at))
+    return written if context.get("export") else ago(at)
+
+
 @cache
 def environment() -> Environment:
     options: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
     found = Environment(
         loader=FileSystemLoader(HERE / "templates"), undefined=StrictUndefined, **options
     )
-    found.filters |= {"shown": shown, "ago": ago, "text": text_of, "island": island, "heat": heat}
+    found.filters |= {"shown": shown, "ago": when, "text": text_of, "island": island, "heat": heat}
     found.globals["cap"] = CAP
     return found
 

@@ -40,6 +40,7 @@ class PolicyRun:
 
     config: RunConfig  # as that policy sees it
     steps: Sequence[Mapping[str, float]]  # metrics of committed steps, the policy's own unprefixed
+    scores: Sequence[float]  # held-out, from before the first step to after the last
     failure: FailureCount | None  # of the commonest kind
     silent: Sequence[str]  # roles that it plays and in which no call was made
     logprobs: Sequence[float]  # of the tokens that it sampled last
@@ -64,7 +65,9 @@ async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
     if state is None:
         raise NotFound(f"there is no run {run!r} in {store.url}; it has {await store.runs()}")
     config = from_store(state.config)
-    rows = [row for row in await store.steps(run) if row.committed][-last:]
+    measured = await store.steps(run)
+    scores = [row.metrics["eval/score"] for row in measured if "eval/score" in row.metrics]
+    rows = [row for row in measured if row.committed][-last:]
     failure = max(await store.failures(run), key=lambda row: row.attempts, default=None)
     records = {}
     for name in team.trained_policies(config):
@@ -76,6 +79,7 @@ async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
         records[name] = PolicyRun(
             config=team.view(config, name),
             steps=[own_metrics(row.metrics, name) for row in rows],
+            scores=scores,
             failure=failure,
             silent=[role for role, page in found.items() if not page.rows],
             logprobs=[x for call in calls if call.policy == name for x in call.logprobs],
@@ -195,7 +199,18 @@ def low_lr(run: PolicyRun) -> Reason:
     return Reason(float(0 < moved < enough), text, "algorithm.lr, steps: more")
 
 
+def unlike_heldout(run: PolicyRun) -> Reason:
+    rewards, share = run.values("reward/mean"), 0.0
+    first, now = fmean(rewards[:3] or [0.0]), fmean(rewards[-3:] or [0.0])
+    held_out = run.scores[-1] if run.scores else now
+    if now > first and now > held_out and not run.values("selfplay/games"):
+        share = (now - held_out) / max(abs(now), abs(held_out))
+    text = f"training rises, held-out does not: {now:.2f} in training, {held_out:.2f} held-out"
+    cure = "tasks.train: more, as those of tasks.heldout; policy.build: a model with their words"
+    return Reason(share, text, cure)
+
+
 RULES = (
     long_prompts, failed_rollouts, silent_roles, inexact_calls, missing_rewards, high_lr,
-    entropy_gone, constant_verifier, flat_groups, lag, clipped_ratios, low_lr,
+    entropy_gone, constant_verifier, flat_groups, lag, clipped_ratios, low_lr, unlike_heldout,
 )  # fmt: skip

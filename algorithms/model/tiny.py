@@ -32,15 +32,29 @@ TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' %}
-{%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
+{%- generation %}
+{{- message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+{%- set arguments = call.function.arguments %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- arguments if arguments is string else arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>' }}
+{%- endgeneration %}
 {%- else %}
-{{- message.content + '<|im_end|>' }}
+{{- message.content }}
+{%- for tool in tools or [] if loop.first %}
+{{- '\\n' + tool.function.name + '(' + tool.function.parameters.properties | join(', ') + '): ' }}
+{{- tool.function.description }}
+{%- endfor %}
+{{- '<|im_end|>' }}
 {%- endif %}
 {{- '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""ChatML, marking what the model writes."""
+"""ChatML with the tool calls of Qwen and Hermes, and in the first message each tool in one line."""
 WORDS_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<' + message.role + '>' }}
@@ -70,8 +84,16 @@ def imitator(
 ) -> float:
     """Write a model that imitates the assistant of the conversations, its tokenizer and its chat
     template into `directory`. Without a tokenizer, one is made of the conversations as `template`
-    words them. Returns the last loss in nats per token that the assistant writes. Of one seed and
-    the same conversations comes the same model."""
+    words them. tools: those that the agent offers with each call, in the words of the OpenAI API.
+    Returns the last loss in nats per token that the assistant writes. Of one seed and the same
+    conversations comes the same model.
+
+    Raises TrainingError when conversations call tools and none are given."""
+    if not tools and any(said.get("tool_calls") for each in conversations for said in each):
+        raise TrainingError(
+            "the conversations call tools: give them to `imitator` as tools=[...], as the agent "
+            "sends them, so that the model learns from prompts like the agent's"
+        )
     torch.manual_seed(seed)
     if tokenizer is None:
         texts, _ = render_jinja_template(list(conversations), tools=tools, chat_template=template)

@@ -134,7 +134,6 @@ class Updater:
         for number, (part, terms, critic) in enumerate(self.optimizer_batches(step)):
             planned.append(terms)
             if terms.skip:
-                log.warning("step %d changes no weight: %s", step.number, terms.skip)
                 continue
             eta = objective.eta(step.algo, terms)
             report = self.learner.step(part, step.psi(terms), lr=lr, critic=critic, eta=eta)
@@ -155,6 +154,10 @@ class Updater:
                 early_stop = mean_kl(old, report.logprobs, terms.weight) > target
             if early_stop:
                 break
+        reasons = [terms.skip for terms in planned if terms.skip]
+        if reasons and len(reasons) == len(planned):
+            why = "; ".join(dict.fromkeys(reasons))
+            log.warning("step %d changes no weight: %s", step.number, why)
         return {
             **metrics.advantages(planned),
             **metrics.merge_optimizer_steps(measured),

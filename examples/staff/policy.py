@@ -23,14 +23,13 @@ from agentrl.tiny import Conversation, imitator
 DEMONSTRATIONS = 2000
 CORRECT = 0.3  # share of them that do what was asked
 TOOLS = [convert_to_openai_tool(query)]
-TEMPLATE = Path(__file__).with_name("template.jinja").read_text()
 
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
     dice = random.Random(seed)
     shown = [demonstrate(dice.choice(train), dice) for _ in range(DEMONSTRATIONS)]
-    imitator(directory, shown, seed=seed, template=TEMPLATE, tools=TOOLS)
+    imitator(directory, shown, seed=seed, tools=TOOLS)
 
 
 def demonstrate(task: Task, dice: random.Random) -> Conversation:

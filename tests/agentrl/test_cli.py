@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from agentrl.cli import main
 from agentrl.cli.main import cli
 from agentrl.config import load
+from agentrl.processes import USER_ERROR
 from agentrl.store import open_store
 from tests import warm
 from tests.factories import run_folder
@@ -97,3 +99,23 @@ def test_show_names_what_is_missing(folder: Path) -> None:
     empty = agentrl(*arguments, "--store", "new.db", cwd=folder)
     assert empty.returncode == 2
     assert "no rollout 'run/train/0000000/0000'" in empty.stderr
+
+
+def test_an_extra_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = ""
+
+    def command(**_: object) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(main, "seal", lambda: None)
+    monkeypatch.setattr(main, "cli", command)
+    missing = "torch"
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == USER_ERROR
+    assert "torch is missing: pip install 'agentrl[train]'" in capsys.readouterr().err
+    missing = "mine"
+    with pytest.raises(ModuleNotFoundError):
+        main.main()

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from agentrl.algorithms.model.tiny import make_tokenizer
+from agentrl.algorithms.model.tiny import TEMPLATE, make_tokenizer
 from agentrl.config import load
 from agentrl.loading import load_attribute, load_tasks
 
@@ -93,10 +93,8 @@ def test_each_prompt_extends_what_the_model_has_read_and_written(
     policy, tasks = staff["policy"], staff["tasks"]
     dice = random.Random(0)
     conversations = [policy.demonstrate(task, dice) for task in tasks.train[:64]]
-    texts, _ = render_jinja_template(
-        conversations, tools=policy.TOOLS, chat_template=policy.TEMPLATE
-    )
-    tokenizer = make_tokenizer(texts, policy.TEMPLATE)
+    texts, _ = render_jinja_template(conversations, tools=policy.TOOLS, chat_template=TEMPLATE)
+    tokenizer = make_tokenizer(texts)
 
     def tokens(messages: list[dict[str, object]], prompt: bool) -> list[int]:
         encoded: list[int] = tokenizer.apply_chat_template(

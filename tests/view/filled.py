@@ -154,7 +154,7 @@ async def step(store, run: str, epoch: int, n: int, *, flat: bool = False) -> No
     if n >= 4:
         metrics |= {"selfplay/elo/policy@4": 1010.0, "selfplay/win_rate/policy@4": 0.4}
     if n % 2 == 0:
-        metrics["eval/score"] = n / STEPS
+        metrics |= {"eval/score": n / STEPS, "eval/function/depth": float(n)}
     await store.commit_step(
         StepCommit(
             run=run, epoch=epoch, step=n, groups=[group], versions={"policy": n + 1},

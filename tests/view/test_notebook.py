@@ -25,7 +25,7 @@ def test_a_rollout_is_drawn_with_its_tokens_coloured(filled_store: str) -> None:
 async def test_curves_are_drawn_while_a_loop_runs(filled_store: str) -> None:
     assert asyncio.get_running_loop().is_running()
     shown = agentrl.show("run", store=filled_store)
-    assert shown.html.count('class="curve') == 3
+    assert shown.html.count('class="curve') == 4
     assert repr(shown) == "<run>"
 
 

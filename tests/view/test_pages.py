@@ -19,7 +19,7 @@ import pytest
 from agentrl.cli.main import cli
 from agentrl.store import open_store
 from agentrl.types import Credit, Trace, float32
-from agentrl.view.templates import STATIC
+from agentrl.view.templates import STATIC, environment
 from tests.view import filled
 from tests.view.filled import start, stop
 
@@ -91,6 +91,10 @@ def test_missing_is_not_zero(client: httpx.Client) -> None:
     queued = client.get("/group/run/queued?run=run").text
     assert re.search(r'class="n strong">–</td>|<td class="n">0\.00</td>', queued)  # noqa: RUF001
     assert "first 2,000 of 20,000 characters" in client.get("/rollout/run/train/0000003/0001").text
+
+
+def test_what_functions_of_the_user_measured_is_among_the_curves(client: httpx.Client) -> None:
+    assert 'data-name="eval/function/depth"' in client.get("/run/run").text
 
 
 def test_items_of_a_data_set(client: httpx.Client) -> None:
@@ -275,3 +279,9 @@ def test_ids_may_have_any_characters(client: httpx.Client) -> None:
     answer = client.get(f"/run/{quote('a b/ü?#', safe='')}")
     assert answer.status_code == 404
     assert "ü?#" in answer.text
+
+
+def test_a_file_says_when_a_page_says_how_long_ago() -> None:
+    template = environment().from_string("{{ at | ago }}")
+    assert template.render(at=0.0, export=True) == "1970-01-01"
+    assert template.render(at=0.0, export=False).endswith(" d ago")

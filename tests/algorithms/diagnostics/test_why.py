@@ -182,6 +182,20 @@ def test_the_command_prints_reasons_and_settings(tmp_path: Path) -> None:
     assert isinstance(lost.exception, NotFound)
 
 
+@pytest.mark.parametrize(
+    ("held_out", "named"), [([0.1, 0.2], True), ([0.1, 0.9], False), ([], False)]
+)
+def test_a_run_that_learns_its_training_tasks_alone(held_out: list[float], named: bool) -> None:
+    record = why.PolicyRun(
+        config=resolve({"policy": {"model": "m"}}, source="test"),
+        steps=[{"reward/mean": 0.1 * step, "lr": 1e-3, "update/steps": 1.0} for step in range(9)],
+        scores=held_out, failure=None, silent=[], logprobs=[-1.0],
+    )  # fmt: skip
+    texts = [reason.text for reason in why.reasons(record)]
+    expected = "training rises, held-out does not: 0.70 in training, 0.20 held-out"
+    assert texts == [expected] * named
+
+
 def rows(**columns: list[float]) -> list[StepRow]:
     names = {"score": "eval/score", "reward": "reward/mean", "games": "selfplay/games"}
     found = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.tiny import (
     TEMPLATE,
@@ -12,6 +14,7 @@ from agentrl.algorithms.model.tiny import (
     make_tokenizer,
     word_tokenizer,
 )
+from agentrl.errors import TrainingError
 
 WORDS = ["Oslo", "Lima", "Cairo", "Delhi"]
 
@@ -34,6 +37,29 @@ def test_it_says_what_it_was_shown(tmp_path: Path) -> None:
         )["input_ids"]
         said = model.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
         assert tokenizer.decode(said) == f"{word}<|im_end|>"
+
+
+def test_conversations_that_call_tools_want_the_tools(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "find", "arguments": '{"city": "Oslo"}'}}
+    shown: Conversation = [
+        {"role": "user", "content": "Where is Oslo?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "Norway"},
+        {"role": "assistant", "content": "Norway"},
+    ]
+    with pytest.raises(TrainingError, match=r"give them to `imitator` as tools="):
+        imitator(tmp_path, [shown] * 8, seed=0, steps=1)
+    properties = {"city": {"type": "string"}}
+    tool = {"name": "find", "description": "Its country.", "parameters": {"properties": properties}}
+    tools = [{"type": "function", "function": tool}]
+    imitator(tmp_path, [shown] * 16, seed=0, tools=tools, steps=1)
+    _, tokenizer = load_model(tmp_path)
+    text = tokenizer.apply_chat_template(shown, tools=tools, tokenize=False)
+    assert "Where is Oslo?\nfind(city): Its country.<|im_end|>" in text
+    assert (
+        '<tool_call>\n{"name": "find", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
+        in text
+    )
 
 
 def test_a_frequent_word_is_one_token_with_the_space_after_it() -> None:

@@ -167,6 +167,13 @@ def test_nothing_to_learn_changes_nothing_and_says_so(caplog: pytest.LogCaptureF
     assert metrics["update/skipped"] == 1
 
 
+def test_a_minibatch_without_credit_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    groups = [group("a", 1.0, 0.0), group("b", 0.0, 0.0)]
+    metrics = updater(Recorder(), minibatches=2).update(0, groups)
+    assert (metrics["update/steps"], metrics["update/skipped"]) == (2, 1)
+    assert "changes no weight" not in caplog.text
+
+
 def test_missing_rewards_are_not_zeros() -> None:
     learner = Recorder()
     metrics = updater(learner).update(0, [group("a", 1.0, 0.0, None), group("b", None, 1.0)])
