@@ -10,7 +10,7 @@ from agentrl.errors import StoreError
 from agentrl.store.base import Store
 
 QUIET = 15.0  # seconds after which a comment shows that the connection is alive
-PAUSE = 0.3  # seconds between two events of one stream
+PAUSE = 0.7  # seconds between two events of one stream: what pages draw costs a training time
 AGAIN = 2.0  # seconds until a store that cannot be read is asked again
 
 
