@@ -1,8 +1,8 @@
 """FrozenLake in text, slippery: from the start to the goal of a frozen lake, around its holes.
 
-The grid is shown before every step, so states recur within and across rollouts. Of ten steps two
-go to the side. The outcome is 1 at the goal, 0 in a hole or after `STEPS` steps. The game is that
-of Gymnasium's FrozenLake-v1, as RAGEN (arXiv 2504.20073) gives it to language models.
+Each step is told the lake's name and the place, so states recur within and across rollouts. Of ten
+steps two go to the side. The outcome is 1 at the goal, 0 in a hole or after `STEPS` steps. The game
+is that of Gymnasium's FrozenLake-v1, as RAGEN (arXiv 2504.20073) gives it to language models.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 SIDES = {"left": "up down", "right": "up down", "up": "left right", "down": "left right"}
 SLIP = 0.2  # chance of a step to the side
 STEPS = 10
-LAKES = [
-    "SFFF FHFH FFFH HFFG",
-    "SFFF HFHF FFFF HFHG",
-    "SFHF FFFF HFHF FFFG",
-    "SHFF FFFH FHFF FFFG",
-]
+LAKES = {
+    "red": "SFFF FHFH FFFH HFFG",
+    "blue": "SFFF HFHF FFFF HFHG",
+    "green": "SFHF FFFF HFHF FFFG",
+    "white": "SHFF FFFH FHFF FFFG",
+}
 GO = tool("go", "to", list(MOVES))
 State = tuple[int, int]
 GOAL = (3, 3)
 
 
 def lake(name: str) -> list[str]:
-    return name.split()
+    return LAKES[name].split()
 
 
 def moved(state: State, way: str) -> State:
@@ -47,13 +47,11 @@ def outcomes(state: State, way: str) -> list[tuple[float, State]]:
 
 
 def shown(name: str, state: State) -> str:
-    cells = [list(row) for row in lake(name)]
-    cells[state[0]][state[1]] = "P"
-    return " / ".join(" ".join(row) for row in cells)
+    return f"lake {name} row {state[0]} column {state[1]}"
 
 
 async def agent(task: dict[str, Any]) -> float:
-    """1 if the goal was reached. Every step is a conversation of its own: the grid says all."""
+    """1 if the goal was reached. Every step is a conversation of its own: its place says all."""
     state, dice = (0, 0), random.Random()
     for _ in range(STEPS):
         messages: list[Message] = [{"role": "system", "content": "lake"}]
@@ -86,9 +84,8 @@ def value(name: str, state: State, left: int, uniform: bool = False, fade: float
 
 def best(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
     """The best step of a player who is in a hurry, as the grid does not tell how many are left."""
-    rows = [row.split() for row in messages[-1]["content"].split(" / ")]
-    (state,) = ((r, c) for r in range(4) for c in range(4) if rows[r][c] == "P")
-    (name,) = (name for name in LAKES if shown(name, state) == messages[-1]["content"])
+    _, name, _, row, _, column = messages[-1]["content"].split()
+    state = int(row), int(column)
 
     def worth(way: str) -> float:
         return sum(p * value(name, to, 50, fade=0.9) for p, to in outcomes(state, way))
@@ -101,11 +98,11 @@ def mean_value(uniform: bool) -> float:
 
 
 BEST, RANDOM = mean_value(False), mean_value(True)  # of who knows how many steps are left
-train = [{"id": str(n), "input": {"lake": name}} for n, name in enumerate(LAKES)]
-heldout = [{"id": f"{n}", "input": {"lake": LAKES[n % len(LAKES)]}} for n in range(1000, 1064)]
+train = [{"id": name, "input": {"lake": name}} for name in LAKES]
+heldout = [{"id": f"{name}/{n}", "input": {"lake": name}} for n in range(16) for name in LAKES]
 
 
 def build1(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train, 0.3, folder, seed, 250)
+    build(agent, best, train, 0.5, folder, seed, 250)

@@ -1,9 +1,10 @@
 """needle: one decisive call among many idle ones.
 
 The agent walks through the rooms of a house and calls a tool in each. In one room there is a safe,
-and the number it is opened with, of four, decides; the right one depends on the safe's colour. What
-is done in the other rooms changes nothing. Only the outcome is rewarded. Held-out houses have other
-rooms before and after the safe.
+and the number that is tried there, of four, decides; the right one depends on the safe's colour.
+What is done in the other rooms changes nothing. Each call is a conversation of its own, which is
+told the room and what is in the bag. Only the outcome is rewarded: whether the jewel is in it in
+the end. Held-out houses have other rooms before and after the safe.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tools import Message, Tool, answer_tool, choose, tool
+from tools import Message, Tool, choose, tool
 
 NUMBERS = ["one", "two", "three", "four"]
 ROOMS = [
@@ -20,7 +21,7 @@ ROOMS = [
     "kitchen", "library", "office", "pantry", "porch", "study",
 ]  # fmt: skip
 COLOURS = ["red", "blue", "green", "white"]
-LENGTH = 8  # rooms of a house
+LENGTH = 12  # rooms of a house
 HOUSES = 48
 TURN = tool("turn", "number", NUMBERS)
 BEST, RANDOM = 1.0, 1 / 4
@@ -29,35 +30,32 @@ RIGHT = {colour: _dice.choice(NUMBERS) for colour in COLOURS}
 
 
 async def agent(task: dict[str, Any]) -> str:
-    """The number that the safe was opened with."""
-    messages: list[Message] = [{"role": "system", "content": "house"}]
-    tried = ""
+    """What is in the bag in the end."""
+    bag = "nothing"
     for place in task["rooms"]:
-        if len(messages) > 1:
-            answer_tool(messages, place)
-        else:
-            messages.append({"role": "user", "content": place})
+        messages: list[Message] = [{"role": "system", "content": "house"}]
+        messages.append({"role": "user", "content": f"{place} bag {bag}"})
         _, number = await choose(messages, TURN)
-        if place.startswith("safe"):
-            tried = number
-    return tried
+        if place.startswith("safe") and number == RIGHT[place.split()[1]]:
+            bag = "jewel"
+    return bag
 
 
-def verify(task: dict[str, Any], result: str) -> float:
-    (safe,) = (place for place in task["input"]["rooms"] if place.startswith("safe"))
-    return float(result == RIGHT[safe.split()[1]])
+def verify(result: str) -> float:
+    return float(result == "jewel")
 
 
 def best(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
-    place, _, colour = messages[-1]["content"].partition(" ")
+    place, colour, *_ = messages[-1]["content"].split()
     return "turn", RIGHT[colour] if place == "safe" else random.choice(NUMBERS)
 
 
 def house(number: int) -> dict[str, Any]:
-    """Every colour is as frequent, and so is every place of the safe in the first houses."""
+    """Every colour is as frequent, and so is every place of the safe."""
     dice = random.Random(number)
     rooms = dice.sample(ROOMS, LENGTH - 1)
-    rooms.insert(number % LENGTH, f"safe {COLOURS[number // LENGTH % len(COLOURS)]}")
+    place, colour = number // len(COLOURS) % LENGTH, number % len(COLOURS)
+    rooms.insert(place, f"safe {COLOURS[colour]}")
     return {"id": str(number), "input": {"rooms": rooms}}
 
 

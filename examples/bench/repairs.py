@@ -1,12 +1,12 @@
 """repairs: parts of a machine are mended in turn, and a test says how many work so far.
 
-A machine has six broken parts. The agent calls a tool once for each, with one of four ways to mend
-it; the right one depends on the part and the model of the machine. The tool's result is that of the
-machine's test: how many parts work by now, as a coding agent sees how many tests pass. Held-out
-machines belong to people whom no training task names.
+A machine has 24 broken parts. The agent calls a tool once for each, with one of four ways to mend
+it; the right one depends on the part. Each call is a conversation of its own, which is told how
+many parts work by now, as a coding agent sees how many tests pass. Held-out machines belong to
+people whom no training task names.
 
-Only the outcome is rewarded: the share of parts that work in the end. It is the sum of six choices
-that do not depend on each other, so most of its variance is noise to each of them.
+Only the outcome is rewarded: the share of parts that work in the end. It is the sum of 24 choices
+that do not depend on each other, so nearly all of its variance is noise to each of them.
 """
 
 from __future__ import annotations
@@ -15,30 +15,25 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tools import Message, Tool, answer_tool, choose, tool
+from tools import Message, Tool, choose, tool
 
 WAYS = ["glue", "weld", "oil", "replace"]
-MODELS = ["red", "blue", "green", "white"]
 PEOPLE = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gail", "Hugo"]
-PARTS = 6
+PARTS = 24
 MEND = tool("mend", "way", WAYS)
 BEST, RANDOM = 1.0, 1 / 4
 _dice = random.Random("repairs")
-RIGHT = {model: [_dice.choice(WAYS) for _ in range(PARTS)] for model in MODELS}
+RIGHT = [_dice.choice(WAYS) for _ in range(PARTS)]
 
 
 async def agent(task: str) -> float:
     """The share of parts that work."""
-    messages: list[Message] = [{"role": "system", "content": "repairs"}]
     working = 0
     for part in range(PARTS):
-        asked = f"part {part} {task} works {working}"
-        if part:
-            answer_tool(messages, asked)
-        else:
-            messages.append({"role": "user", "content": asked})
+        messages: list[Message] = [{"role": "system", "content": "repairs"}]
+        messages.append({"role": "user", "content": f"part {part} {task} works {working}"})
         _, way = await choose(messages, MEND)
-        working += way == RIGHT[task.split()[0]][part]
+        working += way == RIGHT[part]
     return working / PARTS
 
 
@@ -47,23 +42,18 @@ def verify(result: float) -> float:
 
 
 def best(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
-    _, part, model, *_ = messages[-1]["content"].split()
-    return "mend", RIGHT[model][int(part)]
+    _, part, *_ = messages[-1]["content"].split()
+    return "mend", RIGHT[int(part)]
 
 
 def tasks(people: list[str], times: int) -> list[dict[str, Any]]:
-    return [
-        {"id": f"{model}/{person}/{n}", "input": f"{model} {person}"}
-        for n in range(times)
-        for person in people
-        for model in MODELS
-    ]
+    return [{"id": f"{person}/{n}", "input": person} for n in range(times) for person in people]
 
 
-train, heldout = tasks(PEOPLE[:6], 1), tasks(PEOPLE[6:], 8)
+train, heldout = tasks(PEOPLE[:6], 1), tasks(PEOPLE[6:], 32)
 
 
 def build1(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train + heldout, 0.2, folder, seed, 250)
+    build(agent, best, train + heldout[:2], 0.0, folder, seed)

@@ -1,7 +1,7 @@
 """Sokoban in text: push every box onto a goal. A box in a corner stays there.
 
-The grid is shown before every step: P the player, B a box, G a goal, X a box on a goal, # a wall;
-around the grid is a wall. The outcome is the share of boxes on goals, once all are or after `STEPS`
+Each step is told the level and where the player and the boxes are; where walls and goals are the
+agent learns by trying. The outcome is the share of boxes on goals, once all are or after `STEPS`
 steps. RAGEN (arXiv 2504.20073) gives this game to language models.
 """
 
@@ -46,6 +46,7 @@ class Level:
 
     def __init__(self, boxes: int, seed: int) -> None:
         places = [(row, column) for row in range(SIZE) for column in range(SIZE)]
+        self.name = f"level {seed}"
         drawn = random.Random(f"{boxes}/{seed}").sample(places, 1 + 2 * boxes + WALLS)
         self.start: State = (drawn[0], frozenset(drawn[1 : 1 + boxes]))
         self.goals = frozenset(drawn[1 + boxes : 1 + 2 * boxes])
@@ -63,17 +64,10 @@ class Level:
         return sum(values) / len(values) if uniform else max(values)
 
     def shown(self, state: State) -> str:
-        player, boxes = state
-
-        def cell(place: Place) -> str:
-            if place in boxes:
-                return "X" if place in self.goals else "B"
-            if place == player:
-                return "P"
-            return "#" if place in self.walls else "G" if place in self.goals else "."
-
-        rows = (" ".join(cell((r, c)) for c in range(SIZE)) for r in range(SIZE))
-        return " / ".join(rows)
+        player, *boxes = (
+            "abcd"[row] + str(column) for row, column in (state[0], *sorted(state[1]))
+        )
+        return f"{self.name} player {player} box {' '.join(boxes)}"
 
 
 def solvable(boxes: int) -> list[Level]:
@@ -95,7 +89,7 @@ ALL = {boxes: solvable(boxes) for boxes in (1, 2)}
 
 
 async def agent(task: dict[str, Any]) -> float:
-    """The outcome. Every step is a conversation of its own: the grid says all."""
+    """The outcome. Every step is a conversation of its own, which says all."""
     level = ALL[task["boxes"]][task["level"]]
     state = level.start
     for _ in range(STEPS):
@@ -120,12 +114,14 @@ def best(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
 
 
 def read(text: str) -> tuple[Level, State]:
-    rows = [row.split() for row in text.split(" / ")]
-    cells = {(r, c): rows[r][c] for r in range(SIZE) for c in range(SIZE)}
-    boxes = frozenset(place for place, cell in cells.items() if cell in "BX")
-    (player,) = (place for place, cell in cells.items() if cell == "P")
-    (level,) = (one for one in ALL[len(boxes)] if one.shown((player, boxes)) == text)
-    return level, (player, boxes)
+    _, seed, _, player, _, *boxes = text.split()
+    places = (
+        ["abcd".index(row) for row, _ in (player, *boxes)],
+        [int(n) for _, n in (player, *boxes)],
+    )
+    first, *others = zip(*places, strict=True)
+    (level,) = (one for one in ALL[len(boxes)] if one.name == f"level {seed}")
+    return level, (first, frozenset(others))
 
 
 def random_score(boxes: int) -> float:
@@ -148,10 +144,10 @@ train2, heldout2 = tasks(2, 1), tasks(2, 11)
 def build1(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train1, 0.1, folder, seed, 250)
+    build(agent, best, train1, 0.4, folder, seed)
 
 
 def build2(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train2, 0.2, folder, seed, 250)
+    build(agent, best, train2, 0.5, folder, seed)

@@ -171,14 +171,16 @@ def naive_batch_td(plays: Plays, name: str, gamma: float) -> list[float]:
     def components(x: list[float], wide: list[object], narrow: list[object]) -> tuple[float, float]:
         return naive_components(*([y[c] for c in known] for y in (x, wide, narrow)))  # type: ignore[arg-type]
 
-    within, between = components(g, state, past)
-    between *= len(set(group))
+    apart: list[object] = [*zip(turn, state, strict=True)]
+    history, timed = components(g, state, past), components(g, state, apart)
+    many = len(set(group))
     x = list(g)
     for _ in range(max(len(play.calls) for play in plays)):
         v = [0.0] * len(at)
         for c in known:
-            (ours, n), (all_, _) = mean(g, past, c), mean(x, state, c)
-            v[c] = all_ + drawn(n, within, between) * (ours - all_)
+            (ours, n), (now, m), (all_, _) = mean(g, past, c), mean(x, apart, c), mean(x, state, c)
+            v[c] = all_ + drawn(m, timed[0], timed[1] * many) * (now - all_)
+            v[c] += drawn(n, history[0], history[1] * many) * (ours - v[c])
         r = [y for play in plays for y in rewards_of(play, name)]
         for c in known:
             goes_on = c + 1 in known and at[c + 1][0] == at[c][0]
@@ -186,7 +188,6 @@ def naive_batch_td(plays: Plays, name: str, gamma: float) -> list[float]:
     missed = [one - other for one, other in zip(g, x, strict=True)]
     did: list[object] = [(state[c], call[c].node or ("own", c)) for c in range(len(at))]
     found: dict[object, tuple[float, float]] = {}
-    apart: list[object] = [*zip(turn, state, strict=True)]
     every = components(missed, apart, did)[0]
     for one in {turn[c] for c in known}:
         inside = [c for c in known if turn[c] == one]

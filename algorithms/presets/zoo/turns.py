@@ -133,8 +133,9 @@ def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) 
     of the same state: see "Batch TD" in CREDIT.md.
 
     The value of a state is the mean of the same sum over the group's calls in this state (batch
-    TD(0): Sutton and Barto, Reinforcement Learning, 2018, 6.3), drawn to the mean return of the
-    calls with the same history as far as histories are seen to matter. The sum is drawn to the
+    TD(0): Sutton and Barto, Reinforcement Learning, 2018, 6.3), drawn to that of the calls at the
+    same turn as far as time is seen to matter, and to the mean return of the calls with the same
+    history as far as histories are. The sum is drawn to the
     returns of the calls that did the same in the same state, as far as actions are seen to matter
     more than it says. The baseline is that of others in the state, drawn to others of the turn as
     far as states do not differ."""
@@ -149,21 +150,22 @@ def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) 
         for more in ((), ("role", "turn"), ("role", "state"))
     )
     past, following = key(histories(batch)[known]), next_same(rollout)
-    within, between = variance_components(x, state, past)
     after, count = mean_by(x, past)
     # Noise averages out over the groups of the batch, a wrong value does not.
-    trust = reliability(count, within, between * len(batch.groups))
+    trust = reliability(count, *_between_groups(x, state, past, batch))
+    apart = key(state, turn)
+    timed = reliability(mean_by(x, apart)[1], *_between_groups(x, state, apart, batch))
     received = turns.call_rewards(batch, reward)[known].nan_to_num(nan=0.0)
-    mean = mean_by(x, state)[0]
+    value = x
     for _ in range(int(batch.transition_turn.max()) + 1):
-        value = mean + trust * (after - mean)
-        x = received + gamma * torch.where(following >= 0, value[following], 0.0)
         mean = mean_by(x, state)[0]
+        value = mean + timed * (mean_by(x, apart)[0] - mean)
+        value += trust * (after - value)
+        x = received + gamma * torch.where(following >= 0, value[following], 0.0)
     # What the states that followed do not show of an action, its returns do.
     missed = returns[known] - x
     action = key(state, ids.of_calls(batch, "action")[known])
     more, count = mean_by(missed, action)
-    apart = key(state, turn)
     trust = reliability(count, *variance_components(missed, apart, action, turn, ERRORS))
     x = x + trust * (more - mean_by(missed, state)[0])
     # Sums of other turns may hold what this call led to, so only returns stand in for its own turn.
@@ -174,6 +176,11 @@ def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) 
     base += reliability(count, *variance_components(x, turn, state)) * (same - base)
     advantage[known] = torch.where(others > 0, x - base, 0.0)
     return advantage
+
+
+def _between_groups(x: Tensor, state: Tensor, inner: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    within, between = variance_components(x, state, inner)
+    return within, between * len(batch.groups)
 
 
 @registry.as_modifier("batch-td", prefix="batch_td_")

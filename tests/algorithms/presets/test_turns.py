@@ -461,6 +461,25 @@ def test_batch_td_is_no_worse_than_broadcast_where_states_show_nothing() -> None
     assert ours.var(0).sum() <= exact.var(0).sum()
 
 
+def test_batch_td_knows_how_late_it_is_where_states_do_not_show_it() -> None:
+    """Three steps lead to the goal and six calls may be made, each with a remark, so that no
+    history occurs twice. After three calls at the start only a step can still win, once in four."""
+    dice, plays, calls = random.Random(0), list[Play](), list[tuple[int, int, int]]()
+    for _ in range(256):
+        place, said = 0, list[Call]()
+        while len(said) < 6 and place < 3:
+            step = dice.randrange(2)
+            calls.append((len(said), place, step))
+            said.append(Call(state=place, node=f"{place}/{step}/{dice.randrange(9)}"))
+            place += step
+        plays.append(Play(said, float(place == 3)))
+    ours = compute_advantages(make("batch-td", {}), world(*plays)).tolist()
+    stay, go = (
+        fmean(a for a, at in zip(ours, calls, strict=True) if at == (3, 0, step)) for step in (0, 1)
+    )
+    assert 0.15 < go - stay < 0.35
+
+
 def test_batch_td_credits_the_call_that_decided_where_later_states_do_not_show_it() -> None:
     """Sixteen rollouts of six calls of four actions, of which the third alone decides."""
     dice = random.Random(0)
