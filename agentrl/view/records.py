@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import takewhile
@@ -38,14 +37,6 @@ def text_of(value: Json) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
-
-
-def ago(at: float) -> str:
-    """How long ago a time was, by the clock of this machine."""
-    seconds = max(time.time() - at, 0)
-    units = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-    size, unit = next((one for one in units if seconds >= one[0]), units[-1])
-    return f"{seconds / size:.0f} {unit} ago"
 
 
 def message(row: dict[str, Json], index: int) -> dict[str, Any]:

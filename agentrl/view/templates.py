@@ -13,7 +13,7 @@ from jinja2.runtime import Context
 from msgspec.json import encode
 
 from agentrl.view.pages import Page
-from agentrl.view.records import CAP, ago, text_of
+from agentrl.view.records import CAP, text_of
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
@@ -36,10 +36,13 @@ def heat(logp: float | None) -> str:
 
 
 @pass_context
-def when(context: Context, at: float) -> str:
-    """How long ago a time was; in a file, which is kept, the date."""
-    written = time.strftime("%Y-%m-%d", time.gmtime(at))
-    return written if context.get("export") else ago(at)
+def ago(context: Context, at: float) -> str:
+    """How long ago a time was, by the clock of this machine; in a file, which is kept, the date."""
+    if context.get("export"):
+        return time.strftime("%Y-%m-%d", time.gmtime(at))
+    seconds, units = max(time.time() - at, 0), ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    size, unit = next((one for one in units if seconds >= one[0]), units[-1])
+    return f"{seconds / size:.0f} {unit} ago"
 
 
 @cache
@@ -48,7 +51,7 @@ def environment() -> Environment:
     found = Environment(
         loader=FileSystemLoader(HERE / "templates"), undefined=StrictUndefined, **options
     )
-    found.filters |= {"shown": shown, "ago": when, "text": text_of, "island": island, "heat": heat}
+    found.filters |= {"shown": shown, "ago": ago, "text": text_of, "island": island, "heat": heat}
     found.globals["cap"] = CAP
     return found
 
