@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +40,7 @@ from agentrl.errors import PolicyError
 from agentrl.runners.gateway.server import Gateway
 from agentrl.store import open_store
 from agentrl.types import NewRollout, PolicyVersion, Purpose, Sampling, Transition
+from tests.algorithms.engines.callers import UPDATES, always_called
 from tests.algorithms.learners.test_learner import make_batch
 from tests.algorithms.train.test_update import group
 from tests.system.test_run import measured
@@ -180,6 +181,11 @@ async def test_calls_in_flight_when_it_dies_are_answered_after_all(
         assert len(transition.completion) == len(transition.logprobs) == LONG
 
 
+def asked(server: VllmServer) -> dict[str, Any]:
+    prompt = {"model": server.model, "prompt": [5, 6, 7]}
+    return prompt | {"logprobs": 0, "return_token_ids": True}
+
+
 async def in_flight(http: aiohttp.ClientSession, server: VllmServer) -> int:
     """Calls that vLLM computes."""
     headers = {"x-agentrl-key": server._host.key}
@@ -244,69 +250,39 @@ async def test_an_update_that_hangs_is_a_sentence_in_time(
     assert await version(server) == "8"
 
 
-@asynccontextmanager
-async def always_called(server: VllmServer) -> AsyncIterator[list[dict[str, Any] | str]]:
-    """Within, calls are in flight at all times, however fast it answers: where one of the four
-    ends, the others run. Yields the list that gets the choice of each answer, or how it failed."""
-    body = {"model": server.model, "prompt": [5, 6, 7], "ignore_eos": True}
-    body |= {"logprobs": 0, "return_token_ids": True}
-    answers: list[dict[str, Any] | str] = []
-    running = True
-
-    async def caller(http: aiohttp.ClientSession, length: int) -> None:
-        while running:
-            more = {"max_tokens": length, "seed": 500 * length + len(answers)}
-            try:
-                async with http.post(f"{server.base_url}/completions", json=body | more) as reply:
-                    reply.raise_for_status()
-                    (choice,) = (await reply.json())["choices"]
-                    answers.append({"version": int(reply.headers["x-policy-version"])} | choice)
-            except aiohttp.ClientError as error:
-                answers.append(repr(error))
-                await asyncio.sleep(0.05)
-
-    async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as callers:
-        for length in (280, 320, 360, 400):
-            callers.create_task(caller(http, length))
-        while not await in_flight(http, server):
-            pass
-        yield answers
-        running = False
-
-
 @pytest.mark.asyncio(loop_scope="module")
 async def test_calls_go_on_over_an_update_with_keys_of_the_new_weights(
     started: tuple[VllmServer, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, model = started
-    policies = {8: copy.deepcopy(model), 9: model}
-    async with always_called(server) as answers:
-        disturb(model)
-        with monkeypatch.context() as patched:
-            patched.setattr(server, "in_flight", True)
-            await server.publish(9)
-        assert await version(server) == "9"
-    crossed = 0
-    for answer in answers:
+    newest = int(await version(server))
+    policies = {newest: copy.deepcopy(model)}
+    monkeypatch.setattr(server, "in_flight", True)
+    async with always_called(f"{server.base_url}/completions", **asked(server)) as callers:
+        while not callers.crossed and len(policies) <= UPDATES:
+            await callers.more(1)
+            disturb(model)
+            newest += 1
+            await server.publish(newest)
+            assert await version(server) == str(newest)
+            policies[newest] = copy.deepcopy(model)
+            await callers.more(4)  # which may have begun before the update
+    assert callers.crossed
+    for answer in callers.answers:
         assert isinstance(answer, dict), answer
-        tokens, logprobs = answer["token_ids"], answer["logprobs"]["token_logprobs"]
-        spans = answer.get("agentrl_spans") or [(0, answer["version"])]
-        assert spans[0] in ([0, 8], (0, 8), (0, 9))
-        assert answer["version"] == spans[0][1]
-        start = len(tokens) if spans[0][1] == 8 else 0
-        if len(spans) > 1:
-            ((start, named),) = spans[1:]
-            assert named == 9
-            assert 0 < start < len(tokens)
-            crossed += 1
-        row = torch.tensor([[5, 6, 7, *tokens]])
-        with torch.no_grad():
-            old, new = (policies[each](row).logits[0, 2:-1].log_softmax(-1) for each in (8, 9))
-        places = torch.arange(len(tokens))
-        at = places, torch.tensor(tokens)
-        named_by_spans = torch.where(places < start, old[at], new[at])
-        torch.testing.assert_close(torch.tensor(logprobs), named_by_spans, rtol=0, atol=1e-3)
-    assert crossed
+        (choice,) = answer["choices"]
+        tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        spans = choice.get("agentrl_spans") or [(0, answer["version"])]
+        starts = [start for start, _ in spans]
+        assert starts == sorted(set(starts))
+        assert starts[0] == 0
+        assert starts[-1] < len(tokens)
+        row, named = torch.tensor([[5, 6, 7, *tokens]]), torch.empty(len(tokens))
+        for start, of in spans:
+            with torch.no_grad():
+                known = policies[of](row).logits[0, 2:-1].log_softmax(-1)
+            named[start:] = known.gather(1, torch.tensor(tokens)[:, None])[start:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), named, rtol=0, atol=1e-3)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -316,7 +292,7 @@ async def test_a_child_killed_between_update_and_resume_is_back_with_the_update(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server, model = started
-    request, killed = server._host.request, list[int]()
+    request, killed, newest = server._host.request, list[int](), int(await version(server)) + 1
 
     async def dies(method: str, path: str, body: Any = None, server: str = "") -> Any:
         if path.startswith("/resume") and not killed:
@@ -327,12 +303,13 @@ async def test_a_child_killed_between_update_and_resume_is_back_with_the_update(
 
     monkeypatch.setattr(server._host, "request", dies)
     monkeypatch.setattr(server, "in_flight", True)
-    async with always_called(server) as answers:
+    async with always_called(f"{server.base_url}/completions", **asked(server)) as callers:
+        await callers.more(1)
         disturb(model)
-        await server.publish(10)  # its log-probs are compared
+        await server.publish(newest)  # its log-probs are compared
     assert killed
-    assert any(isinstance(answer, str) for answer in answers)
-    assert await version(server) == "10"
+    assert any(isinstance(answer, str) for answer in callers.answers)
+    assert await version(server) == str(newest)
     assert "vLLM ended and is started again with the newest weights" in caplog.text
 
 

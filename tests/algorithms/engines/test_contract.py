@@ -29,6 +29,7 @@ from agentrl.algorithms.model.lora import Adapters
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
+from tests.algorithms.engines.callers import UPDATES, always_called
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -322,34 +323,25 @@ async def test_in_flight_every_token_has_the_version_it_names(served: Served) ->
     if isinstance(server, EmbeddedServer):
         pytest.skip("the embedded server is made for it: see test_swap")
     weights = {served.version: [weight.detach().clone() for weight in served.trained]}
-    server.in_flight, running = True, True
-    answers: list[tuple[Answer, list[tuple[int, int]]]] = []
-    answered = asyncio.Semaphore(0)
-
-    async def caller(length: int) -> None:
-        while running:
-            long = {"max_tokens": length, "ignore_eos": True, "seed": 500 * length + len(answers)}
-            async with served.post(**long) as reply:
-                answer = await reply.json()
-                version = int(reply.headers["x-policy-version"])
-            (choice,) = answer["choices"]
-            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-            told = Answer(version, answer["prompt_token_ids"], choice["token_ids"], logprobs)
-            answers.append((told, choice.get("agentrl_spans") or [(0, version)]))
-            answered.release()
-
-    # However fast it answers, where one call ends the others run.
-    async with asyncio.TaskGroup() as callers:
-        for length in (200, 240, 270, 300):
-            callers.create_task(caller(length))
-        for _ in range(3):
-            for _ in range(5):  # four may have begun before the update
-                await answered.acquire()
+    url = f"{server.base_url}/chat/completions"
+    body = {"model": server.model, "messages": HELLO, "logprobs": True, "return_token_ids": True}
+    server.in_flight = True
+    async with always_called(url, **body) as callers:
+        for update in range(UPDATES):
+            if update >= 3 and (callers.crossed or served.adapters):
+                break
+            await callers.more(5)  # four may have begun before the update
             served.disturb()
             await server.publish(served.version + 1)
             served.version += 1
             weights[served.version] = [weight.detach().clone() for weight in served.trained]
-        running = False
+    answers: list[tuple[Answer, list[tuple[int, int]]]] = []
+    for answer in callers.answers:
+        assert isinstance(answer, dict), answer
+        (choice,), version = answer["choices"], answer["version"]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        told = Answer(version, answer["prompt_token_ids"], choice["token_ids"], logprobs)
+        answers.append((told, choice.get("agentrl_spans") or [(0, version)]))
     server.in_flight = False
     crossed = [spans for _, spans in answers if len(spans) > 1]
     assert len({spans[0][1] for _, spans in answers}) > 1
