@@ -148,10 +148,11 @@ class VllmProcess:
         """Exit code, as soon as there is one; negative: the signal that ended it. A server whose
         engine died ends no earlier than the calls that it keeps waiting, so it is killed."""
         assert self._child is not None
-        end = asyncio.create_task(self._child.wait())
+        end, failures = asyncio.create_task(self._child.wait()), 0
         try:
             while not (await asyncio.wait([end], timeout=WATCH))[0]:
-                if await self._engine_died():
+                failures = failures + 1 if await self._engine_died() else 0
+                if failures > 1:  # one connection may fail for another reason
                     self._kill(self._child)
             return end.result()
         finally:
