@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ import psutil
 from agentrl.store import open_store
 from agentrl.types import NewRollout, float32, int32
 from tests.benchmarks import view_store
+from tests.store.http.test_client import free_port
 from tests.view import filled
 
 CALLS, TOKENS, OUTPUT = 60, 400, 20_000
@@ -148,23 +148,22 @@ def train(folder: Path) -> subprocess.Popen[bytes]:
 def three_tabs(page: str, profile: Path) -> Iterator[None]:
     """A page three times in one window. Nothing drives the browser meanwhile, as that would make
     all tabs visible and take part of the processors."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [str(filled.CHROMIUM), "--headless=new", f"--remote-debugging-port={port}", *FLAGS]
     browser = subprocess.Popen(
         [*command, "--no-first-run", f"--user-data-dir={profile}", page], stderr=subprocess.DEVNULL
     )
-    control = httpx.Client(
-        base_url=f"http://127.0.0.1:{port}/json/", transport=httpx.HTTPTransport(retries=9)
-    )
-    for _ in range(2):
-        control.put(f"new?{page}").raise_for_status()
-    yield
-    opened = [each["url"] for each in control.get("list").json() if each["type"] == "page"]
-    assert opened == [page] * 3, opened
-    browser.terminate()
-    browser.wait()
+    address, retried = f"http://127.0.0.1:{port}/json/", httpx.HTTPTransport(retries=9)
+    try:
+        with httpx.Client(base_url=address, transport=retried) as control:
+            for _ in range(2):
+                control.put(f"new?{page}").raise_for_status()
+            yield
+            opened = [each["url"] for each in control.get("list").json() if each["type"] == "page"]
+            assert opened == [page] * 3, opened
+    finally:
+        browser.terminate()
+        browser.wait()
 
 
 def step_seconds(folder: Path, *, tabs: bool) -> list[float]:
