@@ -21,7 +21,7 @@ from aiohttp.typedefs import Middleware
 from agentrl.config import RunConfig, agent_env, from_store
 from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.errors import StoreError
-from agentrl.processes import PHASE, log_to_stderr
+from agentrl.processes import PHASE, freeze_loaded, log_to_stderr
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.factory import make_executor
@@ -218,10 +218,9 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
 
 
 def _tune_gc() -> None:
-    """What is loaded by now stays, and agents make much short-lived garbage without cycles: the
-    default thresholds cost a LangChain agent a tenth of its speed."""
-    gc.collect()
-    gc.freeze()
+    """Agents make much short-lived garbage without cycles: the default thresholds cost a LangChain
+    agent a tenth of its speed."""
+    freeze_loaded()
     gc.set_threshold(20_000, 20, 50)
 
 

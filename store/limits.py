@@ -105,11 +105,7 @@ def check_transition(transition: Transition) -> None:
         raise Invalid(f"{where}: a log-prob is not finite.")
     if t.logprobs and (most := max(t.logprobs)) > ROUNDING:
         raise Invalid(f"{where}: a log-prob is {most:g}, and none is above 0.")
-    starts, versions = [start for start, _ in t.spans], [version for _, version in t.spans]
-    rising = all(
-        a < b for row in ([*starts, len(t.completion)], versions) for a, b in pairwise(row)
-    )
-    if t.spans and not (rising and t.spans[0] == (0, t.version)):
+    if t.spans and not (_rises(t) and t.spans[0] == (0, t.version)):
         raise Invalid(
             f"{where}: spans {t.spans} must begin with [0, {t.version}], and first tokens and "
             f"versions must rise, within its {len(t.completion)} tokens."
@@ -119,6 +115,11 @@ def check_transition(transition: Transition) -> None:
             f"{where}: started and seconds must be finite, from 0 to below {LATEST_TIME}."
         )
     _check_sampling(where, t.sampling)
+
+
+def _rises(t: Transition) -> bool:
+    starts, versions = [start for start, _ in t.spans], [version for _, version in t.spans]
+    return all(a < b for row in ([*starts, len(t.completion)], versions) for a, b in pairwise(row))
 
 
 def check_outcome(outcome: Outcome) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from agentrl.errors import PolicyError
+from agentrl.http_server import server_loop
 
 T = TypeVar("T")
 VERSION_HEADER = "x-policy-version"  # of every answer
@@ -130,7 +131,7 @@ class LoopThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = server_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
         self._thread.start()
 

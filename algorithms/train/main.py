@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -43,7 +43,7 @@ from agentrl.config import RunConfig
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy, trained_policies
 from agentrl.errors import DamagedError
 from agentrl.loading import load_tasks
-from agentrl.processes import PHASE, log_to_stderr
+from agentrl.processes import PHASE, freeze_loaded, log_to_stderr
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import ENDED, POLICY, Json, RunState
@@ -54,11 +54,12 @@ log = logging.getLogger("agentrl.algorithm")
 def main(config: RunConfig) -> None:
     """Train (or, with no steps, evaluate) until the run is complete."""
     log_to_stderr()
-    asyncio.run(run(config))
+    asyncio.run(run(config, ready=freeze_loaded))
 
 
-async def run(config: RunConfig) -> None:
-    """Open the run, load the policies of its last committed step, and train to the last step."""
+async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) -> None:
+    """Open the run, load the policies of its last committed step, and train to the last step.
+    `ready` is called when all is loaded."""
     algos = build.load_algorithms(config)
     greedy, resample = build.group_requirements(config, algos)
     log.log(PHASE, "reading the tasks")
@@ -114,6 +115,7 @@ async def run(config: RunConfig) -> None:
         playing = policies, serving, collector, evaluator
         loop = TrainingLoop(config, store, state, *playing, lock, prompts, snapshots, judges)
         await evaluator.start(state.step)
+        ready()
         await serving.during(loop.run())
         await store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
 

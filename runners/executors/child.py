@@ -8,7 +8,6 @@ no cost; with `spawn` each process loads it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import socket
 import sys
@@ -21,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.processes import freeze_loaded
 from agentrl.runners.executors import ExecutionResult
 from agentrl.runners.executors.inprocess import Agent, as_agent, in_trace, load, run_guarded
 from agentrl.runners.executors.supervisor import HEADER, run_template
@@ -99,8 +99,7 @@ def main(settings: WorkerSettings, fd: int) -> int:
             raise problem
         return as_agent(loaded)  # clients and connections belong to one process
 
-    gc.collect()
-    gc.freeze()  # what is loaded by now stays shared between the processes
+    freeze_loaded()  # so it stays shared between the processes
     run_template(socket.socket(fileno=fd), lambda channel: asyncio.run(serve(channel, build)))
     return 0
 

@@ -31,7 +31,7 @@ _spans = msgspec.json.Decoder(list[tuple[int, int]] | None)
 _object = msgspec.json.Decoder(dict[str, Any] | None)
 
 
-class _Token(msgspec.Struct):
+class _Token(msgspec.Struct, gc=False):  # hundreds a call, which would set off the collector
     logprob: float
 
 

@@ -110,7 +110,7 @@ class CallHandler:
     def _read_request(self) -> ModelRequest:
         active, number = self._active, self._call.number
         request = read_request(self._dialect, self._raw, active.memory, number)
-        if self._caller.role is None:
+        if active.rules and self._caller.role is None:
             headers = self._http_request.headers
             role = role_of_request(active.rules, request, headers, self._raw)
             self._caller = self._caller._replace(role=role)
@@ -237,14 +237,14 @@ class CallHandler:
         return room
 
     def _warn_of_sampling(self, route: Route, defaults: Sampling) -> None:
-        wanted, used = msgspec.structs.asdict(defaults), msgspec.structs.asdict(self._sampling)
-        names = ("temperature", "top_p", "top_k", "max_tokens")
-        other = [name for name in names if wanted[name] not in (None, used[name])]
+        used, names = self._sampling, ("temperature", "top_p", "top_k", "max_tokens")
+        wanted = ((name, getattr(defaults, name)) for name in names)
+        other = [name for name, value in wanted if value not in (None, getattr(used, name))]
         if other and not self._room:
             self._upstream.warn_once(
                 "policy %s: the agent overrules the run file's sampling with %s; sampling.force ="
                 " true would keep the run file's temperature, top_p and top_k",
-                *(route.policy, ", ".join(f"{name} = {used[name]}" for name in other)),
+                *(route.policy, ", ".join(f"{name} = {getattr(used, name)}" for name in other)),
             )
 
     async def _whole(

@@ -100,6 +100,8 @@ class Router:
     ) -> str:
         """Why no policy or endpoint of the run can ever answer a call; empty if one can, now or
         later. inside: names of agents around the call, none of them a role."""
+        if not self.several and (self.policies or not self.remote):
+            return ""
         served = {policy.model for policy in self.policies.values()}
         named = model in {*self.several, *self.policies, *self.frozen, *served}
         if named or self.policy_of_role(role, seats) is not None:
@@ -111,7 +113,7 @@ class Router:
                 f"no endpoint plays {request}, and the run has no model of its own: map it to one"
                 f" of {', '.join(map(repr, sorted(self.frozen)))} in [roles], or set policy.model"
             )
-        if not self.several or DEFAULT in self.several:
+        if DEFAULT in self.several:
             return ""
         players = ", ".join(f"{role!r} by {name!r}" for role, name in sorted(self.roles.items()))
         return (

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from agentrl.addresses import is_loopback
 from agentrl.config import RoleRule, UpstreamConfig
 from agentrl.errors import ConfigError
-from agentrl.http_server import listen
+from agentrl.http_server import listen, server_loop
 from agentrl.processes import allow_files
 from agentrl.runners.gateway.attribution import ActiveAttempt, AttemptRegistry
 from agentrl.runners.gateway.endpoints import LARGEST, Endpoints
@@ -69,7 +69,7 @@ class Gateway:
         self.router = Router(store, run, upstreams, roles, policies, remote=remote, key=key)
         self._store, self._host, self._as_sent = store, host, as_sent
         self._watch = (watch,) if watch is not None else ()
-        self._loop = asyncio.new_event_loop()
+        self._loop = server_loop()
         self._thread = threading.Thread(target=self._serve, name="agentrl-gateway", daemon=True)
         self._listening: Future[int] = Future()
         self._stop = asyncio.Event()
@@ -136,7 +136,8 @@ class Gateway:
     async def _main(self) -> None:
         upstream = Upstream(self.router, as_sent=self._as_sent)
         app = web.Application(client_max_size=LARGEST, middlewares=self._watch)
-        app.on_response_prepare.append(_name_session)
+        if self._watch:
+            app.on_response_prepare.append(_name_session)
         Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)
         following, runner = asyncio.create_task(self.router.follow()), None
         try:

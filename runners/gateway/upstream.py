@@ -193,10 +193,11 @@ class Upstream:
         wait, tries = BACKOFF, 0
         while True:
             tries += 1
-            if self.router.find(model, role, seats) is None:
+            if (route := self.router.find(model, role, seats)) is None:
                 active.failures[asked.number] = self.router.why_not_served(role, seats)
+                route = await self.router.route(model, role, seats)
             try:
-                value = await once(await self.router.route(model, role, seats))
+                value = await once(route)
             except UpstreamError as error:
                 active.failures[asked.number] = error.message
                 pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 from aiohttp import web
 
-from agentrl.http_server import listen, read_body
+from agentrl.http_server import listen, read_body, server_loop
 
 WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi"
 
@@ -47,3 +48,18 @@ async def test_a_half_sent_request_is_answered_or_closed_in_time(
         assert answer in await told(url, sent)
     finally:
         await runner.cleanup()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_servers_run_on_the_loop_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    if not installed:
+        monkeypatch.setitem(sys.modules, "uvloop", None)
+    loop = server_loop()
+    try:
+        assert isinstance(loop, uvloop.Loop) is installed
+        assert loop.run_until_complete(asyncio.sleep(0, "served")) == "served"
+    finally:
+        loop.close()
