@@ -32,6 +32,13 @@ from agentrl.store.database import Parameters, Statement, numbered
 DONE = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 TOGETHER = (16, 4, 1)  # rows that one statement inserts
 NUMBERS = itertools.count()
+PLANS = "; ".join(
+    (
+        "set plan_cache_mode = force_generic_plan",  # a plan takes as long as an insert
+        "set enable_seqscan = off",  # it is kept, and made while the tables may still be empty
+        "set jit = off",
+    )
+)
 FORMATS = [PyFormat.AUTO] * 1024  # more than any statement has
 VALUES, PLACE = "values (", re.compile(r"\$(\d+)")
 ALIASES = 4096  # keys of prepared queries, of which many may mean the same one
@@ -108,7 +115,7 @@ class Pipeline:
         self._by_query: dict[str, list[Prepared]] = {}
         self._sent: deque[StatementResult] = deque()
         self._ready = select.poll()
-        raw.execute("set plan_cache_mode = force_generic_plan")  # a plan takes as long as an insert
+        raw.execute(PLANS)
         self._server.enter_pipeline_mode()
         self._server.nonblocking = 1
 
