@@ -93,7 +93,8 @@ class ChangeListener:
         if self._silent:
             return ALL
         topics, own = 0, self._own()
-        for notify in conn.notifies(timeout=0):
-            if notify.pid != own and notify.payload.isdecimal():  # anybody may notify
-                topics |= int(notify.payload) & ALL
+        conn.pgconn.consume_input()
+        while (told := conn.pgconn.notifies()) is not None:  # psycopg's own takes ten times as long
+            if told.be_pid != own and told.extra.isdigit():  # anybody may notify
+                topics |= int(told.extra) & ALL
         return topics
