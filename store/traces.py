@@ -19,6 +19,7 @@ from agentrl.store.tree import PreparedTransition, TokenTree
 from agentrl.store.writer import Transaction
 
 SQL = load_sql("traces")
+RUNNING = types.AttemptState.RUNNING
 FIRST_GIVEN = 2**29  # position of rewards that did not come with an outcome or a step
 
 
@@ -44,9 +45,9 @@ def prepare(transition: types.Transition) -> PreparedTransition:
 
 def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> list[bool]:
     attempts = sorted({call.attempt for call in calls})
-    locked = [tx.conn.ask(SQL["attempt"], (attempt,)) for attempt in attempts]
+    locked = _locked(tx, attempts)
     tree = TokenTree(tx.conn, attempts, [call.columns["id"] for call in calls])
-    found = {one: _live_or_late(tx, one, row) for one, row in zip(attempts, locked, strict=True)}
+    found = _live_or_late(tx, attempts, locked)
     kept, changed = [], set()
     for call in calls:
         run, late = found[call.attempt]
@@ -67,7 +68,7 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
 
 def add_spans(tx: Transaction, spans: Sequence[types.Span]) -> None:
     attempts = sorted({span.attempt for span in spans})
-    found = {attempt: _attempt(tx, attempt) for attempt in attempts}
+    found = _live_or_late(tx, attempts, _locked(tx, attempts))
     for attempt, (run, _) in found.items():
         tx.add_event(run, "attempt", attempt)
     columns = [rows.span_columns(span, late=found[span.attempt][1]) for span in spans]
@@ -203,17 +204,22 @@ def spans(conn: Connection, attempt: str) -> list[types.Span]:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _attempt(tx: Transaction, id: str) -> tuple[str, bool]:
-    """The attempt's run, and whether writes to it are late now."""
-    return _live_or_late(tx, id, tx.conn.execute(SQL["attempt"], (id,)))
+def _locked(tx: Transaction, attempts: Sequence[str]) -> Cursor:
+    return tx.conn.ask(SQL["attempts"], {"attempts": rows.to_json(attempts, "Attempts")})
 
 
-def _live_or_late(tx: Transaction, id: str, found: Cursor) -> tuple[str, bool]:
-    row = found.fetchone()
-    if row is None:
-        raise NotFound(f"There is no attempt {id!r} in this store.")
-    live = row["state"] == types.AttemptState.RUNNING and row["lease_until"] > tx.now
-    return row["run_id"], not live
+def _live_or_late(
+    tx: Transaction, attempts: Sequence[str], locked: Cursor
+) -> dict[str, tuple[str, bool]]:
+    """By attempt: its run, and whether writes to it are late now."""
+    known, now = {row["id"]: row for row in locked.fetchall()}, tx.now
+    for id in attempts:
+        if id not in known:
+            raise NotFound(f"There is no attempt {id!r} in this store.")
+    return {
+        id: (row["run_id"], row["state"] != RUNNING or row["lease_until"] <= now)
+        for id, row in known.items()
+    }
 
 
 def _check_targets(conn: Connection, outcome: types.Outcome) -> None:

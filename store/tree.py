@@ -20,7 +20,6 @@ from agentrl.store.database import WritingConnection, load_sql
 from agentrl.store.rows import digest
 
 SQL = load_sql("traces")
-CALL, TOKENS = 0, 1  # kinds of rows of the query `tree`
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +134,18 @@ class TokenTree:
     def _read(self) -> dict[str, tuple[str, bool]]:
         calls = {}
         for row in self._asked.fetchall():
-            attempt, node = row["attempt_id"], TreeNode(row["seq"], row["size"], row["digest"])
-            if row["kind"] == CALL:
-                calls[row["id"]] = attempt, bool(row["late"])
-            elif row["kind"] == TOKENS:
-                self._nodes[attempt].append(node)
-            else:
-                self._chats[attempt].append(node)
-                if row["answer"] is not None:
-                    self._answers[attempt, node.size, node.digest, row["answer"]] = node.seq
+            attempt, seq = row["attempt_id"], row["seq"]
+            calls[row["id"]] = attempt, bool(row["late"])
+            if row["size"]:
+                self._nodes[attempt].append(TreeNode(seq, row["size"], row["digest"]))
+            if row["chat_size"]:
+                chat = TreeNode(seq, row["chat_size"], row["chat_digest"])
+                self._chats[attempt].append(chat)
+                if row["answer_digest"] is not None:
+                    said = attempt, chat.size, chat.digest, row["answer_digest"]
+                    self._answers[said] = max(self._answers.get(said, seq), seq)
+        for nodes in (*self._nodes.values(), *self._chats.values()):
+            nodes.sort(key=lambda node: (-node.size, -node.seq))
         return calls
 
     def _heard(self, call: PreparedTransition) -> tuple[int | None, int]:

@@ -1,21 +1,14 @@
--- name: attempt
-select run_id, state, lease_until from attempts where id = ? for no key update;
+-- name: attempts
+select id, run_id, state, lease_until from attempts
+where id = any (array(select json_array_elements_text(:attempts::json)))
+order by id
+for no key update;
 
 -- name: tree
-select 2 as kind, attempt_id, chat_size as size, chat_digest as digest, answer_digest as answer,
-    max(seq) as seq, '' as id, 0 as late
+select id, attempt_id, late, seq, size, digest, chat_size, chat_digest, answer_digest
 from transitions
 where attempt_id = any (array(select json_array_elements_text(:attempts::json)))
-  and chat_size > 0
-group by attempt_id, chat_size, chat_digest, answer_digest
-union all
-select 1, attempt_id, size, digest, null, max(seq), '', 0 from transitions
-where attempt_id = any (array(select json_array_elements_text(:attempts::json))) and size > 0
-group by attempt_id, size, digest
-union all
-select 0, attempt_id, 0, null, null, seq, id, late from transitions
-where id = any (array(select json_array_elements_text(:ids::json)))
-order by size desc, digest desc, seq desc;
+   or id = any (array(select json_array_elements_text(:ids::json)));
 
 -- name: rewards
 select attempt_id, scope, target, name, value, source, note from rewards
