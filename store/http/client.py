@@ -77,6 +77,7 @@ class HttpStore:
             raise StoreError("The store's key has a character that no key has.")
         if key:
             self._headers["authorization"] = f"Bearer {key}"
+        self._heads = dict[str, bytes]()  # of requests with no other headers, by verb
         self._lock = threading.Lock()
         self._closed = False
         self._plain = self.url.startswith("http://")
@@ -181,15 +182,23 @@ class HttpStore:
     async def _answer(self, name: str, headers: dict[str, str], body: bytes) -> HttpAnswer:
         pool = await self._pool()
         if self._plain:
-            lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
-            head = f"POST {self._path}/v1/{name} HTTP/1.1\r\nhost: {self._host}\r\n{lines}"
             try:
-                return await pool.plain.post(head.encode(), body, SILENCE)
+                return await pool.plain.post(self._head(name, headers), body, SILENCE)
             except Unreadable:  # the call is repeated, as after a lost answer
                 self._plain = False
         url = f"{self.url}/v1/{name}"
         async with pool.session().post(url, data=body, headers=headers) as response:
             return HttpAnswer(response.status, response.content_type, await response.read())
+
+    def _head(self, name: str, headers: dict[str, str]) -> bytes:
+        usual = headers is self._headers
+        if usual and (known := self._heads.get(name)):
+            return known
+        lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
+        head = f"POST {self._path}/v1/{name} HTTP/1.1\r\nhost: {self._host}\r\n{lines}".encode()
+        if usual:
+            self._heads[name] = head
+        return head
 
     def _read(self, decode: wire.Decode, answer: Any) -> Any:
         try:

@@ -17,6 +17,11 @@ CONNECT = 5.0  # seconds to establish a connection
 IDLE = 60.0  # seconds for which an unused connection is kept: less than the server keeps it
 HEAD = 64 * 1024  # bytes of an answer that are not its body
 END = b"\r\n\r\n"
+READ = 64 * 1024  # bytes that are read at once
+PLAIN = re.compile(  # all that a store's server writes before the body of most answers
+    rb"HTTP/1\.1 ([2-5]\d\d) [^\r\n]*\r\n"
+    rb"content-type: ([a-z/]+)\r\ncontent-length: (\d{1,18})\r\n\r\n"
+)
 STATUS = re.compile(rb"HTTP/1\.1 [2-5]\d\d[ \r]")
 LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r\n)", re.IGNORECASE)
 KIND = re.compile(rb"\r\ncontent-type: *([^;\r]*)", re.IGNORECASE)
@@ -78,14 +83,15 @@ class Connections:
         return made
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """`used` is the loop's time of the last request or answer."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.Future[HttpAnswer] | None = None
-        self._got = bytearray()
+        self._got, self._buffer = bytearray(), memoryview(bytearray(READ))
+        self._clock: asyncio.TimerHandle | None = None  # goes on between requests, for its cost
         self.lost, self.used = False, self._loop.time()
 
     async def post(self, head: bytes, body: bytes, silence: float) -> HttpAnswer:
@@ -93,15 +99,17 @@ class _Connection(asyncio.Protocol):
         waiting: asyncio.Future[HttpAnswer] = self._loop.create_future()
         self._waiting, self.used = waiting, self._loop.time()
         self._transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
-        self._clock = self._loop.call_later(silence, self._look, silence)
+        if self._clock is None:
+            self._clock = self._loop.call_later(silence, self._look, silence)
         try:
             return await waiting
         finally:
-            self._clock.cancel()
             self._waiting = None
 
     def abort(self) -> None:
         self.lost = True
+        if self._clock is not None:
+            self._clock.cancel()
         if self._transport is not None:
             self._transport.abort()
 
@@ -111,8 +119,11 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(exc or ConnectionResetError("the server closed the connection"))
 
-    def data_received(self, data: bytes) -> None:
-        self._got += data
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._got += self._buffer[:nbytes]
         self.used = self._loop.time()
         try:
             answer = whole_answer(self._got)
@@ -127,7 +138,9 @@ class _Connection(asyncio.Protocol):
     def _look(self, silence: float) -> None:
         """Ends the request if not a byte came for so long."""
         left = self.used + silence - self._loop.time()
-        if left > 0:
+        if self._waiting is None:
+            self._clock = None
+        elif left > 0:
             self._clock = self._loop.call_later(left, self._look, silence)
         else:
             self._fail(TimeoutError())
@@ -140,6 +153,10 @@ class _Connection(asyncio.Protocol):
 
 def whole_answer(got: bytearray) -> HttpAnswer | None:
     """None if more is to come. Raises Unreadable for what is not, or not only, one plain answer."""
+    if plain := PLAIN.match(got):
+        status, kind, size = plain.groups()
+        if len(got) == plain.end() + int(size):
+            return HttpAnswer(int(status), kind.decode(), bytes(memoryview(got)[plain.end() :]))
     end = got.find(END, 0, HEAD)
     if end < 0 and len(got) < HEAD:
         return None

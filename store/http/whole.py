@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from agentrl.store.http.request_limits import HEAD, HEADERS, ConnectionLimits, LimitedProtocol
@@ -18,7 +19,7 @@ from agentrl.store.http.server import StoreApp
 
 LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
 UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"connection"})
-PREFIX, VERSION = b"POST ", b" HTTP/1.1"
+PREFIX, VERSION, LENGTH = b"POST ", b" HTTP/1.1", b"content-length"
 
 
 class WholeCallProtocol(LimitedProtocol):
@@ -95,21 +96,28 @@ class WholeCallProtocol(LimitedProtocol):
         return {"type": "http.disconnect"}
 
 
-def whole_call(data: bytes) -> tuple[str, dict[bytes, bytes], bytes] | None:
+def whole_call(data: bytes) -> tuple[str, Mapping[bytes, bytes], bytes] | None:
     """Path, headers and body of a call of which this is all; None for anything else."""
     end = data.find(b"\r\n\r\n")
-    if not (data.startswith(PREFIX) and 0 < end <= HEAD):
+    head = parsed_head(data[:end]) if 0 < end <= HEAD else None
+    if head is None:
         return None
-    request, *lines = data[:end].split(b"\r\n")
+    path, headers, body = *head, data[end + 4 :]
+    return (path, headers, body) if headers.get(LENGTH) == b"%d" % len(body) else None
+
+
+@lru_cache(256)  # a client sends the same ones again and again
+def parsed_head(head: bytes) -> tuple[str, Mapping[bytes, bytes]] | None:
+    """Path and headers of a call in the usual form; None for anything else."""
+    request, *lines = head.split(b"\r\n")
     path = request[len(PREFIX) : -len(VERSION)].decode("latin-1")
-    if not request.endswith(VERSION) or path not in StoreApp.CALLS or len(lines) > HEADERS:
+    usual = request.startswith(PREFIX) and request.endswith(VERSION)
+    if not usual or path not in StoreApp.CALLS or len(lines) > HEADERS:
         return None
     headers = dict[bytes, bytes]()
     for line in lines:
         if (found := LINE.fullmatch(line)) is None:
             return None
         headers[found[1].lower()] = found[2]
-    length = headers.get(b"content-length", b"")
-    body = data[end + 4 :]
     usual = len(headers) == len(lines) and UNUSUAL.isdisjoint(headers)
-    return (path, headers, body) if usual and length == b"%d" % len(body) else None
+    return (path, headers) if usual else None
