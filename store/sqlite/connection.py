@@ -142,6 +142,20 @@ class Location:
             raise to_store_error(self.path, error) from error
 
 
+def execute_when_free(conn: sqlite3.Connection, statement: str) -> sqlite3.Cursor:
+    """Executes what SQLite refuses while another process has a lock, and does not wait for itself,
+    until it is done or `BUSY` seconds have passed."""
+    deadline = time.monotonic() + BUSY
+    while True:
+        try:
+            return conn.execute(statement)
+        except sqlite3.OperationalError as error:
+            busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not busy or time.monotonic() > deadline:
+                raise
+        time.sleep(PAUSE)
+
+
 class StoreFileMoved(sqlite3.OperationalError):
     """The file is not at its path any more: nobody would find what is written."""
 
@@ -207,17 +221,9 @@ class SqliteSession(_Connections):
         """Takes the write lock of the file, trying every millisecond: SQLite's own waiting sleeps
         for up to 100 ms at a time, so that one busy process would starve the others."""
         self._file.check()
-        deadline = time.monotonic() + BUSY
-        while True:
-            try:
-                self.conn.execute("begin immediate")
-                now = self._clock()
-                return lambda: now
-            except sqlite3.OperationalError as error:
-                busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
-                if not busy or time.monotonic() > deadline:
-                    raise
-            time.sleep(PAUSE)
+        execute_when_free(self.conn, "begin immediate")
+        now = self._clock()
+        return lambda: now
 
     def flush(self) -> None:
         """Every statement was waited for."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import NotFound, StoreError
 from agentrl.store import database
-from agentrl.store.sqlite.connection import Location
+from agentrl.store.sqlite.connection import BUSY, Location, execute_when_free
 
 if TYPE_CHECKING:
     from sqlite_utils import Database
@@ -45,7 +45,10 @@ def prepare(location: Location, *, create: bool = True) -> None:
     with location.translated_errors(), closing(location.connect()) as conn:
         _check_header(conn, location)
         if pending(conn, location):
-            (mode,) = conn.execute("pragma journal_mode = wal").fetchone()
+            # Two that each wait, in SQLite, until the other reads no more wait for ever.
+            conn.execute("pragma busy_timeout = 0")
+            (mode,) = execute_when_free(conn, "pragma journal_mode = wal").fetchone()
+            conn.execute(f"pragma busy_timeout = {int(BUSY * 1000)}")
             if mode != "wal":
                 raise StoreError(
                     "The store's file system has no shared memory: put it on a local disk."

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -297,6 +298,19 @@ def test_importing_the_package_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_new_store_waits_for_who_reads_its_file(tmp_path: Path) -> None:
+    reader = sqlite3.connect(path := tmp_path / "store.db", isolation_level=None)
+    reader.executescript("create table t (x); drop table t; begin; select * from sqlite_master")
+    opening = threading.Thread(target=migrations.prepare, args=[Location.parse(str(path))])
+    opening.start()
+    opening.join(0.2)
+    assert opening.is_alive()
+    reader.execute("commit")
+    opening.join(30)
+    reader.close()
+    assert path.read_bytes()[18:20] == b"\2\2"  # of its header: in use with a write-ahead log
 
 
 @pytest.mark.parametrize("fate", ["deleted", "replaced"])
