@@ -42,7 +42,7 @@ def tool(name: str, parameter: str, choices: list[str], *seen: str) -> Tool:
     """A tool of one parameter, which is one of the choices. Before it the model names what it sees:
     parameters which the last message gives as a name and a word."""
     schema = {
-        **dict.fromkeys(seen, {"type": "string"}),
+        **{key: {"type": "string"} for key in seen},
         parameter: {"type": "string", "enum": choices},
     }
     parameters = {"type": "object", "properties": schema, "required": list(schema)}
