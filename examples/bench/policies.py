@@ -27,7 +27,8 @@ Answer = tuple[str, str]  # the name of a tool, or nothing, and its argument or 
 Player = Callable[[list[Message], list[Tool]], Answer]
 Agent = Callable[[Any], Awaitable[Any]]
 DEMONSTRATIONS, STEPS = 6000, 500  # conversations, steps of imitation
-OPEN, CLOSE = '<tool_call>\n{{"name": "{}", "arguments": {{"{}": "', '"}}\n</tool_call>'
+OPEN = '<tool_call>\n{{"name": "{}", "arguments": {{"{}": "'
+NEXT, CLOSE = '", "{}": "', '"}}\n</tool_call>'
 TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<' + message.role + '>' }}
@@ -60,7 +61,9 @@ class Scripted:
         answer: Message = {"role": "assistant", "content": text}
         shown = answer
         if name:
-            given = {parameter_of(tools, name): text}
+            *seen, chosen = parameters_of(tools, name)
+            said = messages[-1]["content"].split()
+            given = {each: said[said.index(each) + 1] for each in seen} | {chosen: text}
             answer, shown = (
                 {
                     "role": "assistant",
@@ -79,9 +82,9 @@ class Scripted:
         return answer
 
 
-def parameter_of(tools: Sequence[Tool], name: str) -> str:
+def parameters_of(tools: Sequence[Tool], name: str) -> list[str]:
     function = next(one["function"] for one in tools if one["function"]["name"] == name)
-    return str(function["parameters"]["required"][0])
+    return list(function["parameters"]["required"])
 
 
 def anything(messages: list[Message], tools: list[Tool]) -> Answer:
@@ -96,7 +99,7 @@ def options(tools: list[Tool]) -> list[Answer]:
         (one["name"], choice)
         for one in functions
         for schema in one["parameters"]["properties"].values()
-        for choice in schema["enum"]
+        for choice in schema.get("enum", ())
     ] or [("", word) for word in WORDS]
 
 
@@ -146,8 +149,10 @@ def tokenizer_of(shown: Sequence[Conversation], known: Sequence[Tool]) -> PreTra
     names = [one["function"]["name"] for one in known]
     words = sorted({*said, *answers, *names})
     tokenizer = word_tokenizer(words, ("system", "user", "tool", "assistant"))
-    frames = [OPEN.format(name, parameter_of(known, name)) for name in names]
-    tokenizer.add_tokens([*frames, CLOSE])
+    frames = {name: parameters_of(known, name) for name in names}
+    opened = [OPEN.format(name, first) for name, (first, *_) in frames.items()]
+    between = [NEXT.format(each) for _, *others in frames.values() for each in others]
+    tokenizer.add_tokens([*opened, *between, CLOSE])
     tokenizer.chat_template = TEMPLATE
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     return tokenizer

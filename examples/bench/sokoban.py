@@ -17,9 +17,9 @@ from tools import Message, Tool, choose, tool
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 SIZE, WALLS = 4, 2
-STEPS = 8
+STEPS = 16
 LEVELS = 6  # of each number of boxes
-GO = tool("go", "to", list(MOVES))
+GO = tool("go", "to", list(MOVES), "at")
 Place = tuple[int, int]
 State = tuple[Place, frozenset[Place]]  # player, boxes
 BEST = 1.0
@@ -46,7 +46,7 @@ class Level:
 
     def __init__(self, boxes: int, seed: int) -> None:
         places = [(row, column) for row in range(SIZE) for column in range(SIZE)]
-        self.name = f"level {seed}"
+        self.name = str(seed)
         drawn = random.Random(f"{boxes}/{seed}").sample(places, 1 + 2 * boxes + WALLS)
         self.start: State = (drawn[0], frozenset(drawn[1 : 1 + boxes]))
         self.goals = frozenset(drawn[1 + boxes : 1 + 2 * boxes])
@@ -67,7 +67,7 @@ class Level:
         player, *boxes = (
             "abcd"[row] + str(column) for row, column in (state[0], *sorted(state[1]))
         )
-        return f"{self.name} player {player} box {' '.join(boxes)}"
+        return "at " + "-".join((self.name, player, *boxes))
 
 
 def solvable(boxes: int) -> list[Level]:
@@ -114,13 +114,13 @@ def best(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
 
 
 def read(text: str) -> tuple[Level, State]:
-    _, seed, _, player, _, *boxes = text.split()
+    seed, player, *boxes = text.split()[1].split("-")
     places = (
         ["abcd".index(row) for row, _ in (player, *boxes)],
         [int(n) for _, n in (player, *boxes)],
     )
     first, *others = zip(*places, strict=True)
-    (level,) = (one for one in ALL[len(boxes)] if one.name == f"level {seed}")
+    (level,) = (one for one in ALL[len(boxes)] if one.name == seed)
     return level, (first, frozenset(others))
 
 
@@ -144,7 +144,7 @@ train2, heldout2 = tasks(2, 1), tasks(2, 11)
 def build1(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train1, 0.4, folder, seed)
+    build(agent, best, train1, 0.2, folder, seed)
 
 
 def build2(folder: Path, seed: int) -> None:

@@ -38,10 +38,14 @@ class Client:
 client = Client()
 
 
-def tool(name: str, parameter: str, choices: list[str]) -> Tool:
-    """A tool of one parameter, which is one of the choices."""
-    schema = {"type": "string", "enum": choices}
-    parameters = {"type": "object", "properties": {parameter: schema}, "required": [parameter]}
+def tool(name: str, parameter: str, choices: list[str], *seen: str) -> Tool:
+    """A tool of one parameter, which is one of the choices. Before it the model names what it sees:
+    parameters which the last message gives as a name and a word."""
+    schema = {
+        **{key: {"type": "string"} for key in seen},
+        parameter: {"type": "string", "enum": choices},
+    }
+    parameters = {"type": "object", "properties": schema, "required": list(schema)}
     about = {"name": name, "description": name, "parameters": parameters}
     return {"type": "function", "function": about}
 
@@ -59,7 +63,7 @@ async def choose(messages: list[Message], *tools: Tool, model: str = "policy") -
     known = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
     given = json.loads(arguments)
     for parameter, schema in known.get(name, {}).get("properties", {}).items():
-        if given.get(parameter) in schema["enum"]:
+        if given.get(parameter) in schema.get("enum", ()):
             return name, given[parameter]
     return "", ""
 

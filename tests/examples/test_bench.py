@@ -22,7 +22,7 @@ FILE = EXAMPLES / "bench" / "bench.toml"
 BENCH = read_bench(FILE)
 PLAN = BenchPlan(BENCH, FILE, Path("work"), {})
 OWN = [n for n, task in BENCH.tasks.items() if task.run == "run.toml" and not task.measure]
-TASKS = ("chain", "frozenlake", "needle", "poker", "repairs", "shop", "sokoban", "teams")
+TASKS = ("chain", "doors", "frozenlake", "needle", "poker", "repairs", "shop", "sokoban", "teams")
 ROLLOUTS = 400
 
 
