@@ -24,7 +24,7 @@ LAKES = {
     "green": "SFHF FFFF HFHF FFFG",
     "white": "SHFF FFFH FHFF FFFG",
 }
-GO = tool("go", "to", list(MOVES), "place")
+GO = tool("go", "to", list(MOVES))
 State = tuple[int, int]
 GOAL = (3, 3)
 
@@ -47,7 +47,7 @@ def outcomes(state: State, way: str) -> list[tuple[float, State]]:
 
 
 def shown(name: str, state: State) -> str:
-    return f"place {name}-{state[0]}-{state[1]}"
+    return f"lake {name} row {state[0]} column {state[1]}"
 
 
 async def agent(task: dict[str, Any]) -> float:
@@ -83,8 +83,8 @@ def value(name: str, state: State, left: int, uniform: bool = False, fade: float
 
 
 def best(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
-    """The best step of a player who is in a hurry, as a place does not tell how many are left."""
-    name, row, column = messages[-1]["content"].split()[1].split("-")
+    """The best step of a player who is in a hurry, as the grid does not tell how many are left."""
+    _, name, _, row, _, column = messages[-1]["content"].split()
     state = int(row), int(column)
 
     def worth(way: str) -> float:
@@ -105,4 +105,4 @@ heldout = [{"id": f"{name}/{n}", "input": {"lake": name}} for n in range(16) for
 def build1(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train, 0.15, folder, seed)
+    build(agent, best, train, 0.5, folder, seed, 250)
