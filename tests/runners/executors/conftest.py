@@ -98,9 +98,12 @@ class Hanging:
         self._says = os.open(says, os.O_RDWR)  # so that writing to it never waits
         self.input: dict[str, Any] = {"do": "hang", "pids": str(self.pids), "says": str(says)}
 
-    async def says(self) -> str:
-        """Its next word."""
-        return await asyncio.to_thread(self._read)
+    async def says(self, words: int = 1) -> str:
+        """Its next words, a line each: at least so many."""
+        said = ""
+        while said.count("\n") < words:
+            said += await asyncio.to_thread(self._read)
+        return said.strip()
 
     async def left(self) -> list[int]:
         """Processes of the agent that do not end."""
@@ -112,7 +115,7 @@ class Hanging:
 
     def _read(self) -> str:
         assert _readable(self._says), "the agent said nothing"
-        return os.read(self._says, 100).decode().strip()
+        return os.read(self._says, 100).decode()
 
 
 @pytest.fixture
