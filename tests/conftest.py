@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import certifi
+import hypothesis
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -30,6 +31,8 @@ from agentrl.store.sqlite.connection import Location
 from tests.store import postgres_server
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("no clock", deadline=None)  # a busy machine fails no example
+hypothesis.settings.load_profile("no clock")
 
 LONG = ("tests/system/", "tests/examples/")
 VOCABULARY = 512

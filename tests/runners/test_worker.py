@@ -443,7 +443,7 @@ async def test_a_policy_server_that_hangs_is_not_the_agents_fault(bench: Any, as
         await asyncio.Event().wait()
 
     bench.model.then(hang)
-    (rollout,) = await bench.run(ask, TASK, timeout=0.4, max_attempts=1)
+    (rollout,) = await bench.run(ask, TASK, timeout=2.0, max_attempts=1)
     assert rollout.failure.kind is ErrorKind.MODEL
     assert "the model had not answered for" in rollout.failure.message
 
