@@ -213,12 +213,12 @@ def _live_or_late(
 ) -> dict[str, tuple[str, bool]]:
     """By attempt: its run, and whether writes to it are late now."""
     known, now = {row["id"]: row for row in locked.fetchall()}, tx.now
-    for id in attempts:
-        if id not in known:
-            raise NotFound(f"There is no attempt {id!r} in this store.")
+    if lost := [id for id in attempts if id not in known]:
+        raise NotFound(f"There is no attempt {lost[0]!r} in this store.")
+    found = ((id, known[id]) for id in attempts)  # in their order, as their events are
     return {
         id: (row["run_id"], row["state"] != RUNNING or row["lease_until"] <= now)
-        for id, row in known.items()
+        for id, row in found
     }
 
 

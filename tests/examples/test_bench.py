@@ -89,6 +89,7 @@ def test_scores_that_are_computed_are_those_of_the_bench_file(parts: dict[str, M
     assert tasks["frozenlake"].best == pytest.approx(parts["frozenlake"].BEST, abs=1e-4)
     assert tasks["frozenlake"].random == pytest.approx(parts["frozenlake"].RANDOM, abs=1e-4)
     assert tasks["shop"].random == pytest.approx(parts["shop"].RANDOM, abs=1e-4)
+    assert tasks["doors"].random == pytest.approx(parts["doors"].random_score(), abs=1e-4)
     assert tasks["workers"].random == pytest.approx(parts["teams"].RANDOM_WORKERS, abs=1e-4)
 
 
