@@ -34,7 +34,7 @@ from agentrl.algorithms.engines.vllm.serving import (
     VllmHost,
 )
 from agentrl.algorithms.engines.vllm.sleep import KEYS, WEIGHTS, SleepCycle
-from agentrl.algorithms.engines.vllm.spans import RESUME
+from agentrl.algorithms.engines.vllm.spans import SPANS
 from agentrl.algorithms.engines.vllm.weight_sync import AdapterSync, WeightSync
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
@@ -42,7 +42,7 @@ from agentrl.types import POLICY
 log = logging.getLogger(__name__)
 RESTARTS = 3  # between two publishes, before the server has failed for good
 # vLLM says that it ignores clear_cache here, and does not: running calls compute their keys again.
-PAUSE = "/pause?mode=keep&clear_cache=true"
+PAUSE, RESUME = "/pause?mode=keep&clear_cache=true", "/resume"
 GRACE = 15.0  # seconds after a failed request until a server that died of it must have ended
 
 
@@ -299,8 +299,10 @@ class VllmServer:
             resets = await servers.post("/reset_prefix_cache")
         if not all(reset["success"] for reset in resets):
             raise PolicyError("vLLM did not give up its prefix cache after a weight update")
+        if self._host.spans and not self._serving.adapters:
+            await servers.post(f"{SPANS}?{self._serving.query()}")
         if self.in_flight and not self._serving.adapters:
-            await servers.post(f"{RESUME}?{self._serving.query()}")
+            await servers.post(RESUME)
 
     async def _load(self, policy: str) -> None:
         """Send the newest weights and compare log-probs with the learner's. In flight, calls go to

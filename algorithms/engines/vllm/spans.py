@@ -1,9 +1,11 @@
 """Which version sampled which token: middleware in a vLLM server whose weights change in flight.
 
 vLLM has no versions by token. Who changes its weights pauses it before, and names the new version
-in /resume: at that moment no token is sampled, and vLLM's output processor has every token that
-was. Always true: the answer of a call that crossed an update has `agentrl_spans`, as the embedded
-server's (see `engines/base`). Calls name the version they begin with in a header.
+here before it goes on: at that moment no token is sampled, and vLLM's output processor has every
+token that was. A call names the version it was admitted with in a header; one that vLLM takes only
+after the update, because it was on its way or in the tokenizer, is of the new version alone. Always
+true: the answer of a call that crossed an update has `agentrl_spans`, as the embedded server's
+(see `engines/base`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import msgspec
 
 from agentrl.algorithms.engines.base import VERSION_HEADER, parse_versions
 
-RESUME, SPANS = "/resume", "/agentrl/spans"  # the second is answered where this middleware is
+SPANS = "/agentrl/spans"  # answered where this middleware is; with ?VERSIONS: those of the weights
 CALLS = "/v1/chat/completions", "/v1/completions"
 REQUEST = re.compile(r"(?:chatcmpl|cmpl)-(\w+?)(?:[-_](\d+))?")  # vLLM's id: ours, its prompt
 REPLACED = {b"x-request-id", b"content-length", VERSION_HEADER.encode()}  # headers of a call
@@ -33,7 +35,7 @@ VersionSpans = list[tuple[int, int]]  # each version with its first token
 
 @dataclass(slots=True)
 class _Call:
-    version: int  # it begins with
+    version: int  # it was admitted with
     choices: dict[int, VersionSpans] = field(default_factory=dict)  # that crossed an update
 
 
@@ -43,6 +45,8 @@ class SpanMiddleware:
     def __init__(self, app: AsgiApp) -> None:
         self._app = app
         self._calls: dict[str, _Call] = {}  # by request id
+        self._version: int | None = None  # named in the newest request for SPANS
+        self._watched: Any = None  # vLLM's output processor
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         path, headers = scope.get("path"), dict(scope.get("headers", ()))
@@ -50,28 +54,42 @@ class SpanMiddleware:
         if path in CALLS and version is not None:
             await self._serve(int(version), scope, receive, send)
         elif path == SPANS:
+            if query := scope["query_string"].decode():
+                self._version = parse_versions(query)[""]
+                for request in list(self._watch(scope).request_states.values()):
+                    self._change(request, self._version)
             await answer(send, 200, b"{}")
         else:
-            if path == RESUME and scope["query_string"]:
-                engine = scope["app"].state.engine_client
-                versions = parse_versions(scope["query_string"].decode())
-                self._change(engine.output_processor.request_states.values(), versions[""])
             await self._app(scope, receive, send)
 
-    def _change(self, requests: Any, version: int) -> None:
-        """The tokens that each of vLLM's requests has not sampled yet are of this version."""
-        for request in requests:
-            named = REQUEST.fullmatch(request.external_req_id)
-            if named is None or (call := self._calls.get(named[1])) is None:
-                continue
-            n = request.parent_req.sampling_params.n if request.parent_req else 1
-            index = int(named[2] or 0) * n + request.request_index
-            spans = call.choices.setdefault(index, [(0, call.version)])
-            sampled = request.detokenizer.num_output_tokens()
-            if spans[-1][0] == sampled:  # the version before sampled none
-                spans.pop()
-            if not spans or spans[-1][1] != version:
-                spans.append((sampled, version))
+    def _watch(self, scope: MutableMapping[str, Any]) -> Any:
+        """vLLM's output processor, which tells of each request that it takes from now on."""
+        processor = scope["app"].state.engine_client.output_processor
+        if processor is not self._watched:
+            self._watched, take = processor, processor.add_request
+
+            def add_request(request: Any, *arguments: Any, **named: Any) -> None:
+                take(request, *arguments, **named)
+                taken = processor.request_states.get(request.request_id)
+                if taken is not None and self._version is not None:
+                    self._change(taken, self._version)
+
+            processor.add_request = add_request
+        return processor
+
+    def _change(self, request: Any, version: int) -> None:
+        """The tokens that one of vLLM's requests has not sampled yet are of this version."""
+        named = REQUEST.fullmatch(request.external_req_id)
+        if named is None or (call := self._calls.get(named[1])) is None:
+            return
+        n = request.parent_req.sampling_params.n if request.parent_req else 1
+        index = int(named[2] or 0) * n + request.request_index
+        before = call.choices.get(index, [(0, call.version)])
+        if before[-1][1] == version:
+            return
+        sampled = request.detokenizer.num_output_tokens()
+        # Without the versions before that sampled none.
+        call.choices[index] = [span for span in before if span[0] < sampled] + [(sampled, version)]
 
     async def _serve(
         self, version: int, scope: MutableMapping[str, Any], receive: Receive, send: Send
@@ -98,6 +116,7 @@ class SpanMiddleware:
             body = b""
             await send({**message, "body": known})
 
+        self._watch(scope)
         self._calls[id] = call
         try:
             added = [*headers, (b"x-request-id", id.encode())]

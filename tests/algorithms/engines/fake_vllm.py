@@ -93,6 +93,8 @@ class FakeVllm:
                 self.adapters[body["lora_name"]] = body["lora_path"]
                 return web.Response(status=200)
             case "/agentrl/spans":
+                if request.query_string:
+                    self.updates.append(request.path_qs)
                 return web.json_response({}, status=200 if self.spans else 404)
             case "/collective_rpc":
                 await self.wait()

@@ -277,6 +277,15 @@ def test_a_missing_or_old_vllm_is_a_sentence(
         check_installed()
 
 
+NO_REQUESTS = SimpleNamespace(
+    state=SimpleNamespace(
+        engine_client=SimpleNamespace(
+            output_processor=SimpleNamespace(request_states={}, add_request=None)
+        )
+    )
+)  # vLLM's application, whose engine takes none
+
+
 class Client:
     """Calls an ASGI application."""
 
@@ -308,7 +317,7 @@ class Client:
 
         headers = [*headers, *([(b"x-agentrl-key", key)] if key else [])]
         scope = {"type": "http", "path": path, "query_string": query, "headers": headers}
-        await self.app(scope, receive, send)
+        await self.app(scope | {"app": NO_REQUESTS}, receive, send)
         if whole:
             return sent[1]["body"]
         return sent[0]["status"], dict(sent[0]["headers"]).get(b"x-policy-version", b"")
@@ -506,24 +515,29 @@ class Crossed:
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
-        self.finish = asyncio.Event()
+        self.tokenized, self.finish = asyncio.Event(), asyncio.Event()
+        self.tokenized.set()
         self.middleware = SpanMiddleware(self.vllm)
-        engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=self.requests))
+        self.processor = SimpleNamespace(request_states=self.requests, add_request=self.take)
+        engine = SimpleNamespace(output_processor=self.processor)
         self.app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
 
+    def take(self, request: Any, parent: Any, index: int) -> None:
+        self.requests[request.request_id] = SimpleNamespace(
+            external_req_id=request.external_req_id,
+            parent_req=parent,
+            request_index=index,
+            tokens=0,
+            detokenizer=SimpleNamespace(num_output_tokens=lambda: self.at(request.request_id)),
+        )
+
     async def vllm(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        if scope["path"] == "/resume":
-            return
         (id,) = [value.decode() for name, value in scope["headers"] if name == b"x-request-id"]
         parent = SimpleNamespace(sampling_params=SimpleNamespace(n=2))
+        await self.tokenized.wait()
         for index in range(2):
-            self.requests[f"{index}"] = SimpleNamespace(
-                external_req_id=f"chatcmpl-{id}",
-                parent_req=parent,
-                request_index=index,
-                tokens=0,
-                detokenizer=SimpleNamespace(num_output_tokens=lambda i=str(index): self.at(i)),
-            )
+            request = SimpleNamespace(request_id=f"{index}", external_req_id=f"chatcmpl-{id}")
+            self.processor.add_request(request, parent, index=index)
         await self.finish.wait()
         stream = b"event-stream" in scope["query_string"]
         kind = b"text/event-stream; charset=utf-8" if stream else b"application/json"
@@ -544,20 +558,21 @@ class Crossed:
     def at(self, index: str) -> int:
         return int(self.requests[index].tokens)
 
-    async def resume(self, version: int) -> None:
-        scope = {"type": "http", "path": "/resume", "headers": [], "app": self.app}
-        query = f"policy={version}&={version}".encode()
-        await self.middleware(scope | {"query_string": query}, None, None)  # type: ignore[arg-type]
+    async def update(self, version: int) -> None:
+        await self.ask("/agentrl/spans", f"policy={version}&={version}".encode())
 
     async def call(self, query: bytes = b"") -> list[MutableMapping[str, Any]]:
+        headers = [(b"x-policy-version", b"7"), (b"x-request-id", b"of the caller")]
+        return await self.ask("/v1/chat/completions", query, headers)
+
+    async def ask(self, path: str, query: bytes, headers: Any = ()) -> list[Any]:
         sent: list[MutableMapping[str, Any]] = []
 
         async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "path": "/v1/chat/completions", "query_string": query}
-        headers = [(b"x-policy-version", b"7"), (b"x-request-id", b"of the caller")]
-        await self.middleware(scope | {"headers": headers}, None, send)  # type: ignore[arg-type]
+        scope = {"type": "http", "path": path, "query_string": query, "headers": headers}
+        await self.middleware(scope | {"app": self.app}, None, send)  # type: ignore[arg-type]
         return sent
 
 
@@ -567,10 +582,10 @@ async def test_the_tokens_of_a_call_that_crossed_updates_have_their_versions(que
     call = asyncio.create_task(crossed.call(query))
     await settle()
     crossed.requests["0"].tokens = 12
-    await crossed.resume(8)  # the second has sampled none
-    await crossed.resume(9)  # nor has the first since
+    await crossed.update(8)  # the second has sampled none
+    await crossed.update(9)  # nor has the first since
     crossed.requests["0"].tokens = 30
-    await crossed.resume(9)  # of a server that returned: nothing new
+    await crossed.update(9)  # of a server that returned: nothing new
     crossed.finish.set()
     start, *bodies = await call
     events = [body["body"].removeprefix(b"data: ") for body in bodies]
@@ -584,8 +599,28 @@ async def test_the_tokens_of_a_call_that_crossed_updates_have_their_versions(que
     assert not crossed.middleware._calls
 
 
+async def test_a_call_that_vllm_takes_after_the_update_is_of_the_new_version() -> None:
+    crossed = Crossed()
+    crossed.tokenized.clear()
+    call = asyncio.create_task(crossed.call())
+    await settle()
+    await crossed.update(8)
+    crossed.tokenized.set()
+    await settle()
+    crossed.requests["0"].tokens = 5
+    await crossed.update(9)
+    crossed.finish.set()
+    _, body = await call
+    spans = [choice["agentrl_spans"] for choice in json.loads(body["body"])["choices"]]
+    assert spans == [[[0, 8], [5, 9]], [[0, 9]]]
+    (_, late) = await crossed.call()  # admitted before the update, and on its way until now
+    spans = [choice["agentrl_spans"] for choice in json.loads(late["body"])["choices"]]
+    assert spans == [[[0, 9]], [[0, 9]]]
+
+
 async def test_a_call_that_crossed_no_update_is_answered_in_vllms_own_bytes() -> None:
     crossed = Crossed()
+    await crossed.update(7)
     crossed.finish.set()
     start, body = await crossed.call()
     choices = [{"index": i, "finish_reason": "length"} for i in range(2)]

@@ -216,18 +216,26 @@ async def test_a_whole_model_has_no_policies_beside_it(server: VllmServer) -> No
         await server.publish(1, "other")
 
 
+def name_versions(theirs: list[FakeVllm], server: VllmServer) -> None:
+    """As where the servers have been started with the middleware."""
+    server._host.spans = True
+    for each in theirs:
+        each.spans = True
+
+
 async def test_calls_stand_still_while_weights_change_in_flight(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
     server.in_flight = True
+    name_versions(theirs, server)
     for each in theirs:
         each.answer.clear()
         each.updates.clear()
     calls = [asyncio.create_task(version(server)) for _ in range(2)]
     await until(lambda: all(each.calls for each in theirs))
     await server.publish(1)  # though they have not ended
-    took = ["/pause?mode=keep&clear_cache=true", "reload_weights", "/resume?base=1&=1"]
-    assert theirs[0].updates == theirs[1].updates == took
+    took = ["reload_weights", "/agentrl/spans?base=1&=1", "/resume"]
+    assert theirs[0].updates == theirs[1].updates == ["/pause?mode=keep&clear_cache=true", *took]
     assert not any(call.done() for call in calls)
     later = asyncio.create_task(version(server))
     for each in theirs:
@@ -239,6 +247,7 @@ async def test_one_that_dies_before_it_goes_on_is_given_the_weights_and_goes_on_
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
     server.in_flight = True
+    name_versions(theirs, server)
     host = server._host
     assert isinstance(host, VllmFleet)
     host._timeout = 1.0
@@ -251,7 +260,7 @@ async def test_one_that_dies_before_it_goes_on_is_given_the_weights_and_goes_on_
     theirs[1].hang.set()
     await until(lambda: len(host.servers) == 2)
     took = [update for update in theirs[1].updates if not update.startswith("/pause")]  # comes late
-    assert took[-2:] == ["reload_weights", "/resume?base=1&=1"]
+    assert took[-3:] == ["reload_weights", "/agentrl/spans?base=1&=1", "/resume"]
 
 
 async def test_in_flight_one_server_changes_after_another_and_calls_go_where_none_does(
