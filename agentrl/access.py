@@ -1,4 +1,4 @@
-"""Who may call an HTTP server: keys from the environment, and certificates."""
+"""Who may call an HTTP server: its address, keys from the environment, and certificates."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import hmac
 import os
 import ssl
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from agentrl.errors import ConfigError
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server at `host`, a name or an address, is reached from this machine only."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_key(variable: str, setting: str, what: str) -> str:

@@ -115,8 +115,7 @@ def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list
         "until": tx.now + lease,
         "now": tx.now,
     }
-    tx.conn.execute(SQL["heartbeat"], columns)
-    live = set(rows.from_json(tx.conn.execute(SQL["live"], columns).fetchone()["ids"]))
+    live = {row["id"] for row in tx.conn.execute(SQL["heartbeat"], columns).fetchall()}
     return [attempt for attempt in attempts if attempt in live]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.addresses import is_loopback
+from agentrl.access import is_loopback
 from agentrl.config import policies as team
 from agentrl.config import prompts, selfplay, upstreams
 from agentrl.config.agents import WorkspaceConfig

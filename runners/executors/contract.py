@@ -27,7 +27,7 @@ from urllib.request import getproxies
 
 import msgspec
 
-from agentrl.addresses import is_loopback
+from agentrl.access import is_loopback
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.executors import ExecutionResult

@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from msgspec.structs import replace
 
-from agentrl.addresses import is_loopback
+from agentrl.access import is_loopback
 from agentrl.config import RoleRule, UpstreamConfig
 from agentrl.errors import ConfigError
 from agentrl.http_server import listen, server_loop

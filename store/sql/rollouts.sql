@@ -81,15 +81,12 @@ update attempts set
     lease = case when lease_until < :until then :lease else lease end,
     lease_until = max(lease_until, :until),
     together = null
-where id in (select value from json_each(:attempts)) and state = 'running' and lease_until > :now;
+where id in (select value from json_each(:attempts)) and state = 'running' and lease_until > :now
+returning id;
 
 -- name: resume
 update attempts set lease_until = :until, lease = max(lease, :grace)
 where state = 'running' and lease_until < :until;
-
--- name: live
-select json_group_array(id) as ids from attempts
-where id in (select value from json_each(:attempts)) and state = 'running' and lease_until > :now;
 
 -- name: leases
 select

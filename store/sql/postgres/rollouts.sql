@@ -26,17 +26,21 @@ select id, run_id, claim_id from attempts
 where id = any (array(select json_array_elements_text(?::json)));
 
 -- name: heartbeat
-update attempts set
-    lease = case when lease_until < :until then :lease else lease end,
-    lease_until = greatest(lease_until, :until),
-    together = null
-from (
-    select id as locked from attempts
+-- Looked up by id alone: of how many attempts run, the planner knows what was true at the last
+-- analyze, and would rather walk through all their leases, with every version of each.
+with named as materialized (
+    select id, state, lease_until from attempts
     where id = any (array(select json_array_elements_text(:attempts::json)))
     order by id
     for no key update
-) as named
-where id = locked and state = 'running' and lease_until > :now;
+)
+update attempts set
+    lease = case when attempts.lease_until < :until then :lease else lease end,
+    lease_until = greatest(attempts.lease_until, :until),
+    together = null
+from named
+where attempts.id = named.id and named.state = 'running' and named.lease_until > :now
+returning attempts.id;
 
 -- name: resume
 -- Rows that are skipped are locked by a transaction that extends or ends them.
@@ -47,11 +51,6 @@ from (
     for no key update skip locked
 ) as unheard
 where id = silent;
-
--- name: live
-select coalesce(json_agg(id)::text, '[]') as ids from attempts
-where id = any (array(select json_array_elements_text(:attempts::json)))
-  and state = 'running' and lease_until > :now;
 
 -- name: shorten
 update attempts set lease_until = :now + lease
