@@ -90,7 +90,10 @@ where state = 'running' and lease_until < :until;
 
 -- name: leases
 select
-    (select min(lease_until) from attempts where state = 'running') as ends,
+    -- Not min(): PostgreSQL may read every lease for it, where it believes that they are few.
+    (
+        select lease_until from attempts where state = 'running' order by lease_until limit 1
+    ) as ends,
     (
         select lease_until - lease from attempts where state = 'running'
         order by lease_until desc limit 1
