@@ -204,8 +204,8 @@ def missing(plan: BenchPlan, found: Summary) -> dict[str, dict[str, int]]:
 
 def never_worse(bench: Bench, found: Summary) -> dict[str, int]:
     """Presets without extra rollouts that no task shows to be worse than the bench's baseline, by
-    the interval of the gain in area, with the number of tasks where both were run on all seeds: that
-    an interval of a few is wide speaks for nobody."""
+    the interval of the gain in area, with the number of tasks where both were run on all seeds: an
+    interval of a few is wide, which speaks for nobody."""
     kept: dict[str, int] = {}
     compared = [rows for task, rows in found.items() if baseline_of(bench, task) == bench.baseline]
     for name in sorted({name for rows in compared for name in rows} - {bench.baseline}):
