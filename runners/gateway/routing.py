@@ -68,6 +68,7 @@ class Router:
         self.several = tuple(policies) if len(policies) > 1 else ()
         self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
         self.remote, self._key = remote, key
+        self.read = asyncio.Event()  # set once the policies table was read
         self._changed = asyncio.Event()  # set and replaced whenever a route may have changed
 
     async def follow(self) -> None:
@@ -77,6 +78,7 @@ class Router:
             try:
                 cursor = await self.store.wait(cursor)
                 self.policies = await self.store.policies(self.run)
+                self.read.set()
             except StoreError as error:  # the last copy may still be right
                 log.warning("the routes of run %s cannot be read: %s", self.run, error)
                 cursor = 0

@@ -209,6 +209,19 @@ async def test_models_and_unknown_routes(http: httpx.AsyncClient) -> None:
     assert "/v1/chat/completions" in unknown.json()["error"]["message"]
 
 
+async def test_models_are_listed_once_they_are_known(bench: Any, http: Any) -> None:
+    router = bench.gateway.router
+    await router.read.wait()
+    served, router.policies = router.policies, {}  # as before the store was asked
+    router.read.clear()
+    asked = asyncio.create_task(http.get("/models"))
+    await asyncio.wait([asked], timeout=0.2)
+    assert not asked.done()
+    router.policies = served
+    router.read.set()
+    assert [model["id"] for model in (await asked).json()["data"]] == ["policy", "tiny"]
+
+
 async def test_the_agents_own_mistakes_pass_through(bench: Any, active: Any, http: Any) -> None:
     async def refuse(request: web.Request, body: Any) -> web.Response:
         return web.json_response({"error": {"message": "too long"}}, status=400)
