@@ -299,7 +299,7 @@ class VllmServer:
             resets = await servers.post("/reset_prefix_cache")
         if not all(reset["success"] for reset in resets):
             raise PolicyError("vLLM did not give up its prefix cache after a weight update")
-        if self._host.spans and not self._serving.adapters:
+        if self._host.spans:
             await servers.post(f"{SPANS}?{self._serving.query()}")
         if self.in_flight and not self._serving.adapters:
             await servers.post(RESUME)

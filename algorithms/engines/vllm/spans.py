@@ -45,7 +45,8 @@ class SpanMiddleware:
     def __init__(self, app: AsgiApp) -> None:
         self._app = app
         self._calls: dict[str, _Call] = {}  # by request id
-        self._version: int | None = None  # named in the newest request for SPANS
+        # Named in the newest request for SPANS; none of adapters, under whose version calls end.
+        self._version: int | None = None
         self._watched: Any = None  # vLLM's output processor
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -55,9 +56,9 @@ class SpanMiddleware:
             await self._serve(int(version), scope, receive, send)
         elif path == SPANS:
             if query := scope["query_string"].decode():
-                self._version = parse_versions(query)[""]
-                for request in list(self._watch(scope).request_states.values()):
-                    self._change(request, self._version)
+                self._version = parse_versions(query).get("")
+                for request in self._watch(scope).request_states.values():
+                    self._change(request)
             await answer(send, 200, b"{}")
         else:
             await self._app(scope, receive, send)
@@ -71,16 +72,16 @@ class SpanMiddleware:
             def add_request(request: Any, *arguments: Any, **named: Any) -> None:
                 take(request, *arguments, **named)
                 taken = processor.request_states.get(request.request_id)
-                if taken is not None and self._version is not None:
-                    self._change(taken, self._version)
+                if taken is not None:
+                    self._change(taken)
 
             processor.add_request = add_request
         return processor
 
-    def _change(self, request: Any, version: int) -> None:
-        """The tokens that one of vLLM's requests has not sampled yet are of this version."""
-        named = REQUEST.fullmatch(request.external_req_id)
-        if named is None or (call := self._calls.get(named[1])) is None:
+    def _change(self, request: Any) -> None:
+        """The tokens that one of vLLM's requests has not sampled yet are of the newest version."""
+        version, named = self._version, REQUEST.fullmatch(request.external_req_id)
+        if version is None or named is None or (call := self._calls.get(named[1])) is None:
             return
         n = request.parent_req.sampling_params.n if request.parent_req else 1
         index = int(named[2] or 0) * n + request.request_index

@@ -559,7 +559,10 @@ class Crossed:
         return int(self.requests[index].tokens)
 
     async def update(self, version: int) -> None:
-        await self.ask("/agentrl/spans", f"policy={version}&={version}".encode())
+        await self.name(f"policy={version}&={version}".encode())
+
+    async def name(self, versions: bytes) -> None:
+        await self.ask("/agentrl/spans", versions)
 
     async def call(self, query: bytes = b"") -> list[MutableMapping[str, Any]]:
         headers = [(b"x-policy-version", b"7"), (b"x-request-id", b"of the caller")]
@@ -616,6 +619,9 @@ async def test_a_call_that_vllm_takes_after_the_update_is_of_the_new_version() -
     (_, late) = await crossed.call()  # admitted before the update, and on its way until now
     spans = [choice["agentrl_spans"] for choice in json.loads(late["body"])["choices"]]
     assert spans == [[[0, 9]], [[0, 9]]]
+    await crossed.name(b"a=3&b=4")  # of adapters: what was served before is no version of theirs
+    (_, plain) = await crossed.call()
+    assert b"agentrl_spans" not in plain["body"]
 
 
 async def test_a_call_that_crossed_no_update_is_answered_in_vllms_own_bytes() -> None:
