@@ -506,6 +506,14 @@ def shown(run: RunConfig, name: str, forks: Forks) -> dict[str, list[list[float]
     return {key: sorted(values) for key, values in found.items()}
 
 
+def test_tensorboard_reads_files_in_the_order_in_which_they_were_opened(tmp_path: Path) -> None:
+    run = config(tmp_path, "tensorboard")
+    for _ in range(3):
+        base.open_sink("tensorboard", run, SinkPosition(id="x")).close()
+    files = [file.name for file in Path(run.output, "tensorboard").iterdir()]
+    assert len({name.split(".")[3] for name in files}) == 3  # seconds: pids are in no order
+
+
 @pytest.mark.parametrize("name", sorted(READ))
 async def test_a_backend_has_every_step_once(tmp_path: Path, name: str, forks: Forks) -> None:
     run = config(tmp_path, name, steps=2)

@@ -21,7 +21,13 @@ from agentrl.types import StepRow
 class TensorBoard:
     def __init__(self, config: RunConfig, position: SinkPosition) -> None:
         purge_step = position.next + bool(position.names)
-        self.writer = EventFileWriter(str(Path(config.output, "tensorboard")))
+        folder = Path(config.output, "tensorboard")
+        opened = {int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")}
+        # Files are read in the order of their names, which begin with the second of their opening
+        # and go on with the process: within one second the newer might be taken for the older.
+        while int(time.time()) in opened:
+            time.sleep(0.05)
+        self.writer = EventFileWriter(str(folder))
         start = SessionLog(status=SessionLog.START)
         self.writer.add_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
 
