@@ -149,6 +149,8 @@ def missing_rewards(run: PolicyRun) -> Reason:
 
 def high_lr(run: PolicyRun) -> Reason:
     entropy, bad = run.values("policy/entropy"), run.share("update/bad", "update/steps")
+    if entropy and run.logprobs and "policy/entropy" not in run.steps[-1]:  # it changed no weight
+        entropy.append(-fmean(run.logprobs))
     jumps = (abs(b - a) / max(entropy[0], 25 * CERTAIN) for a, b in pairwise(entropy))
     jump, what = max(jumps, default=0.0), f"{bad:.0%} of the optimizer steps were not finite"
     if jump > MOST:

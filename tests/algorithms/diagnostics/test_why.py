@@ -196,6 +196,18 @@ def test_a_run_that_learns_its_training_tasks_alone(held_out: list[float], named
     assert texts == [expected] * named
 
 
+@pytest.mark.parametrize(("sampled", "named"), [(-0.001, True), (-2.5, False)])
+def test_an_update_after_which_no_group_differs_any_more(sampled: float, named: bool) -> None:
+    """Later steps change no weight and measure no entropy: what is sampled shows what it left."""
+    record = why.PolicyRun(
+        config=resolve({"policy": {"model": "m"}}, source="test"),
+        steps=[{"policy/entropy": 3.0, "lr": 1.0, "update/steps": 1.0}, {"update/steps": 1.0}],
+        scores=[], failure=None, silent=[], logprobs=[sampled],
+    )  # fmt: skip
+    reasons = [reason for reason in why.reasons(record) if reason.share == 1.0]
+    assert any("the learning rate is too high" in reason.text for reason in reasons) == named
+
+
 def rows(**columns: list[float]) -> list[StepRow]:
     names = {"score": "eval/score", "reward": "reward/mean", "games": "selfplay/games"}
     found = [
