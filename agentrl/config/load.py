@@ -140,15 +140,17 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else msgspec.json.encode(key).decode()
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
 
 
 def _toml_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml_value, value))}]"
     if isinstance(value, dict):
         items = (f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items() if v is not None)
         return f"{{{', '.join(items)}}}"
-    return msgspec.json.encode(value).decode() if isinstance(value, str) else repr(value)
+    if isinstance(value, str):  # of control characters JSON alone allows this one
+        return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+    return repr(value)

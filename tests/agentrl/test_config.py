@@ -1,5 +1,6 @@
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -298,3 +299,11 @@ def test_sinks_from_outside_are_named_by_file() -> None:
     assert resolve({"metrics": metrics}, source="test").metrics.options == {"every": 2}
     with pytest.raises(ConfigError, match=r"metrics\.sinks: 'mlflo'; did you mean 'mlflow'\?"):
         resolve({"metrics": {"sinks": ["mlflo"]}}, source="test")
+
+
+def test_pairs_of_numbers_and_any_text_survive_the_dry_run(tmp_path: Path) -> None:
+    judge = {"upstream": "big", "max_usd": 2.0, "prices": [0.5, 1.5], "calibration": [[0, 0.5]]}
+    tables: dict[str, Any] = {"judges": {"good": judge}, "agent": {"env": {"A\x7f": "b\x7f\u2028"}}}
+    tables["upstreams"] = {"big": {"base_url": "https://x/v1"}}
+    config = resolve(tables | {"root": str(tmp_path)}, source="test")
+    assert load(run_file(tmp_path, to_toml(config))) == config
