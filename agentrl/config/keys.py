@@ -127,6 +127,7 @@ def _default_of(section: Struct, name: str) -> Any:
 
 def format_validation_error(message: str) -> str:
     """A message of msgspec with the key as it is in the run file, and with the allowed words."""
+    message = message.replace("$.role_rules", "$.roles.match")
     missing = re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.(.*)`)?", message)
     if missing is not None:
         return f"{missing[2]}.{missing[1]} is missing"

@@ -307,3 +307,8 @@ def test_pairs_of_numbers_and_any_text_survive_the_dry_run(tmp_path: Path) -> No
     tables["upstreams"] = {"big": {"base_url": "https://x/v1"}}
     config = resolve(tables | {"root": str(tmp_path)}, source="test")
     assert load(run_file(tmp_path, to_toml(config))) == config
+
+
+def test_a_rule_of_roles_is_named_as_in_the_run_file() -> None:
+    with pytest.raises(ConfigError, match=r"test: roles\.match\[0\]\.role is missing"):
+        resolve({"roles": {"match": [{"model": "x"}]}}, source="test")
