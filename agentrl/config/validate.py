@@ -34,11 +34,11 @@ from agentrl.types import POLICY
 
 PLAYING = (
     "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models",
-    "judges", "runner", "selfplay", "upstreams", "roles", "role_rules",
+    "judges", "runner", "selfplay", "upstreams", "roles", "role_rules", "prompts",
 )  # fmt: skip
 SAMPLING = (
     "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
-    "branching", "counterfactual",
+    "branching", "counterfactual", "close_at", "group_deadline",
 )  # fmt: skip
 SINKS = ("mlflow", "tensorboard", "trackio", "wandb")
 """Each is the name of a sink, of its module in `agentrl.telemetry.sinks`, of the package that it

@@ -312,3 +312,16 @@ def test_pairs_of_numbers_and_any_text_survive_the_dry_run(tmp_path: Path) -> No
 def test_a_rule_of_roles_is_named_as_in_the_run_file() -> None:
     with pytest.raises(ConfigError, match=r"test: roles\.match\[0\]\.role is missing"):
         resolve({"roles": {"match": [{"model": "x"}]}}, source="test")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"algorithm": {"close_at": 4}},
+        {"algorithm": {"group_deadline": 9.0}},
+        {"prompts": {"components": {"a": "a.txt"}, "reflector": "policy", "algorithm": "apo"}},
+    ],
+)
+def test_a_run_on_data_refuses_what_is_about_rollouts(table: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"means nothing in a run on \[data\]"):
+        resolve({"data": {"name": "likes"}, **table}, source="test")
