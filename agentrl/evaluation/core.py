@@ -38,7 +38,10 @@ from agentrl.threads import run_blocking
 from agentrl.types import Json, Purpose, Rollout, RolloutState, RunState
 
 STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps, and its writer's epoch
-GAMES = ("agent", "verifier", "sampling", "policy", "policies", "upstreams", "roles", "seed")
+GAMES = (
+    "agent", "workspace", "verifier", "judges", "reward_models", "sampling", "policy", "policies",
+    "upstreams", "roles", "role_rules", "prompts", "seed",
+)  # fmt: skip
 """The settings that decide how games go."""
 Played = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
 

@@ -205,6 +205,7 @@ def test_what_decides_a_game_names_the_evaluation(tmp_path: Path) -> None:
     def name(plan: EvaluationPlan = plan, **settings: Any) -> str:
         return evaluation.plan_run(run_of(tmp_path, **settings), of, plan, "crossplay").name
 
+    search = {"reflector": "policy", "algorithm": "apo"}
     same = name()
     assert same == name(runner={"processes": 3}, engine={"max_batch": 2}, steps=9)
     others = [
@@ -212,6 +213,11 @@ def test_what_decides_a_game_names_the_evaluation(tmp_path: Path) -> None:
         name(sampling={"max_tokens": 3}),
         name(upstreams={"judge": {"base_url": "http://x/v1"}}),
         name(upstreams={"judge": {"base_url": "http://x/v1"}}, roles={"agent": "judge"}),
+        name(workspace={"source": "task.files"}),
+        name(roles={"match": [{"role": "agent", "model": "small"}]}),
+        name(prompts={"directory": "texts", "components": {"a": "a.txt"}, **search}),
+        name(judges={"good": {"upstream": "policy"}}),
+        name(reward_models={"good": {"model": "m"}}),
     ]
     for weights in (first, last):  # a run that began anew wrote them once more
         file = weights / "config.json"
