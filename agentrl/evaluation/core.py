@@ -254,7 +254,7 @@ def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
 def last_checkpoint(config: RunConfig) -> Path:
     """The last checkpoint by a run's store. Raises ConfigError if it has none."""
     untrained = f"run {config.name!r} has not been trained yet; train it first: agentrl train"
-    file = Path(config.store.removeprefix("sqlite:///"))
+    file = Path(config.store.removeprefix("sqlite:///").partition("?")[0])
     if config.store.startswith("sqlite:///") and not file.is_file():
         raise ConfigError(f"{untrained} (there is no {config.store})")
 

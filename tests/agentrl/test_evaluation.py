@@ -12,6 +12,7 @@ from agentrl import trainer
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.evaluation import core as evaluation
+from agentrl.store import open_store
 
 
 def adapter(directory: Path) -> Path:
@@ -104,3 +105,12 @@ def test_a_store_that_is_named_is_used_and_its_password_is_not_told(
     with pytest.raises(ConfigError, match="enough"):
         evaluation.evaluate(config, None, None)
     assert seen[0].store == used.format(folder=seen[0].output)
+
+
+async def test_the_last_checkpoint_is_found_by_a_store_with_options(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}?synchronous=full"
+    async with open_store(url) as store:
+        await store.open_run("run", {})
+    config = resolve({"name": "run", "store": url}, source="test")
+    with pytest.raises(ConfigError, match="has no checkpoint yet"):
+        evaluation.last_checkpoint(config)
