@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from agentrl.cli import numbers
 from agentrl.config import load
 from agentrl.errors import ConfigError
 from agentrl.simulation import Simulation, Workload
@@ -38,9 +39,12 @@ def _sizes(command: Any) -> Any:
 @click.argument("overrides", nargs=-1)
 @_sizes
 @click.option("--engines", type=click.IntRange(min=1), default=1, help="vLLM servers.")
-@click.option("--ahead", default="0.5,1,2,4,8", show_default=True, help="Values of max_staleness.")
+@click.option(
+    "--ahead", default="0.5,1,2,4,8", show_default=True, callback=numbers(float),
+    help="Values of max_staleness.",
+)  # fmt: skip
 def plan(
-    run_file: Path, overrides: tuple[str, ...], engines: int, ahead: str, **sizes: float
+    run_file: Path, overrides: tuple[str, ...], engines: int, ahead: list[float], **sizes: float
 ) -> None:
     """Predict how long a step of RUN_FILE takes by algorithm.max_staleness and overlap.
 
@@ -49,7 +53,7 @@ def plan(
     algorithm, slots = config.algorithm, config.runner.processes * config.runner.concurrency
     for key in ("close_at", "group_deadline"):
         if getattr(algorithm, key) is not None:
-            raise ConfigError(f"algorithm.{key} is not simulated; leave it out: {key}=null")
+            raise ConfigError(f"algorithm.{key} is not simulated; remove it from the run file")
     work = Workload(
         groups=algorithm.groups,
         group_size=algorithm.group_size,
@@ -59,7 +63,7 @@ def plan(
         **sizes,
     )
     settings = [(0.0, "none")]
-    settings += [(float(k), way) for k in ahead.split(",") for way in ("drained", "in_flight")]
+    settings += [(k, way) for k in ahead for way in ("drained", "in_flight")]
     found = [
         (k, way, Simulation(work, k, in_flight=way == "in_flight").run()) for k, way in settings
     ]

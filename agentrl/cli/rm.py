@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from agentrl.cli import numbers
 from agentrl.config import RunConfig, load
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
@@ -45,14 +46,17 @@ def train(run_file: Path, overrides: tuple[str, ...], plain: bool) -> None:
 @run_file
 @overrides
 @click.option("--model", type=click.Path(path_type=Path), help="Default: the run's own.")
-@click.option("--best-of", "sizes", help="Numbers with commas: best of n stored rollouts.")
+@click.option(
+    "--best-of", "sizes", callback=numbers(int),
+    help="Numbers with commas: best of n stored rollouts.",
+)  # fmt: skip
 @click.option("--run", help="Whose rollouts; default: the run of RUN_FILE.")
 @plain
 def evaluate(
     run_file: Path,
     overrides: tuple[str, ...],
     model: Path | None,
-    sizes: str | None,
+    sizes: list[int],
     run: str | None,
     plain: bool,
 ) -> None:
@@ -70,10 +74,9 @@ def evaluate(
             reader = reward_model.Reader(store, tokenizer, None)
             items = await reader.examples(config, config.data.heldout)
             found = preference_metrics(scorer, items)
-            numbers = [int(size) for size in sizes.split(",")] if sizes else []
-            name = run or config.name
-            if numbers:
-                curve = await reward_model.best_of_curve(store, name, scorer, numbers)
+            if sizes:
+                name = run or config.name
+                curve = await reward_model.best_of_curve(store, name, scorer, sizes)
                 for n, (chosen, best) in curve.items():
                     found |= {f"best of {n}": chosen, f"best of {n} by the verifier": best}
         return found
