@@ -113,7 +113,8 @@ def ports(config: RunConfig) -> tuple[Status, str] | None:
         if server is None or not server.port:
             continue
         try:
-            socket.create_server((server.host, server.port)).close()
+            family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+            socket.create_server((server.host, server.port), family=family).close()
         except OSError as error:
             where = f"{name}.port = {server.port} at {server.host}"
             return (

@@ -30,7 +30,7 @@ from agentrl.algorithms.train.build import with_proven_packing
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.cli.doctor import examine
 from agentrl.cli.main import cli
-from agentrl.config import RunConfig, load
+from agentrl.config import RunConfig, load, resolve
 from agentrl.doctor import machine, proofs
 from agentrl.errors import PolicyError
 from agentrl.store import open_store
@@ -367,3 +367,17 @@ def test_training_goes_on_with_rows_where_a_trie_differs(
     with pytest.raises(PolicyError, match=r"learner\.packing = 'trie' differs here: .* to 'rows'"):
         with_proven_packing(asked, models)
     assert with_proven_packing(changed, models) is changed
+
+
+def test_a_port_of_ipv6_is_looked_at_where_it_is(monkeypatch: Patch) -> None:
+    asked: list[Any] = []
+
+    def create_server(address: tuple[str, int], *, family: int) -> socket.socket:
+        asked.append((address, family))
+        return socket.socket()
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    engine = {"host": "::1", "port": 7000}
+    assert machine.ports(resolve({"engine": engine}, source="test")) is None
+    assert machine.ports(resolve({"runner": {"port": 7001}}, source="test")) is None
+    assert asked == [(("::1", 7000), socket.AF_INET6), (("127.0.0.1", 7001), socket.AF_INET)]
