@@ -56,7 +56,7 @@ def swe(file: str, repositories: str, *, python: str = "python3") -> list[dict[s
     """The tasks of a JSONL file with the fields of SWE-bench (`instance_id`, `repo`, `base_commit`,
     `problem_statement`, `test_patch`, `FAIL_TO_PASS`, `PASS_TO_PASS`), whose repositories are
     `repositories`/OWNER__NAME on this machine. `python` runs pytest with what they need."""
-    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    lines = Path(file).read_bytes().splitlines()  # of a text it would also split at U+2028
     try:
         return [_swe(json.loads(line), repositories, python) for line in lines if line.strip()]
     except (KeyError, ValueError) as error:

@@ -156,3 +156,10 @@ async def test_swe_instances(play: Any, tmp_path: Path) -> None:
     (good,) = await play(fix, task, verifier=run_tests)
     (bad,) = await play(ECHO, task, verifier=run_tests)
     assert (good.failure, good.reward(), bad.reward()) == (None, 1.0, 0.0)
+
+
+def test_tasks_of_any_text_are_read(tmp_path: Path) -> None:
+    row = {"instance_id": "1", "repo": "a/b", "base_commit": "HEAD", "test_patch": ""}
+    row["problem_statement"] = "one\u2028two"
+    (tmp_path / "swe.jsonl").write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
+    assert [task["input"] for task in swe(str(tmp_path / "swe.jsonl"), "repos")] == ["one\u2028two"]
