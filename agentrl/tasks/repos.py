@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from io import StringIO
 from typing import Any
 
 from agentrl.errors import ConfigError
@@ -112,10 +113,13 @@ def bugs(function: str, cases: Sequence[tuple[Any, ...]]) -> list[dict[str, Json
         capture_output=True,
         text=True,
         timeout=60 + 10 * CALL_SECONDS * len(mutants),
-        check=True,
+        check=False,
     )
+    if done.returncode:
+        why = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"{function!r}: its module does not run by itself: {why}")
     wanted, *given = json.loads(done.stdout)
-    file, tasks = f"{module}_{name}", list[dict[str, Json]]()
+    file, tasks = f"{module}_{name}".replace(".", "_"), list[dict[str, Json]]()
     methods = "".join(
         f"    def test_{n}(self):\n        self.assertEqual(answer(CASES[{n}]), {answer!r})\n\n"
         for n, answer in enumerate(wanted)
@@ -141,7 +145,7 @@ def _mutants(whole: str, name: str) -> Iterator[tuple[str, str]]:
     function = next((node for node in nodes if node.name == name), None)
     if function is None:
         raise TypeError("its module does not define it")
-    lines = whole.splitlines(keepends=True)
+    lines = list(StringIO(whole))  # the lines that `ast` counts; str.splitlines knows more ends
     first = min([function.lineno, *(place.lineno for place in function.decorator_list)]) - 1
     head, tail = lines[:first], lines[function.end_lineno :]
     for node in list(ast.walk(function)):

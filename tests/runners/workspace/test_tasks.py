@@ -163,3 +163,37 @@ def test_tasks_of_any_text_are_read(tmp_path: Path) -> None:
     row["problem_statement"] = "one\u2028two"
     (tmp_path / "swe.jsonl").write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
     assert [task["input"] for task in swe(str(tmp_path / "swe.jsonl"), "repos")] == ["one\u2028two"]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package that can be imported."""
+    folder = tmp_path / f"own_{tmp_path.name}"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    (folder / "__init__.py").touch()
+    return folder
+
+
+def test_a_module_of_a_package_can_be_tested(package: Path) -> None:
+    # A form feed ends a line for str.splitlines, and none for Python.
+    text = "A = 1\n\x0c\ndef add(a, b):\n    return a + b\n"
+    (package / "calc.py").write_text(text)
+    (task,) = bugs(f"{package.name}.calc:add", [(1, 2)])
+    ((file, source),), ((test, hidden),) = (dict(task[key]).items() for key in ("files", "tests"))
+    folder = package.parent / "workspace"
+    folder.mkdir()
+    for name, said, passes in ((file, source, False), (file, text, True)):
+        (folder / name).write_text(said)
+        (folder / test).write_text(hidden)
+        done = subprocess.run([sys.executable, "-m", "unittest", test], cwd=folder, check=False)
+        assert (done.returncode == 0) is passes
+    assert source == text.replace("a + b", "a - b")
+
+
+def test_a_module_that_needs_its_package_is_said(package: Path) -> None:
+    (package / "calc.py").write_text("from . import __name__\ndef add(a, b):\n    return a + b\n")
+    with pytest.raises(
+        ConfigError, match="does not run by itself: ImportError: attempted relative"
+    ):
+        bugs(f"{package.name}.calc:add", [(1, 2)])
