@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.datasets.draft import Draft
-from agentrl.datasets.pairing import How, choose_pairs
+from agentrl.datasets.pairing import LEAST, How, choose_pairs
 from agentrl.datasets.records import without_tokens
 from agentrl.datasets.sessions import CORRECTION, SESSION
 from agentrl.store.base import Store
@@ -75,8 +75,9 @@ async def mine(store: Store, draft: Draft, spec: MineSpec) -> None:
         elif spec.how == "expert":
             known = experts.get(_task(group[0][0]))
             some = [known, *group] if known else group
-            worse = [i for i, row in enumerate(some) if i and row[1] + spec.least < some[0][1]]
-            _pairs(draft, some, [(0, i) for i in worse if known][: spec.per_group or None])
+            gaps = enumerate(some[0][1] - value for _, value, _ in some)
+            worse = [(0, i) for i, gap in gaps if gap >= max(spec.least, LEAST)]
+            _pairs(draft, some, worse[: spec.per_group or None] if known else [])
         else:
             values = [value for _, value, _ in group]
             seed = group[0][0].group

@@ -9,6 +9,7 @@ from math import isnan
 from typing import Literal
 
 How = Literal["extremes", "all", "best-of"]
+LEAST = 1e-9  # difference of values that are not equal
 
 
 def choose_pairs(
@@ -27,5 +28,5 @@ def choose_pairs(
         candidates = sorted(combinations(order, 2), key=lambda two: values[two[1]] - values[two[0]])
     elif how == "best-of":
         candidates = [(order[0], random.Random(seed).choice(order[1:]))]
-    found = [(a, b) for a, b in candidates if values[a] - values[b] >= max(least, 1e-9)]
+    found = [(a, b) for a, b in candidates if values[a] - values[b] >= max(least, LEAST)]
     return found[: per_group or None]

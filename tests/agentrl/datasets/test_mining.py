@@ -146,6 +146,10 @@ async def test_an_expert_of_another_run(url):
         await store.finish([done])
     command(url, "mine", "pairs", "--run", "run", "--how", "expert", "--expert", "teacher")
     assert sources(await items(url)) == ["x a"]
+    command(
+        url, "mine", "gap", "--run", "run", "--how", "expert", "--expert", "teacher",
+        "--least", "1",
+    )  # fmt: skip
     assert "goes with" in command(
         url, "mine", "pairs", "--run", "run", "--how", "expert", fails=True
     )
