@@ -48,7 +48,8 @@ def read_rows(source: str) -> Iterator[dict[str, Any]]:
                 yield from batch.to_pylist()
         else:
             with path.open("rb") as lines:
-                yield from (msgspec.json.decode(line) for line in lines if line.strip())
+                reader = msgspec.json.Decoder(dict[str, Any])
+                yield from (reader.decode(line) for line in lines if line.strip())
     except ImportError as error:
         raise ConfigError(
             f"{source}: {error.name} is missing: pip install 'agentrl[data]'"
@@ -69,7 +70,8 @@ def add_row(draft: Draft, row: dict[str, Any]) -> None:
     prompt = _messages(row.get("prompt", row.get("context", [])), "user")
 
     def add(kind: Any, prompt: Sequence[Message], *answers: Any, **fields: Any) -> None:
-        sides = [_calls(prompt, _messages(answer, "assistant"), tools) for answer in answers]
+        said = [_messages(answer, "assistant") for answer in answers]
+        sides = [_calls(prompt, one, tools, alone=kind == "steps") for one in said]
         if not all(sides) or not prompt:
             draft.counts["rows without a prompt or an answer"] += 1
             return
@@ -79,7 +81,13 @@ def add_row(draft: Draft, row: dict[str, Any]) -> None:
 
     if (labelled := _labelled_steps(row)) is not None:
         question, texts, labels = labelled
-        add("steps", _messages(question, "user"), "\n".join(texts), steps=list(map(float, labels)))
+        if len(texts) != len(labels):
+            draft.counts["rows with more or fewer labels than steps"] += 1
+            return
+        # A call for each label: the answer up to the end of its step.
+        ends = ["\n".join(texts[:n]) for n in range(1, len(texts) + 1)]
+        said = [{"role": "assistant", "content": text} for text in ends]
+        add("steps", _messages(question, "user"), said, steps=list(map(float, labels)))
     elif "chosen" in row and "rejected" in row:
         chosen, rejected = row["chosen"], row["rejected"]
         if not prompt and isinstance(chosen, list):
@@ -98,7 +106,10 @@ def add_row(draft: Draft, row: dict[str, Any]) -> None:
     elif "completions" in row:
         ranked = sorted(row["completions"], key=lambda one: one["rank"])
         for worse in ranked[1:]:
-            add("pair", prompt, ranked[0]["completion"], worse["completion"])
+            if worse["rank"] == ranked[0]["rank"]:
+                draft.counts["ties, or the worse side first"] += 1
+            else:
+                add("pair", prompt, ranked[0]["completion"], worse["completion"])
     elif "messages" in row:
         said = row["messages"]
         size = next((i for i, m in enumerate(said) if m["role"] == "assistant"), len(said))
@@ -152,9 +163,10 @@ def _labelled_steps(row: dict[str, Any]) -> tuple[Any, list[str], list[Any]] | N
         right = [(step["rating"] or 0) > 0 for step in said]
         return row["question"]["problem"], [step["text"] for step in said], right
     if "input" in row and "label" in row:
-        first, *rest = row["input"].split(STEP)[:-1]
+        first, *rest = row["input"].split(STEP)[:-1] or [row["input"]]
         question, _, start = first.partition(" Step 1:")
-        marks = [line.strip()[-1] == "+" for line in row["label"].split("\n") if line.strip()]
+        lines = [line.strip() for line in row["label"].split("\n")]  # a step has several, too
+        marks = [line[-1] == "+" for line in lines if line.endswith(("+", "-"))]
         return question, [part.strip() for part in (f"Step 1:{start}", *rest)], marks
     return None
 
@@ -176,14 +188,14 @@ def _common(one: Sequence[Message], other: Sequence[Message]) -> int:
 
 
 def _calls(
-    prompt: Sequence[Message], said: Sequence[Message], tools: list[dict[str, Json]]
+    prompt: Sequence[Message], said: Sequence[Message], tools: list[dict[str, Json]], *, alone: bool
 ) -> list[Transition]:
-    """A call for each answer; what is between them is context of the next."""
+    """A call for each answer; unless each is `alone`, those before are context of the next."""
     return [
         Transition(
             id=f"{index}", attempt="import", index=index, exact=False, tools=tools,
             prompt=int32(), completion=int32(), logprobs=float32(),
-            messages=[*prompt, *said[:index]], answer=message,
+            messages=[*prompt, *([] if alone else said[:index])], answer=message,
         )
         for index, message in enumerate(said)
         if message["role"] == "assistant"

@@ -274,8 +274,12 @@ async def test_the_usual_formats_are_recognised(url, tmp_path, row, kind, about)
     assert item.kind == kind
     assert about in (item.margin, item.label, item.steps, None)
     async with open_store(str(url)) as store:
-        (call,) = (await store.sides([item.chosen]))[item.chosen]
-    assert call.messages == ASK
+        calls = (await store.sides([item.chosen]))[item.chosen]
+    assert len({call.id for call in calls}) == len(calls) == (len(item.steps) or 1)
+    assert [call.messages for call in calls] == [ASK] * len(calls)
+    call = calls[-1]  # of steps each is the answer up to the end of its step
+    if len(item.steps) == 2:
+        assert call.answer["content"].startswith(f"{calls[0].answer['content']}\n")
     said = {"steps": "a" if len(item.steps) == 1 else "a\nb"}.get(kind, "yes")
     if "input" in row:
         said = "Step 1: a\nStep 2: b"
@@ -289,6 +293,13 @@ async def test_the_usual_formats_are_recognised(url, tmp_path, row, kind, about)
         ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0}, "1 ties"),
         ({"chosen": "a", "rejected": "b"}, "1 rows without a prompt"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "1 identical sides"),
+        ({"prompt": "q", "completions": ["a", "b"], "labels": [True]}, "1 rows with more or fewer"),
+        ({"input": "q", "label": "q"}, "1 rows with more or fewer"),
+        (["q", "a"], "cannot be read as JSONL"),
+        (
+            {"context": "q", "completions": [{"rank": 0, "completion": word} for word in "ab"]},
+            "1 ties",
+        ),
     ],
 )
 def test_rows_that_teach_nothing_are_refused(url, tmp_path, row, message):
