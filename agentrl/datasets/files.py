@@ -143,6 +143,7 @@ async def export_rows(store: Store, items: Iterable[Item]) -> list[dict[str, Any
 
 def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """As parquet or JSONL, by the file's suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix != ".parquet":
         path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
         return

@@ -86,6 +86,7 @@ async def export(
     hashes = {"style": _hash(style), "script": _hash(script)}
     head = environment().get_template("export.html")
     partial, size = file.with_name(f"{file.name}.partial"), 0
+    file.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("w", encoding="utf-8") as out:
         out.write(head.render(run=run, style=style, hashes=hashes, note=note))
         index: dict[str, int] = {}

@@ -276,7 +276,7 @@ def test_an_exported_search_has_its_prompts(
 def test_a_redacted_export_has_no_match(
     filled_store: str, tmp_path: Path, new_page: NewPage
 ) -> None:
-    file = tmp_path / "hidden.html"
+    file = tmp_path / "new" / "hidden.html"
 
     async def write() -> None:
         async with open_store(filled_store, readonly=True) as store:

@@ -213,8 +213,8 @@ async def test_freeze_lets_a_prune_remove_the_rollouts(url, tmp_path):
         assert (await store.prune(keep_last=0)).rollouts == 0
         command(url, "freeze", "pairs")
         assert (await store.prune(keep_last=0)).rollouts == 2
-    command(url, "export", "pairs", str(tmp_path / "out.jsonl"))
-    (row,) = map(msgspec.json.decode, (tmp_path / "out.jsonl").read_text().splitlines())
+    command(url, "export", "pairs", str(tmp_path / "new" / "out.jsonl"))
+    (row,) = map(msgspec.json.decode, (tmp_path / "new" / "out.jsonl").read_text().splitlines())
     assert row["prompt_ids"] == [1, 2]
     assert row["chosen_ids"] == [5, 9, 6]
     assert row["rejected_ids"] == [7]
