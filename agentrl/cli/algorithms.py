@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 
-import click
 import msgspec
 
 from agentrl.algorithms.diagnostics.explain import brief, explain, report
@@ -160,8 +159,3 @@ def _example(option: str) -> object:
     examples |= {"only_roles": ["agent"], "roles": ["agent"]}
     examples["credit"] = "agentrl.algorithms.credit.core:response_lengths"
     return examples.get(option, {"process": {"scope": "transition"}})
-
-
-def echo(lines: Iterable[str]) -> None:
-    for line in lines:
-        click.echo(line)

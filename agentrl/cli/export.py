@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agentrl.config import store_in
+from agentrl.config import store_of
 from agentrl.errors import AgentRLError, ConfigError, NotFound, Unavailable
 from agentrl.types import Span
 
@@ -92,7 +92,7 @@ def model(
     if (checkpoint is None) == (run is None):
         raise click.UsageError("give a checkpoint directory or --run")
     if run is not None:
-        url = store or store_in(Path("runs", run).resolve())
+        url = store or store_of(run)
         checkpoint = asyncio.run(_last_checkpoint(url, run))
     assert checkpoint is not None
     checkpoint = _of_policy(checkpoint, policy)

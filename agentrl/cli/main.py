@@ -26,7 +26,7 @@ from agentrl.cli.settings import init, show_settings
 from agentrl.cli.store import store as store_group
 from agentrl.cli.view import view
 from agentrl.cli.why import why
-from agentrl.config import RunConfig, load, store_in
+from agentrl.config import RunConfig, load, store_of
 from agentrl.config.policies import has_no_own_policy
 from agentrl.doctor.machine import check_at_start
 from agentrl.errors import AgentRLError, user_message
@@ -215,9 +215,10 @@ def ablate(
 ) -> None:
     """Score RUN_FILE's team with one role played by the first version of its policy."""
     from agentrl.evaluation import ablation
+    from agentrl.evaluation.core import as_json
 
     rows = ablation.ablate(load(run_file, overrides), roles, replacement, fresh=fresh)
-    _print(ablation.as_json(rows) if plain else ablation.table(rows))
+    _print(as_json(rows) if plain else ablation.table(rows))
 
 
 @cli.command()
@@ -227,7 +228,7 @@ def show(rollout: str, store: str | None) -> None:
     """Print the trace of ROLLOUT: every message, tool call, reward and failure."""
     from agentrl.telemetry.show import show_rollout
 
-    asyncio.run(show_rollout(store or _store_of(rollout), rollout))
+    asyncio.run(show_rollout(store or store_of(rollout), rollout))
 
 
 @cli.command()
@@ -236,9 +237,10 @@ def show(rollout: str, store: str | None) -> None:
 @click.option("--store", help="Store URL; default: the one of the run the rollout names.")
 def explain(rollout: str, tokens: bool, store: str | None) -> None:
     """Print how the tokens of ROLLOUT got their numbers: from reward rows to psi."""
-    from agentrl.cli.algorithms import echo, explain_rollout
+    from agentrl.cli.algorithms import explain_rollout
 
-    echo(asyncio.run(explain_rollout(store or _store_of(rollout), rollout, tokens=tokens)))
+    url = store or store_of(rollout)
+    click.echo("\n".join(asyncio.run(explain_rollout(url, rollout, tokens=tokens))))
 
 
 @cli.command()
@@ -251,7 +253,7 @@ def metrics(run: str, form: str | None, store: str | None) -> None:
     from agentrl.cli import metrics as commands
 
     show = {"csv": commands.as_csv, "json": commands.as_json}.get(form or "", commands.table)
-    _print(show(asyncio.run(commands.read(store or _store_of(run), run))))
+    _print(show(asyncio.run(commands.read(store or store_of(run), run))))
 
 
 @cli.group(invoke_without_command=True)
@@ -260,23 +262,23 @@ def metrics(run: str, form: str | None, store: str | None) -> None:
 def algorithms(context: click.Context, file: Path | None) -> None:
     """List the presets and modifiers of `algorithm.preset`."""
     if context.invoked_subcommand is None:
-        from agentrl.cli.algorithms import catalogue, echo
+        from agentrl.cli.algorithms import catalogue
 
         if file is None:
-            echo(catalogue())
+            click.echo("\n".join(catalogue()))
         else:
             from agentrl.cli.advise import advise
 
-            echo(asyncio.run(advise(load(file, []))))
+            click.echo("\n".join(asyncio.run(advise(load(file, [])))))
 
 
 @algorithms.command("show")
 @click.argument("name")
 def show_algorithm(name: str) -> None:
     """Print the record of NAME, such as gspo or grpo+tis, and its options."""
-    from agentrl.cli.algorithms import echo, record
+    from agentrl.cli.algorithms import record
 
-    echo(record(name))
+    click.echo("\n".join(record(name)))
 
 
 @cli.group()
@@ -394,7 +396,3 @@ def _print(result: RenderableType) -> None:
         click.echo(result, nl=result[-1:] not in ("", "\n"))
     else:
         Console().print(result)
-
-
-def _store_of(rollout: str) -> str:
-    return store_in(Path("runs", rollout.split("/")[0]).resolve())

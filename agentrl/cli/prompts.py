@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from agentrl.config import load, store_in
+from agentrl.config import load, store_of
 from agentrl.telemetry.console import console_level
 
 
@@ -28,7 +28,7 @@ def prompts(
     if run_file == "find" and not Path("find").is_file():
         if len(overrides) != 1:
             raise click.UsageError("give one run: agentrl prompts find RUN")
-        url = store or store_in(Path("runs", overrides[0]).resolve())
+        url = store or store_of(overrides[0])
         click.echo(asyncio.run(commands.find(url, overrides[0])))
         return
     config = load(Path(run_file), overrides)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import click
 
-from agentrl.config import store_in
+from agentrl.config import store_of
 
 
 @click.command()
@@ -18,7 +17,7 @@ def why(run: str, store: str | None) -> None:
     from agentrl.algorithms.diagnostics import why as rules
     from agentrl.store import open_store
 
-    url = store or store_in(Path("runs", run).resolve())
+    url = store or store_of(run)
 
     async def read() -> dict[str, rules.PolicyRun]:
         async with open_store(url, readonly=True) as opened:

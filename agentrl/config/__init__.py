@@ -26,6 +26,7 @@ from agentrl.config.load import from_store as from_store
 from agentrl.config.load import load as load
 from agentrl.config.load import resolve as resolve
 from agentrl.config.load import store_in as store_in
+from agentrl.config.load import store_of as store_of
 from agentrl.config.load import to_toml as to_toml
 from agentrl.config.opponents import PfspOpponents as PfspOpponents
 from agentrl.config.opponents import SelfplayConfig as SelfplayConfig

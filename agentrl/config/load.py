@@ -60,6 +60,12 @@ def store_in(output: Path) -> str:
     return f"sqlite:///{output / 'store.db'}"
 
 
+def store_of(name: str) -> str:
+    """URL of the store that `agentrl train` makes in the working directory for a run, by the run's
+    name or the id of one of its rollouts."""
+    return store_in(Path("runs", name.split("/")[0]).resolve())
+
+
 def from_store(data: Mapping[str, Any]) -> RunConfig:
     """The settings of a run in its store, also if an earlier version wrote them. Raises ConfigError
     where this version cannot read them."""

@@ -109,7 +109,3 @@ def table(rows: Sequence[AblationRow]) -> Table:
         numbers = (f"{one.team:.3f}", f"{one.without:.3f}", f"{one.loss:+.3f}{error}")
         shown.add_row(one.role, one.player, *numbers, str(one.pairs))
     return shown
-
-
-def as_json(rows: Sequence[AblationRow]) -> str:
-    return evaluation.as_json(rows)

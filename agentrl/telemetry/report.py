@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.algorithms.diagnostics.why import has_improved
-from agentrl.config import RunConfig, store_in
+from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
 from agentrl.store.base import Store
 from agentrl.telemetry.show import render_trace
@@ -46,7 +46,8 @@ async def print_report(
         if trace:
             console.print(f"[bold]{title}[/]")
             console.print(render_trace(trace, longest=400))
-    rows = [_times(steps, seconds), await _failures(store, config), _refused(steps)]
+    rows = [_times(steps, seconds), await _failures(store, config)]
+    rows.append("; ".join(untrained_sentences(steps)))
     if config.steps and not has_improved(steps):
         rows.append(f"the run did not improve; agentrl why {config.name}{store_option(config)}")
     for row in (*rows, *policies_without_calls(config, steps).values()):
@@ -62,8 +63,7 @@ async def print_report(
 
 def store_option(config: RunConfig) -> str:
     """For a command about the run, which finds the default store from the working directory."""
-    default = store_in(Path("runs", config.name).resolve())
-    return "" if config.store == default else f" --store {config.store}"
+    return "" if config.store == store_of(config.name) else f" --store {config.store}"
 
 
 def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
@@ -218,12 +218,10 @@ def untrained_calls(steps: Iterable[StepRow]) -> tuple[int, int]:
     return sum(int(row.get("calls/refused", 0.0)) for row in rows) - long, long
 
 
-def _refused(steps: list[StepRow]) -> str:
-    without, long = untrained_calls(steps)
-    parts = [f"{without} model calls without token ids were not trained"] if without else []
-    if long:
-        parts.append(f"{long} model calls longer than the model's context were not trained")
-    return "; ".join(parts)
+def untrained_sentences(steps: Iterable[StepRow]) -> list[str]:
+    kinds = ("without token ids", "longer than the model's context")
+    counted = zip(untrained_calls(steps), kinds, strict=True)
+    return [f"{n} model calls {kind} were not trained" for n, kind in counted if n]
 
 
 def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str, str]:

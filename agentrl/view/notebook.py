@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import html
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from agentrl.config import store_in
+from agentrl.config import store_of
 from agentrl.store import open_store
 from agentrl.view.pages import Page, Pages
 from agentrl.view.templates import STATIC, render
@@ -36,7 +35,7 @@ def show(name: str, *, store: str | None = None) -> Shown:
     for a notebook. `store`: URL; default: the one that `agentrl train` makes for the run.
 
     Raises StoreError where the store has neither."""
-    url = store or store_in(Path("runs", name.split("/")[0]).resolve())
+    url = store or store_of(name)
     with ThreadPoolExecutor(1) as pool:  # a notebook's own event loop is running in this thread
         page, values = pool.submit(asyncio.run, _read(url, name)).result()
     style = (STATIC / "view.css").read_text()

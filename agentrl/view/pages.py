@@ -12,7 +12,7 @@ from agentrl.datasets.records import Dataset
 from agentrl.errors import AgentRLError, Forbidden, Invalid, NotFound
 from agentrl.store.base import Store
 from agentrl.store.pages import GroupRow
-from agentrl.telemetry.report import ELO, WIN_RATE, policies_without_calls, untrained_calls
+from agentrl.telemetry.report import ELO, WIN_RATE, policies_without_calls, untrained_sentences
 from agentrl.types import Credit, ErrorKind, Purpose, RolloutState, RunState, StepRow, Trace
 from agentrl.view import records
 from agentrl.view.tokens import Spelling, spelling
@@ -367,9 +367,7 @@ class Pages:
 
 def _notes(state: RunState, recent: list[StepRow]) -> list[str]:
     """What a user should know of the last steps: calls that were not trained, policies unheard."""
-    without, long = untrained_calls(recent)
-    found = [f"{without} model calls without token ids were not trained"] if without else []
-    found += [f"{long} model calls longer than the context were not trained"] if long else []
+    found = untrained_sentences(recent)
     try:
         return found + list(policies_without_calls(from_store(state.config), recent).values())
     except AgentRLError as error:
