@@ -283,6 +283,8 @@ class Engine:
     def _swap(
         self, done: Future[float], policy: int, version: int, load: Callable[[], None], keep: bool
     ) -> None:
+        if not done.set_running_or_notify_cancel():  # nobody waits for it any more
+            return
         started = time.perf_counter()
         try:
             load()
