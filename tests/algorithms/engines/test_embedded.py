@@ -316,6 +316,8 @@ async def test_a_client_that_leaves_is_not_waited_for(server: Any, http: httpx.A
         ('{"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}', "temperature"),
         ('{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "max_tokens"),
         ('{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', "guided"),
+        ('{"messages": [{"role": "user", "content": "x"}], "temperature": 1e-39}', "use 0"),
+        ('{"messages": [{"role": "user", "content": "x"}], "top_k": 100000000000000000000}', "top_k"),
     ],
 )
 async def test_bad_requests_get_a_sentence(http: httpx.AsyncClient, body: str, says: str) -> None:
@@ -324,6 +326,7 @@ async def test_bad_requests_get_a_sentence(http: httpx.AsyncClient, body: str, s
     assert response.status_code == 400
     assert error["type"] == "invalid_request_error"
     assert says in error["message"]
+    assert (await chat(http, max_tokens=1)).status_code == 200
 
 
 async def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(
