@@ -239,9 +239,7 @@ async def test_no_swap_is_waited_for_once_the_engine_is_closed(desks: Any) -> No
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_call_may_be_cancelled_before_its_keys_are_computed_again(
-    desks: Any, keep: bool
-) -> None:
+def test_a_call_may_be_cancelled_before_its_keys_are_computed_again(desks: Any, keep: bool) -> None:
     desk = desks()
     desk.keep = keep
 
