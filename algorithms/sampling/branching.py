@@ -54,10 +54,9 @@ async def request_branches(store: Store, config: RunConfig, asked: Sequence[NewR
 
 async def _grow(store: Store, config: RunConfig, group: str) -> None:
     await store.settled(group)
-    found = await store.rollouts(config.name, group=group)
-    traces = [await store.trace(row.id) for row in found if row.branch is None]
-    known = [trace for trace in traces if trace is not None]
-    rollouts = [replace(trace.rollout, transitions=trace.transitions) for trace in known]
+    rows = await store.rollouts(config.name, group=group)
+    calls = await store.calls([row.id for row in rows if row.branch is None])
+    rollouts = [replace(row, transitions=calls[row.id]) for row in rows if row.id in calls]
     replayed = config.algorithm.counterfactual.stand_ins
     more = counterfactual_rollouts(config, rollouts) if replayed else branches(config, rollouts)
     try:

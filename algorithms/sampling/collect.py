@@ -27,7 +27,7 @@ from agentrl.algorithms.sampling.stragglers import (
     cancel_stale,
     cancelled_metrics,
     close_groups_during,
-    is_stale,
+    is_replaced,
 )
 from agentrl.algorithms.sampling.task_sampler import TaskSampler, group_number
 from agentrl.config import AlgorithmConfig, RunConfig
@@ -92,7 +92,7 @@ class Collector:
 
     def is_kept(self, group: Group, step: int) -> bool:
         """Whether a claimed group is trained, and not replaced."""
-        if self.config.algorithm.stale == "cancel" and is_stale(self.config, group.rollouts, step):
+        if is_replaced(self.config, group, step):
             return False
         return self.resample is None or self.is_informative(group)
 
