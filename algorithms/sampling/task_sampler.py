@@ -97,7 +97,7 @@ class TaskSampler:
     def task(self, index: int) -> dict[str, Json]:
         """The `index`-th task of the run, counted over all epochs."""
         epoch, position = divmod(index, len(self.tasks))
-        return self.tasks[_order(f"{self.config.seed}/{epoch}", len(self.tasks))[position]]
+        return self.tasks[shuffled(f"{self.config.seed}/{epoch}", len(self.tasks))[position]]
 
     def unsolved(self, task: dict[str, Json], number: int) -> dict[str, Json]:
         """The task, or where it is solved (`tasks.solved`) another that is not, if there is one."""
@@ -130,7 +130,7 @@ class TaskSampler:
         order of its own. By name they come after the groups of the step and before the next's."""
         last = (step + 1) * self.config.algorithm.groups - 1
         seed = f"{self.config.seed}/{step}/{round}"
-        order = _order(seed, len(self.tasks))
+        order = shuffled(seed, len(self.tasks))
         usual = (self.tasks[order[number % len(order)]] for number in range(n))
         tasks = self._chosen(seed, range(n), usual)
         return [
@@ -171,7 +171,8 @@ class TaskSampler:
 
 
 @lru_cache(maxsize=4)
-def _order(seed: str, size: int) -> list[int]:
+def shuffled(seed: str, size: int) -> list[int]:
+    """The numbers below `size` in an order drawn from the seed."""
     order = list(range(size))
     random.Random(seed).shuffle(order)
     return order

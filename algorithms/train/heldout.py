@@ -37,7 +37,7 @@ class HeldoutEvaluator:
     serving: PolicyServers
     tasks: list[dict[str, Json]]
     prompts: PromptSchedule
-    running: asyncio.Task[tuple[Path, Mapping[str, str]]] | None = None
+    running: tuple[asyncio.Task[None], Path, Mapping[str, str]] | None = None  # as of `_begin`
 
     @property
     def folder(self) -> Path:
@@ -69,7 +69,8 @@ class HeldoutEvaluator:
     async def finish(self) -> None:
         """Wait for the evaluation that goes on, if one does, and let go of its policies."""
         if self.running is not None:
-            path, served = await self.running
+            scoring, path, served = self.running
+            await scoring
             self.running = None
             async with self.serving.updating():
                 for name in served.values():
@@ -85,13 +86,7 @@ class HeldoutEvaluator:
                 served[name] = f"{name}@heldout{step}"
                 await self.serving.freeze(served[name], path / name, version)
         await self.serving.announce(self.store, self.config.name, self.epoch)
-        self.running = asyncio.create_task(self._score_copies(path, served))
-
-    async def _score_copies(
-        self, path: Path, served: Mapping[str, str]
-    ) -> tuple[Path, Mapping[str, str]]:
-        await self._score(int(path.name), served)
-        return path, served
+        self.running = asyncio.create_task(self._score(step, served)), path, served
 
     async def _score(self, step: int, served: Mapping[str, str] = {}) -> None:
         """served: the names under which the policies to score are served, by policy."""
