@@ -52,6 +52,13 @@ def valid(
     )
 
 
+def valid_for_any(
+    rollout: Rollout, policies: Iterable[str], reward_names: Sequence[str] = ("outcome",)
+) -> bool:
+    """Whether one of the policies may learn from a rollout."""
+    return any(valid(rollout, reward_names, policy) for policy in policies)
+
+
 def merge(transitions: Sequence[Transition]) -> list[TokenRow]:
     """Rows of one attempt. `TokenRow.transition` indexes `transitions`; all must be `trainable`.
 

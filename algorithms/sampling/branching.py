@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from agentrl.algorithms.data.merge import trainable, valid
+from agentrl.algorithms.data.merge import trainable, valid_for_any
 from agentrl.algorithms.sampling.counterfactuals import counterfactual_rollouts
 from agentrl.algorithms.sampling.task_sampler import joining_rollout
 from agentrl.config import BranchingConfig, RunConfig
@@ -84,7 +84,7 @@ def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]
 def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[Fork]:
     """The calls of a rollout that can be sampled again: those of trained policies at a temperature
     above 0, except the first, from which a branch would be an ordinary rollout."""
-    if not any(valid(rollout, policy=policy) for policy in policies):
+    if not valid_for_any(rollout, policies):
         return
     for number, call in enumerate(rollout.transitions):
         trained = call.policy in policies and trainable(call, call.policy)
