@@ -196,10 +196,12 @@ class Judges:
 
     async def _judged(self, judge: JudgeClient, group: Group) -> tuple[Group, list[StepReward]]:
         policies = trained_policies(judge.config)
+        retokenized = judge.config.algorithm.inexact == "retokenize"
         rows = [
             row
             for row in group.rollouts
-            if row.state is RolloutState.SUCCEEDED and valid_for_any(row, policies)
+            if row.state is RolloutState.SUCCEEDED
+            and valid_for_any(row, policies, retokenized=retokenized)
         ]
         scores = await judge.score([questions.record_of(row) for row in rows]) if rows else []
         source = SOURCE.format(judge.name)

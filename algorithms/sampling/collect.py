@@ -148,8 +148,13 @@ class Collector:
     def known_values(self, group: Group) -> list[float]:
         """The values of `resample` within a group, of rollouts that a policy may learn from."""
         name, policies = self.resample or "", trained_policies(self.config)
-        rows = [row for row in group.rollouts if valid_for_any(row, policies, (name,))]
-        rewards = [row for rollout in rows for row in rollout.rewards]
+        retokenized = self.config.algorithm.inexact == "retokenize"
+        rewards = [
+            row
+            for rollout in group.rollouts
+            if valid_for_any(rollout, policies, (name,), retokenized=retokenized)
+            for row in rollout.rewards
+        ]
         return [x.value for x in rewards if reward_reference(x) == name and not isnan(x.value)]
 
 

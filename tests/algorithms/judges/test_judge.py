@@ -122,6 +122,17 @@ async def test_the_rollouts_of_several_policies_are_judged(store: Store) -> None
     assert rewards == {"r0": pytest.approx(0.8)}
 
 
+async def test_rollouts_that_get_their_ids_later_are_judged_now(store: Store) -> None:
+    (row,) = group("it is 4").rollouts
+    calls = [replace(call, exact=False) for call in row.transitions]
+    made = Group(id="g", run="run", step=0, rollouts=[replace(row, transitions=calls)])
+    config = resolve(GIVEN | {"algorithm": {"inexact": "retokenize"}}, source="test")
+    (rewards,), _, _ = await judged(store, config, made)
+    assert rewards == {"r0": pytest.approx(0.8)}
+    (rewards,), _, _ = await judged(store, settings(), made)
+    assert rewards == {}
+
+
 ANSWERS = ("it is 4", "it is 3", "I do not know")
 TWO = ["It answers.", "It is right."]
 KINDS: list[tuple[dict[str, Any], list[float]]] = [
