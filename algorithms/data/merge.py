@@ -9,7 +9,7 @@ once, behind exactly the tokens it was sampled from; its other appearances are c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -44,11 +44,27 @@ def valid(
 ) -> bool:
     """Whether `policy` may learn from a rollout: a training rollout, not a counterfactual one, with
     a trainable call, that succeeded, or failed with a reward (`agent.error_reward`)."""
+    return valid_for_any(rollout, (policy,), reward_names)
+
+
+def valid_for_any(
+    rollout: Rollout,
+    policies: Collection[str],
+    reward_names: Sequence[str] = ("outcome",),
+    *,
+    retokenized: bool = False,
+) -> bool:
+    """Whether one of the policies may learn from a rollout. retokenized: inexact calls count too,
+    which get token ids before they are trained (`algorithm.inexact`)."""
     return (
         rollout.purpose is Purpose.TRAIN
         and not rollout.counterfactual
         and (rollout.state is RolloutState.SUCCEEDED or has_reward(rollout, reward_names))
-        and any(trainable(call, policy) for call in rollout.transitions)
+        and any(
+            trainable(call, call.policy) or (retokenized and not call.exact)
+            for call in rollout.transitions
+            if call.policy in policies
+        )
     )
 
 

@@ -31,7 +31,8 @@ whole rows, and whole units of `Batch.row_unit`; detached input, detached output
 the batch's token level. Of a batch with `symbols` the log-probs are those of the symbols, [n, K],
 the sampled token's first, and psi is [n], of the sampled tokens, or [n, K]."""
 
-Scored = Literal["o", "q", "t"]
+Frozen = Literal["q", "t"]
+Scored = Literal["o"] | Frozen
 """Whose log-probs: of the current policy, the reference model or the teacher."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final, Literal
 
 import msgspec
 import torch
@@ -23,7 +22,7 @@ from agentrl.algorithms.learners.auxiliary import (
     freeze,
     load_auxiliary,
 )
-from agentrl.algorithms.learners.base import Learner
+from agentrl.algorithms.learners.base import Frozen, Learner
 from agentrl.algorithms.learners.reward_models import (
     ImplicitScorer,
     ImplicitTrainer,
@@ -55,9 +54,7 @@ from agentrl.failures import brief
 from agentrl.plugins import check_protocol
 from agentrl.types import POLICY, Float32, Scope
 
-FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of frozen models
 HEAD_STEP = 0.05  # of a shared one, over its width: AdamW moves a value by the sum over all of it
-FrozenModels = dict[Literal["q", "t"], Reference]
 
 
 def make_learner(
@@ -169,29 +166,25 @@ def caches_reference(config: RunConfig, algo: Algo) -> bool:
     return bool(config.data.name) and "q" in algo.needs and not config.reference.every
 
 
-def frozen_sources(
-    config: RunConfig, algo: Algo, start: str
-) -> dict[Literal["q", "t"], tuple[str, str]]:
+def frozen_sources(config: RunConfig, algo: Algo, start: str) -> dict[Frozen, tuple[str, str]]:
     """The frozen models behind the streams that the algorithm reads: the setting that names each,
     and its directory or hub name. The reference of an adapter is the model without it, which the
     learner has, unless the run file names another."""
-    asked = {"q": ("reference.model", config.reference.model)}
-    asked["t"] = ("teacher.model", config.teacher.model)
-    sources: dict[Literal["q", "t"], tuple[str, str]] = {}
-    for letter in FROZEN:
-        key, name = asked[letter]
-        if letter == "q" and caches_reference(config, algo):
-            continue
-        if letter == "t" and config.teacher.upstream:
-            continue
-        if letter in algo.needs and (name or not config.policy.lora.rank):
-            sources[letter] = key, config.model_source(name) if name else start
-    return sources
+    asked: dict[Frozen, tuple[str, str]] = {}
+    if "q" in algo.needs and not caches_reference(config, algo):
+        asked["q"] = "reference.model", config.reference.model
+    if "t" in algo.needs and not config.teacher.upstream:
+        asked["t"] = "teacher.model", config.teacher.model
+    return {
+        letter: (key, config.model_source(name) if name else start)
+        for letter, (key, name) in asked.items()
+        if name or not config.policy.lora.rank
+    }
 
 
 def make_frozen_models(
     config: RunConfig, algo: Algo, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
-) -> FrozenModels:
+) -> dict[Frozen, Reference]:
     """The frozen models that the algorithm reads. Raises PolicyError as `load_auxiliary` does."""
     return {
         letter: Reference(

@@ -82,8 +82,10 @@ class Optimizer:
                 moved = Parameter(master.detach().to(there))
                 torch.utils.swap_tensors(master, moved)  # type: ignore[no-untyped-call]
             state = self.inner.state.get(master, {})
-            # Counts of steps are one number each, and fused AdamW wants them on the GPU.
-            state |= {key: value.to(there) for key, value in state.items() if value.ndim}
+            # Counts of steps are one number each: bitsandbytes has an int, and fused AdamW wants
+            # its tensor on the GPU.
+            large = {key: x for key, x in state.items() if isinstance(x, Tensor) and x.ndim}
+            state |= {key: value.to(there) for key, value in large.items()}
 
     def zero_grad(self) -> None:
         """Free the gradients, those of an interrupted backward pass as well."""

@@ -76,9 +76,7 @@ class RewardTrainer:
     def loss(self, examples: Sequence[Example], scores_TH: Tensor) -> Tensor:
         """Mean over examples and heads of -log sigmoid(r_w - r_l - margin) + centre (r_w + r_l)^2,
         arXiv 2203.02155, 2307.09288, 2312.09244, and of the cross-entropy to labels."""
-        first = torch.tensor([0, *(len(example.texts) for example in examples)]).cumsum(0)[:-1]
-        paired = torch.tensor([len(example.texts) == 2 for example in examples])
-        r, other = scores_TH[first], scores_TH[first + paired.long()]
+        paired, r, other = _of_texts(examples, scores_TH)
         margin = torch.tensor([self.margin * example.margin for example in examples])[:, None]
         label = torch.tensor([e.label for e in examples], dtype=torch.float64)[:, None]
         pairs = -logsigmoid(r - other - margin) + self.centre * (r + other).square()
@@ -92,6 +90,13 @@ class RewardTrainer:
         with no_progress_bars():
             self.scorer.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+
+def _of_texts(examples: Sequence[Example], scores_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which examples are pairs, and the scores [E, H] of the first and the last text of each."""
+    first = torch.tensor([0, *(len(example.texts) for example in examples)]).cumsum(0)[:-1]
+    paired = torch.tensor([len(example.texts) == 2 for example in examples])
+    return paired, scores_TH[first], scores_TH[first + paired.long()]
 
 
 def bootstrap_weights(example: Example, heads: int) -> list[float]:
@@ -125,10 +130,9 @@ def preference_metrics(scorer: ScalarScorer, examples: Sequence[Example]) -> dic
     margin: mean difference; ece: expected calibration error of its sigmoid, in ten bins; length:
     correlation of the difference in score with that in tokens; disagreement: of an ensemble, the
     standard deviation of its differences."""
-    first = torch.tensor([0, *(len(example.texts) for example in examples)]).cumsum(0)[:-1]
-    paired = torch.tensor([len(example.texts) == 2 for example in examples])
     scores_TH = scorer.heads([text for example in examples for text in example.texts])
-    gap_EH = scores_TH[first] - torch.where(paired[:, None], scores_TH[first + paired.long()], 0.0)
+    paired, r, other = _of_texts(examples, scores_TH)
+    gap_EH = r - torch.where(paired[:, None], other, 0.0)
     gap = gap_EH.mean(1)
     label = torch.tensor([example.label for example in examples], dtype=torch.float64)
     right = torch.where(gap == 0, 0.5, ((gap > 0) == (label > 0.5)).double())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel
 from agentrl.algorithms.learners.base import (
+    Frozen,
     PolicyWeights,
     Psi,
     Scored,
@@ -72,7 +73,7 @@ class TorchLearner(PolicyWeights):
         policy: str = POLICY,
         threads: ThreadTuner | int | None = None,
         critic: ValueModel | None = None,
-        frozen: Mapping[Literal["q", "t"], Reference] | None = None,
+        frozen: Mapping[Frozen, Reference] | None = None,
         trainers: Sequence[ImplicitTrainer] = (),
         offload: bool = False,
         release: bool = False,
@@ -105,21 +106,18 @@ class TorchLearner(PolicyWeights):
         self.threads = number if isinstance(number, ThreadTuner) else ThreadTuner(number)
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
-        self.check_supply(of)
-        model = self.frozen[of].model if of in self.frozen else self.model
-        base = of == "q" and of not in self.frozen
         return self._scored(
-            batch, lambda pack: self._forward(pack, model)[0], torch.float32, base=base
+            batch, of, lambda model, pack: self._forward(pack, model)[0], torch.float32
         )
 
     def values(self, batch: Batch) -> Tensor:
         critic = self._critic()
 
-        def values(pack: Pack) -> Tensor:
-            hidden = hidden_states(self.model, pack) if critic.decoder is None else None
+        def values(model: PreTrainedModel, pack: Pack) -> Tensor:
+            hidden = hidden_states(model, pack) if critic.decoder is None else None
             return critic.values(pack, hidden)
 
-        return self._scored(batch, values, torch.float64)
+        return self._scored(batch, "o", values, torch.float64)
 
     def top(self, batch: Batch, k: int, of: Scored = "o") -> tuple[Tensor, Tensor]:
         def tokens(model: PreTrainedModel, pack: Pack, hidden: Tensor) -> Tensor:
@@ -208,30 +206,26 @@ class TorchLearner(PolicyWeights):
     def _scored(
         self,
         batch: Batch,
-        score: Callable[[Pack], Tensor],
+        of: Scored,
+        score: Callable[[PreTrainedModel, Pack], Tensor],
         dtype: torch.dtype,
-        *,
-        base: bool = False,
     ) -> Tensor:
         """What `score` gives for the actions of each pack, [N] in token order, no graph."""
 
-        def compute() -> Tensor:
+        def compute(model: PreTrainedModel) -> Tensor:
             scores_N = torch.empty(batch.n_tokens, dtype=dtype)
             for pack in pack_rows(batch.rows, self.packing, self.token_budget):
-                scores_N[pack.index] = score(pack).to("cpu", dtype)
+                scores_N[pack.index] = score(model, pack).to("cpu", dtype)
             return scores_N
 
-        with self.threads.computing(), self._adapted(base=base), torch.no_grad():
-            return self._within_memory(compute)
+        return self._without_graph(of, compute)
 
     def _symbols(
         self, batch: Batch, of: Scored, tokens: Callable[[PreTrainedModel, Pack, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """`tokens` [N, K] of every position and their log-probs, no graph."""
-        self.check_supply(of)
-        model = self.frozen[of].model if of in self.frozen else self.model
 
-        def compute() -> tuple[Tensor, Tensor]:
+        def compute(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
             places, ids, logprobs = [], [], []
             for pack in pack_rows(batch.rows, self.packing, self.token_budget):
                 p, _, hidden = self._forward(pack, model)
@@ -242,9 +236,15 @@ class TorchLearner(PolicyWeights):
             order = torch.cat(places).argsort()
             return torch.cat(ids)[order], torch.cat(logprobs)[order]
 
+        return self._without_graph(of, compute)
+
+    def _without_graph(self, of: Scored, compute: Callable[[PreTrainedModel], T]) -> T:
+        """What `compute` returns for the model of a stream."""
+        self.check_supply(of)
+        model = self.frozen[of].model if of in self.frozen else self.model
         base = of == "q" and of not in self.frozen
         with self.threads.computing(), self._adapted(base=base), torch.no_grad():
-            return self._within_memory(compute)
+            return self._within_memory(lambda: compute(model))
 
     def _others(
         self, model: PreTrainedModel, pack: Pack, hidden: Tensor, logprobs: Tensor, ids: Tensor

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from agentrl.algorithms.data.merge import trainable, valid
+from agentrl.algorithms.data.merge import trainable, valid_for_any
 from agentrl.algorithms.sampling.counterfactuals import counterfactual_rollouts
 from agentrl.algorithms.sampling.task_sampler import joining_rollout
 from agentrl.config import BranchingConfig, RunConfig
@@ -54,10 +54,9 @@ async def request_branches(store: Store, config: RunConfig, asked: Sequence[NewR
 
 async def _grow(store: Store, config: RunConfig, group: str) -> None:
     await store.settled(group)
-    found = await store.rollouts(config.name, group=group)
-    traces = [await store.trace(row.id) for row in found if row.branch is None]
-    known = [trace for trace in traces if trace is not None]
-    rollouts = [replace(trace.rollout, transitions=trace.transitions) for trace in known]
+    rows = await store.rollouts(config.name, group=group)
+    calls = await store.calls([row.id for row in rows if row.branch is None])
+    rollouts = [replace(row, transitions=calls[row.id]) for row in rows if row.id in calls]
     replayed = config.algorithm.counterfactual.stand_ins
     more = counterfactual_rollouts(config, rollouts) if replayed else branches(config, rollouts)
     try:
@@ -85,7 +84,7 @@ def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]
 def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[Fork]:
     """The calls of a rollout that can be sampled again: those of trained policies at a temperature
     above 0, except the first, from which a branch would be an ordinary rollout."""
-    if not any(valid(rollout, policy=policy) for policy in policies):
+    if not valid_for_any(rollout, policies):
         return
     for number, call in enumerate(rollout.transitions):
         trained = call.policy in policies and trainable(call, call.policy)

@@ -19,7 +19,7 @@ from math import floor, isfinite, isnan
 from statistics import fmean
 
 from agentrl.algorithms.credit.core import SPREAD
-from agentrl.algorithms.data.merge import valid
+from agentrl.algorithms.data.merge import valid_for_any
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.branching import request_branches
@@ -27,10 +27,11 @@ from agentrl.algorithms.sampling.stragglers import (
     cancel_stale,
     cancelled_metrics,
     close_groups_during,
-    is_stale,
+    is_replaced,
 )
 from agentrl.algorithms.sampling.task_sampler import TaskSampler, group_number
 from agentrl.config import AlgorithmConfig, RunConfig
+from agentrl.config.policies import trained_policies
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
 from agentrl.store.limits import LARGEST_REWARD, ROUNDING
@@ -92,7 +93,7 @@ class Collector:
 
     def is_kept(self, group: Group, step: int) -> bool:
         """Whether a claimed group is trained, and not replaced."""
-        if self.config.algorithm.stale == "cancel" and is_stale(self.config, group.rollouts, step):
+        if is_replaced(self.config, group, step):
             return False
         return self.resample is None or self.is_informative(group)
 
@@ -114,7 +115,7 @@ class Collector:
         for number in range(self.config.algorithm.max_rounds or ROUNDS):
             lacking = size - sum(self.is_kept(group, step) for group in claimed)
             reward = self.resample
-            broken = reward and not any(known_values(group, reward) for group in claimed)
+            broken = reward and not any(map(self.known_values, claimed))
             if not lacking or broken:  # more rollouts would fail too
                 break
             replaced += lacking
@@ -137,12 +138,24 @@ class Collector:
     def is_informative(self, group: Group) -> bool:
         """Whether enough rollouts of the group have the reward, with different values, and the
         group can be trained."""
-        values = known_values(group, self.resample) if self.resample else []
+        values = self.known_values(group)
         if len(values) < max(2, self.config.algorithm.min_group):
             return False
         if unreadable_reason(group, self.vocabulary):
             return False
         return max(values) - min(values) > SPREAD * max(map(abs, values))
+
+    def known_values(self, group: Group) -> list[float]:
+        """The values of `resample` within a group, of rollouts that a policy may learn from."""
+        name, policies = self.resample or "", trained_policies(self.config)
+        retokenized = self.config.algorithm.inexact == "retokenize"
+        rewards = [
+            row
+            for rollout in group.rollouts
+            if valid_for_any(rollout, policies, (name,), retokenized=retokenized)
+            for row in rollout.rewards
+        ]
+        return [x.value for x in rewards if reward_reference(x) == name and not isnan(x.value)]
 
 
 def room(config: RunConfig, step: int, counts: Counts) -> int:
@@ -178,14 +191,6 @@ def resampling_reward(config: AlgorithmConfig, algo: Algo) -> str | None:
             "group; leave it out or choose another preset"
         )
     return algo.resample or algo.rewards[0]
-
-
-def known_values(group: Group, reward: str) -> list[float]:
-    """The values of a reward within a group, of rollouts that may be trained."""
-    rows = (
-        row for rollout in group.rollouts if valid(rollout, (reward,)) for row in rollout.rewards
-    )
-    return [row.value for row in rows if reward_reference(row) == reward and not isnan(row.value)]
 
 
 def resampling_metrics(

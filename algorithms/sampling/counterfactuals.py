@@ -22,7 +22,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from agentrl.algorithms.data.merge import valid
+from agentrl.algorithms.data.merge import valid_for_any
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.task_sampler import joining_rollout
 from agentrl.config import CounterfactualConfig, RunConfig
@@ -79,8 +79,7 @@ def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> l
     formula, players = coalition_formula(config), stand_ins(config)
     policies, found = trained_policies(config), list[NewRollout]()
     for rollout in rollouts:
-        trained = any(valid(rollout, policy=policy) for policy in policies)
-        if isnan(rollout.reward()) or not trained:
+        if isnan(rollout.reward()) or not valid_for_any(rollout, policies):
             continue
         for absent in map(sorted, formula.absent(rollout)):
             seats = {**rollout.seats, **{role: players[role] for role in absent}}

@@ -12,13 +12,11 @@ from collections.abc import Coroutine, Iterable, Sequence
 from math import ceil, inf
 from typing import Any, TypeVar
 
-import msgspec
-
 from agentrl.config import RunConfig
 from agentrl.config.policies import steps_learned, trained_policies
 from agentrl.store.base import Store
 from agentrl.store.pages import GroupRow
-from agentrl.types import Group, Purpose, Rollout, RolloutState
+from agentrl.types import Group, Purpose, RolloutState, Transition
 
 T = TypeVar("T")
 PAUSE = 0.5  # seconds from one look at the open groups to the next
@@ -85,40 +83,40 @@ async def cancel_stale(store: Store, config: RunConfig, step: int) -> None:
     """Cancel what still runs of groups of earlier steps that have tokens too old for this step."""
     for row in await _open_groups(store, config):
         if row.step < step:
-            traces = [await store.trace(rollout) for rollout in row.rollouts]
-            rollouts = [
-                msgspec.structs.replace(one.rollout, transitions=one.transitions)
-                for one in traces
-                if one is not None
-            ]
-            if is_stale(config, rollouts, step):
+            calls = await store.calls(row.rollouts)
+            if is_stale(config, calls.values(), step):
                 await store.cancel(row.rollouts)
 
 
-def is_stale(config: RunConfig, rollouts: Iterable[Rollout], step: int) -> bool:
-    """Whether a policy that learns sampled some of their tokens more than max_staleness of its
-    updates before a step."""
+def is_stale(config: RunConfig, rollouts: Iterable[Sequence[Transition]], step: int) -> bool:
+    """Whether a policy that learns sampled some of the tokens of their calls more than
+    max_staleness of its updates before a step."""
     ahead = ceil(config.algorithm.max_staleness)
     oldest = {name: steps_learned(config, name, step) - ahead for name in trained_policies(config)}
     return any(
         call.version is not None
         and call.repeats is None
         and call.version < oldest.get(call.policy, call.version)
-        for rollout in rollouts
-        for call in rollout.transitions
+        for calls in rollouts
+        for call in calls
     )
+
+
+def is_replaced(config: RunConfig, group: Group, step: int) -> bool:
+    """Whether another group takes its place because it is too old."""
+    calls = (rollout.transitions for rollout in group.rollouts)
+    return config.algorithm.stale == "cancel" and is_stale(config, calls, step)
 
 
 def cancelled_metrics(config: RunConfig, groups: Sequence[Group], step: int) -> dict[str, float]:
     """rollouts/cancelled, groups/closed_early: which had some. tokens/wasted: sampled by them,
     or by groups that are replaced as too old. Empty where nothing was cancelled."""
-    replaced = config.algorithm.stale == "cancel"
     cancelled, closed, wasted = 0, 0, 0
     for group in groups:
         ended = [row for row in group.rollouts if row.state is RolloutState.CANCELLED]
         cancelled, closed = cancelled + len(ended), closed + bool(ended)
-        stale = replaced and is_stale(config, group.rollouts, step)
-        calls = [call for row in (group.rollouts if stale else ended) for call in row.transitions]
+        rows = group.rollouts if is_replaced(config, group, step) else ended
+        calls = [call for row in rows for call in row.transitions]
         wasted += sum(len(call.completion) for call in calls if call.repeats is None)
     if not (cancelled or wasted):
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
@@ -39,18 +39,17 @@ class TaskDifficulty:
         every = (rollout for group in groups for rollout in group.rollouts)
         rollouts = [rollout for rollout in every if rollout.branch is None]
         outcomes = torch.tensor([row.reward() for row in rollouts], dtype=torch.float64)
-        names = [_with_candidate(task_name(row.task), row.candidate) for row in rollouts]
+        names = [_key(row.task, row.candidate) for row in rollouts]
         _, self.means.values = self.means.read(names, outcomes)
 
     def mean(self, task: Task, candidate: str | None = None) -> float:
         """Its mean outcome so far; 0 for a task never seen."""
-        return self.means.values.get(_with_candidate(task_name(task), candidate), (0.0, 0))[0]
+        return self.means.values.get(_key(task, candidate), (0.0, 0))[0]
 
     def weight(self, task: Task, candidate: str | None = None) -> float:
         """p (1 - p) of the rate p at which it is solved, in (0, 1/4]: that of a task never seen is
         1/2, and one success and one failure are added to what was seen of the others."""
-        name = _with_candidate(task_name(task), candidate)
-        mean, seen = self.means.values.get(name, (0.0, 0))
+        mean, seen = self.means.values.get(_key(task, candidate), (0.0, 0))
         p = (min(max(mean, 0.0), 1.0) * seen + 1) / (seen + 2)
         return p * (1 - p)
 
@@ -62,9 +61,9 @@ class TaskDifficulty:
         return random.Random(seed).choices(tasks, weights, k=n)
 
 
-def _with_candidate(name: str, candidate: str | None) -> str:
+def _key(task: Task, candidate: str | None) -> str:
     """How hard a task is depends on what the agent is told."""
-    return name if candidate is None else f"{candidate}/{name}"
+    return task_name(task) if candidate is None else f"{candidate}/{task_name(task)}"
 
 
 def group_number(id: str) -> int:
@@ -98,11 +97,7 @@ class TaskSampler:
     def task(self, index: int) -> dict[str, Json]:
         """The `index`-th task of the run, counted over all epochs."""
         epoch, position = divmod(index, len(self.tasks))
-        return self.tasks[_order(f"{self.config.seed}/{epoch}", len(self.tasks))[position]]
-
-    @property
-    def by_difficulty(self) -> TaskDifficulty | None:
-        return self.difficulty if self.config.tasks.solved is None else None
+        return self.tasks[shuffled(f"{self.config.seed}/{epoch}", len(self.tasks))[position]]
 
     def unsolved(self, task: dict[str, Json], number: int) -> dict[str, Json]:
         """The task, or where it is solved (`tasks.solved`) another that is not, if there is one."""
@@ -116,12 +111,7 @@ class TaskSampler:
         """`groups` x `group_size` rollouts that training step `step` compares."""
         size = self.config.algorithm.groups
         numbers = range(step * size, (step + 1) * size)
-        if self.by_difficulty is not None:
-            tasks = self.by_difficulty.draw(
-                self.tasks, f"{self.config.seed}/{step}", size, self.prompts.id
-            )
-        else:
-            tasks = [self.unsolved(self.task(number), number) for number in numbers]
+        tasks = self._chosen(f"{self.config.seed}/{step}", numbers, map(self.task, numbers))
         return [
             rollout
             for number, task in zip(numbers, tasks, strict=True)
@@ -140,17 +130,22 @@ class TaskSampler:
         order of its own. By name they come after the groups of the step and before the next's."""
         last = (step + 1) * self.config.algorithm.groups - 1
         seed = f"{self.config.seed}/{step}/{round}"
-        if self.by_difficulty is not None:
-            tasks = self.by_difficulty.draw(self.tasks, seed, n, self.prompts.id)
-        else:
-            order = _order(seed, len(self.tasks))
-            tasks = [self.tasks[order[number % len(order)]] for number in range(n)]
-            tasks = [self.unsolved(task, number) for number, task in enumerate(tasks)]
+        order = shuffled(seed, len(self.tasks))
+        usual = (self.tasks[order[number % len(order)]] for number in range(n))
+        tasks = self._chosen(seed, range(n), usual)
         return [
             rollout
             for number, task in enumerate(tasks)
             for rollout in self._group(f"{last:07d}.{round:02d}.{number:03d}", task, step, URGENT)
         ]
+
+    def _chosen(
+        self, seed: str, numbers: range, usual: Iterable[dict[str, Json]]
+    ) -> list[dict[str, Json]]:
+        """The `usual` task of each number where it is not solved, or tasks by their difficulty."""
+        if self.difficulty is not None and self.config.tasks.solved is None:
+            return self.difficulty.draw(self.tasks, seed, len(numbers), self.prompts.id)
+        return [self.unsolved(task, n) for n, task in zip(numbers, usual, strict=True)]
 
     def _group(
         self, name: str, task: dict[str, Json], step: int, priority: int = 0
@@ -176,7 +171,8 @@ class TaskSampler:
 
 
 @lru_cache(maxsize=4)
-def _order(seed: str, size: int) -> list[int]:
+def shuffled(seed: str, size: int) -> list[int]:
+    """The numbers below `size` in an order drawn from the seed."""
     order = list(range(size))
     random.Random(seed).shuffle(order)
     return order

@@ -162,9 +162,9 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     other names."""
     present = parse_name(last)
     assert present is not None
-    own = {path: named for path, named in _own(folder, run).items() if named[1] <= present[1]}
-    ahead = [path for path, named in own.items() if named[0] > present[0]]
-    kept = sorted(own.keys() - ahead, key=lambda path: own[path], reverse=True)
+    own = [(path, steps) for path, (steps, epoch) in _own(folder, run) if epoch <= present[1]]
+    ahead = [path for path, steps in own if steps > present[0]]
+    kept = [path for path, steps in own if steps <= present[0]]
     scored = {path.name for path in folder.parent.glob("evaluation/*")}
     best = (folder / BEST).resolve()
     old = [path for path in kept[keep:] if path.name.partition(".")[0] not in scored]
@@ -186,29 +186,28 @@ async def mark_best(store: Store, config: RunConfig, run: str) -> dict[int, floa
 
 
 def _link_best(folder: Path, steps: int, run: str) -> None:
-    own = _own(folder, run)
-    saved = [path for path, named in own.items() if named[0] <= steps]  # empty steps save none
-    if saved:
+    saved = [path for path, named in _own(folder, run) if named[0] <= steps]
+    if saved:  # empty steps save none
         new = folder / f"{BEST}{PARTIAL}"
         new.unlink(missing_ok=True)
-        new.symlink_to(max(saved, key=lambda path: own[path]).name)
+        new.symlink_to(saved[0].name)
         new.replace(folder / BEST)
 
 
 def earlier_checkpoints(folder: Path, last: Path, run: str) -> list[Path]:
     """The run's checkpoints on disk of fewer steps than `last`, newest first."""
-    present, own = parse_name(last) or (0, 0), _own(folder, run)
-    found = [path for path, named in own.items() if named[0] < present[0]]
-    return sorted(found, key=lambda path: own[path], reverse=True)
+    before, _ = parse_name(last) or (0, 0)
+    return [path for path, (steps, _) in _own(folder, run) if steps < before]
 
 
-def _own(folder: Path, run: str) -> dict[Path, tuple[int, int]]:
-    """The run's checkpoints on disk, with the steps and the epoch of each."""
-    return {
-        path: named
+def _own(folder: Path, run: str) -> list[tuple[Path, tuple[int, int]]]:
+    """The run's checkpoints on disk, with the steps and the epoch of each, newest first."""
+    found = [
+        (path, named)
         for path in (folder.iterdir() if folder.is_dir() else ())
         if (named := parse_name(path)) and path.is_dir() and _is_of(path, run)
-    }
+    ]
+    return sorted(found, key=lambda row: row[1], reverse=True)
 
 
 def _is_of(path: Path, run: str) -> bool:

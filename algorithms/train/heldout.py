@@ -37,7 +37,7 @@ class HeldoutEvaluator:
     serving: PolicyServers
     tasks: list[dict[str, Json]]
     prompts: PromptSchedule
-    running: asyncio.Task[tuple[Path, Mapping[str, str]]] | None = None
+    running: tuple[asyncio.Task[None], Path, Mapping[str, str]] | None = None  # as of `_begin`
 
     @property
     def folder(self) -> Path:
@@ -54,14 +54,13 @@ class HeldoutEvaluator:
     async def score(self, step: int) -> bool:
         """Score the policies after `step` steps; with `eval.beside`, which is for steps between the
         first and the last, return before they are scored. Returns whether scores have stalled."""
-        settings, outer = self.config.eval, step in (0, self.config.steps)
-        limit, path = settings.tasks if outer else settings.curve_tasks, self.folder / f"{step:06d}"
+        settings, path = self.config.eval, self.folder / f"{step:06d}"
         if not self.tasks:
             return False
         if not path.is_dir():  # a restarted process scores it already
             await self.finish()
-            if outer or not settings.beside:
-                await self._score(step, limit)
+            if step in (0, self.config.steps) or not settings.beside:
+                await self._score(step)
             elif await self._save(path):
                 await self._begin(path)
         scores = await mark_best(self.store, self.config, self.identity)
@@ -70,7 +69,8 @@ class HeldoutEvaluator:
     async def finish(self) -> None:
         """Wait for the evaluation that goes on, if one does, and let go of its policies."""
         if self.running is not None:
-            path, served = await self.running
+            scoring, path, served = self.running
+            await scoring
             self.running = None
             async with self.serving.updating():
                 for name in served.values():
@@ -86,16 +86,12 @@ class HeldoutEvaluator:
                 served[name] = f"{name}@heldout{step}"
                 await self.serving.freeze(served[name], path / name, version)
         await self.serving.announce(self.store, self.config.name, self.epoch)
-        self.running = asyncio.create_task(self._score_copies(path, served))
+        self.running = asyncio.create_task(self._score(step, served)), path, served
 
-    async def _score_copies(
-        self, path: Path, served: Mapping[str, str]
-    ) -> tuple[Path, Mapping[str, str]]:
-        await self._score(int(path.name), self.config.eval.curve_tasks, served)
-        return path, served
-
-    async def _score(self, step: int, limit: int, served: Mapping[str, str] = {}) -> None:
+    async def _score(self, step: int, served: Mapping[str, str] = {}) -> None:
         """served: the names under which the policies to score are served, by policy."""
+        settings, outer = self.config.eval, step in (0, self.config.steps)
+        limit = settings.tasks if outer else settings.curve_tasks
         tasks, candidate = self.tasks[: limit or None], self.prompts.in_use.id
         await evaluate_heldout(self.store, self.config, self.epoch, step, tasks, candidate, served)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from agentrl.algorithms.model.load import vocabulary_size
 from agentrl.algorithms.objective.core import Algo, loss_terms
 from agentrl.algorithms.objective.sides import WEIGHT, side_metrics
 from agentrl.algorithms.sampling.collect import Collected, unreadable_reason
+from agentrl.algorithms.sampling.task_sampler import shuffled
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.preprocess import Retokenizer, mismatched_rollout
 from agentrl.algorithms.train.update import Updater
@@ -73,15 +73,8 @@ def on_dataset(config: RunConfig, algo: Algo) -> Algo:
 def step_items(count: int, seed: int, step: int, size: int) -> list[int]:
     """Which of `count` items a step learns from: all in a random order, then in another, and so
     on."""
-    orders: dict[int, list[int]] = {}
-    chosen = []
-    for place in range(step * size, (step + 1) * size):
-        epoch, at = divmod(place, count)
-        if epoch not in orders:
-            orders[epoch] = list(range(count))
-            random.Random(f"{seed}/data/{epoch}").shuffle(orders[epoch])
-        chosen.append(orders[epoch][at])
-    return chosen
+    places = (divmod(place, count) for place in range(step * size, (step + 1) * size))
+    return [shuffled(f"{seed}/data/{epoch}", count)[at] for epoch, at in places]
 
 
 @dataclass(slots=True)

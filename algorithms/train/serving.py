@@ -58,8 +58,11 @@ class PolicyServers:
 
     async def start(self) -> None:
         """Listen. Raises PolicyError when a port is taken, or a server does not come up."""
-        for server in self._each():
-            await server.start()
+        async with AsyncExitStack() as started:
+            for server in self._each():
+                await server.start()
+                started.push_async_callback(server.close)
+            started.pop_all()
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:

@@ -8,6 +8,7 @@ Keys computed with one version's weights are never read by a request that begins
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -39,6 +40,7 @@ from agentrl.errors import PolicyError
 PREFILL = 512  # most prompt tokens per step, so that running requests are not stalled
 WORTH_WAITING = 16  # prefix tokens that a running request is about to compute, to be copied then
 CLOSED = "the policy server is shutting down"
+log = logging.getLogger(__name__)
 
 TokenUpdates = list[tuple[GenerationRequest, TokenUpdate]]
 
@@ -80,6 +82,7 @@ class Engine:
         self.thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self.lock = threading.Lock()  # of `closing`: a thread that has ended is given no command
         self.closing = False
+        self.failure: Future[Exception] = Future()  # of the thread itself
 
     def start(self) -> None:
         self.thread.start()
@@ -139,6 +142,9 @@ class Engine:
             while self._run_commands():
                 self._admit()
                 self._step()
+        except Exception as error:
+            log.exception("the embedded engine ended")
+            self.failure.set_result(error)
         finally:
             with self.lock:
                 self.closing = True
@@ -163,15 +169,13 @@ class Engine:
 
     def _admit(self) -> None:
         """Start waiting requests, oldest first, except those whose prefix is being computed."""
-        later: deque[GenerationRequest] = deque()
-        while self.waiting and self.rows.n < self.rows.limit:
-            call = self.waiting.popleft()
+        for call in list(self.waiting):
+            if self.rows.n == self.rows.limit:
+                return
             source, shared, soon = self.rows.source(call.prompt, call.policy)
-            if soon - shared >= WORTH_WAITING:
-                later.append(call)
-            else:
+            if soon - shared < WORTH_WAITING:
                 self.rows.add(call, self.pool, source, shared)
-        self.waiting.extendleft(reversed(later))
+                self.waiting.remove(call)
 
     def _step(self) -> None:
         rows, n = self.rows, self.rows.n
@@ -283,6 +287,8 @@ class Engine:
     def _swap(
         self, done: Future[float], policy: int, version: int, load: Callable[[], None], keep: bool
     ) -> None:
+        if not done.set_running_or_notify_cancel():  # nobody waits for it any more
+            return
         started = time.perf_counter()
         try:
             load()

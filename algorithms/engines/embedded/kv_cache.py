@@ -191,7 +191,7 @@ class RowTable:
 
     def remove(self, row: int, pool: KVPool, *, keep: bool = True) -> None:
         """End a running row; the last running row takes its place. `keep` remembers its keys."""
-        if keep and not self.stale[row]:
+        if keep and self.length[row] and not self.stale[row]:
             self._remember(row, pool)
         self.n -= 1
         last = self.n

@@ -28,7 +28,7 @@ class _Request(msgspec.Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None

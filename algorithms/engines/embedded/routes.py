@@ -27,6 +27,7 @@ from agentrl.types import Sampling
 
 RequestBody = TypeVar("RequestBody")
 LARGEST_BODY = 64 * 2**20  # bytes of a request
+COLDEST = 1e-30  # temperature above 0, by which logits are divided in float32
 
 _encoder = msgspec.json.Encoder()
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -148,8 +149,14 @@ class Routes:
 
     def _sampling(self, body: ChatRequest | TextRequest) -> Sampling:
         default = self._defaults
+        temperature = default.temperature if body.temperature is None else body.temperature
+        if 0 < temperature < COLDEST:
+            raise RequestError(
+                f"temperature {temperature:g} is below {COLDEST:g}; use 0 for the likeliest tokens",
+                param="temperature",
+            )
         return Sampling(
-            temperature=default.temperature if body.temperature is None else body.temperature,
+            temperature=temperature,
             top_p=default.top_p if body.top_p is None else body.top_p,
             top_k=default.top_k if body.top_k is None else max(body.top_k, 0),
             max_tokens=body.max_tokens or default.max_tokens,

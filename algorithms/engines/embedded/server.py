@@ -128,9 +128,9 @@ class EmbeddedServer:
                 await self._http.run(self._admission.publish(version, policy))
 
     async def wait_for_failure(self) -> PolicyError:
-        """Never returns: this server fails only with the learner's process."""
-        await asyncio.Event().wait()
-        raise AssertionError("the event is never set")
+        failure = asyncio.wrap_future(self._admission.engine.failure)
+        error = await asyncio.shield(failure)  # the engine sets it, whoever waits no more
+        return PolicyError(f"the embedded engine ended with {type(error).__name__}: {error}")
 
     async def add(self, policy: str, version: int) -> None:
         adapter = policy

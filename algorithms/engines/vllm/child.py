@@ -125,7 +125,7 @@ def to_version(body: bytes, versions: Mapping[str, int]) -> tuple[bytes, str, in
     version of which has its own name. The salt keeps prefixes of different versions apart."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        model = msgspec.json.decode(fields.get("model", b'""'), type=str)
+        model = msgspec.json.decode(fields.get("model", b"null"), type=str | None) or ""
         salt = msgspec.json.decode(fields.get("cache_salt", b"null"))
     except msgspec.DecodeError:
         return body, "", versions.get("")

@@ -267,13 +267,11 @@ class VllmProcess:
     def _free_port(self) -> int:
         host, port = self._engine.host, self._engine.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((host, port))
-            except OSError as error:
-                raise port_taken(host, port, error) from None
-            return int(listener.getsockname()[1])
+        try:
+            with socket.create_server((host, port), family=family) as listener:
+                return int(listener.getsockname()[1])
+        except OSError as error:
+            raise port_taken(host, port, error) from None
 
     def failure_reason(self) -> str:
         """The line of the log that most probably names the cause."""

@@ -377,7 +377,7 @@ class VllmServer:
                 if not (self._held or self._publish_failed):
                     await self._open()
                 return
-            except (PolicyError, LostError) as error:
+            except (PolicyError, LostError, OSError) as error:
                 words = str(error)
         self._failed = PolicyError(f"vLLM ended {RESTARTS + 1} times in one step; {words}")
 

@@ -174,6 +174,5 @@ def rendezvous(url: str) -> tuple[str, int]:
     with socket.socket(family, socket.SOCK_DGRAM) as towards:
         towards.connect(there)  # sends nothing
         address: str = towards.getsockname()[0]
-    with socket.socket(family) as listener:
-        listener.bind((address, 0))
+    with socket.create_server((address, 0), family=family) as listener:
         return address, int(listener.getsockname()[1])

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.learners.auxiliary import CRITIC, REFERENCE
 from agentrl.algorithms.learners.base import (
+    Frozen,
     PolicyWeights,
     Psi,
     Scored,
@@ -79,7 +80,7 @@ class VerlLearner(PolicyWeights):
         *,
         adapters: Adapters | None = None,
         policy: str = POLICY,
-        frozen: Mapping[Literal["q", "t"], str] | None = None,
+        frozen: Mapping[Frozen, str] | None = None,
         every: int = 0,
     ) -> None:
         """model: the copy, as the workers load it from `settings["model"]["path"]`. adapters: of
@@ -88,7 +89,7 @@ class VerlLearner(PolicyWeights):
         without a supported verl or the GPUs asked for, PolicyError for a model that the workers
         cannot load."""
         check_installed()
-        names: dict[Literal["q", "t"], str] = dict(frozen or {})
+        names = dict(frozen or {})
         values: tuple[Supply, ...] = ("v",) if settings["critic"] else ()
         super().__init__(model, tokenizer, adapters, policy, (*names, *values))
         self.token_budget: int = settings["engine"]["max_token_len_per_gpu"]

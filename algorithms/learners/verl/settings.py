@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import re
 import socket
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ DECIDED = {  # what of verl's is decided by a setting of agentrl, or fixed ("")
     "clip_grad": "algorithm.max_grad_norm", "strategy": "", "model_dtype": "", "forward_only": "",
     "use_dynamic_bsz": "", "optimizer": "", "lr_scheduler_type": "",
 }  # fmt: skip
+
+RAY = ("address", "nodes", "gpus_per_node", "timeout")  # where verl's workers run
 
 VerlSettings = dict[str, dict[str, Any]]
 """verl's configuration classes by part (model, engine, optimizer; critic, with the model and
@@ -67,12 +70,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
         "lr_scheduler_type": "constant",
     }
     known: VerlSettings = {
-        "ray": {
-            "address": asked.address,
-            "nodes": asked.nodes,
-            "gpus_per_node": asked.gpus_per_node,
-            "timeout": asked.timeout,
-        },
+        "ray": {key: getattr(asked, key) for key in RAY},
         "model": decoder | (adapter if lora.rank else {}),
         "engine": {
             "strategy": "fsdp2",
@@ -192,16 +190,13 @@ def _critic(config: RunConfig, decoder: dict[str, Any], optimizer: dict[str, Any
     return {"model": decoder | {"path": path}, "optimizer": optimizer | own}
 
 
-def _unsupported_settings(config: RunConfig) -> list[tuple[str, str]]:
+def _unsupported_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings that only the torch learner supports, and why."""
-    found = []
     if config.critic.model == "shared":
-        found.append(("critic.model = 'shared'", "a critic of verl is a model of its own ('copy')"))
+        yield "critic.model = 'shared'", "a critic of verl is a model of its own ('copy')"
     if config.learner.packing == "trie":
-        found.append(("learner.packing = 'trie'", "verl has rows only"))
-    found += [
-        (f"reward_models.{name}.train", "the verl learner's checkpoints hold no reward model")
-        for name, model in config.reward_models.items()
-        if isinstance(model, ImplicitRewardModelConfig) and model.train
-    ]
-    return found
+        yield "learner.packing = 'trie'", "verl has rows only"
+    for name, model in config.reward_models.items():
+        if isinstance(model, ImplicitRewardModelConfig) and model.train:
+            why = "the verl learner's checkpoints hold no reward model"
+            yield f"reward_models.{name}.train", why

@@ -316,6 +316,11 @@ async def test_a_client_that_leaves_is_not_waited_for(server: Any, http: httpx.A
         ('{"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}', "temperature"),
         ('{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "max_tokens"),
         ('{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', "guided"),
+        ('{"messages": [{"role": "user", "content": "x"}], "temperature": 1e-39}', "use 0"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}], "top_k": 100000000000000000000}',
+            "top_k",
+        ),
     ],
 )
 async def test_bad_requests_get_a_sentence(http: httpx.AsyncClient, body: str, says: str) -> None:
@@ -324,6 +329,7 @@ async def test_bad_requests_get_a_sentence(http: httpx.AsyncClient, body: str, s
     assert response.status_code == 400
     assert error["type"] == "invalid_request_error"
     assert says in error["message"]
+    assert (await chat(http, max_tokens=1)).status_code == 200
 
 
 async def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(
@@ -364,6 +370,23 @@ async def test_broken_weights_are_a_server_error(server: Any, http: httpx.AsyncC
     assert response.status_code == 500
     assert "not finite" in response.json()["error"]["message"]
     assert "not finite" in (await chat(http, stream=True)).text
+
+
+async def test_an_engine_that_ends_is_the_failure_of_its_server(
+    server: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = asyncio.create_task(server.wait_for_failure())
+    given_up = asyncio.create_task(server.wait_for_failure())
+    await asyncio.sleep(0)
+    given_up.cancel()
+
+    def broken(*given: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(server._admission.engine.rows, "source", broken)
+    assert (await chat(http)).status_code == 503
+    async with asyncio.timeout(60):
+        assert "KeyError: 'a bug'" in str(await waiting)
 
 
 async def test_a_taken_port_is_a_sentence(server: Any, tiny_model_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,42 @@ async def test_no_swap_is_waited_for_once_the_engine_is_closed(desks: Any) -> No
     desk.engine.close()
     with pytest.raises(Exception, match="shutting down"):
         desk.engine.swap(0, 1).result(timeout=5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_call_may_be_cancelled_before_its_keys_are_computed_again(desks: Any, keep: bool) -> None:
+    desk = desks()
+    desk.keep = keep
+
+    def leave(token: int) -> bool:  # on the engine's thread: both come before the next step
+        assert asked.wait(timeout=30)
+        desk.swap()
+        desk.engine.cancel(call)
+        return False
+
+    asked = threading.Event()
+    call = desk.submit([5, 6, 7], max_tokens=60, stop=leave)
+    asked.set()
+    assert desk.whole(call).finish == "cancelled"
+    later = desk.submit([5, 6, 7], max_tokens=3)
+    assert desk.whole(later).finish == "length"
+    assert desk.gaps(later, desk.whole(later))[0].max() < EXACT
+
+
+def test_a_swap_that_nobody_waits_for_any_more_is_not_done(desks: Any) -> None:
+    desk = desks()
+    begun, goes_on, loaded = threading.Event(), threading.Event(), []
+
+    def block() -> None:
+        begun.set()
+        assert goes_on.wait(timeout=30)
+
+    first = desk.engine.swap(0, 0, block)
+    assert begun.wait(timeout=30)
+    given_up = desk.engine.swap(0, 1, lambda: loaded.append(1))
+    assert given_up.cancel()
+    goes_on.set()
+    first.result(timeout=30)
+    call = desk.submit([5, 6, 7], max_tokens=3)
+    assert desk.whole(call).spans == [(0, 0)]
+    assert loaded == []

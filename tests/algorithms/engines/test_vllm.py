@@ -487,6 +487,7 @@ async def test_a_websocket_does_not_get_past_the_hold(
         ({"model": "a"}, {"a": 3, "b": 4}, {"model": "a#3", "cache_salt": "3"}, 3),
         ({"cache_salt": "own", "n": 2}, {"": 7}, {"cache_salt": "7.own", "n": 2}, 7),
         ({"model": "c"}, {"a": 3}, {"model": "c"}, None),
+        ({"model": None}, {"": 7}, {"model": None, "cache_salt": "7"}, 7),
     ],
 )
 def test_a_call_asks_vllm_for_one_version_and_shares_no_prefix_with_another(

@@ -201,6 +201,19 @@ async def test_what_waits_for_a_policy_ends_with_a_sentence_once_it_is_given_up(
         await server.publish(1)
 
 
+async def test_a_server_that_cannot_be_started_again_is_given_up(
+    theirs: list[FakeVllm], server: VllmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(serving: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")  # as fork says
+
+    monkeypatch.setattr(server._host, "start", start)
+    for each in theirs:
+        await each.stop()
+    async with asyncio.timeout(60):
+        assert "Resource temporarily unavailable" in str(await server.wait_for_failure())
+
+
 async def test_what_is_done_in_time_is_not_ended(server: VllmServer) -> None:
     async def work() -> int:
         await asyncio.sleep(0)

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from agentrl.algorithms.judges.judge import JudgeClient, Judges, make_judges
 from agentrl.algorithms.judges.questions import record_of
@@ -22,11 +23,15 @@ from agentrl.store.base import Store
 from agentrl.types import Group, Json, StepCommit, Transition, float32, int32
 from tests import factories
 
+GIVEN: dict[str, Any] = {
+    "judges": {"quality": {"upstream": "gpt", "kind": "pointwise"}},
+    "upstreams": {"gpt": {"base_url": "http://nowhere/v1", "model": "gpt-5"}},
+}
+
 
 def settings(**judge: Any) -> RunConfig:
-    given = {"upstream": "gpt", "kind": "pointwise", **judge}
-    upstreams = {"gpt": {"base_url": "http://nowhere/v1", "model": "gpt-5"}}
-    return resolve({"judges": {"quality": given}, "upstreams": upstreams}, source="test")
+    given = GIVEN["judges"]["quality"] | judge
+    return resolve(GIVEN | {"judges": {"quality": given}}, source="test")
 
 
 def asked_and_answered(text: str, id: str = "c", role: str = "agent") -> Transition:
@@ -105,6 +110,27 @@ async def judged(
         {row.id: reward.value for row in one.rollouts for reward in row.rewards} for one in made
     ]
     return rewards, metrics, judges
+
+
+async def test_the_rollouts_of_several_policies_are_judged(store: Store) -> None:
+    team = {name: {"roles": [name], "lora": {"rank": 4}} for name in ("planner", "solver")}
+    config = resolve({**GIVEN, "policy": {"model": "m"}, "policies": team}, source="test")
+    (row,) = group("it is 4").rollouts
+    calls = [replace(call, policy="solver", role="solver") for call in row.transitions]
+    theirs = Group(id="g", run="run", step=0, rollouts=[replace(row, transitions=calls)])
+    (rewards,), _, _ = await judged(store, config, theirs)
+    assert rewards == {"r0": pytest.approx(0.8)}
+
+
+async def test_rollouts_that_get_their_ids_later_are_judged_now(store: Store) -> None:
+    (row,) = group("it is 4").rollouts
+    calls = [replace(call, exact=False) for call in row.transitions]
+    made = Group(id="g", run="run", step=0, rollouts=[replace(row, transitions=calls)])
+    config = resolve(GIVEN | {"algorithm": {"inexact": "retokenize"}}, source="test")
+    (rewards,), _, _ = await judged(store, config, made)
+    assert rewards == {"r0": pytest.approx(0.8)}
+    (rewards,), _, _ = await judged(store, settings(), made)
+    assert rewards == {}
 
 
 ANSWERS = ("it is 4", "it is 3", "I do not know")

@@ -108,6 +108,8 @@ def test_states_of_other_optimizers_are_kept_as_they_are(
     made.save(tmp_path)
     resumed.read(tmp_path)()
     assert resumed.inner.state[resumed.masters["bias"]]["step"] == 3
+    resumed.move(torch.device("cpu"))  # learner.offload
+    resumed.move(None)
     assert same(train(made), train(resumed))
 
 

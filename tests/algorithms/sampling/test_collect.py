@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling.collect import (
@@ -34,6 +35,8 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests.algorithms.train.test_policy_set import config as team
+from tests.algorithms.train.test_policy_set import shared
 
 TASKS = [{"input": name} for name in ("easy", "fair", "easy", "hard", "easy", "missing")]
 REWARDS: dict[str, list[float | None]] = {
@@ -127,6 +130,28 @@ async def test_without_a_rule_a_step_takes_what_it_asked_for(store: Store) -> No
     collected = await plain.collect(1)
     assert ids(collected.groups) == [f"r/train/000000{number}" for number in (3, 4, 5)]
     assert (collected.discarded, collected.metrics) == ([], {})
+
+
+def test_what_several_policies_learn_from_has_a_signal(store: Store) -> None:
+    settings = team(algorithm={"dynamic_sampling": True})
+    own = Collector(settings, store, 1, TaskSampler(settings, TASKS), "outcome")
+    assert own.is_informative(shared("a", 1.0, 0.0))
+    assert not own.is_informative(shared("a", 1.0, 1.0))
+
+
+@pytest.mark.parametrize(("inexact", "known"), [("refuse", []), ("retokenize", [1.0, 0.0])])
+def test_calls_that_get_their_ids_later_have_a_signal_now(
+    store: Store, inexact: str, known: list[float]
+) -> None:
+    made, own = shared("a", 1.0, 0.0), collector(store, inexact=inexact)
+    rows = [
+        replace(
+            row, transitions=[replace(c, policy="policy", exact=False) for c in row.transitions]
+        )
+        for row in made.rollouts
+    ]
+    assert own.known_values(replace(made, rollouts=rows)) == known
+    assert own.is_informative(replace(made, rollouts=rows)) == bool(known)
 
 
 @pytest.mark.parametrize("again", [True, False])

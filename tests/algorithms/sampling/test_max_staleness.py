@@ -30,7 +30,6 @@ from agentrl.types import (
     Reward,
     Rollout,
     RolloutState,
-    Trace,
     Transition,
     float32,
     int32,
@@ -54,21 +53,21 @@ class SimulatedStore:
     kill: float = 0.0  # probability that a claim is the process's last
     now: float = 0.0
     served: list[float] = field(default_factory=lambda: [0.0])  # time at which each version came
-    calls: dict[str, list[float]] = field(default_factory=dict)  # of each rollout, when they end
+    times: dict[str, list[float]] = field(default_factory=dict)  # of each rollout, its calls' ends
     asked: dict[str, list[NewRollout]] = field(default_factory=dict)  # by group
     taken: dict[str, str] = field(default_factory=dict)  # group -> trained or discarded
     cancelled: dict[str, float] = field(default_factory=dict)  # rollout -> when
 
     async def enqueue(self, rollouts: Sequence[NewRollout]) -> int:
         for row in rollouts:
-            if row.id not in self.calls:
+            if row.id not in self.times:
                 pauses = [self.draw.lognormvariate(0.0, 2.0) for _ in range(CALLS)]
-                self.calls[row.id] = [self.now + sum(pauses[: i + 1]) for i in range(CALLS)]
+                self.times[row.id] = [self.now + sum(pauses[: i + 1]) for i in range(CALLS)]
                 self.asked.setdefault(row.group, []).append(row)
         return 0
 
     def end(self, group: str) -> float:
-        return max(self.cancelled.get(r.id, self.calls[r.id][-1]) for r in self.asked[group])
+        return max(self.cancelled.get(r.id, self.times[r.id][-1]) for r in self.asked[group])
 
     async def claim_groups(self, run: str, epoch: int, n: int, *, ordered: bool) -> list[Group]:
         if self.draw.random() < self.kill:
@@ -86,7 +85,7 @@ class SimulatedStore:
 
     def rollout(self, row: NewRollout) -> Rollout:
         until = self.cancelled.get(row.id)
-        times = [t for t in self.calls[row.id] if t <= (self.now if until is None else until)]
+        times = [t for t in self.times[row.id] if t <= (self.now if until is None else until)]
         versions = [sum(came <= t for came in self.served) - 1 for t in times]
         calls = [
             Transition(
@@ -117,13 +116,12 @@ class SimulatedStore:
         ]  # fmt: skip
         return found[:limit]
 
-    async def trace(self, rollout: str) -> Trace:
-        rows = self.asked[rollout.rpartition("/")[0]]
-        found = self.rollout(next(row for row in rows if row.id == rollout))
-        return Trace(rollout=found, attempt=rollout, transitions=found.transitions, spans=[])
+    async def calls(self, rollouts: Sequence[str]) -> dict[str, list[Transition]]:
+        rows = [row for asked in self.asked.values() for row in asked if row.id in rollouts]
+        return {row.id: self.rollout(row).transitions for row in rows}
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
-        running = [id for id in rollouts if self.calls[id][-1] > self.now]
+        running = [id for id in rollouts if self.times[id][-1] > self.now]
         self.cancelled |= dict.fromkeys(running, self.now)
         return len(running)
 

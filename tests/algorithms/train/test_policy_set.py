@@ -328,6 +328,31 @@ async def test_only_what_has_learned_is_published(
         assert serving.idle_seconds() > 1  # the rest of the update before, too
 
 
+async def test_a_server_that_does_not_start_leaves_no_other_behind(
+    tiny_model_dir: Path, tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+
+    class Server:
+        def __init__(self, *given: Any) -> None:
+            self.name = given[-1]
+
+        async def start(self) -> None:
+            happened.append(f"start {self.name}")
+            if self.name == "coder":
+                raise PolicyError("no room")
+
+        async def close(self) -> None:
+            happened.append(f"close {self.name}")
+
+    monkeypatch.setattr(module, "policy_server", Server)
+    policies = {**TWO, "coder": {"roles": ["coder"], "model": str(tiny_llama_dir)}}
+    made = config(policies, tiny_model_dir, output=str(tmp_path))
+    with pytest.raises(PolicyError, match="no room"):
+        await PolicyServers(made, load_policies(made)).start()
+    assert happened == ["start planner", "start coder", "close planner"]
+
+
 def test_weights_change_in_flight_only_where_the_server_can(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
