@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
-from agentrl.algorithms.credit.core import Credit, rewards_read
+from agentrl.algorithms.credit.core import Credit
+from agentrl.algorithms.credit.parts import rewards_read
 from agentrl.algorithms.objective.core import STREAMS, Algo, Gate, KLPenalty, Stream
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.config.base import installed_plugins
