@@ -79,8 +79,9 @@ def NonzeroVarianceReward(batch: Batch, reward: str = "outcome") -> Tensor:
 
 @column()
 def OverlongPenalty(batch: Batch, reward: str | Column, limit: int, cache: int) -> Tensor:
-    """The reward minus a penalty for action tokens beyond `limit` - `cache`, up to 1 at `limit`.
-    DAPO, arXiv 2503.14476."""
+    """The reward minus a penalty for action tokens beyond `limit` - `cache` (a larger cache counts
+    as the limit), up to 1 at `limit`. DAPO, arXiv 2503.14476."""
+    cache = min(cache, limit)
     over = (core.response_lengths(batch) - (limit - cache)) / cache
     return rollout_rewards(batch, reward) - over.clamp(0, 1)
 
@@ -131,7 +132,8 @@ def BestOverSecond(batch: Batch, reward: str = "outcome", std: bool = True) -> T
     gap = torch.where(single, x - second, torch.where(known, 0.0, torch.nan))
     if not std:
         return gap
-    return torch.where(single, gap / core.standardise(x, group, norm="std").scale, gap)
+    scale = core.standardise(x, group, norm="std").scale  # 0 where rewards differ by rounding
+    return torch.where(single, torch.where(scale > 0, gap / scale, 0.0), gap)
 
 
 @dataclass(frozen=True, slots=True)
