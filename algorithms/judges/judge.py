@@ -28,6 +28,7 @@ from agentrl.algorithms.judges import questions
 from agentrl.algorithms.judges.questions import Messages, Question, Verdict
 from agentrl.algorithms.sampling.chat_completion import Endpoint, complete, find_endpoint
 from agentrl.config import RunConfig
+from agentrl.config.policies import trained_policies
 from agentrl.config.rewards import GroupJudge, Judge, PairwiseJudge, PointwiseJudge, PrincipleJudge
 from agentrl.datasets.records import Judgement
 from agentrl.errors import TrainingError
@@ -194,10 +195,12 @@ class Judges:
         return groups, metrics
 
     async def _judged(self, judge: JudgeClient, group: Group) -> tuple[Group, list[StepReward]]:
+        policies = trained_policies(judge.config)
         rows = [
             row
             for row in group.rollouts
-            if row.state is RolloutState.SUCCEEDED and valid(row) and row.transitions
+            if row.state is RolloutState.SUCCEEDED
+            and any(valid(row, policy=policy) for policy in policies)
         ]
         scores = await judge.score([questions.record_of(row) for row in rows]) if rows else []
         source = SOURCE.format(judge.name)

@@ -308,3 +308,19 @@ def test_a_record_has_each_conversation_once_sub_agents_too() -> None:
 def test_a_judge_that_cannot_be_is_refused(judge: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(**judge)
+
+
+async def test_the_rollouts_of_named_policies_are_judged(store: Store) -> None:
+    policies = {"alice": {"model": "m", "roles": ["a"]}, "bob": {"model": "m", "roles": ["b"]}}
+    one = settings()
+    config = msgspec.structs.replace(
+        one, policies=resolve({"policies": policies}, source="test").policies
+    )
+    rows = [
+        factories.rollout(
+            f"r{n}", [msgspec.structs.replace(asked_and_answered(text), policy="bob")]
+        )
+        for n, text in enumerate(ANSWERS)
+    ]
+    (found,), _, _ = await judged(store, config, Group(id="g", run="run", step=0, rollouts=rows))
+    assert found == {"r0": 0.8, "r1": 0.5, "r2": 0.2}
