@@ -703,6 +703,13 @@ def test_a_reward_of_the_only_role_is_one_of_rollouts() -> None:
     assert of_roles.tolist() == of_rollouts.tolist()
 
 
+def test_a_plain_credit_function_keeps_its_reward_beside_that_of_a_filter(tmp_path: Path) -> None:
+    (tmp_path / "mine_credit.py").write_text("def mine(batch): return batch.rewards['style']\n")
+    options = {"credit": "mine_credit.py:mine", "credit_reward": "style"}
+    assert make("dapo+credit", options, root=tmp_path).rewards == ("style", "outcome")
+    assert make("grpo+credit", options, root=tmp_path).rewards == ("style",)
+
+
 def test_an_episode_of_one_answer_may_have_the_reward_of_its_rollout() -> None:
     algo = make("maporl", {"reward": "outcome"}, streams=("o", "b", "v"))
     calls = [Call(role="a"), Call(role="b")]
