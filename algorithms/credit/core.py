@@ -8,8 +8,8 @@ none to be compared with, or did as well as the others; it counts in the denomin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, make_dataclass
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, cast
 
 import torch
@@ -289,32 +289,6 @@ def ZeroAdvantage(batch: Batch) -> Tensor:
     return torch.zeros(batch.n_tokens, dtype=torch.float64)
 
 
-def parts_of(part: object) -> Iterator[object]:
-    """A credit and every record inside it, outermost first."""
-    inside = part if isinstance(part, tuple) else ()
-    if is_dataclass(part) and not isinstance(part, type):
-        yield part
-        inside = tuple(getattr(part, item.name) for item in fields(part))
-    for item in inside:
-        yield from parts_of(item)
-
-
-def rewards_read(*parts: object) -> tuple[str, ...]:
-    """The rewards that credits read: every `reward` field that is a reference, in order."""
-    found = (getattr(record, "reward", None) for record in parts_of(parts))
-    return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
-
-
-def map_parts(part: Any, change: Callable[[Any], Any]) -> Any:
-    """A credit with every record inside it changed, innermost first."""
-    if isinstance(part, tuple):
-        return tuple(map_parts(item, change) for item in part)
-    if not is_dataclass(part) or isinstance(part, type):
-        return part
-    inner = {item.name: map_parts(getattr(part, item.name), change) for item in fields(part)}
-    return change(replace(part, **inner))
-
-
 def level_of(reward: str | Column) -> Level:
     """The level of a reward's scope, or of a function: its `level`, by default rollout."""
     if isinstance(reward, str):
@@ -340,11 +314,25 @@ def rewards(batch: Batch, reward: str | Column) -> Tensor:
     return x
 
 
+def rollout_rewards(batch: Batch, reward: str | Column) -> Tensor:
+    """[U] `rewards` of whole rollouts. One of roles or calls serves where each rollout has one.
+
+    Raises TrainingError for another one."""
+    x, n = rewards(batch, reward), len(batch.rollouts)
+    if x.numel() != n:
+        raise TrainingError(
+            f"step {batch.step}: the algorithm needs one reward per rollout, and {reward!r} has "
+            f"{x.numel()} values for {n}; name a reward of rollouts, or choose a preset that "
+            "compares roles or calls"
+        )
+    return x
+
+
 def terminal_rewards(
     batch: Batch, reward: str | Column, following: Tensor, token_cost: Column | None = None
 ) -> Tensor:
     """The rollout's reward at its last action token, else 0, less the token's cost: float64 [N]."""
-    r = torch.where(following < 0, rewards(batch, reward)[batch.token_rollout], 0.0)
+    r = torch.where(following < 0, rollout_rewards(batch, reward)[batch.token_rollout], 0.0)
     return r if token_cost is None else r - token_cost(batch)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.core import Column, Credit, column, rewards, was_truncated
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Level, key, lift, next_same, scan
+from agentrl.algorithms.data.ids import Level, key, lift, next_same, rollout_of, scan
 from agentrl.errors import TrainingError
 
 
@@ -154,8 +154,8 @@ def has_outcome(batch: Batch) -> Tensor:
     """bool [U]: whether the batch has a reward of the whole rollout, or of one of its roles."""
     known = torch.zeros(len(batch.rollouts), dtype=torch.bool)
     for name, x in batch.rewards.items():
-        if core.level_of(name) in ("rollout", "role"):
-            known |= ~x.isnan().reshape(len(batch.rollouts), -1).all(1)
+        if (level := core.level_of(name)) in ("rollout", "role"):
+            known[rollout_of(batch, level)[~x.isnan()]] = True
     return known
 
 

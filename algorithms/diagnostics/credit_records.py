@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import CriticValues, GroupRelative, TokenKLPenalty, parts_of
+from agentrl.algorithms.credit.core import CriticValues, GroupRelative, TokenKLPenalty
+from agentrl.algorithms.credit.parts import parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn

@@ -122,8 +122,10 @@ def template_message(message: dict[str, Json], index: int) -> dict[str, Json]:
     if not isinstance(message.get("role"), str):
         raise RequestError(f"{where} has no role", param="messages")
     message["content"] = _content(message.get("content"), where)
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise RequestError(f"{where}.tool_calls is not a list", param="messages")
+        message["tool_calls"] = [_call(call, where) for call in calls]
     return message
 
 

@@ -165,15 +165,16 @@ def imitate(
     betas: tuple[float, float] = (0.9, 0.98),
     seed: int = 0,
 ) -> float:
-    """AdamW on random batches of `batch` rows, learning rate rising for `warmup` steps and falling
-    linearly to zero. Returns the mean loss in nats per action token over the last tenth."""
+    """AdamW on random batches of `batch` rows, or of all where these are fewer, learning rate
+    rising for `warmup` steps and falling linearly to zero. Returns the mean loss in nats per action
+    token over the last tenth."""
     dice = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=0.0, fused=True)
     threads = thread_tuner(model.num_parameters(), "imitation computes", torch.get_num_threads())
     losses = []
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min((step + 1) / warmup, 1 - step / steps)
-        (pack,) = pack_rows(dice.sample(rows, batch), "trie", sys.maxsize)
+        (pack,) = pack_rows(dice.sample(rows, min(batch, len(rows))), "trie", sys.maxsize)
         with threads.working(len(pack.tokens)):
             loss = -forward_logprobs(model, pack).mean()
             optimizer.zero_grad()

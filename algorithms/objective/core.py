@@ -22,7 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Column, Credit, CriticValues, TokenKLPenalty, parts_of
+from agentrl.algorithms.credit.core import Column, Credit, CriticValues, TokenKLPenalty
+from agentrl.algorithms.credit.parts import parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import How, Unit, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentrl.algorithms.credit.core import TokenKLPenalty, map_parts, parts_of
+from agentrl.algorithms.credit.core import TokenKLPenalty
+from agentrl.algorithms.credit.parts import map_parts, parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
 from agentrl.errors import ConfigError

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from agentrl.algorithms.credit.core import rollout_rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import reduce_by
 from agentrl.datasets.pairing import How, choose_pairs
@@ -88,7 +89,7 @@ def side_terms(loss: SideLoss, batch: Batch, q: Tensor | None) -> SideTerms:
     """q: log-probs [N] of the reference, for a loss that reads them."""
     U, side = len(batch.rollouts), batch.token_rollout
     none = torch.full((U,), torch.nan, dtype=torch.float64)
-    values = batch.rewards[loss.reward].double()
+    values = rollout_rewards(batch, loss.reward)
     mismatched = batch.rewards.get(MISMATCHED, none) == 1
     pairs: list[tuple[int, int]] = []
     ties = 0

@@ -14,7 +14,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Column, CriticValues, parts_of
+from agentrl.algorithms.credit.core import Column, CriticValues
+from agentrl.algorithms.credit.parts import parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
 from agentrl.errors import TrainingError

@@ -90,7 +90,7 @@ def OutcomePlusCalls(batch: Batch, reward: str | Column, calls: str, weight: flo
     """[U] the reward of a rollout plus `weight` times what its calls received."""
     x = turns.call_rewards(batch, calls).nan_to_num(nan=0.0)
     total = reduce_by(x, batch.transition_rollout, len(batch.rollouts))
-    return core.rewards(batch, reward) + weight * total
+    return core.rollout_rewards(batch, reward) + weight * total
 
 
 @column()

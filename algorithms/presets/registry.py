@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
-from agentrl.algorithms.credit.core import Credit, rewards_read
+from agentrl.algorithms.credit.core import Credit
+from agentrl.algorithms.credit.parts import rewards_read
 from agentrl.algorithms.objective.core import STREAMS, Algo, Gate, KLPenalty, Stream
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.config.base import installed_plugins
@@ -67,16 +68,20 @@ def preset(
     Raises ConfigError for the name of one of the library's own presets."""
 
     def register(function: Preset) -> Preset:
-        own = presets.get(name)
-        if own is not None and own.__module__.startswith("agentrl.algorithms."):
-            raise ConfigError(
-                f"algorithm.preset: {where(function)} hides the library's own {name!r}; choose "
-                "another name"
-            )
+        _check_free(name, presets, function)
         presets[name] = _with_shared_options(function, reward, clip, clip_by, kl)
         return presets[name]
 
     return register
+
+
+def _check_free(name: str, taken: Mapping[str, Preset], function: Preset) -> None:
+    own = taken.get(name)
+    if own is not None and own.__module__.startswith("agentrl.algorithms."):
+        raise ConfigError(
+            f"algorithm.preset: {where(function)} hides the library's own {name!r}; choose "
+            "another name"
+        )
 
 
 def _with_shared_options(
@@ -119,7 +124,8 @@ def _with_shared_options(
 def modifier(name: str, *, prefix: str = "", host: str = "grpo") -> Callable[[Preset], Preset]:
     """Register a function of an Algo and keyword options; it applies to any preset as "+name".
     prefix: what its options begin with in a run file, where they stand beside the preset's. host: a
-    preset that it may be shown with."""
+    preset that it may be shown with. Raises ConfigError for the name of one of the library's own.
+    """
 
     def register(function: Preset) -> Preset:
         def change(algo: Algo, **options: Any) -> Algo:
@@ -127,8 +133,9 @@ def modifier(name: str, *, prefix: str = "", host: str = "grpo") -> Callable[[Pr
 
         algo, *options = inspect.signature(function).parameters.values()
         renamed = [option.replace(name=prefix + option.name) for option in options]
-        modifiers.setdefault(name, declared(change, function, [algo, *renamed]))
-        hosts.setdefault(name, host)
+        _check_free(name, modifiers, function)
+        modifiers[name] = declared(change, function, [algo, *renamed])
+        hosts[name] = host
         return function
 
     return register
@@ -195,8 +202,10 @@ def make(
     algo = _built(parts[0], shares[0])
     for part, share in zip(parts[1:], shares[1:], strict=True):
         algo = part(algo, **share)
+    read = rewards_read(algo.credit, algo.keep, algo.side)
     # Plain functions do not say what they read; the record does, by default the outcome.
-    read = rewards_read(algo.credit, algo.keep, algo.side) or algo.rewards
+    if not read or not is_dataclass(algo.credit):
+        read = tuple(dict.fromkeys(algo.rewards + read))
     return _checked(replace(algo, rewards=read, name=name), streams)
 
 

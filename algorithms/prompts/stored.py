@@ -178,14 +178,15 @@ def candidate_rollouts(
 
 def _example(trace: Trace, text: PromptText) -> dict[str, str]:
     """The last call that read a component, and what is known of how it went; empty without one."""
-    calls = [call for call in trace.transitions if call.role == text.role]
+    # A prompt that was sent as token ids has no messages, and none of the components in it.
+    calls = [call for call in trace.transitions if call.role == text.role and call.messages]
     if text.tool:
         calls = [call for call in calls if text.tool in map(_name, call.tools)]
     if not calls:
         return {}
     last = calls[-1]
     answer = last.answer or {}
-    said = answer.get("content") or json.dumps(answer.get("tool_calls"))
+    said = answer.get("content") or json.dumps(answer.get("tool_calls"), ensure_ascii=False)
     words = [
         f"{reward.name} = {reward.value:g}" + (f": {reward.note}" if reward.note else "")
         for reward in trace.rollout.rewards

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import msgspec
 
 from agentrl.algorithms.credit.baselines import Ema
-from agentrl.algorithms.credit.core import GroupRelative, Whiten, parts_of
+from agentrl.algorithms.credit.core import GroupRelative, Whiten
+from agentrl.algorithms.credit.parts import parts_of
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.ratings import elo, priorities, win_rate
 from agentrl.config import PfspOpponents, SelfplayConfig, SnapshotOpponents

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import core
-from agentrl.algorithms.credit.core import Column, GroupRelative, Whiten, column, rewards
+from agentrl.algorithms.credit.core import (
+    Column,
+    GroupRelative,
+    Whiten,
+    column,
+    rewards,
+    rollout_rewards,
+)
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner, reduce_by
 from agentrl.algorithms.objective.core import TOKENS, Algo, Average, Gate
@@ -72,10 +79,11 @@ def NonzeroVarianceReward(batch: Batch, reward: str = "outcome") -> Tensor:
 
 @column()
 def OverlongPenalty(batch: Batch, reward: str | Column, limit: int, cache: int) -> Tensor:
-    """The reward minus a penalty for action tokens beyond `limit` - `cache`, up to 1 at `limit`.
-    DAPO, arXiv 2503.14476."""
+    """The reward minus a penalty for action tokens beyond `limit` - `cache` (a larger cache counts
+    as the limit), up to 1 at `limit`. DAPO, arXiv 2503.14476."""
+    cache = min(cache, limit)
     over = (core.response_lengths(batch) - (limit - cache)) / cache
-    return rewards(batch, reward) - over.clamp(0, 1)
+    return rollout_rewards(batch, reward) - over.clamp(0, 1)
 
 
 @column()
@@ -115,7 +123,7 @@ def scalerl(reward: str, *, cap: Cap = 5.0) -> Algo:
 def BestOverSecond(batch: Batch, reward: str = "outcome", std: bool = True) -> Tensor:
     """By how much the best rollout of the group beats the second, 0 for the others and where two
     are best; `std`: over the deviation of the group's rewards. Pass@k, arXiv 2503.19595."""
-    x, group, n = rewards(batch, reward), batch.rollout_group, len(batch.groups)
+    x, group, n = rollout_rewards(batch, reward), batch.rollout_group, len(batch.groups)
     known = ~x.isnan()
     best = known & (x == reduce_by(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group])
     second = reduce_by(torch.where(known & ~best, x, -torch.inf), group, n, "amax")[group]
@@ -124,7 +132,8 @@ def BestOverSecond(batch: Batch, reward: str = "outcome", std: bool = True) -> T
     gap = torch.where(single, x - second, torch.where(known, 0.0, torch.nan))
     if not std:
         return gap
-    return torch.where(single, gap / core.standardise(x, group, norm="std").scale, gap)
+    scale = core.standardise(x, group, norm="std").scale  # 0 where rewards differ by rounding
+    return torch.where(single, torch.where(scale > 0, gap / scale, 0.0), gap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +169,7 @@ def PassAtKBaseline(batch: Batch, reward: str = "outcome", k: int = 2) -> Tensor
 
 def _successes(batch: Batch, reward: str) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards, and of the group of each how many are known, and how many of these are above 0."""
-    x, group, m = rewards(batch, reward), batch.rollout_group, len(batch.groups)
+    x, group, m = rollout_rewards(batch, reward), batch.rollout_group, len(batch.groups)
     return x, reduce_by(~x.isnan(), group, m)[group], reduce_by(x > 0, group, m)[group]
 
 

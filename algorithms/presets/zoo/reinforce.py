@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import core
-from agentrl.algorithms.credit.core import GroupRelative, TokenKLPenalty, Whiten, column, rewards
+from agentrl.algorithms.credit.core import (
+    GroupRelative,
+    TokenKLPenalty,
+    Whiten,
+    column,
+    rewards,
+    rollout_rewards,
+)
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import known_mean
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo
@@ -36,7 +43,7 @@ def GreedyBaseline(batch: Batch, reward: str = "outcome") -> Tensor:
             "to compare with; let the agent leave the temperature to the run, which asks for "
             "one rollout per group at temperature 0"
         )
-    x = rewards(batch, reward)
+    x = rollout_rewards(batch, reward)
     if not greedy.numel():
         return torch.full_like(x, torch.nan)
     return known_mean(torch.where(greedy, x, torch.nan), group)[group]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import column, rewards
+from agentrl.algorithms.credit.core import column, rollout_rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import TOKENS, Algo
 from agentrl.algorithms.presets.registry import Share, preset
@@ -22,7 +22,7 @@ def Imitated(batch: Batch) -> Tensor:
 def Best(batch: Batch, reward: str = "outcome", least: float = 1.0, best: int = 0) -> Tensor:
     """bool [N] tokens of rollouts whose reward is at least `least`, and of these only of the `best`
     best of each group (0: all); of equal ones, of the first."""
-    x, group = rewards(batch, reward), batch.rollout_group
+    x, group = rollout_rewards(batch, reward), batch.rollout_group
     kept = x >= least
     if best:
         rivals = (group[:, None] == group) & kept

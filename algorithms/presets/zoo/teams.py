@@ -18,8 +18,9 @@ from torch import Tensor
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.baselines import Ema
 from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, Whiten, column, rewards
+from agentrl.algorithms.credit.parts import map_parts
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Level, Unit, reduce_by, units
+from agentrl.algorithms.data.ids import Level, Unit, lift, reduce_by, units
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Names, modifier, preset
 from agentrl.config import Count
@@ -61,12 +62,16 @@ class SingleCallAdvantage:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        return rewards(batch, self.reward) - self.value(batch)
+        return self._rewards(batch) - self.value(batch)
 
     def returns(self, batch: Batch) -> Tensor:
         """The targets of `value` at the first token of each call, float64 [N], else NaN."""
-        known = rewards(batch, self.reward)[batch.token_transition]
+        known = self._rewards(batch)[batch.token_transition]
         return torch.where(turns.is_first_token(batch), known, torch.nan)
+
+    def _rewards(self, batch: Batch) -> Tensor:
+        x = rewards(batch, self.reward)
+        return lift(batch, x, core.level_of(self.reward), "transition")
 
 
 @column()
@@ -221,7 +226,7 @@ def with_ema(algo: Algo, *, decay: Discount = 0.95, key: str = "") -> Algo:
             return part
         return replace(part, base=Ema(part.reward, decay, key, part.at))
 
-    credit = core.map_parts(algo.credit, change)
+    credit = map_parts(algo.credit, change)
     if credit == algo.credit:
         raise ConfigError(
             "algorithm.preset: +ema changes the baseline of a comparison, and this preset makes "
@@ -264,7 +269,7 @@ def per_role(algo: Algo) -> Algo:
         at = "role" if level == "rollout" else level
         return replace(part, at=at, by=(*part.by, "role"), norm_by=norm_by)
 
-    return replace(algo, credit=core.map_parts(algo.credit, change))
+    return replace(algo, credit=map_parts(algo.credit, change))
 
 
 @modifier("only", prefix="only_")

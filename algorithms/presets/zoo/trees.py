@@ -12,7 +12,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import GroupRelative, column, rewards, standardise, weighted_sum
+from agentrl.algorithms.credit.core import (
+    GroupRelative,
+    column,
+    rollout_rewards,
+    standardise,
+    weighted_sum,
+)
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import known_mean, reduce_by, units
@@ -31,7 +37,7 @@ def BranchAdvantage(
     VinePPO (arXiv 2410.01679) and C3 (2603.06859), unbiased; 0 where there is no other. "parent":
     V - V of the call before (the group's mean at the root). "both": (V - V of the root + V - V of
     the parent) / sqrt(rollouts that made it), TreeRL, arXiv 2506.11902."""
-    x, rollout = rewards(batch, reward), batch.transition_rollout
+    x, rollout = rollout_rewards(batch, reward), batch.transition_rollout
     known, node = ~x.isnan()[rollout], units(batch, "transition", "group", "node")
     v = known_mean(x[rollout], node)
     if how == "siblings":

@@ -137,3 +137,13 @@ def test_filters() -> None:
     )
     assert NotTruncated()(batch).tolist() == [True, True, False]
     assert AllFilters((NotTruncated(), RoleFilter(("b",))))(batch).tolist() == [False, True, False]
+
+
+def test_an_overlong_cache_beyond_the_limit_is_all_of_it() -> None:
+    shaped = OverlongPenalty("outcome", 8, 4096)(group(1.0, 1.0, 1.0, tokens=[2, 4, 8]))
+    assert (shaped - 1).tolist() == pytest.approx([-0.25, -0.5, -1])
+
+
+def test_rewards_that_differ_by_rounding_have_no_best_one() -> None:
+    batch = group(0.1 + 0.2, 0.3, 0.3)
+    assert GroupRelative(BestOverSecond(), base="none")(batch).tolist() == [0.0, 0.0, 0.0]

@@ -23,6 +23,7 @@ from agentrl.algorithms.credit.turns import (
     call_rewards,
 )
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.presets.zoo.ppo import BiLevelGae
 from agentrl.algorithms.presets.zoo.teams import RoleFilter
@@ -476,3 +477,8 @@ def test_hindsight() -> None:
     near(HindsightReturns(CallRewards("transition:h"), gamma=0.5)(batch), [0.5 * 1.2, 0.8])
     lost = world(Play([*calls, Call()], outcome=1.0))
     near(HindsightReturns(CallRewards("transition:h"), gamma=1.0)(lost), [1.2, 0.8, 1.0])
+
+
+def test_potentials_of_no_rollouts() -> None:
+    nothing = build_batch([], reward_names=("outcome", "transition:phi"))
+    assert PotentialShaping("transition:phi")(nothing).shape == (0,)

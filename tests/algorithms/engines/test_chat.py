@@ -109,3 +109,9 @@ def test_a_template_that_raises_is_the_requests_fault(tokenizer: Any) -> None:
             render(tokenizer, [{"role": "user", "content": "x"}])
     finally:
         tokenizer.chat_template = original
+
+
+def test_tool_calls_that_are_no_list_are_refused(tokenizer: Any) -> None:
+    said = {"role": "assistant", "content": "", "tool_calls": 1}
+    with pytest.raises(RequestError, match=r"messages\[0\]\.tool_calls is not a list"):
+        render(tokenizer, [said])

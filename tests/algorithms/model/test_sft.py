@@ -67,3 +67,10 @@ def test_imitation_makes_the_conversations_likely_and_repeats_itself(tiny_model_
             after = -forward_logprobs(model, pack).mean()
         assert after < 0.2 * before
     assert losses[0] == losses[1]
+
+
+def test_fewer_conversations_than_a_batch_are_one_batch(tiny_model_dir: Path) -> None:
+    model, tokenizer = load_model(tiny_model_dir)
+    tokenizer.chat_template = TEMPLATE
+    rows = rows_of(tokenizer, CONVERSATIONS)
+    assert imitate(model, rows, steps=2, batch=len(rows) + 1, lr=1e-2, warmup=1) > 0

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.objective.core import Algo, loss_terms, psi
+from agentrl.algorithms.objective.core import Algo, compute_advantages, loss_terms, psi
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.algorithms.presets.catalogue import make, modifiers, presets
 from agentrl.errors import ConfigError, TrainingError
@@ -27,6 +28,7 @@ from tests.algorithms.multiagent.test_critics import CASES as CRITIC_CASES
 from tests.algorithms.objective.test_sides import PUBLISHED as SIDE_CASES
 from tests.algorithms.objective.test_symbols import CASES as SYMBOL_CASES
 from tests.algorithms.presets.test_turns import CASES as AGENT_CASES
+from tests.algorithms.worlds import Call, Play, world
 
 
 @dataclass(frozen=True)
@@ -672,3 +674,45 @@ def test_a_reward_that_no_rollout_has_is_refused() -> None:
     algo = make("grpo", {"reward": "stile"})
     with pytest.raises(TrainingError, match=r"none of 12 rollouts has a reward 'stile'.*'style'"):
         current(algo, padded(0))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ppo", "reinforce++", "remax", "pass-at-k", "best-of", "rft", "vineppo", "mt-grpo", "dpo"],
+)
+@pytest.mark.parametrize("reward", ["role:tact", "transition:score"])
+def test_rewards_of_roles_and_calls_are_not_taken_for_those_of_rollouts(
+    name: str, reward: str
+) -> None:
+    """They were read at the places of rollouts: the number of another role or call."""
+    algo = make(name, {"reward": reward}, streams=("o", "b", "q", "v"))
+    calls = [Call(role=role, rewards={"score": 1.0, "turn": 0.0}) for role in ("a", "b")]
+    plays = [Play(calls, tact={"a": x, "b": -x}, greedy=x > 0) for x in (1.0, 0.0)]
+    batch = world(*plays, values=[0.0] * 4)
+    zeros = torch.zeros(4)
+    with pytest.raises(TrainingError, match=f"one reward per rollout, and '{reward}' has 4 values"):
+        loss_terms(algo, batch, {"o": zeros, "q": zeros})
+
+
+def test_a_reward_of_the_only_role_is_one_of_rollouts() -> None:
+    batch = world(*(Play([Call(), Call()], outcome=x, tact={"agent": x}) for x in (1.0, 0.0)))
+    of_roles, of_rollouts = (
+        compute_advantages(make("reinforce++", {"reward": reward}), batch)
+        for reward in ("role:tact", "outcome")
+    )
+    assert of_roles.tolist() == of_rollouts.tolist()
+
+
+def test_a_plain_credit_function_keeps_its_reward_beside_that_of_a_filter(tmp_path: Path) -> None:
+    (tmp_path / "mine_credit.py").write_text("def mine(batch): return batch.rewards['style']\n")
+    options = {"credit": "mine_credit.py:mine", "credit_reward": "style"}
+    assert make("dapo+credit", options, root=tmp_path).rewards == ("style", "outcome")
+    assert make("grpo+credit", options, root=tmp_path).rewards == ("style",)
+
+
+def test_an_episode_of_one_answer_may_have_the_reward_of_its_rollout() -> None:
+    algo = make("maporl", {"reward": "outcome"}, streams=("o", "b", "v"))
+    calls = [Call(role="a"), Call(role="b")]
+    batch = world(Play(calls, outcome=1.0), Play(calls, outcome=0.0), values=[0.0] * 4)
+    up = 0.5**0.5
+    assert compute_advantages(algo, batch).tolist() == pytest.approx([up, up, -up, -up], rel=1e-5)

@@ -81,6 +81,10 @@ def test_an_installed_package_registers_presets(
         ("def p(): return 3", r"p \(.*mine_preset\.py:2\) returned int, which is no Algo"),
         ("def p(): return [][1]", r"p \(.*\.py:2\) raised IndexError: .* \(.*mine_preset\.py:2\)"),
         ("@preset('grpo')\ndef p(): ...", r"p \(.*:2\) hides the library's own 'grpo'"),
+        (
+            "from agentrl.algorithms import modifier\n@modifier('tis')\ndef p(algo): return algo",
+            r"p \(.*:3\) hides the library's own 'tis'",
+        ),
     ],
 )
 def test_what_is_no_preset_is_refused_with_its_place(

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from agentrl.algorithms.prompts import stored
 from agentrl.algorithms.prompts.search import REFUSED, Search
 from agentrl.algorithms.prompts.stored import StoredBackend
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError
 from agentrl.store import open_store
-from agentrl.types import PromptText
+from agentrl.types import PromptText, Trace, Transition, float32, int32
+from tests import factories
 
 TEXT = PromptText(component="solver", role="solver", seed="Be brief.", text="Be brief.")
 
@@ -86,3 +88,21 @@ async def test_a_reflector_that_is_busy_says_nothing_or_nonsense_is_asked_once_e
         other = await search(store, config)
         with pytest.raises(AgentRLError, match="was asked something else before"):
             await asyncio.to_thread(other.propose, texts, "solver", "x")
+
+
+def test_a_reflector_reads_messages_as_they_were_written() -> None:
+    """A call of token ids alone has no messages, and was not made with the texts."""
+    call = {"id": "1", "function": {"name": "find", "arguments": '{"city": "Zürich"}'}}
+    base: Any = {"attempt": "a", "role": "solver", "prompt": int32([1]), "completion": int32([2])}
+    base["logprobs"] = float32([-1.0])
+    spoken = Transition(
+        id="t0", index=0, messages=[{"role": "user", "content": "Où?"}],
+        answer={"role": "assistant", "content": None, "tool_calls": [call]}, **base,
+    )  # fmt: skip
+    bare = Transition(id="t1", index=1, **base)
+    shown = stored._example(
+        Trace(factories.rollout(calls=[spoken, bare]), "a", [spoken, bare], []), TEXT
+    )
+    assert "Où?" in shown["Read"]
+    assert "Zürich" in shown["Said"]
+    assert stored._example(Trace(factories.rollout(calls=[bare]), "a", [bare], []), TEXT) == {}

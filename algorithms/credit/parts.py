@@ -1,0 +1,33 @@
+"""The records that a credit is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+
+def parts_of(part: object) -> Iterator[object]:
+    """A credit and every record inside it, outermost first."""
+    inside = part if isinstance(part, tuple) else ()
+    if is_dataclass(part) and not isinstance(part, type):
+        yield part
+        inside = tuple(getattr(part, item.name) for item in fields(part))
+    for item in inside:
+        yield from parts_of(item)
+
+
+def rewards_read(*parts: object) -> tuple[str, ...]:
+    """The rewards that credits read: every `reward` field that is a reference, in order."""
+    found = (getattr(record, "reward", None) for record in parts_of(parts))
+    return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
+
+
+def map_parts(part: Any, change: Callable[[Any], Any]) -> Any:
+    """A credit with every record inside it changed, innermost first."""
+    if isinstance(part, tuple):
+        return tuple(map_parts(item, change) for item in part)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    inner = {item.name: map_parts(getattr(part, item.name), change) for item in fields(part)}
+    return change(replace(part, **inner))
