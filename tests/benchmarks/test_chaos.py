@@ -21,7 +21,7 @@ def test_a_few_faults_lose_nothing_and_train_nothing_twice(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(chaos.ROOT))
     monkeypatch.setattr(chaos, "WEIGHTS", dict.fromkeys(chaos.WEIGHTS, 1))
-    figures = chaos.measure(faults=6, seconds=300, seed=1, model=tiny_model_dir)
+    figures = chaos.measure(faults=6, over=0, seed=1, model=tiny_model_dir)
     assert figures["by_fault"] == chaos.WEIGHTS
     assert (figures["lost"], figures["twice"]) == (0, 0)
     assert figures["final_step"] == figures["steps"]
@@ -33,7 +33,7 @@ def test_every_kind_of_fault_comes_and_every_machine_is_struck(
     made = []
     for name in chaos.FAULTS:
         monkeypatch.setitem(chaos.FAULTS, name, lambda *_, name=name: made.append(name))
-    roles = dict.fromkeys(["store", "learner", *chaos.runner_names()])
+    roles = dict.fromkeys(["store", "learner", *chaos.policy_names(), *chaos.runner_names()])
     chance, cluster = random.Random(0), SimpleNamespace(roles=roles)
     names = list(islice(chaos.kinds(chance), 2 * sum(chaos.WEIGHTS.values())))
     struck = [chaos.strike(cluster, name, chance).split() for name in names * 5]
