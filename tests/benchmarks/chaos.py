@@ -49,7 +49,7 @@ Figures = dict[str, float | int | str | dict[str, int]]
 RUNNERS, POLICIES = 3, 2
 PAUSE = 3.0  # seconds that each call of an agent takes where faults are spread over a time
 ROOT = Path(__file__).parents[2]
-SLOWEST = 180.0  # seconds until the next step after a fault, with every process to be started anew
+SLOWEST = 400.0  # seconds until the next step after a fault, on a machine that others use too
 NETEM = "netem"
 WELL = (NETEM, "delay", "5ms", "2ms", "loss", "1%")
 ILL = {
@@ -262,7 +262,7 @@ def measure(faults: int, over: float, seed: int, model: Path) -> Figures:
     """`faults` is how many were made. over: seconds from the first to the end of the last one's
     share, which slow agents fill with work; 0: as fast as the run goes on."""
     chance, kind, victim = random.Random(seed), Counter[str](), Counter[str]()
-    faulty, times = kinds(chance), list[float]()
+    faulty, times, waits = kinds(chance), list[float](), list[float]()
     steps = math.ceil(over / PAUSE) + 6 if over else 20 * faults + 6
     hold = int(over + faults * SLOWEST)
     with tempfile.TemporaryDirectory() as name, network(hold) as lan:
@@ -280,20 +280,22 @@ def measure(faults: int, over: float, seed: int, model: Path) -> Figures:
             kind[what.split()[0]] += 1
             victim[what.split()[1]] += 1
             print(f"{times[-1]:.0f} s: {what}", file=sys.stderr, flush=True)
-            wait_for_step(cluster, f"Stuck after {what}.")
+            waits.append(wait_for_step(cluster, f"Stuck after {what}."))
         while not cluster.ended():  # the steps that are left take as long as they take
             wait_for_step(cluster, "The run stands still.")
         figures: Figures = {"faults": len(times), "by_fault": dict(kind), "by_victim": dict(victim)}
         figures |= verdict(cluster) | {"link": cluster.link, "policies": f"{POLICIES} x {NAME}"}
         figures |= {"first_fault_s": round(times[0]), "last_fault_s": round(times[-1])}
         gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-        figures["widest_gap_s"] = round(max(gaps, default=0))
+        figures |= {"widest_gap_s": round(max(gaps, default=0)), "slowest_s": round(max(waits))}
         return figures | {"seconds": round(time.monotonic() - started)}
 
 
-def wait_for_step(cluster: Cluster, otherwise: str) -> None:
-    before = cluster.committed()
+def wait_for_step(cluster: Cluster, otherwise: str) -> float:
+    """Returns how many seconds the next step took."""
+    before, started = cluster.committed(), time.monotonic()
     cluster.until(lambda: cluster.committed() > before, otherwise)
+    return time.monotonic() - started
 
 
 def verdict(cluster: Cluster) -> dict[str, int]:
