@@ -4,9 +4,9 @@ python -m tests.benchmarks.chaos --json [--faults 200] [--over 3600] [--seed 0]
 
 Each machine is a network namespace: the store (SQLite behind `agentrl store serve`), the learner,
 two policy servers at `engine.vllm.urls` (see `chaos_policy`), which take weights from the disk that
-all have in common, and three runners. Faults come at random, spread evenly `--over` seconds, or
-without it one as soon as the run goes on after the last: `kill -9` and SIGSTOP of any
-process, a cable pulled out, a slow and lossy link, a disk that does not write, a step of the
+all have in common, and three runners. Faults come at random, spread evenly over `--over` seconds,
+or where that is 0 each as soon as the run goes on after the one before: `kill -9` and SIGSTOP of
+any process, a cable pulled out, a slow and lossy link, a disk that does not write, a step of the
 store's clock. After each the run must commit another step. Then it must have ended where it would
 have ended: every step once (`final_step`), nothing that the store answered for gone (`lost`), no
 group in two steps and no rollout with two successes (`twice`).
@@ -107,7 +107,7 @@ class Cluster:
 
     def _serve(self, machine: Machine) -> subprocess.Popen[bytes]:
         (self.database.parent / "keys").write_text("".join(f"{s}:{k}\n" for s, k in KEYS.items()))
-        command = [sys.executable, "-m", "tests.benchmarks.chaos", "--serve", machine.address]
+        command = [sys.executable, "-m", "tests.benchmarks.chaos_store", machine.address, str(PORT)]
         return machine.start([*command, str(self.offset)], self.database.parent)
 
     def _policy(self, machine: Machine, name: str) -> subprocess.Popen[bytes]:
@@ -224,6 +224,11 @@ def kinds(chance: random.Random) -> Iterator[str]:
         yield from some
 
 
+def schedule(faults: int, over: float, chance: random.Random) -> list[float]:
+    """Seconds after the first step: one fault at any time of each of as many equal parts."""
+    return [(number + chance.random()) * over / faults for number in range(faults)]
+
+
 def strike(cluster: Cluster, name: str, chance: random.Random) -> str:
     """One fault; returns its name and victim."""
     victim = "store" if name in ("disk", "clock") else chance.choice(list(cluster.roles))
@@ -269,9 +274,8 @@ def measure(faults: int, over: float, seed: int, model: Path) -> Figures:
         cluster = Cluster(lan, Path(name), model, steps, PAUSE if over else 0.0)
         cluster.until(lambda: cluster.committed() >= 1, "No first step was committed.")
         started = time.monotonic()
-        for number in range(faults):
-            due = started + (number + chance.random()) * over / faults
-            while (ended := cluster.ended()) is False and time.monotonic() < due:
+        for due in schedule(faults, over, chance):
+            while not (ended := cluster.ended()) and time.monotonic() < started + due:
                 time.sleep(0.1)
             if ended:
                 break
@@ -360,26 +364,6 @@ def write_run(folder: Path, model: Path, pause: float) -> None:
     (folder / "run.toml").write_text(RUN.format(model=model))
 
 
-def serve(address: str, offset: Path) -> None:
-    """`agentrl store serve` with a clock that is `offset` seconds ahead."""
-    from agentrl.store.http.keys import KeyFile
-    from agentrl.store.http.serve import run
-    from agentrl.store.sqlite.connection import Location
-    from agentrl.store.sqlite.store import SqliteStore
-
-    def now() -> float:
-        return time.time() + float(offset.read_text())
-
-    location = Location.parse("sqlite:///store.db")
-    run(
-        lambda: SqliteStore(location, clock=now),
-        address,
-        PORT,
-        KeyFile(Path("keys")),
-        largest=2**26,
-    )
-
-
 def tiny_model(folder: Path) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -396,11 +380,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--over", type=float, default=3600.0, help="seconds; 0: without a pause")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        serve(options.serve[0], Path(options.serve[1]))
-        return
     if not possible():
         sys.exit("This machine lets its users have no network namespaces.")
     os.environ["PYTHONPATH"] = str(ROOT)
