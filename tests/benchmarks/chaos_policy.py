@@ -2,8 +2,8 @@
 
 The embedded server on a checkpoint in a process of its own, which answers those control requests of
 vLLM's that a fleet at `engine.vllm.urls` sends where weights come as checkpoints ("reload"). It
-starts in seconds on one core, where vLLM itself takes minutes, and after every start it serves the
-checkpoint it was given at first, as vLLM does.
+starts in seconds, where vLLM takes half a minute of two cores and 3 GB, more than the time between
+two faults; and after every start it serves the checkpoint it was given at first, as vLLM does.
 """
 
 from __future__ import annotations
