@@ -1,10 +1,12 @@
 """Does a run over several machines lose or train anything twice while everything around it breaks?
 
-python -m tests.benchmarks.chaos --json [--faults 20] [--seconds 600] [--seed 0]
+python -m tests.benchmarks.chaos --json [--faults 200] [--over 3600] [--seed 0]
 
-Each machine is a network namespace: the store (SQLite behind `agentrl store serve`), the learner
-with its policy server, and three runners. Faults come at random: `kill -9` and SIGSTOP of any
-process, a cable pulled out, a slow and lossy link, a disk that does not write, a step of the
+Each machine is a network namespace: the store (SQLite behind `agentrl store serve`), the learner,
+two policy servers at `engine.vllm.urls` (see `chaos_policy`), which take weights from the disk that
+all have in common, and three runners. Faults come at random, spread evenly over `--over` seconds,
+or where that is 0 each as soon as the run goes on after the one before: `kill -9` and SIGSTOP of
+any process, a cable pulled out, a slow and lossy link, a disk that does not write, a step of the
 store's clock. After each the run must commit another step. Then it must have ended where it would
 have ended: every step once (`final_step`), nothing that the store answered for gone (`lost`), no
 group in two steps and no rollout with two successes (`twice`).
@@ -19,7 +21,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -36,14 +40,16 @@ from pathlib import Path
 
 import msgspec
 
+from tests.benchmarks.chaos_policy import NAME
 from tests.system.conftest import ASKS, RUN, VERIFIER
 from tests.system.machines import Machine, Network, network, possible
 from tests.system.test_machines import AGENTRL, FILES, GROUPS, KEYS, POLICY_KEY, PORT, SIZE
 
 Figures = dict[str, float | int | str | dict[str, int]]
-RUNNERS = 3
+RUNNERS, POLICIES = 3, 2
+PAUSE = 3.0  # seconds that each call of an agent takes where faults are spread over a time
 ROOT = Path(__file__).parents[2]
-SLOWEST = 180.0  # seconds until the next step after a fault, with every process to be started anew
+SLOWEST = 400.0  # seconds until the next step after a fault, on a machine that others use too
 NETEM = "netem"
 WELL = (NETEM, "delay", "5ms", "2ms", "loss", "1%")
 ILL = {
@@ -70,19 +76,25 @@ class Role:
 class Cluster:
     """The machines of one run, each with a folder of its own."""
 
-    def __init__(self, lan: Network, folder: Path, model: Path, steps: int) -> None:
-        self.lan, self.folder, self.steps = lan, folder, steps
+    def __init__(
+        self, lan: Network, folder: Path, model: Path, steps: int, pause: float = 0.0
+    ) -> None:
+        """pause: seconds that an agent waits before it ends."""
+        self.lan, self.folder, self.steps, self.model = lan, folder, steps, model
         self.link = slow_link()
-        for name in ("store", "run", *runner_names()):
+        for name in ("store", "run", *policy_names(), *runner_names()):
             (folder / name).mkdir()
         self.run_folder, self.database = folder / "run", folder / "store" / "store.db"
         self.offset = folder / "offset"  # of the store's clock, in seconds
         self.offset.write_text("0")
-        write_run(self.run_folder, model)
+        write_run(self.run_folder, model, pause)
         self.roles: dict[str, Role] = {}
-        store, learner = lan.machine(), lan.machine()
+        store, learner, *policies = (lan.machine() for _ in range(2 + POLICIES))
+        self.policies = [f"http://{machine.address}:{PORT}" for machine in policies]
         self.url = f"http://{store.address}:{PORT}"
         self.roles["store"] = Role(store, lambda: self._serve(store))
+        for name, machine in zip(policy_names(), policies, strict=True):
+            self.roles[name] = Role(machine, lambda m=machine, n=name: self._policy(m, n))
         self.roles["learner"] = Role(learner, lambda: self._train(learner))
         for name in runner_names():
             machine = lan.machine()
@@ -95,13 +107,18 @@ class Cluster:
 
     def _serve(self, machine: Machine) -> subprocess.Popen[bytes]:
         (self.database.parent / "keys").write_text("".join(f"{s}:{k}\n" for s, k in KEYS.items()))
-        command = [sys.executable, "-m", "tests.benchmarks.chaos", "--serve", machine.address]
+        command = [sys.executable, "-m", "tests.benchmarks.chaos_store", machine.address, str(PORT)]
         return machine.start([*command, str(self.offset)], self.database.parent)
+
+    def _policy(self, machine: Machine, name: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tests.benchmarks.chaos_policy", str(self.model)]
+        return machine.start([*command, machine.address, str(PORT)], self.folder / name)
 
     def _train(self, machine: Machine) -> subprocess.Popen[bytes]:
         settings = {
             "store": self.url, "steps": self.steps, "runner.processes": 0,
             "engine.host": machine.address, "engine.key_env": "POLICY_KEY",
+            "engine.kind": "vllm", "engine.vllm.urls": json.dumps(self.policies),
             "algorithm.groups": GROUPS, "algorithm.group_size": SIZE, "eval.tasks": 0,
         }  # fmt: skip
         overrides = [f"{key}={value}" for key, value in settings.items()]
@@ -207,6 +224,11 @@ def kinds(chance: random.Random) -> Iterator[str]:
         yield from some
 
 
+def schedule(faults: int, over: float, chance: random.Random) -> list[float]:
+    """Seconds after the first step: one fault at any time of each of as many equal parts."""
+    return [(number + chance.random()) * over / faults for number in range(faults)]
+
+
 def strike(cluster: Cluster, name: str, chance: random.Random) -> str:
     """One fault; returns its name and victim."""
     victim = "store" if name in ("disk", "clock") else chance.choice(list(cluster.roles))
@@ -241,27 +263,43 @@ def slow_link() -> str:
 # -- the run ---------------------------------------------------------------------------------------
 
 
-def measure(faults: int, seconds: float, seed: int, model: Path) -> Figures:
-    """`faults` is how many were made: fewer where the time ran out first."""
-    chance, made, started = random.Random(seed), Counter[str](), time.monotonic()
-    faulty = kinds(chance)
-    with tempfile.TemporaryDirectory() as name, network(hold=int(seconds) + 1200) as lan:
-        cluster = Cluster(lan, Path(name), model, steps=20 * faults + 6)
+def measure(faults: int, over: float, seed: int, model: Path) -> Figures:
+    """`faults` is how many were made. over: seconds from the first to the end of the last one's
+    share, which slow agents fill with work; 0: as fast as the run goes on."""
+    chance, kind, victim = random.Random(seed), Counter[str](), Counter[str]()
+    faulty, times, waits = kinds(chance), list[float](), list[float]()
+    steps = math.ceil(over / PAUSE) + 6 if over else 20 * faults + 6
+    hold = int(over + faults * SLOWEST)
+    with tempfile.TemporaryDirectory() as name, network(hold) as lan:
+        cluster = Cluster(lan, Path(name), model, steps, PAUSE if over else 0.0)
         cluster.until(lambda: cluster.committed() >= 1, "No first step was committed.")
-        while made.total() < faults and time.monotonic() - started < seconds:
-            time.sleep(chance.uniform(0, 1))
-            if cluster.ended():
+        started = time.monotonic()
+        for due in schedule(faults, over, chance):
+            while not (ended := cluster.ended()) and time.monotonic() < started + due:
+                time.sleep(0.1)
+            if ended:
                 break
+            times.append(time.monotonic() - started)
             what = strike(cluster, next(faulty), chance)
-            made[what.partition(" ")[0]] += 1
-            print(f"{time.monotonic() - started:.0f} s: {what}", file=sys.stderr, flush=True)
-            before = cluster.committed()
-            cluster.until(lambda seen=before: cluster.committed() > seen, f"Stuck after {what}.")
+            kind[what.split()[0]] += 1
+            victim[what.split()[1]] += 1
+            print(f"{times[-1]:.0f} s: {what}", file=sys.stderr, flush=True)
+            waits.append(wait_for_step(cluster, f"Stuck after {what}."))
         while not cluster.ended():  # the steps that are left take as long as they take
-            before = cluster.committed()
-            cluster.until(lambda seen=before: cluster.committed() > seen, "The run stands still.")
-        figures: Figures = {"faults": made.total(), "by_fault": dict(made), **verdict(cluster)}
-        return figures | {"link": cluster.link, "seconds": round(time.monotonic() - started)}
+            wait_for_step(cluster, "The run stands still.")
+        figures: Figures = {"faults": len(times), "by_fault": dict(kind), "by_victim": dict(victim)}
+        figures |= verdict(cluster) | {"link": cluster.link, "policies": f"{POLICIES} x {NAME}"}
+        figures |= {"first_fault_s": round(times[0]), "last_fault_s": round(times[-1])}
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        figures |= {"widest_gap_s": round(max(gaps, default=0)), "slowest_s": round(max(waits))}
+        return figures | {"seconds": round(time.monotonic() - started)}
+
+
+def wait_for_step(cluster: Cluster, otherwise: str) -> float:
+    """Returns how many seconds the next step took."""
+    before, started = cluster.committed(), time.monotonic()
+    cluster.until(lambda: cluster.committed() > before, otherwise)
+    return time.monotonic() - started
 
 
 def verdict(cluster: Cluster) -> dict[str, int]:
@@ -311,33 +349,19 @@ def runner_names() -> list[str]:
     return [f"runner{number}" for number in range(RUNNERS)]
 
 
-def write_run(folder: Path, model: Path) -> None:
+def policy_names() -> list[str]:
+    return [f"policy{number}" for number in range(POLICIES)]
+
+
+def write_run(folder: Path, model: Path, pause: float) -> None:
     tasks = [{"input": f"What is {i} plus {i + 1}?", "answer": 2 * i + 1} for i in range(20)]
-    (folder / "agent.py").write_text(ASKS.format(times=1))
+    waiting = f"    import time\n    time.sleep({pause})\n    return answer.json()"
+    agent = ASKS.format(times=1).replace("    return answer.json()", waiting)
+    (folder / "agent.py").write_text(agent)
     (folder / "verifier.py").write_text(VERIFIER)
     lines = (msgspec.json.encode(task) + b"\n" for task in tasks)
     (folder / "tasks.jsonl").write_bytes(b"".join(lines))
     (folder / "run.toml").write_text(RUN.format(model=model))
-
-
-def serve(address: str, offset: Path) -> None:
-    """`agentrl store serve` with a clock that is `offset` seconds ahead."""
-    from agentrl.store.http.keys import KeyFile
-    from agentrl.store.http.serve import run
-    from agentrl.store.sqlite.connection import Location
-    from agentrl.store.sqlite.store import SqliteStore
-
-    def now() -> float:
-        return time.time() + float(offset.read_text())
-
-    location = Location.parse("sqlite:///store.db")
-    run(
-        lambda: SqliteStore(location, clock=now),
-        address,
-        PORT,
-        KeyFile(Path("keys")),
-        largest=2**26,
-    )
 
 
 def tiny_model(folder: Path) -> Path:
@@ -354,18 +378,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--over", type=float, default=3600.0, help="seconds; 0: without a pause")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        serve(options.serve[0], Path(options.serve[1]))
-        return
     if not possible():
         sys.exit("This machine lets its users have no network namespaces.")
     os.environ["PYTHONPATH"] = str(ROOT)
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(options.faults, options.seconds, options.seed, tiny_model(Path(folder)))
+        result = measure(options.faults, options.over, options.seed, tiny_model(Path(folder)))
     if options.json:
         print(json.dumps(result))
         return
