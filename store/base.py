@@ -301,7 +301,8 @@ class Store(PromptStore, Protocol):
         """Items behind the position `after`, in order, at most `limit`; NotFound as above."""
 
     async def sides(self, digests: Sequence[str]) -> dict[str, list[types.Transition]]:
-        """The calls of sides by digest; unknown ones are left out."""
+        """The calls of sides by digest; unknown ones, and those of unknown rollouts, are left
+        out."""
 
     async def calls(self, rollouts: Sequence[str]) -> dict[str, list[types.Transition]]:
         """The calls of the last attempt of each rollout that has one."""
