@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import cache, cached_property, lru_cache, reduce
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -26,8 +26,9 @@ Parameters = Mapping[str, Any] | Sequence[Any]
 INDEXES = ("0011_failures", "0012_pages")  # migrations that only add indexes
 SQL_FOLDER = Path(__file__).parent / "sql"
 MARK = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
+LISTED = r"= any (array(select json_array_elements_text(\1::json)))"
 FORMS = {  # of SQLite, and the same for PostgreSQL
-    r"in \(select value from json_each\((:\w+|\?)\)\)": r"= any (array(select json_array_elements_text(\1::json)))",
+    r"in \(select value from json_each\((:\w+|\?)\)\)": LISTED,
     r"length\(cast\((\w+) as blob\)\)": r"octet_length(\1)",
     r"\binstr\(": "strpos(",
     r"\browid\b": "seq",
@@ -47,7 +48,9 @@ class Statement(str):
     def postgres(self) -> str:
         sql = _read(f"postgres/{self.noun}").get(self.name)
         if sql is None:
-            sql = reduce(lambda sql, form: re.sub(*form, sql), FORMS.items(), str(self))
+            sql = str(self)
+            for form, same in FORMS.items():
+                sql = re.sub(form, same, sql)
         return NAMED.sub(r"%(\1)s", sql.replace("%", "%%")).replace("?", "%s")
 
     @cached_property
