@@ -33,11 +33,11 @@ from typing import Protocol, Self
 
 from agentrl import types
 from agentrl.datasets.records import Dataset, Item, Judgement, Side
+from agentrl.prompts import Candidate, Reflection
 from agentrl.store import pages
-from agentrl.store.prompt_verbs import PromptStore
 
 
-class Store(PromptStore, Protocol):
+class Store(Protocol):
     url: str
 
     async def close(self) -> None:
@@ -301,7 +301,8 @@ class Store(PromptStore, Protocol):
         """Items behind the position `after`, in order, at most `limit`; NotFound as above."""
 
     async def sides(self, digests: Sequence[str]) -> dict[str, list[types.Transition]]:
-        """The calls of sides by digest; unknown ones are left out."""
+        """The calls of sides by digest; unknown ones, and those of unknown rollouts, are left
+        out."""
 
     async def calls(self, rollouts: Sequence[str]) -> dict[str, list[types.Transition]]:
         """The calls of the last attempt of each rollout that has one."""
@@ -317,6 +318,21 @@ class Store(PromptStore, Protocol):
 
     async def logprobs(self, model: str, sides: Sequence[str]) -> dict[str, types.Float32]:
         """Those that are known, by side."""
+
+    # -- prompt searches: called by the algorithm; everybody may read ----------------------------
+    async def put_candidates(self, candidates: Sequence[Candidate]) -> None:
+        """Add candidates of prompt searches; of a known one only the state changes. Raises
+        NotFound for an unknown run."""
+
+    async def add_reflection(self, reflection: Reflection) -> None:
+        """Add a call to a reflector; the first of an id stays. Raises NotFound for an unknown
+        run."""
+
+    async def candidates(self, run: str) -> list[Candidate]:
+        """Candidates in the order of their first `put_candidates`; [] for an unknown run."""
+
+    async def reflections(self, run: str) -> list[Reflection]:
+        """Calls to the reflector, the first first; [] for an unknown run."""
 
     # -- change feed: followed by everybody --------------------------------------------------------
     async def cursor(self) -> int:

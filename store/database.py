@@ -2,8 +2,9 @@
 
 The verbs see a `Connection`; the writer drives one `Session`; `ReaderThreads` use a `ReadPool`.
 SQL is in `sql/*.sql`, one file per noun; each statement follows a line `-- name: <name>`. It is
-written once, in the SQL that SQLite and PostgreSQL share, with parameters `:name` or `?`. Where
-they differ, or PostgreSQL needs a lock, `sql/postgres/<noun>.sql` has a statement of the same name.
+written once, in the SQL of SQLite with parameters `:name` or `?`; what PostgreSQL writes in another
+way is translated (`FORMS`). Where that is not enough, or PostgreSQL needs a lock,
+`sql/postgres/<noun>.sql` has a statement of the same name.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ Parameters = Mapping[str, Any] | Sequence[Any]
 INDEXES = ("0011_failures", "0012_pages")  # migrations that only add indexes
 SQL_FOLDER = Path(__file__).parent / "sql"
 MARK = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
+LISTED = r"= any (array(select json_array_elements_text(\1::json)))"
+FORMS = {  # of SQLite, and the same for PostgreSQL
+    r"in \(select value from json_each\((:\w+|\?)\)\)": LISTED,
+    r"length\(cast\((\w+) as blob\)\)": r"octet_length(\1)",
+    r"\binstr\(": "strpos(",
+    r"\browid\b": "seq",
+    r"(?<=\s)\+(?=\w)": "",  # keeps SQLite from an index
+}
 PARAMETER = re.compile(r"%\((\w+)\)s|%s|%%")
 NAMED = re.compile(r"(?<![:\w]):(\w+)")  # `:name`, but not the type in `::text`
 
@@ -37,7 +46,11 @@ class Statement(str):
 
     @cached_property
     def postgres(self) -> str:
-        sql = _read(f"postgres/{self.noun}").get(self.name, self)
+        sql = _read(f"postgres/{self.noun}").get(self.name)
+        if sql is None:
+            sql = str(self)
+            for form, same in FORMS.items():
+                sql = re.sub(form, same, sql)
         return NAMED.sub(r"%(\1)s", sql.replace("%", "%%")).replace("?", "%s")
 
     @cached_property

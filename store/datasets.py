@@ -1,7 +1,8 @@
 """Data sets, judgements and cached log-probs. Verbs, called by the writer.
 
 Always true: a committed version never changes; an item is in a version once, whatever its place; a
-side that is a reference stays readable, because `prune` keeps the rollouts that sides refer to.
+side that is a reference stays readable: `prune` keeps the rollouts that sides refer to, and a side
+becomes a copy before its rollout is removed all the same.
 """
 
 from __future__ import annotations
@@ -75,6 +76,13 @@ def add_items(
     tx.conn.executemany(SQL["add_item"], list(columns))
 
 
+def copy_sides(conn: Connection, rollouts: Sequence[str]) -> None:
+    """Sides that refer to rollouts which are about to be removed get their calls as their own."""
+    found = conn.execute(SQL["references"], (rows.to_json(rollouts, "Rollouts"),)).fetchall()
+    for digest, own in sides(conn, [row["digest"] for row in found]).items():
+        conn.execute(SQL["own_side"], {"digest": digest, "own": ENCODE(own)})
+
+
 def commit_dataset(tx: Transaction, name: str, version: int) -> Dataset:
     key = {"name": name, "version": version}
     if _dataset(tx.conn, name, version).digest is None:
@@ -132,7 +140,8 @@ def sides(conn: Connection, digests: Sequence[str]) -> dict[str, list[types.Tran
         count, first = row["calls"], row["first_call"]
         return made[row["rollout_id"]][first : None if count is None else first + count]
 
-    return {row["digest"]: of(row) for row in found}
+    there = (row for row in found if row["own"] is not None or row["rollout_id"] in made)
+    return {row["digest"]: of(row) for row in there}
 
 
 def calls(conn: Connection, rollouts: Sequence[str]) -> dict[str, list[types.Transition]]:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from agentrl.errors import Conflict, Invalid
-from agentrl.store import rollouts, rows, runs
+from agentrl.store import datasets, rollouts, rows, runs
 from agentrl.store.database import Connection, ReaderThreads, load_sql
 from agentrl.store.feed import GROUPS
 from agentrl.store.pages import Pruned, Stats
@@ -115,6 +115,7 @@ def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
     tx.conn.execute(SQL["lock_payloads"])
     tx.conn.execute(SQL["lock_groups"], _ids(rollouts))
     found = [row for row in _evidence(tx.conn, rollouts) if row["state"] in AT_REST]
+    datasets.copy_sides(tx.conn, [row["id"] for row in found])
     columns = _ids([row["id"] for row in found])
     hashes = [row["hash"] for row in tx.conn.execute(SQL["tools"], columns)]
     for table in ("credits", "transitions", "spans", "rewards", "attempts", "rollouts"):

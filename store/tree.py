@@ -2,6 +2,8 @@
 
 Always true: whoever makes a `TokenTree` has locked its attempts, so nobody else adds to them; what
 it needs of the stored calls is asked for at once, and waited for when the first call is looked at.
+Calls that came late hang below late ones only, and the others below others: those that count may
+pass to another attempt without them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from agentrl.store.database import WritingConnection, load_sql
 from agentrl.store.rows import digest
 
 SQL = load_sql("traces")
+Tree = tuple[str, bool]  # an attempt, and whether its calls came late
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +87,11 @@ class TokenTree:
         self._conn = conn
         columns = {"attempts": rows.to_json(attempts, "Attempts"), "ids": rows.to_json(ids, "Ids")}
         self._asked = conn.ask(SQL["tree"], columns)
-        self._calls: dict[str, tuple[str, bool]] | None = None  # by id: attempt, and whether late
-        self._nodes: dict[str, list[TreeNode]] = defaultdict(list)  # longest first, then latest
-        self._chats: dict[str, list[TreeNode]] = defaultdict(list)
-        self._answers: dict[tuple[str, int, bytes, bytes], int] = {}
-        self._rows: dict[
-            str, dict[str, Any]
-        ] = {}  # columns of calls that are not stored yet, by id
+        self._calls: dict[str, Tree] | None = None  # where each is, by id
+        self._nodes: dict[Tree, list[TreeNode]] = defaultdict(list)  # longest first, then latest
+        self._chats: dict[Tree, list[TreeNode]] = defaultdict(list)
+        self._answers: dict[tuple[Tree, int, bytes, bytes], int] = {}
+        self._rows: dict[str, rows.Columns] = {}  # of calls that are not stored yet, by id
         self._new: list[str] = []  # ids of what was added here: `seq` -1, -2, ...
 
     def known_late(self, call: PreparedTransition) -> bool | None:
@@ -110,8 +111,9 @@ class TokenTree:
         """Adds a call that is not known, below its deepest prefix."""
         if call.tools is not None:  # the same in most calls of a run: stored once, by content
             self._conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
-        parent = deepest_prefix(call.prompt, _fitting(self._nodes[call.attempt], call.prompt))
-        chat, shared = self._heard(call)
+        tree = call.attempt, late
+        parent = deepest_prefix(call.prompt, _fitting(self._nodes[tree], call.prompt))
+        chat, shared = self._heard(call, tree)
         columns = {
             **call.columns,
             **self._link("parent", parent.seq if parent else None),
@@ -124,39 +126,39 @@ class TokenTree:
         if columns["parent_id"] in self._rows or columns["chat_parent_id"] in self._rows:
             self.write()
         self._rows[columns["id"]] = columns
-        self._remember(call, late)
+        self._remember(call, tree)
 
     def write(self) -> None:
         """Stores what was added. Calls that continue each other are of different statements."""
         self._conn.executemany(SQL["add_transition"], self._rows.values())
         self._rows = {}
 
-    def _read(self) -> dict[str, tuple[str, bool]]:
+    def _read(self) -> dict[str, Tree]:
         calls = {}
         for row in self._asked.fetchall():
-            attempt, seq = row["attempt_id"], row["seq"]
-            calls[row["id"]] = attempt, bool(row["late"])
+            tree, seq = (row["attempt_id"], bool(row["late"])), row["seq"]
+            calls[row["id"]] = tree
             if row["size"]:
-                self._nodes[attempt].append(TreeNode(seq, row["size"], row["digest"]))
+                self._nodes[tree].append(TreeNode(seq, row["size"], row["digest"]))
             if row["chat_size"]:
                 chat = TreeNode(seq, row["chat_size"], row["chat_digest"])
-                self._chats[attempt].append(chat)
+                self._chats[tree].append(chat)
                 if row["answer_digest"] is not None:
-                    said = attempt, chat.size, chat.digest, row["answer_digest"]
+                    said = tree, chat.size, chat.digest, row["answer_digest"]
                     self._answers[said] = max(self._answers.get(said, seq), seq)
         for nodes in (*self._nodes.values(), *self._chats.values()):
             nodes.sort(key=lambda node: (-node.size, -node.seq))
         return calls
 
-    def _heard(self, call: PreparedTransition) -> tuple[int | None, int]:
+    def _heard(self, call: PreparedTransition, tree: Tree) -> tuple[int | None, int]:
         """The call whose messages this one repeats, and how many: agents resend all of them."""
-        parent = deepest_prefix(call.chat, _fitting(self._chats[call.attempt], call.chat))
+        parent = deepest_prefix(call.chat, _fitting(self._chats[tree], call.chat))
         if parent is None:
             return None, 0
         shared = call.chat[: parent.size].count(b"\n")
         if shared < len(call.lines):
             said = digest(call.lines[shared].encode())
-            answered = self._answers.get((call.attempt, parent.size, parent.digest, said))
+            answered = self._answers.get((tree, parent.size, parent.digest, said))
             if answered is not None:  # the next message is the answer to that call
                 return answered, shared + 1
         return parent.seq, shared
@@ -166,19 +168,19 @@ class TokenTree:
             return {name: seq, f"{name}_id": None}
         return {name: None, f"{name}_id": self._new[-1 - seq]}
 
-    def _remember(self, call: PreparedTransition, late: bool) -> None:
+    def _remember(self, call: PreparedTransition, tree: Tree) -> None:
         assert self._calls is not None
-        columns, attempt = call.columns, call.attempt
-        self._calls[columns["id"]] = attempt, late
+        columns = call.columns
+        self._calls[columns["id"]] = tree
         self._new.append(columns["id"])
         seq, answer = -len(self._new), columns["answer_digest"]
         chat = TreeNode(seq, columns["chat_size"], columns["chat_digest"])
         node = TreeNode(seq, columns["size"], columns["digest"])
-        for one, nodes in ((node, self._nodes[attempt]), (chat, self._chats[attempt])):
+        for one, nodes in ((node, self._nodes[tree]), (chat, self._chats[tree])):
             if one.size:
                 insort_left(nodes, one, key=_shortness)
         if chat.size and answer is not None:
-            self._answers[attempt, chat.size, chat.digest, answer] = seq
+            self._answers[tree, chat.size, chat.digest, answer] = seq
 
 
 def _shortness(node: TreeNode) -> int:

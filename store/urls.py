@@ -70,9 +70,9 @@ def split_secret(url: str) -> tuple[str, dict[str, str]]:
     if scheme not in ("http", "https"):
         return url, {}
     parts = urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
+    _, _, host = parts.netloc.rpartition("@")
     options = parse_qsl(parts.query, keep_blank_values=True)
-    key = unquote(user) or dict(options).get("key")
+    key = unquote(parts.username or parts.password or "") or dict(options).get("key")
     query = urlencode([(name, value) for name, value in options if name != "key"])
     public = urlunsplit((parts.scheme, host, parts.path, query, parts.fragment))
     return public, {"AGENTRL_STORE_KEY": key} if key else {}

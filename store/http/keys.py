@@ -190,10 +190,9 @@ class Claims:
         elif verb in ATTEMPTS:
             attempts = set(ATTEMPTS[verb](arguments))
             await self.check_run(attempts, caller)
-            await self._look_up(attempts)
             owner = _owner(caller)
-            for attempt in attempts & self._known.keys():
-                if (self._known[attempt][1] or "").partition(":")[2] != owner:
+            for attempt, (_, claim_id) in (await self._look_up(attempts)).items():
+                if (claim_id or "").partition(":")[2] != owner:
                     raise Forbidden(
                         f"{verb}: attempt {attempt} was claimed by another caller: send the "
                         f"{CLAIM_SECRET} that it was claimed with."
@@ -215,16 +214,20 @@ class Claims:
         """Raises Forbidden for an attempt of a run that the caller's key is not for."""
         if not caller.run:
             return
-        await self._look_up(attempts)
-        for attempt in attempts & self._known.keys():
-            if self._known[attempt][0] != caller.run:
+        for attempt, (run, _) in (await self._look_up(attempts)).items():
+            if run != caller.run:
                 raise Forbidden(f"Attempt {attempt}: this key is for run {caller.run!r} only.")
 
-    async def _look_up(self, attempts: set[str]) -> None:
-        if unknown := attempts - self._known.keys():
+    async def _look_up(self, attempts: set[str]) -> dict[str, tuple[str, str | None]]:
+        """Run and claim of each attempt that there is."""
+        found = {id: self._known[id] for id in attempts & self._known.keys()}
+        if unknown := attempts - found.keys():
+            new = await self._store.claims(sorted(unknown))
             if len(self._known) > REMEMBERED:
                 self._known.clear()
-            self._known |= await self._store.claims(sorted(unknown))
+            self._known |= new
+            found |= new
+        return found
 
 
 def _owner(caller: KeyGrant) -> str:

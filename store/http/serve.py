@@ -17,7 +17,7 @@ from typing import Protocol, cast
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from agentrl.errors import ConfigError, Unavailable
+from agentrl.errors import ConfigError, StoreError
 from agentrl.processes import allow_files
 from agentrl.store.base import Store
 from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, is_loopback_host
@@ -132,7 +132,7 @@ class Retention:
                 pruned = await store.prune(keep_last=self.keep_last, older_than=self.older_than)
                 if pruned.rollouts or pruned.events:
                     log.warning("pruned %d rollouts, %d events", pruned.rollouts, pruned.events)
-            except Unavailable as error:
+            except StoreError as error:
                 log.warning("nothing was pruned: %s", error)
             await asyncio.sleep(self.every)
 

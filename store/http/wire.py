@@ -145,8 +145,7 @@ ENCODE: dict[str, Callable[[Any], bytes]] = {
 PACKED = decoders(PackedTrace | None)[MSGPACK]
 VERBS = {
     name: _verb(name)
-    for part in reversed(Store.__mro__)
-    for name, method in vars(part).items()
+    for name, method in vars(Store).items()
     if inspect.iscoroutinefunction(method) and not name.startswith("_") and name != "close"
 }
 

@@ -22,6 +22,13 @@ insert into sides (digest, rollout_id, first_call, calls, own)
 values (:digest, :rollout, :first, :calls, :own)
 on conflict (digest) do update set own = coalesce(sides.own, excluded.own);
 
+-- name: references
+select digest from sides
+where own is null and rollout_id in (select value from json_each(?));
+
+-- name: own_side
+update sides set own = :own where digest = :digest;
+
 -- name: add_item
 insert into items (
     dataset, version, position, id, kind, chosen, rejected, label, steps, margin, weight, split,

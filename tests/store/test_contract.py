@@ -404,6 +404,27 @@ async def test_what_ran_is_scored_by_whoever_claims_it_next(store, kit, clock):
     assert (await store.counts("run")).transitions == 2
 
 
+async def test_what_came_late_is_whole_after_the_rest_has_passed_on(store, kit, clock):
+    """And so is what followed it, once all leases were extended."""
+    chat = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
+    await store.enqueue(kit.group("a", 1))
+    (old,) = await claim(store, lease=10)
+    first = kit.call(old, [1], [2], messages=chat[:1], answer=chat[1])
+    assert await store.add_transitions([first]) == [True]
+    clock.now += 10
+    late = kit.call(old, [1, 2, 3], [4], messages=[*chat, chat[0]], answer=chat[1])
+    assert await store.add_transitions([late]) == [False]
+    await store.vacuum()
+    last = kit.call(old, [1, 2, 3, 4, 5], [6], messages=[*chat, *chat, chat[0]])
+    assert await store.add_transitions([last]) == [True]
+    assert await store.finish([Outcome(attempt=old.id, fence=1, ran={"calls": 3})]) == [True]
+    clock.now += 3600
+    (new,) = await claim(store)
+    moved = [replace(call, attempt=new.id) for call in (first, last)]
+    assert (await store.trace(new.rollout.id)).transitions == moved
+    assert (await store.attempts(new.rollout.id))[0].late_transitions == [late]
+
+
 async def test_what_ran_is_run_again_if_its_runner_asks_for_it(store, kit):
     await store.enqueue(kit.group("a", 1))
     (first,) = await claim(store)

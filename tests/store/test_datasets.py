@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from agentrl.datasets.records import Item, Judgement, Side, digest_of
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.types import Transition, float32, int32
+from agentrl.types import Purpose, Transition, float32, int32
 
 
 def side_of(*tokens: int) -> Side:
@@ -91,9 +91,9 @@ async def test_items_name_versions_and_sides_that_are_there(store):
         await make(store, [PAIR], [A])
 
 
-async def played(store, kit, group):
+async def played(store, kit, group, **more):
     """A rollout of two calls that is trained."""
-    await store.enqueue(kit.group(group))
+    await store.enqueue(kit.group(group, **more))
     (attempt,) = await store.claim(1, runner="test", lease=9.0)
     calls = [
         kit.call(attempt, [1], [2], index=0, logprobs=float32([-0.5])),
@@ -125,6 +125,27 @@ async def test_a_side_refers_to_calls_of_a_rollout_and_keeps_them_from_a_prune(s
     await store.prune(keep_last=0)
     assert await store.rollouts("run") == []
     assert (await store.sides([last.digest]))[last.digest] == calls[1:]
+
+
+async def test_a_side_survives_its_evaluation(store, kit):
+    """Which is removed when its step is taken back."""
+    await store.enqueue(kit.group("t"))
+    await store.finish([kit.good((await store.claim(1, runner="test", lease=9.0))[0])])
+    await store.claim_groups("run", 1, 1)
+    await store.commit_step(kit.step(0, ["t"]))
+    seen, calls = await played(store, kit, "e", purpose=Purpose.EVAL, step=1)
+    last = Side(digest=digest_of(calls[1:]), rollout=seen, first=1)
+    label = Item(position=0, kind="label", chosen=last.digest, label=1.0)
+    await make(store, [label], [last])
+    await store.rewind("run", 1, 0, None)
+    assert await store.calls([seen]) == {}
+    assert await store.sides([last.digest]) == {last.digest: calls[1:]}
+
+
+async def test_a_side_of_a_rollout_that_is_not_there_is_left_out(store):
+    lost = Side(digest="lost", rollout="nobody")
+    await make(store, [PAIR], [A, B, lost])
+    assert await store.sides(["lost", A.digest]) == {A.digest: A.own}
 
 
 async def test_a_judge_is_asked_once(store):

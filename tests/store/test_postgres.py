@@ -195,6 +195,11 @@ def test_statements_are_translated() -> None:
     statement = database.Statement("select :a::text, '100%' where b = ? and c = :a")
     statement.noun, statement.name = "none", "none"
     assert statement.postgres == "select %(a)s::text, '100%%' where b = %s and c = %(a)s"
+    listed = database.Statement("a in (select value from json_each(:a)) order by +b, 1 + 1, rowid")
+    ids = "array(select json_array_elements_text(%(a)s::json))"
+    assert listed.postgres == f"a = any ({ids}) order by b, 1 + 1, seq"
+    sizes = database.Statement("length(cast(a as blob)) + length(b) > instr(c, ?)")
+    assert sizes.postgres == "octet_length(a) + length(b) > strpos(c, %s)"
 
 
 @pytest.mark.parametrize("noun", NOUNS)

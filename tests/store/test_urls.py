@@ -20,6 +20,8 @@ from agentrl.store.urls import scheme_of, split_secret
         ("postgresql://me:s%40@host/db", "postgresql://me@host/db", {"PGPASSWORD": "s@"}),
         ("http://host:7411", "http://host:7411", {}),
         ("http://k%2Fy@host:7411", "http://host:7411", {"AGENTRL_STORE_KEY": "k/y"}),
+        ("http://:k%2Fy@host", "http://host", {"AGENTRL_STORE_KEY": "k/y"}),
+        ("http://key:@host", "http://host", {"AGENTRL_STORE_KEY": "key"}),
         (
             "https://host/a?key=secret&patience=5",
             "https://host/a?patience=5",

@@ -15,16 +15,6 @@ for update skip locked;
 -- name: lock_claim
 select pg_advisory_xact_lock(hashtextextended(:claim_id, 0));
 
--- name: claimed
-select r.*, a.id as claimed_id, a.fence, a.state as claimed_state, a.lease_until
-from attempts a join rollouts r on r.id = a.rollout_id
-where a.claim_id = ?
-order by a.seq;
-
--- name: claims
-select id, run_id, claim_id from attempts
-where id = any (array(select json_array_elements_text(?::json)));
-
 -- name: heartbeat
 -- Looked up by id alone: of how many attempts run, the planner knows what was true at the last
 -- analyze, and would rather walk through all their leases, with every version of each.

@@ -11,6 +11,7 @@ import pytest
 
 from agentrl.errors import ConfigError, Forbidden
 from agentrl.store import Store, open_store
+from agentrl.store.http import keys
 from agentrl.store.http.keys import LOOK, KeyFile, Keys
 from agentrl.store.http.wire import CLAIM_SECRET, READERS, VERBS, KeyScope
 
@@ -112,6 +113,21 @@ async def test_only_who_claimed_an_attempt_writes_to_it(serving, url: str, kit) 
         assert [row.rewards[0].value for row in await store.rollouts("run")] == [1.0, 1.0]
         claims = await store.claims([one.id, two.id])
     assert all(secret not in claim for _, claim in claims.values())
+
+
+async def test_an_attempt_that_the_server_forgets_is_still_of_who_claimed_it(
+    serving, tmp_path: Path, kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "REMEMBERED", 0)
+    with serving(f"sqlite:///{tmp_path / 'store.db'}", RUNNERS) as address:
+        async with http(address, "admin-secret") as admin:
+            await admin.open_run("run", {})
+            await admin.enqueue(kit.group("a"))
+        async with http(address, "runner-secret") as mine, http(address, "runner-secret") as thief:
+            (one,) = await mine.claim(1, runner="r", lease=600)
+            assert await mine.heartbeat([one.id], lease=600) == [one.id]
+            with pytest.raises(Forbidden, match="was claimed by another caller"):
+                await thief.heartbeat([one.id, "unknown"], lease=600)
 
 
 def test_a_runner_key_needs_a_claim_secret(serving, tmp_path: Path) -> None:

@@ -22,9 +22,11 @@ from schemathesis import GenerationMode, openapi
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
+from agentrl.errors import StoreError
 from agentrl.store import base, open_store
 from agentrl.store.http import request_limits, serve
 from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
+from agentrl.store.pages import Pruned
 from agentrl.store.writer import KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
@@ -483,3 +485,23 @@ async def test_a_served_store_prunes_itself(tmp_path, kit):
         await serve.ended(keeping)
         assert {row.group for row in await store.rollouts("run")} == {"g2"}
         assert (await store.counts("run")).succeeded == 6
+
+
+async def test_a_served_store_prunes_itself_after_any_error(caplog):
+    """Only the first of its tries fails."""
+    tried = asyncio.Event()
+
+    class Failing:
+        errors = iter([StoreError("what nobody foresaw")])
+
+        async def prune(self, **_: object) -> Pruned:
+            if error := next(self.errors, None):
+                raise error
+            tried.set()
+            return Pruned()
+
+    keeping = asyncio.create_task(serve.Retention(1, None, every=0.0).keep(Failing()))
+    async with asyncio.timeout(20):
+        await tried.wait()
+    await serve.ended(keeping)
+    assert "nothing was pruned: what nobody foresaw" in caplog.text
