@@ -31,6 +31,7 @@ CALLS = msgspec.msgpack.Decoder(list[types.Transition], dec_hook=rows.array_from
 def draft_dataset(tx: Transaction, name: str, spec: dict[str, types.Json]) -> int:
     limits.check_id("The name of a data set", name)
     text = rows.to_json(spec, "The spec of a data set")
+    tx.conn.execute(SQL["lock_datasets"])
     last = tx.conn.execute(SQL["last_version"], (name,)).fetchone()
     version = 1 if last is None else last["version"] + (last["digest"] is not None)
     key = {"name": name, "version": version}
@@ -64,6 +65,7 @@ def check_items(items: Sequence[Item], sides: Sequence[Side]) -> None:
 def add_items(
     tx: Transaction, name: str, version: int, items: Sequence[Item], sides: Sequence[Side]
 ) -> None:
+    tx.conn.execute(SQL["lock_datasets"])
     found = _dataset(tx.conn, name, version)
     if items and found.digest is not None:
         raise Conflict(f"Version {version} of data set {name!r} is complete: draft another one.")
@@ -78,6 +80,7 @@ def add_items(
 
 def copy_sides(conn: Connection, rollouts: Sequence[str]) -> None:
     """Sides that refer to rollouts which are about to be removed get their calls as their own."""
+    conn.execute(SQL["lock_datasets"])
     found = conn.execute(SQL["references"], (rows.to_json(rollouts, "Rollouts"),)).fetchall()
     for digest, own in sides(conn, [row["digest"] for row in found]).items():
         conn.execute(SQL["own_side"], {"digest": digest, "own": ENCODE(own)})
@@ -85,6 +88,7 @@ def copy_sides(conn: Connection, rollouts: Sequence[str]) -> None:
 
 def commit_dataset(tx: Transaction, name: str, version: int) -> Dataset:
     key = {"name": name, "version": version}
+    tx.conn.execute(SQL["lock_datasets"])
     if _dataset(tx.conn, name, version).digest is None:
         if lost := tx.conn.execute(SQL["lost_side"], key).fetchone():
             raise NotFound(f"Item {lost['id']} of data set {name!r} names a side that is not here.")

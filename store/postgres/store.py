@@ -14,6 +14,7 @@ row sees its newest version. A verb locks a row before it decides by it:
   * The group's row, for size and state: `enqueue` holds it while the group grows.
   * Claim ids and request ids have locks of their own: a repeat in another process waits for the
     first.
+  * Data sets have one lock: what is added to a version comes before it is complete, or is refused.
 
 A verb takes its locks in the order rollout, attempt, run, group; the rows that all processes share
 (run, group, feed) are written when the transaction ends, in order of name. If there is a deadlock

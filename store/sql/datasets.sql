@@ -1,3 +1,6 @@
+-- name: lock_datasets
+select null;  -- there is one writer
+
 -- name: last_version
 select version, spec, digest from datasets where name = ? order by version desc limit 1;
 

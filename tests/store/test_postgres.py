@@ -6,13 +6,15 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from hashlib import blake2b
 from types import SimpleNamespace
 
 import psycopg
 import pytest
 
+from agentrl.datasets.records import Item, Side
 from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
-from agentrl.store import database, open_store, writer
+from agentrl.store import database, datasets, open_store, writer
 from agentrl.store.postgres import connection, notify, pipeline
 from agentrl.store.postgres import migrations as postgres_migrations
 from agentrl.store.postgres import session as pgsession
@@ -20,7 +22,7 @@ from agentrl.store.sqlite import migrations
 from agentrl.store.urls import split_password
 from agentrl.types import RolloutState
 
-NOUNS = ("maintenance", "traces", "feed", "requests", "rewind", "rollouts", "runs")
+NOUNS = ("datasets", "maintenance", "traces", "feed", "requests", "rewind", "rollouts", "runs")
 
 
 def refused(url: str, **options: object) -> str:
@@ -301,6 +303,29 @@ async def test_one_epoch_commits_a_step_once_from_two_processes(url: str, kit, o
     )
     assert sum(isinstance(result, StoreError) for result in done) == 1
     assert (await one.run("run")).step == 1
+
+
+async def test_an_item_is_added_before_its_version_is_complete(opener) -> None:
+    one, other = opener(), opener()
+    version = await one.draft_dataset("pairs", {})
+    side = Side(digest="side", own=[])
+    item = Item(position=0, kind="label", chosen="side", label=1.0)
+    added, done = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def add(tx: writer.Transaction) -> None:
+        datasets.add_items(tx, "pairs", version, [item], [side])
+        loop.call_soon_threadsafe(added.set)
+        done.wait(0.5)  # the other would be done by then, if it did not wait
+
+    adding = asyncio.ensure_future(one._writer.post(add))
+    await added.wait()
+    completing = asyncio.ensure_future(other.commit_dataset("pairs", version))
+    completing.add_done_callback(lambda _: done.set())
+    await adding
+    assert (await completing).items == 1
+    ids = "".join(each.id for each in await one.items("pairs", version))
+    assert (await completing).digest == blake2b(ids.encode(), digest_size=16).hexdigest()
 
 
 async def test_claims_with_one_id_are_one_claim(kit, opener) -> None:
