@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Coroutine, Mapping
@@ -44,6 +45,7 @@ from agentrl.store.http.request_limits import BodyReader
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, KeyScope, Verb
 from agentrl.store.writer import IdempotentCall, start_call
 
+log = logging.getLogger("agentrl.store")
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()
 LARGEST = 64 * 2**20  # bytes of a request
 REMEMBERED = 4096  # calls whose answers are kept for their repeats
@@ -189,6 +191,14 @@ class StoreApp:
             return result
         except OverflowError as error:
             raise Invalid(f"{verb.name}: a number is out of range: {error}.") from error
+        except (StoreError, HTTPException, ConnectionAbortedError):
+            raise
+        except Exception as error:  # a fault of this server costs its call, not the connection
+            log.exception("%s failed", verb.name)
+            raise StoreError(
+                f"{verb.name} failed in the store's server ({type(error).__name__}: {error}): "
+                "its log says where."
+            ) from error
 
     async def _wait(
         self, verb: Verb, method: Any, given: dict[str, Any], receive: Receive | None

@@ -165,6 +165,21 @@ def test_binary_tokens_are_whole_numbers(admin, tokens):
     assert msgspec.msgpack.decode(answer.content)["error"]["code"] == "invalid"
 
 
+def test_a_fault_of_the_server_is_said_to_its_caller(admin, monkeypatch):
+    async def counts(self, run):
+        raise KeyError(run)
+
+    monkeypatch.setattr("agentrl.store.sqlstore.SqlStore.counts", counts)
+    answer = admin.post("/v1/counts", json={"run": "run"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (500, "error")
+    assert "counts failed in the store's server (KeyError: 'run')" in error["message"]
+    calls = [{"verb": "counts", "arguments": {"run": "run"}}, {"verb": "runs", "arguments": {}}]
+    failed, fine = admin.post("/v1/batch", json={"calls": calls}).json()["results"]
+    assert failed["error"] == error
+    assert fine["result"] == ["run"]
+
+
 def test_an_answer_that_has_no_form_in_the_encoding_is_a_typed_error(admin, tmp_path):
     claimed(admin)
     with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as conn, conn:
