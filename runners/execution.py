@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from agentrl import threads
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError, Invalid
-from agentrl.runners.executors import ExecutionResult, Executor
+from agentrl.runners.executors import ExecutionResult, Executor, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.replay import recording
 from agentrl.runners.gateway.server import Gateway
@@ -177,6 +177,8 @@ class AttemptRunner:
         if active.failures:
             message = next(iter(active.failures.values()))
             return replace(ran, failure=Failure(kind=ErrorKind.MODEL, message=message))
+        if active.timed_out and ran.failure is not None and ran.failure.kind is ErrorKind.AGENT:
+            return replace(ran, failure=out_of_time(active))  # the agent raised what it was told
         if not (ran.failure or active.stored or ran.needs_no_call or self.agent.calls_optional):
             return replace(ran, failure=self._no_call(active, ran))
         return ran

@@ -62,6 +62,7 @@ class ActiveAttempt:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     calls: int = 0  # requests so far
     stored: int = 0  # transitions so far
+    timed_out: bool = False  # a call was refused because the time was up
     refused: str = ""  # the answer to the latest call that the policy server found wrong
     failures: dict[int, str] = field(default_factory=dict)  # number of a call -> what failed
     ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> calls that failed

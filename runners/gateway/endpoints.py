@@ -262,6 +262,7 @@ async def _unrecorded(
         async with asyncio.timeout(active.left):
             return await upstream.retry(caller, model, asked, once)
     except TimeoutError:
+        active.timed_out = True
         message = f"attempt {active.id} ran out of time before {api} had answered"
         raise RefusedError(504, "attempt_timeout", message) from None
     finally:

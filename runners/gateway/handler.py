@@ -95,6 +95,7 @@ class CallHandler:
         except TimeoutError:
             if self._response is None:
                 self._record_silence()
+                self._active.timed_out = True
                 known = self._active.failures.get(self._call.number, "")
                 message = f"attempt {self._active.id} ran out of time before the model had answered"
                 message += f"; {known}" if known else ""

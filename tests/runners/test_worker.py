@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -458,6 +459,18 @@ async def test_an_agent_that_asks_for_ever_runs_out_of_time_itself(bench: Any, a
 
     bench.model.then(*[slow] * 1000)
     (rollout,) = await bench.run(tireless, TASK, timeout=1.0, max_attempts=1)
+    assert rollout.failure.kind is ErrorKind.TIMEOUT
+
+
+async def test_an_agent_that_raises_that_its_time_is_up_ran_out_of_time(
+    bench: Any, ask: Any
+) -> None:
+    async def agent(text: str) -> None:
+        (active,) = bench.gateway.attempts.active()
+        active.deadline = time.monotonic()  # before the executor looks
+        await ask(text)
+
+    (rollout,) = await bench.run(agent, TASK, timeout=60.0, max_attempts=1)
     assert rollout.failure.kind is ErrorKind.TIMEOUT
 
 

@@ -210,15 +210,15 @@ async def test_models_and_unknown_routes(http: httpx.AsyncClient) -> None:
 
 
 async def test_models_are_listed_once_they_are_known(bench: Any, http: Any) -> None:
-    router = bench.gateway.router
-    await router.read.wait()
+    router, loop = bench.gateway.router, bench.gateway._loop
+    assert (await http.get("/models")).status_code == 200
     served, router.policies = router.policies, {}  # as before the store was asked
-    router.read.clear()
+    loop.call_soon_threadsafe(router.read.clear)
     asked = asyncio.create_task(http.get("/models"))
     await asyncio.wait([asked], timeout=0.2)
     assert not asked.done()
     router.policies = served
-    router.read.set()
+    loop.call_soon_threadsafe(router.read.set)
     assert [model["id"] for model in (await asked).json()["data"]] == ["policy", "tiny"]
 
 
