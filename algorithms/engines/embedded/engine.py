@@ -8,7 +8,7 @@ Keys computed with one version's weights are never read by a request that begins
 
 from __future__ import annotations
 
-import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -40,7 +40,6 @@ from agentrl.errors import PolicyError
 PREFILL = 512  # most prompt tokens per step, so that running requests are not stalled
 WORTH_WAITING = 16  # prefix tokens that a running request is about to compute, to be copied then
 CLOSED = "the policy server is shutting down"
-log = logging.getLogger(__name__)
 
 TokenUpdates = list[tuple[GenerationRequest, TokenUpdate]]
 
@@ -82,7 +81,7 @@ class Engine:
         self.thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self.lock = threading.Lock()  # of `closing`: a thread that has ended is given no command
         self.closing = False
-        self.failure: Future[Exception] = Future()  # of the thread itself
+        self.failure: Future[BaseException] = Future()  # of the thread itself
 
     def start(self) -> None:
         self.thread.start()
@@ -142,10 +141,9 @@ class Engine:
             while self._run_commands():
                 self._admit()
                 self._step()
-        except Exception as error:
-            log.exception("the embedded engine ended")
-            self.failure.set_result(error)
         finally:
+            if (error := sys.exception()) is not None:
+                self.failure.set_result(error)
             with self.lock:
                 self.closing = True
             while not self.commands.empty():
@@ -169,13 +167,15 @@ class Engine:
 
     def _admit(self) -> None:
         """Start waiting requests, oldest first, except those whose prefix is being computed."""
-        for call in list(self.waiting):
-            if self.rows.n == self.rows.limit:
-                return
+        at = 0
+        while at < len(self.waiting) and self.rows.n < self.rows.limit:
+            call = self.waiting[at]
             source, shared, soon = self.rows.source(call.prompt, call.policy)
-            if soon - shared < WORTH_WAITING:
+            if soon - shared >= WORTH_WAITING:
+                at += 1
+            else:
                 self.rows.add(call, self.pool, source, shared)
-                self.waiting.remove(call)
+                del self.waiting[at]  # not before it has a row: every request is answered
 
     def _step(self) -> None:
         rows, n = self.rows, self.rows.n

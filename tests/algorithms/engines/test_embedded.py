@@ -383,6 +383,7 @@ async def test_an_engine_that_ends_is_the_failure_of_its_server(
     def broken(*given: object) -> None:
         raise KeyError("a bug")
 
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # the thread's own report
     monkeypatch.setattr(server._admission.engine.rows, "source", broken)
     assert (await chat(http)).status_code == 503
     async with asyncio.timeout(60):
