@@ -109,6 +109,12 @@ class ActiveAttempt:
         key = hash(raw)
         return ModelCall(number, key, self.ended.get(key, ()))
 
+    def time_is_up(self, what: str, known: str = "") -> RefusedError:
+        """The answer to a call that `what` had not answered in time. known: what had failed."""
+        self.timed_out = True
+        message = f"attempt {self.id} ran out of time before {what} had answered"
+        return RefusedError(504, "attempt_timeout", f"{message}; {known}" if known else message)
+
     def call_succeeded(self, asked: ModelCall) -> None:
         """Forget the failures of this call and of earlier calls with the same request."""
         for number in (asked.number, *asked.repeats):

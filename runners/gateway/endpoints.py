@@ -262,8 +262,6 @@ async def _unrecorded(
         async with asyncio.timeout(active.left):
             return await upstream.retry(caller, model, asked, once)
     except TimeoutError:
-        active.timed_out = True
-        message = f"attempt {active.id} ran out of time before {api} had answered"
-        raise RefusedError(504, "attempt_timeout", message) from None
+        raise active.time_is_up(api) from None
     finally:
         active.done(asked)

@@ -95,11 +95,8 @@ class CallHandler:
         except TimeoutError:
             if self._response is None:
                 self._record_silence()
-                self._active.timed_out = True
                 known = self._active.failures.get(self._call.number, "")
-                message = f"attempt {self._active.id} ran out of time before the model had answered"
-                message += f"; {known}" if known else ""
-                raise RefusedError(504, "attempt_timeout", message) from None
+                raise self._active.time_is_up("the model", known) from None
             await self._store_shown()
         finally:
             self._active.done(self._call)
