@@ -23,12 +23,11 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from agentrl.algorithms.data.merge import valid_for_any
 from agentrl.algorithms.judges import questions
 from agentrl.algorithms.judges.questions import Messages, Question, Verdict
 from agentrl.algorithms.sampling.chat_completion import Endpoint, complete, find_endpoint
+from agentrl.algorithms.sampling.collect import is_learned_from
 from agentrl.config import RunConfig
-from agentrl.config.policies import trained_policies
 from agentrl.config.rewards import GroupJudge, Judge, PairwiseJudge, PointwiseJudge, PrincipleJudge
 from agentrl.datasets.records import Judgement
 from agentrl.errors import TrainingError
@@ -195,13 +194,10 @@ class Judges:
         return groups, metrics
 
     async def _judged(self, judge: JudgeClient, group: Group) -> tuple[Group, list[StepReward]]:
-        policies = trained_policies(judge.config)
-        retokenized = judge.config.algorithm.inexact == "retokenize"
         rows = [
             row
             for row in group.rollouts
-            if row.state is RolloutState.SUCCEEDED
-            and valid_for_any(row, policies, retokenized=retokenized)
+            if row.state is RolloutState.SUCCEEDED and is_learned_from(row, judge.config)
         ]
         scores = await judge.score([questions.record_of(row) for row in rows]) if rows else []
         source = SOURCE.format(judge.name)

@@ -35,7 +35,7 @@ from agentrl.config.policies import trained_policies
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
 from agentrl.store.limits import LARGEST_REWARD, ROUNDING
-from agentrl.types import Counts, Group, Purpose, Transition
+from agentrl.types import Counts, Group, Purpose, Rollout, Transition
 
 log = logging.getLogger(__name__)
 ROUNDS = 10  # of replacements; verl's max_num_gen_batches
@@ -147,15 +147,21 @@ class Collector:
 
     def known_values(self, group: Group) -> list[float]:
         """The values of `resample` within a group, of rollouts that a policy may learn from."""
-        name, policies = self.resample or "", trained_policies(self.config)
-        retokenized = self.config.algorithm.inexact == "retokenize"
+        name = self.resample or ""
         rewards = [
             row
             for rollout in group.rollouts
-            if valid_for_any(rollout, policies, (name,), retokenized=retokenized)
+            if is_learned_from(rollout, self.config, name)
             for row in rollout.rewards
         ]
         return [x.value for x in rewards if reward_reference(x) == name and not isnan(x.value)]
+
+
+def is_learned_from(rollout: Rollout, config: RunConfig, reward: str = "outcome") -> bool:
+    """Whether one of the run's policies may learn from a rollout, once its inexact calls have token
+    ids (`algorithm.inexact`)."""
+    retokenized = config.algorithm.inexact == "retokenize"
+    return valid_for_any(rollout, trained_policies(config), (reward,), retokenized=retokenized)
 
 
 def room(config: RunConfig, step: int, counts: Counts) -> int:
