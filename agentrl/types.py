@@ -114,8 +114,7 @@ class Sampling(Record, frozen=True):
 
 
 class Branch(Record, frozen=True):
-    """A rollout that repeats the first `calls` model calls of another, which has ended, and goes
-    its own way from there. `calls` counts transitions in order of their index.
+    """A rollout that goes its own way after the first `calls` transitions of another that ended.
 
     `without`: roles of which no call is repeated, because other policies play them here. Such a
     rollout shows how the other one would have ended without them, and is never trained on."""

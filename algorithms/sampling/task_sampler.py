@@ -130,8 +130,8 @@ class TaskSampler:
         order of its own. By name they come after the groups of the step and before the next's."""
         last = (step + 1) * self.config.algorithm.groups - 1
         seed = f"{self.config.seed}/{step}/{round}"
-        order = shuffled(seed, len(self.tasks))
-        usual = (self.tasks[order[number % len(order)]] for number in range(n))
+        size = len(self.tasks)
+        usual = (self.tasks[shuffled(seed, size)[number % size]] for number in range(n))
         tasks = self._chosen(seed, range(n), usual)
         return [
             rollout
