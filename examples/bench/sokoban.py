@@ -150,4 +150,4 @@ def build1(folder: Path, seed: int) -> None:
 def build2(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train2, 0.5, folder, seed)
+    build(agent, best, train2, 0.2, folder, seed)
