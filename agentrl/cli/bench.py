@@ -37,7 +37,8 @@ def bench(
     wanted = _named(presets, about.presets, "--presets")
     chosen = _named(tasks, about.tasks, "--tasks")
     pairs = [(t, p) for t in chosen for p in about.presets_of(t) if p in wanted]
-    numbers = [int(seed) for seed in _named(seeds, map(str, about.seeds), "--seeds")]
+    known = sorted({seed for task in chosen for seed in about.seeds_of(task)})
+    numbers = [int(seed) for seed in _named(seeds, map(str, known), "--seeds")]
     until = time.monotonic() + 60 * budget_minutes
     for pieces in (plan.tuning(pairs), plan.reported(pairs, numbers)):
         run_pieces(pieces, plan.done, results, until=until)

@@ -37,6 +37,7 @@ class BenchTask(Section, frozen=True):
     measure: str = ""  # "file.py:name": checkpoint folder -> score; default: the held-out outcome
     presets: tuple[str, ...] = ()  # that make sense here; none: all
     rollouts: Natural = 0  # of each run; 0: as the bench says
+    seeds: tuple[Natural, ...] = ()  # none: as the bench says
     lrs: tuple[Positive, ...] = ()  # none: as the bench says
 
 
@@ -63,6 +64,9 @@ class Bench(Section, frozen=True):
 
     def presets_of(self, task: str) -> tuple[str, ...]:
         return self.tasks[task].presets or tuple(self.presets)
+
+    def seeds_of(self, task: str) -> tuple[int, ...]:
+        return self.tasks[task].seeds or self.seeds
 
     def lrs_of(self, pair: Pair) -> tuple[float, ...]:
         """Those of the preset, else of the task, else of all."""
@@ -146,7 +150,7 @@ class BenchPlan:
         chosen = {pair: self.learning_rate(pair) for pair in pairs}
         for seed in seeds:
             for pair, lr in chosen.items():
-                if lr is not None:
+                if lr is not None and seed in self.bench.seeds_of(pair[0]):
                     yield self.piece(pair, lr, seed)
 
 
@@ -160,7 +164,8 @@ def read_bench(file: Path) -> Bench:
     for name in [bench.baseline, *(name for task in bench.tasks.values() for name in task.presets)]:
         if name not in bench.presets:
             raise ConfigError(f"{file}: preset {name!r}; {nearest(name, bench.presets)}")
-    if both := set(bench.seeds) & set(bench.tuning_seeds):
+    reported = {seed for task in bench.tasks for seed in bench.seeds_of(task)}
+    if both := reported & set(bench.tuning_seeds):
         raise ConfigError(f"{file}: seeds {sorted(both)} are tuned on, so they cannot be reported")
     return bench
 

@@ -138,7 +138,7 @@ def curves_of(plan: BenchPlan, task: str, preset: str) -> tuple[float, dict[int,
     bench, about = plan.bench, plan.bench.tasks[task]
     budget, points = about.rollouts or bench.rollouts, bench.evaluations + 1
     found = {}
-    for seed in bench.seeds:
+    for seed in bench.seeds_of(task):
         row = plan.done.get(plan.piece((task, preset), lr, seed).digest)
         if row is not None:
             if row.failed:
@@ -196,7 +196,10 @@ def missing(plan: BenchPlan, found: Summary) -> dict[str, dict[str, int]]:
         task: {
             preset: left
             for preset in bench.presets_of(task)
-            if (left := len(bench.seeds) - found.get(task, {}).get(preset, {}).get("seeds", 0))
+            if (
+                left := len(bench.seeds_of(task))
+                - found.get(task, {}).get(preset, {}).get("seeds", 0)
+            )
         }
         for task in bench.tasks
     }
@@ -207,11 +210,17 @@ def never_worse(bench: Bench, found: Summary) -> dict[str, int]:
     the interval of the gain in area, with the number of tasks where both were run on all seeds: an
     interval of a few is wide, which speaks for nobody."""
     kept: dict[str, int] = {}
-    compared = [rows for task, rows in found.items() if baseline_of(bench, task) == bench.baseline]
-    for name in sorted({name for rows in compared for name in rows} - {bench.baseline}):
-        run = [rows[name] for rows in compared if name in rows]
-        whole = sum(row["seeds"] == len(bench.seeds) for row in run)
-        if bench.presets[name].cost == 1.0 and whole and all(row["gain"][2] >= 0 for row in run):
+    compared = {
+        task: rows for task, rows in found.items() if baseline_of(bench, task) == bench.baseline
+    }
+    for name in sorted({name for rows in compared.values() for name in rows} - {bench.baseline}):
+        run = {task: rows[name] for task, rows in compared.items() if name in rows}
+        whole = sum(row["seeds"] == len(bench.seeds_of(task)) for task, row in run.items())
+        if (
+            bench.presets[name].cost == 1.0
+            and whole
+            and all(row["gain"][2] >= 0 for row in run.values())
+        ):
             kept[name] = whole
     return kept
 

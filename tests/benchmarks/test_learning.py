@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -121,6 +123,17 @@ def test_learning_rates_are_those_of_the_largest_area(plan: BenchPlan) -> None:
     del plan.done[tuned.digest]
     assert plan.learning_rate(("chain", "gigpo")) is None
     assert not list(plan.reported([("chain", "gigpo")], [0]))
+
+
+def test_a_task_may_have_seeds_of_its_own(plan: BenchPlan) -> None:
+    few = msgspec.structs.replace(plan.bench.tasks["chain"], seeds=(1, 7))
+    bench = msgspec.structs.replace(plan.bench, tasks={**plan.bench.tasks, "few": few})
+    ours = replace(plan, bench=bench)
+    tasks = [("few", "gigpo"), ("chain", "gigpo")]
+    for one in ours.tuning(tasks):
+        finish(ours, one, 1.0)
+    found = [(one.name[0], one.name[3]) for one in ours.reported(tasks, [0, 1, 7])]
+    assert found == [("chain", 0), ("few", 1), ("chain", 1), ("few", 7)]
 
 
 def test_a_piece_is_known_by_all_that_decides_it(plan: BenchPlan) -> None:
