@@ -174,12 +174,14 @@ def summarise(plan: BenchPlan) -> Summary:
 
 def headline(bench: Bench, found: Summary) -> dict[str, dict[str, Any]]:
     """By task: final levels of the baseline and of the best preset that plays no extra rollouts,
-    which is the one that is soonest at the former, with its ratio of rollouts."""
+    which of those that were run on most seeds is soonest at the former, with its ratio."""
     best: dict[str, dict[str, Any]] = {}
     for task, rows in found.items():
         base = baseline_of(bench, task)
         others = [name for name in rows if name != base and bench.presets[name].cost == 1.0]
         if others:
+            most = max(rows[name]["seeds"] for name in others)
+            others = [name for name in others if rows[name]["seeds"] == most]
             winner = min(others, key=lambda name: (rows[name]["ratio"][0], -rows[name]["area"][0]))
             ratio, *interval = rows[winner]["ratio"]
             best[task] = {
