@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import shlex
@@ -146,16 +147,24 @@ class CommandExecutor(SandboxExecutor):
         # Harnesses tell on stdout what went wrong, among much else.
         words = (line for line in stdout.splitlines() if self.preset and "error" in line.lower())
         contract.check_exit(status, "\n".join([stderr, *words]))
-        file = folder / contract.RESULT
         try:
-            size = file.stat().st_size
-            if size > contract.LARGEST_RESULT:
-                raise contract.too_large("its result file")
-            if size:
-                stdout = file.read_text(errors="replace")
+            if folder.is_symlink():
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            with open(folder / contract.RESULT, errors="replace", opener=_open_no_link) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > contract.LARGEST_RESULT:
+                    raise contract.too_large("its result file")
+                if size:
+                    stdout = file.read()
         except FileNotFoundError:
             pass  # the answer is on stdout
         except OSError as error:  # the agent made something else of its file, or of the folder
             message = f"the agent's result file cannot be read: {error.strerror}"
             raise FailedAttemptError(ErrorKind.AGENT, message) from None
         return contract.parse_result(stdout)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """A link of the agent's may lead to what only the runner can read, such as the answers; opening
+    a pipe must not wait for a writer."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

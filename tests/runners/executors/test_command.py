@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +166,21 @@ async def test_it_works_in_its_folder(bench: Any, make: Any, tmp_path: Path) -> 
             "import os; p = os.environ['AGENTRL_RESULT_FILE']; os.symlink(p, p)",
             "read: Too many levels of symbolic links",
         ),
+        (
+            "import os; os.symlink('/etc/passwd', os.environ['AGENTRL_RESULT_FILE'])",
+            "read: Too many levels of symbolic links",
+        ),
+        (
+            "import os, shutil; folder = os.path.dirname(os.environ['AGENTRL_RESULT_FILE']);"
+            " shutil.rmtree(folder); os.symlink('/etc', folder)",
+            "read: Too many levels of symbolic links",
+        ),
     ],
 )
-async def test_how_it_fails(bench: Any, make: Any, code: str, says: str) -> None:
+async def test_how_it_fails(
+    bench: Any, make: Any, code: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     executor = await make("command", config=configured(python(code)))
     (rollout,) = await bench.run(executor, {"input": "x"})
     assert rollout.failure.kind is ErrorKind.AGENT
