@@ -70,11 +70,14 @@ def pack(message: msgspec.Struct) -> bytes:
 
 async def read(stream: asyncio.StreamReader, kind: type[T], most: int = 2**32) -> T:
     """The next message, of the given kind. Raises IncompleteReadError after the last one,
-    ConnectionError when it has more than `most` bytes."""
+    ConnectionError when it has more than `most` bytes or is of another kind."""
     (size,) = HEADER.unpack(await stream.readexactly(HEADER.size))
     if size > most:
         raise ConnectionError(f"a message of {size} bytes")
-    return msgspec.json.decode(await stream.readexactly(size), type=kind)
+    try:
+        return msgspec.json.decode(await stream.readexactly(size), type=kind)
+    except msgspec.DecodeError as error:
+        raise ConnectionError(f"a message that is no {kind.__name__}: {error}") from None
 
 
 def main(settings: WorkerSettings, fd: int) -> int:

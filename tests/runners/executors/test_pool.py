@@ -175,6 +175,24 @@ async def test_what_a_process_cannot_send_holds_nobody_up(bench: Any, pool: Any)
     assert answered.result == "?"
 
 
+async def test_a_process_that_sends_nonsense_is_replaced(bench: Any, pool: Any) -> None:
+    code = r"""
+import os
+
+async def agent(doing):
+    if doing == "disturb":
+        os.write(3, b"\0\0\0\2{}")
+    return os.getpid()
+"""
+    executor = await pool(code, "pool_agent.py:agent")
+    before, disturbed, after = await bench.run(
+        executor, *({"input": doing} for doing in ("", "disturb", "")), concurrency=1, timeout=5.0
+    )
+    assert disturbed.failure.kind is ErrorKind.AGENT
+    assert "the agent's process was killed" in disturbed.failure.message
+    assert after.result not in (None, before.result)
+
+
 UNSTEADY = """
 import os
 from pathlib import Path
