@@ -194,15 +194,13 @@ def headline(bench: Bench, found: Summary) -> dict[str, dict[str, Any]]:
 def missing(plan: BenchPlan, found: Summary) -> dict[str, dict[str, int]]:
     """By task and preset the reported seeds that are not in the results yet."""
     bench = plan.bench
+
+    def left(task: str, preset: str) -> int:
+        done: int = found.get(task, {}).get(preset, {}).get("seeds", 0)
+        return len(bench.seeds_of(task)) - done
+
     return {
-        task: {
-            preset: left
-            for preset in bench.presets_of(task)
-            if (
-                left := len(bench.seeds_of(task))
-                - found.get(task, {}).get(preset, {}).get("seeds", 0)
-            )
-        }
+        task: {name: count for name in bench.presets_of(task) if (count := left(task, name))}
         for task in bench.tasks
     }
 
@@ -212,17 +210,11 @@ def never_worse(bench: Bench, found: Summary) -> dict[str, int]:
     the interval of the gain in area, with the number of tasks where both were run on all seeds: an
     interval of a few is wide, which speaks for nobody."""
     kept: dict[str, int] = {}
-    compared = {
-        task: rows for task, rows in found.items() if baseline_of(bench, task) == bench.baseline
-    }
-    for name in sorted({name for rows in compared.values() for name in rows} - {bench.baseline}):
-        run = {task: rows[name] for task, rows in compared.items() if name in rows}
-        whole = sum(row["seeds"] == len(bench.seeds_of(task)) for task, row in run.items())
-        if (
-            bench.presets[name].cost == 1.0
-            and whole
-            and all(row["gain"][2] >= 0 for row in run.values())
-        ):
+    tasks = [task for task in found if baseline_of(bench, task) == bench.baseline]
+    for name in sorted({name for task in tasks for name in found[task]} - {bench.baseline}):
+        run = [(task, found[task][name]) for task in tasks if name in found[task]]
+        whole = sum(row["seeds"] == len(bench.seeds_of(task)) for task, row in run)
+        if bench.presets[name].cost == 1.0 and whole and all(row["gain"][2] >= 0 for _, row in run):
             kept[name] = whole
     return kept
 
