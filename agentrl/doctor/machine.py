@@ -30,7 +30,7 @@ from agentrl.store.urls import split_secret
 DRIVER = Path("/proc/driver/nvidia")
 SHOWN = {"torch", "transformers", "vllm", "verl", "ray", "flash-attn", "peft", "bitsandbytes"}
 GPU_PATHS = (
-    "tree attention, weight sync by ipc and nccl, vLLM's sleep, learner.offload, policy.quantize, "
+    "weight sync by ipc and nccl, vLLM's sleep, learner.offload, updates with policy.quantize, "
     "8-bit optimizers, verl's workers and its options"
 )
 GIB = 2**30

@@ -144,7 +144,8 @@ class TreePlan:
     def flex(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """`attend` as one kernel. Not yet run on a GPU; the tests run it uncompiled."""
+        """`attend` as one kernel, which wants heads of 16 units or more; the tests run it
+        uncompiled."""
         device, size = query.device, len(self.end)
         if (window, device) not in self.masks:
             end, depth = self.end.to(device), self.depth.to(device)

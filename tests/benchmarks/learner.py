@@ -1,7 +1,7 @@
 """What an update of the learner takes: memory against all logits at once, seconds against TRL.
 
 python -m tests.benchmarks.learner --json [--trl PYTHON]   the CPU figures; PYTHON: one with TRL
-python -m tests.benchmarks.learner --json --device cuda    FLOP utilisation of a 0.5 B model
+python -m tests.benchmarks.learner --json --device cuda    tokens/s and FLOP utilisation of a GPU
 
 Memory: one update (forward, backward, AdamW) of a float32 Qwen2-configuration model with 150,000
 tokens in its vocabulary on a row of 4,096 tokens, of which all but the first are sampled. Peak
@@ -11,6 +11,9 @@ log_softmax of all logits and gathers.
 TRL: forward, loss, backward, clipping and optimizer step on the same groups of eight; sampling,
 rewards and advantages are outside on both sides. TRL gets float32, one padded batch, fused AdamW,
 no reference model, no checkpointing, no logging. Both in child processes, in turns, the best time.
+
+On a GPU: one update in bfloat16 of random models of the shapes of Qwen2.5 0.5B and 1.5B on four
+groups of eight rollouts of ten turns, each packed as a trie and as rows, the best time of five.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.model.packing import pack_rows
+from agentrl.algorithms.model.packing import Packing, pack_rows
 from agentrl.algorithms.objective.core import loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.types import (
@@ -52,6 +55,9 @@ TARGETS = {"memory ratio": 0.35, "one turn / TRL": 0.5, "ten turns / TRL": 0.5}
 # Tokens of prompt, action and observation, and turns: real sizes divided by 10.
 Shape = tuple[int, int, int, int]
 SHAPES: dict[str, Shape] = {"one turn": (150, 15, 0, 1), "ten turns": (150, 15, 25, 10)}
+# Hidden size, intermediate size, layers and heads of Qwen2.5's models, which have two key heads.
+MODELS = {"0.5B": (896, 4864, 24, 14), "1.5B": (1536, 8960, 28, 12)}
+BUDGET = 16_384  # tokens of a micro-batch on a GPU
 
 
 def network(vocabulary: int, hidden: int, layers: int, dtype: torch.dtype) -> PreTrainedModel:
@@ -186,29 +192,53 @@ def memory(implementation: str, length: int, hidden: int) -> dict[str, float]:
     return {"mb": int(peak.split()[1]) * 1024 / 1e6}
 
 
-def utilisation(tflops: float) -> dict[str, float]:
-    """Model FLOPs per second of an update on a GPU as a share of its peak, counted on distinct
-    tokens: 6 for each weight of the layers and token, 6 for each weight of the head and action, 12
-    for each layer, hidden unit and pair of a token and one it sees. Recomputed logits are not
-    counted."""
-    model = network(151_936, 896, 24, torch.bfloat16).cuda()
-    learner = TorchLearner(model, tokenizer(), token_budget=16_384)
-    batch = batch_of(rows((1500, 150, 250, 10), 4, 151_936))
-    best = min(update(learner, batch) for _ in range(5))
-    depths = torch.cat([pack.positions for pack in pack_rows(batch.rows, learner.packing, 16_384)])
-    layers = sum(p.numel() for p in model.model.layers.parameters())
+def utilisation(name: str, packing: Packing, tflops: float) -> dict[str, float]:
+    """Model FLOPs per second of an update on a GPU as a share of its peak, counted on the tokens
+    that are packed: 6 for each weight of the layers and token, 6 for each weight of the head and
+    action, 12 for each layer, hidden unit and pair of a token and one it sees. Recomputed logits
+    are not counted. Tokens per second are of distinct tokens, whatever the packing repeats."""
+    hidden, intermediate, layers, heads = MODELS[name]
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=151_936, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=2,
+        tie_word_embeddings=True, max_position_embeddings=8192, dtype=torch.bfloat16,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+    learner = TorchLearner(model, tokenizer(), packing=packing, token_budget=BUDGET)
+    batch = batch_of(rows((1500, 150, 250, 10), 4, config.vocab_size))
+    times = [update(learner, batch) for _ in range(6)]
+    best = min(times[1:])
+    distinct = sum(len(pack.positions) for pack in pack_rows(batch.rows, "trie", BUDGET))
+    depths = torch.cat([pack.positions for pack in pack_rows(batch.rows, packing, BUDGET)])
+    weights = sum(p.numel() for p in model.model.layers.parameters())
     head = model.get_output_embeddings().weight.numel()
-    pairs = int((depths + 1).sum())
-    flops = 6 * layers * len(depths) + 6 * head * batch.n_tokens
-    flops += 12 * model.config.num_hidden_layers * model.config.hidden_size * pairs
+    flops = 6 * weights * len(depths) + 6 * head * batch.n_tokens
+    flops += 12 * layers * hidden * int((depths + 1).sum())
     return {
+        "first update seconds": times[0],
         "update seconds": best,
-        "distinct tokens": len(depths),
+        "distinct tokens": distinct,
+        "packed tokens": len(depths),
         "actions": batch.n_tokens,
+        "tokens/s": distinct / best,
         "model TFLOP/s": flops / best / 1e12,
         "utilisation": flops / best / 1e12 / tflops,
         "peak mb": torch.cuda.max_memory_allocated() / 1e6,
     }
+
+
+def on_gpu(tflops: float) -> dict[str, Any]:
+    """Each model and packing in a process of its own."""
+    figures: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__
+    }  # fmt: skip
+    for name in MODELS:
+        for packing in ("trie", "rows"):
+            found = ourselves("--child", "utilisation", name, packing, tflops)
+            figures |= {f"{name} {packing} {key}": value for key, value in found.items()}
+    return figures
 
 
 def child(*command: str) -> dict[str, Any]:
@@ -271,12 +301,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         kind, name, *numbers = options.child
+        if kind == "utilisation":
+            print(json.dumps(utilisation(name, numbers[0], float(numbers[1]))))  # type: ignore[arg-type]
+            return
         measured = {"memory": memory, "seconds": seconds}[kind]
         print(json.dumps(measured(name, *map(int, numbers))))  # type: ignore[operator]
         return
     figures: dict[str, Any]
     if options.device == "cuda":
-        figures = {"device": torch.cuda.get_device_name(), **utilisation(options.tflops)}
+        figures = on_gpu(options.tflops)
     else:
         figures = compare_memory(options.length, options.hidden)
         python = options.trl or (sys.executable if find_spec("trl") else None)
