@@ -158,7 +158,8 @@ def rollout_of(batch: Batch, at: Level) -> Tensor:
 
 
 def of_calls(batch: Batch, name: str) -> Tensor:
-    """The id column `transition_{name}` [S]. Raises TrainingError if the batch does not have it."""
+    """The column `transition_{name}` [S] of calls, or for "transition" their index. Raises
+    TrainingError if the batch does not have it."""
     if name == "transition":
         return torch.arange(len(batch.transitions))
     ids: Tensor = getattr(batch, f"transition_{name}")
