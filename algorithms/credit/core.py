@@ -371,9 +371,8 @@ def AllFilters(batch: Batch, keep: tuple[Column, ...]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TokenKLPenalty:
-    """The KL penalty to the reference per token, in rewards: beta * (b - q), float64 [N]. Its sum
-    over a rollout is an unbiased estimate of beta * KL, because tokens were sampled from b. arXiv
-    1909.08593."""
+    """KL penalty to the reference per token, in rewards: beta * (b - q), float64 [N]. Its sum over
+    a rollout is an unbiased estimate of beta * KL, as tokens come from b. arXiv 1909.08593."""
 
     beta: float
 

@@ -31,8 +31,8 @@ def variance_components(
     Variance Components, 1992, 3.6), over wide groups with several narrow ones. by: ids to estimate
     separately for, each wide group in one of them; default: one estimate. If no narrow group of an
     id has two members, the variance within is the pooled one; if none at all has, it is 0. errors:
-    number of standard errors (those under a true variance of 0) to subtract from the variance
-    between."""
+    number of standard errors (under a true variance of 0) to subtract from the variance between.
+    """
     narrow, by = key(wide, narrow), key(torch.zeros_like(wide) if by is None else by)
     one = torch.ones_like(x)
     size, total = reduce_by(one, narrow)[narrow], reduce_by(one, wide)[wide]

@@ -131,8 +131,7 @@ def ValuesFromReward(batch: Batch, reward: str) -> Tensor:
 
 @column("transition")
 def FirstTokenValues(batch: Batch, value: Column) -> Tensor:
-    """Values of `value` [N] at the first token of each call, [S]; missing for calls without
-    tokens."""
+    """`value` [N] at the first token of each call, [S]; missing for calls without tokens."""
     starts = is_first_token(batch)
     out = torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64)
     out[batch.token_transition[starts]] = value(batch)[starts].double()
@@ -141,8 +140,7 @@ def FirstTokenValues(batch: Batch, value: Column) -> Tensor:
 
 @column()
 def TurnDiscount(batch: Batch, credit: Credit, gamma: float) -> Tensor:
-    """A credit [N] times gamma ** (number of the rollout's later calls). SPIRAL, arXiv
-    2506.24119."""
+    """A credit [N] times gamma ** (number of later calls). SPIRAL, arXiv 2506.24119."""
     return credit(batch) * turn_discounts(batch, gamma)[batch.token_transition]
 
 

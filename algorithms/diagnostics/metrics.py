@@ -53,8 +53,7 @@ COUNTS = frozenset(
 
 
 def group_metrics(groups: Sequence[Group]) -> Metrics:
-    """Counts of a step's groups, and rewards of its rollouts without counterfactual ones; the same
-    for every policy."""
+    """Counts of groups, and rewards without counterfactual rollouts; the same for every policy."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     played = [rollout for rollout in rollouts if not rollout.counterfactual]
     kinds = Counter(row.failure.kind for row in rollouts if row.failure)
@@ -230,8 +229,7 @@ def optimizer_step(
     lag: Tensor | None = None,
 ) -> Metrics:
     """Metrics of one optimizer step. sizes: from `call_tokens`. lag: from `token_lag`, [N].
-    policy/entropy is the mean over the tokens in the loss, policy/entropy_bonus the amount that it
-    subtracts from the loss."""
+    policy/entropy: mean over tokens in the loss. policy/entropy_bonus: subtracted from the loss."""
     metrics = {
         "loss": report.loss,
         "grad_norm": report.grad_norm,

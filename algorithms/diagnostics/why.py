@@ -1,7 +1,6 @@
 """Rules that find reasons why a run does not learn, from its stored metrics and calls.
 
-Rules for causes come before rules for their effects (such as groups of equal rewards). The module
-does not import torch.
+Causes come before their effects, such as groups of equal rewards. Does not import torch.
 """
 
 from __future__ import annotations
@@ -96,16 +95,14 @@ def own_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
 
 
 def reasons(run: PolicyRun) -> list[Reason]:
-    """Reasons, likeliest first: those with a share above MOST in the order of RULES, then the
-    others by share."""
+    """Reasons, likeliest first: shares above MOST in the order of RULES, then others by share."""
     found = [reason for rule in RULES if (reason := rule(run)).share >= SOME]
     return sorted(found, key=lambda reason: -min(reason.share, MOST))
 
 
 def has_improved(rows: Sequence[StepRow]) -> bool:
-    """Whether the mean of the last fifth of the held-out scores (without any, of the rewards) is
-    above that of the first fifth. True for games without held-out scores, whose rewards sum to a
-    constant."""
+    """Whether the mean of the last fifth of the held-out scores, or without any of the rewards, is
+    above that of the first. True for games without scores: one seat's win is another's loss."""
     game = any("selfplay/games" in row.metrics for row in rows)
     for name in ("eval/score",) if game else ("eval/score", "reward/mean"):
         found = [row.metrics[name] for row in rows if name in row.metrics]
@@ -146,7 +143,7 @@ def missing_rewards(run: PolicyRun) -> Reason:
     names = {name for step in run.steps for name in step if name.endswith("/frac_missing")}
     unused = run.share(EMPTY, "rollouts", without="rollouts/failed")
     share = max([0.0 if any(run.values("calls/refused")) else unused, *map(run.mean, names)])
-    text = f"rewards are missing: in {share:.0%} of the rollouts, or in algorithm.min_group others"
+    text = f"rewards are missing: in {share:.0%} of rollouts, or of groups below algorithm.min_group"
     return Reason(share, text, "verifier.path: return a number by the name the algorithm reads")
 
 

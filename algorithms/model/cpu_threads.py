@@ -29,10 +29,8 @@ WORTHWHILE = 0.9  # time ratio below which all threads are used: other programs 
 
 @dataclass(slots=True)
 class ThreadTuner:
-    """Chooses the number of threads for repeated work.
-
-    count: the current choice. most: the number compared with one thread; 1 for no trials. name: the
-    work, for the log."""
+    """Chooses the number of threads for repeated work. count: the current choice. most: the number
+    compared with one thread; 1 for no trials. name: the work, for the log."""
 
     count: int
     most: int = 1

@@ -56,8 +56,7 @@ def action_logprobs(
 def top_tokens(
     head: Module, hidden_NH: Tensor, tokens_N: Tensor, k: int, *, fp32: bool = False
 ) -> Tensor:
-    """The given token and the k - 1 most probable others, int64 [N, k]; the whole vocabulary if it
-    is smaller than k."""
+    """The given token and the k - 1 most probable others, int64 [N, min(k, vocabulary size)]."""
     chunk, found = max(1, MAX_LOGITS // _vocabulary(head)), []
     for hidden_CH, tokens_C in _chunks(chunk, hidden_NH, tokens_N):
         logits_CV = _called(head, hidden_CH, fp32).scatter(1, tokens_C[:, None], torch.inf)

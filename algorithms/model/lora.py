@@ -157,10 +157,8 @@ class Adapters:
         save_file(tensors, directory / WEIGHTS, metadata=metadata)
 
     def read(self, name: str, directory: Path) -> dict[str, Tensor]:
-        """The weights that `save` wrote, by the names of `parameters`.
-
-        Raises PolicyError for another base, rank, scale or target, DamagedError for incomplete
-        files."""
+        """The weights that `save` wrote, by the names of `parameters`. Raises PolicyError for
+        another base, rank, scale or target, and DamagedError for incomplete files."""
         parameters, own = self.parameters(name), self._peft.peft_config[name]
         settings = _settings(directory)
         try:

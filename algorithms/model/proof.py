@@ -71,8 +71,7 @@ def one_row(tokens: list[int], prompt: int) -> TokenRow:
 def _computed(
     model: PreTrainedModel, rows: list[TokenRow], packing: Packing
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [n], and the gradient of their sum with respect to the embeddings, which depends on
-    every layer."""
+    """Log-probs [n], and the gradient of their sum at the embeddings, which all layers affect."""
     (pack,), weight = pack_rows(rows, packing, 10**6), model.get_input_embeddings().weight
     before, weight.requires_grad = weight.requires_grad, True  # adapters freeze it
     try:

@@ -51,8 +51,7 @@ def dense_state(model: Any) -> dict[str, Tensor]:
 
 
 def save_dense(model: Any, directory: Path, weights: dict[str, Tensor]) -> None:
-    """Write dense weights of a quantised model, by checkpoint names, as an ordinary Hugging Face
-    directory."""
+    """Write dense weights of a quantised model, by checkpoint name, to a Hugging Face directory."""
     directory.mkdir(parents=True, exist_ok=True)
     whole = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
     save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})

@@ -27,10 +27,8 @@ WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """T joint steps of n agents, and the observation after the last one.
-
-    A terminated episode may leave out that observation, which is not read; a truncated one needs
-    it."""
+    """T joint steps of n agents, and the observation after the last one, which is only read, and
+    required, if the episode was truncated."""
 
     observations: Tensor  # float32 [T + 1, n, o]
     states: Tensor  # float32 [T + 1, s]

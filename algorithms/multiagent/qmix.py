@@ -72,8 +72,7 @@ def best_action(q: Tensor, available: Tensor) -> Tensor:
 
 
 def one_step_targets(reward: Tensor, following: Tensor, terminated: Tensor, gamma: float) -> Tensor:
-    """Targets r + gamma * (1 - terminated) * V(next). A truncated episode has not terminated: it
-    bootstraps from V."""
+    """Targets r + gamma * (1 - terminated) * V(next); a truncated episode is not terminated."""
     return reward + gamma * torch.where(terminated, 0.0, following)
 
 

@@ -46,8 +46,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs"]
 class Gate:
     """A factor of the advantage: fn of the log-ratio num - den, pooled over a transition or row.
 
-    how: the pooling. pre: changes a token's log-ratio before pooling; a changed token gets factor
-    0."""
+    pre: changes a token's log-ratio before pooling; a changed token gets factor 0."""
 
     fn: GateFn
     num: Stream = "p"

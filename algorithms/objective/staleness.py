@@ -1,7 +1,6 @@
 """Filters and weights for tokens that older versions of the policy sampled.
 
-The lag of a token is the number of updates of its policy since the version that sampled it; 0 if
-that version is unknown.
+A token's lag is the number of policy updates since it was sampled; 0 if its version is unknown.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ def old_policy_share(lag: Tensor) -> Tensor:
 
 
 def effective_share(weights: Tensor) -> float:
-    """Effective sample size of n importance weights divided by n, (sum w)^2 / (n sum w^2); 1 if no
-    weight is above 0."""
+    """Effective sample size of n weights divided by n, (sum w)^2 / (n sum w^2); 1 if all are 0."""
     total = weights.square().sum()
     return float(weights.sum().square() / total) / weights.numel() if total > 0 else 1.0

@@ -156,8 +156,7 @@ def mixed_credit(
 def stream_advantage(
     name: str, streams: Mapping[str, RewardStream], host: Credit | None = None
 ) -> Credit:
-    """The unweighted credit of one stream. host: the gating credit if `streams` does not contain
-    the gating stream."""
+    """The unweighted credit of one stream. host: gates it if `stream.outcome` is no stream."""
     stream = streams[name]
     credit: Credit = _compared(name, stream)
     if stream.scope is not Scope.TRANSITION and stream.gamma != 1:

@@ -211,8 +211,7 @@ def make(
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """Defaults of the options of a preset and its modifiers (`EMPTY`: required). Raises ConfigError
-    as `make` does."""
+    """Options of a preset with modifiers, with defaults (`EMPTY`: required). Raises as `make`."""
     accepted = [_options(part) for part in _functions(name, Path())]
     return {option: default for own in accepted for option, (_, default) in own.items()}
 

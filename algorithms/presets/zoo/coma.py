@@ -59,8 +59,7 @@ class CriticTraining:
 
 
 class AgentNetwork(nn.Module):
-    """An MLP from features [..., n, f] and the agent's index to one number per action,
-    [..., n, a]."""
+    """An MLP from features [..., n, f] and the agent's index to numbers of actions [..., n, a]."""
 
     def __init__(self, agents: int, features: int, actions: int, hidden: int) -> None:
         super().__init__()

@@ -28,8 +28,7 @@ SEQUENCE_CLIP = (3e-4, 4e-4)  # for a mean ratio of a row
 
 @dataclass(frozen=True, slots=True)
 class SoftGate:
-    """4 s (1 - s) r with s = sigmoid(tau (r - 1)); tau is tp where A > 0, else tn. SAPO, arXiv
-    2511.20347."""
+    """4 s (1 - s) r, s = sigmoid(tau (r - 1)), tau = tp if A > 0 else tn. SAPO, 2511.20347."""
 
     tp: float = 1.0
     tn: float = 1.05
@@ -225,8 +224,7 @@ def kimi(reward: str, *, beta: Num = 0.1) -> Algo:
 
 @preset("dro")
 def dro(reward: str, *, beta: Num = 0.1) -> Algo:
-    """The same as kimi, under its name in verl: log-prob times advantage, squared penalty. arXiv
-    2501.12599."""
+    """`kimi`, as verl names it: log-prob times advantage, squared penalty. arXiv 2501.12599."""
     return kimi(reward=reward, beta=beta)
 
 

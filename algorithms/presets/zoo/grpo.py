@@ -174,8 +174,7 @@ def _successes(batch: Batch, reward: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _all_fail(n: Tensor, c: Tensor, k: int) -> Tensor:
-    """C(n - c, k) / C(n, k), the fraction of k-subsets of n without any of c successes; exactly 1
-    if c is 0."""
+    """C(n - c, k) / C(n, k): fraction of k-subsets of n without any of c successes; 1 if c = 0."""
     fraction = torch.ones_like(n)
     for drawn in range(k):
         fraction = fraction * (n - c - drawn).clamp(min=0) / (n - drawn)

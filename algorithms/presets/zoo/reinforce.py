@@ -51,8 +51,7 @@ def GreedyBaseline(batch: Batch, reward: str = "outcome") -> Tensor:
 
 @column()
 def SampledRewards(batch: Batch, reward: str = "outcome") -> Tensor:
-    """The reward; missing for greedy rollouts, which are never trained, and for groups without
-    one."""
+    """The reward; missing for greedy rollouts (never trained) and for groups without one."""
     base = GreedyBaseline(reward)(batch)
     if not batch.rollout_greedy.numel():
         return base

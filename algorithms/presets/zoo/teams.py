@@ -75,8 +75,7 @@ class SingleCallAdvantage:
 
 @column()
 def RoleFilter(batch: Batch, roles: tuple[str, ...]) -> Tensor:
-    """Filter for the tokens of these roles' calls, bool [N]. Raises TrainingError for a role
-    without calls."""
+    """Filter for tokens of these roles, bool [N]. Raises TrainingError for a role without calls."""
     for role in roles:
         if role not in batch.roles and batch.transitions:
             raise TrainingError(

@@ -115,8 +115,7 @@ def peers(reward: str, *, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
 
 
 def histories(batch: Batch) -> Tensor:
-    """Ids of the rollout's states and actions up to each call's state, [S]; never equal across
-    groups."""
+    """Ids of the rollout's states and actions up to each call's state, [S], within its group."""
     state = units(batch, "transition", "group", "role", "state")
     action, turn = ids.of_calls(batch, "action"), batch.transition_turn
     before, found = previous(next_same(batch.transition_rollout)), state.clone()
@@ -185,9 +184,8 @@ def _between_groups(x: Tensor, state: Tensor, inner: Tensor, batch: Batch) -> tu
 @registry.as_modifier("batch-td", prefix="batch_td_")
 @preset("batch-td", clip=PPO_CLIP, kl=True)
 def batch_td(reward: str, *, gamma: Discount = 1.0) -> Algo:
-    """Calls compared by their reward plus the value of the next state, learned from the group by
-    batch TD; by returns if states do not show the effect of an action. States as in arXiv
-    2505.10978."""
+    """Calls compared by reward plus value of the next state, learned from the group by batch TD; by
+    returns if states do not show the effect of an action. States as in arXiv 2505.10978."""
     return Algo(GroupRelative(BatchTd(reward, gamma), base="none"))
 
 
