@@ -1,7 +1,6 @@
 """The learning side: loop, credit, objectives, batching, learners, policy servers.
 
-Everything needed to write a preset is importable from here:
-`from agentrl.algorithms import Algo, preset`.
+A preset imports all that it needs from here: `from agentrl.algorithms import Algo, preset`.
 """
 
 from importlib import import_module

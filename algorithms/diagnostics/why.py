@@ -143,7 +143,7 @@ def missing_rewards(run: PolicyRun) -> Reason:
     names = {name for step in run.steps for name in step if name.endswith("/frac_missing")}
     unused = run.share(EMPTY, "rollouts", without="rollouts/failed")
     share = max([0.0 if any(run.values("calls/refused")) else unused, *map(run.mean, names)])
-    text = f"rewards are missing: in {share:.0%} of rollouts, or of groups below algorithm.min_group"
+    text = f"rewards are missing: in {share:.0%} of rollouts, or groups lack algorithm.min_group"
     return Reason(share, text, "verifier.path: return a number by the name the algorithm reads")
 
 
