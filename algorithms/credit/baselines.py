@@ -79,8 +79,8 @@ class Ema(RunningMean):
 def _field(rollout: Rollout, key: str) -> str:
     if key not in rollout.task:
         raise TrainingError(
-            f"algorithm.options: the task of group {rollout.group!r} has no field {key!r} that a "
-            f"baseline could be kept for; {nearest(key, rollout.task)}"
+            f"algorithm.options: the task of group {rollout.group!r} has no field {key!r}, "
+            f"which the option `key` names; {nearest(key, rollout.task)}"
         )
     value = rollout.task[key]
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig
 
 
 def quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """bits: "4bit" (NF4, with quantised scales) or "8bit" (LLM.int8())."""
+    """Settings for "4bit" (NF4, with quantised scales) or "8bit" (LLM.int8())."""
     if bits == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
