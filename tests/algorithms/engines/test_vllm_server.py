@@ -225,7 +225,7 @@ async def test_what_is_done_in_time_is_not_ended(server: VllmServer) -> None:
 async def test_a_whole_model_has_no_policies_beside_it(server: VllmServer) -> None:
     with pytest.raises(PolicyError, match="cannot serve 'other' beside 'base'"):
         await server.add("other", 1)
-    with pytest.raises(PolicyError, match="serves the policy 'base', and not 'other'"):
+    with pytest.raises(PolicyError, match="policy 'other' is not served; vLLM serves 'base'"):
         await server.publish(1, "other")
 
 
