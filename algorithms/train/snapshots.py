@@ -22,8 +22,8 @@ from agentrl.types import RolloutState
 
 @dataclass(frozen=True, slots=True)
 class SnapshotStore:
-    """Saves and serves the snapshots of a pool. learner: of the policy; run: the name of the run
-    whose rollouts play against them."""
+    """Saves and serves the snapshots of a pool. learner: of the pool's policy; run: the name of the
+    run."""
 
     pool: OpponentPool
     learner: Learner
@@ -34,27 +34,27 @@ class SnapshotStore:
     served: set[str] = field(default_factory=set)
 
     async def start(self, steps: int) -> None:
-        """Serve the pool when the process starts after `steps` steps; an empty pool gets a first
-        snapshot. Raises PolicyError for a snapshot that is no longer on disk."""
+        """Serve the pool at the start of the process, after `steps` steps; adds a first snapshot to
+        an empty pool. Raises PolicyError for a snapshot that is missing on disk."""
         if not self.pool.now.snapshots:
             await self.save_due(steps)
         async with self.serving.updating():
             await self._serve()
 
     async def save_due(self, steps: int) -> None:
-        """Save the snapshot that is due after `steps` steps, before the commit of the last one."""
-        playing: set[str] = set()  # in rollouts that have not ended
+        """Save the snapshot that is due after `steps` steps, before the commit of the last step."""
+        playing: set[str] = set()  # policies in rollouts that have not ended
         for state in RolloutState if self.pool.ahead else ():
             if not state.terminal:
                 rows = await self.store.rollouts(self.run, state=state)
                 playing.update(name for row in rows for name in row.seats.values())
-        taken = self.pool.finish(steps, playing)
-        if taken is not None:
-            save_policy(self.folder / taken.name, self.learner)
+        snapshot = self.pool.finish(steps, playing)
+        if snapshot is not None:
+            save_policy(self.folder / snapshot.name, self.learner)
 
     async def serve_pool(self) -> None:
-        """Serve exactly the snapshots of the pool and delete all others. Call inside `updating` and
-        after a commit: only the owner of the run can commit, so nobody else deletes files."""
+        """Serve exactly the snapshots of the pool and delete all others. Call inside `updating`
+        after a commit: only the run's owner can commit, so no other process deletes files."""
         await self._serve()
         for path in self.folder.iterdir():
             if path.name not in self.served and (PARTIAL in path.name or "@" in path.name):
@@ -68,8 +68,8 @@ class SnapshotStore:
         for name in sorted(held.keys() - self.served):
             if not (self.folder / name).is_dir():
                 raise PolicyError(
-                    f"{self.folder / name}: the checkpoint remembers this opponent, and its folder "
-                    "is gone; put it back, or start a new run"
+                    f"{self.folder / name}: the checkpoint has this opponent in its pool, and the "
+                    "folder is missing; restore it, or start a new run"
                 )
             await self.serving.freeze(name, self.folder / name, held[name].step)
             self.served.add(name)

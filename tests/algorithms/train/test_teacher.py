@@ -194,7 +194,7 @@ def test_what_cannot_teach_is_a_sentence_at_the_start(
         assert "token 419 is 'other' there and " in told
         assert "choose a teacher with the policy's vocabulary" in told
     monkeypatch.setattr(torch.Tensor, "log_softmax", lambda self, dim: self)
-    assert "gives logits; start it with --logprobs-mode raw_logprobs" in refusal(teacher)
+    assert "returns logits; start it with --logprobs-mode raw_logprobs" in refusal(teacher)
 
 
 def test_a_server_that_is_down_is_a_sentence(fake: FakeVllm) -> None:
