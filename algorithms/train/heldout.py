@@ -8,7 +8,6 @@ finishes the evaluations of a killed one.
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from agentrl.algorithms.train.checkpoint import export_checkpoint, mark_best
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.config import RunConfig
-from agentrl.files import atomic_directory
+from agentrl.files import PARTIAL, atomic_directory, delete_directory
 from agentrl.store.base import Store
 from agentrl.types import Json
 
@@ -45,11 +44,11 @@ class HeldoutEvaluator:
 
     async def start(self, steps: int) -> None:
         """Resume the evaluations of a killed process, for policies of at most `steps` steps."""
-        for path in sorted(self.folder.glob("[0-9]*[0-9]")):
-            if int(path.name) <= steps:
+        for path in sorted(self.folder.glob("[0-9]*")):
+            if PARTIAL not in path.name and int(path.name) <= steps:
                 await self._begin(path)
-            else:  # of a rewound step
-                shutil.rmtree(path)
+            else:  # an incomplete copy, or of a rewound step
+                delete_directory(path)
 
     async def score(self, step: int) -> bool:
         """Score the policies after `step` steps; with `eval.beside`, and between the first and the
@@ -76,7 +75,7 @@ class HeldoutEvaluator:
                 for name in served.values():
                     await self.serving.drop(name)
             await mark_best(self.store, self.config, self.identity)
-            shutil.rmtree(path)
+            delete_directory(path)
 
     async def _begin(self, path: Path) -> None:
         await self.finish()

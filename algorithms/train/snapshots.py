@@ -6,7 +6,6 @@ commit that adds its snapshot to the pool and deleted after the commit that drop
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.errors import PolicyError
-from agentrl.files import PARTIAL
+from agentrl.files import PARTIAL, delete_directory
 from agentrl.store.base import Store
 from agentrl.types import RolloutState
 
@@ -58,18 +57,18 @@ class SnapshotStore:
         await self._serve()
         for path in self.folder.iterdir():
             if path.name not in self.served and (PARTIAL in path.name or "@" in path.name):
-                shutil.rmtree(path)
+                delete_directory(path)
 
     async def _serve(self) -> None:
-        held = {snapshot.name: snapshot for snapshot in self.pool.now.snapshots}
-        for name in sorted(self.served - held.keys()):
+        wanted = {snapshot.name: snapshot for snapshot in self.pool.now.snapshots}
+        for name in sorted(self.served - wanted.keys()):
             await self.serving.drop(name)
             self.served.remove(name)
-        for name in sorted(held.keys() - self.served):
+        for name in sorted(wanted.keys() - self.served):
             if not (self.folder / name).is_dir():
                 raise PolicyError(
                     f"{self.folder / name}: the checkpoint has this opponent in its pool, and the "
                     "folder is missing; restore it, or start a new run"
                 )
-            await self.serving.freeze(name, self.folder / name, held[name].step)
+            await self.serving.freeze(name, self.folder / name, wanted[name].step)
             self.served.add(name)
