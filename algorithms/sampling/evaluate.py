@@ -14,6 +14,7 @@ from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.scores import common_score, score_metrics, spread_metrics
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
+from agentrl.errors import ConfigError
 from agentrl.loading import import_error, load_attribute
 from agentrl.processes import PHASE
 from agentrl.store.base import Store
@@ -59,8 +60,8 @@ async def evaluate_heldout(
     metrics: dict[str, float] = {}
     played = await play(store, requested)
     for name, rollouts in played.items():
-        found = score_metrics(name, rollouts) | spread_metrics(name, rollouts, len(tasks), config)
-        metrics |= {f"eval/{key}": x for key, x in found.items()}
+        own = score_metrics(name, rollouts) | spread_metrics(name, rollouts, len(tasks), config)
+        metrics |= {f"eval/{key}": x for key, x in own.items()}
     metrics |= common_score(config, played["score"], len(tasks))
     metrics["time/eval"] = time.monotonic() - started
     await store.log(config.name, step, metrics, epoch=epoch)
@@ -68,7 +69,8 @@ async def evaluate_heldout(
 
 async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: int) -> None:
     """Log the results of `eval.functions` on the policy after `step` steps, as
-    eval/function/<name>, or <name>/<key> for a mapping. Raises ConfigError if a function raises."""
+    eval/function/<name>, or <name>/<key> for a mapping. Raises ConfigError if a function raises or
+    returns anything but numbers."""
     if not config.eval.functions:
         return
     metrics: dict[str, float] = {}
@@ -78,12 +80,18 @@ async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: 
     for path in config.eval.functions:
         function = load_attribute(path, Path(config.root), key="eval.functions")
         try:
-            found = await asyncio.to_thread(function, checkpoint)
+            result = await asyncio.to_thread(function, checkpoint)
         except Exception as error:  # the user's function is a boundary
             raise import_error(f"eval.functions = {path!r}", error) from error
         name = f"eval/function/{path.rpartition(':')[2]}"
-        several = found if isinstance(found, Mapping) else {"": found}
-        metrics |= {f"{name}/{key}".rstrip("/"): float(x) for key, x in several.items()}
+        numbers = result if isinstance(result, Mapping) else {"": result}
+        try:
+            metrics |= {f"{name}/{key}".rstrip("/"): float(x) for key, x in numbers.items()}
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"eval.functions = {path!r} returned {result!r:.80}; it must return a number, or a "
+                "mapping of names to numbers"
+            ) from None
     if metrics:
         await store.log(config.name, step, metrics, epoch=epoch)
 
