@@ -97,7 +97,7 @@ class JudgeClient:
                 scores[b].append(1 - score)
         return [fmean(own) if own else None for own in scores.values()]
 
-    async def _verdicts(self, asked: Sequence[Question]) -> list[Verdict | None]:
+    async def _verdicts(self, batch: Sequence[Question]) -> list[Verdict | None]:
         endpoint = await find_endpoint(self.store, self.config, self.settings.upstream)
 
         def ask(question: Question) -> asyncio.Task[Verdict | None]:
@@ -107,7 +107,7 @@ class JudgeClient:
                 self._pending[id] = asyncio.create_task(self._ask(id, question, endpoint))
             return self._pending[id]
 
-        return await asyncio.gather(*map(ask, asked))
+        return await asyncio.gather(*map(ask, batch))
 
     async def _ask(self, id: str, question: Question, endpoint: Endpoint) -> Verdict | None:
         cached = await self.store.judgement(id)
@@ -183,9 +183,9 @@ class Judges:
         metrics: dict[str, float] = {}
         for judge in self.clients:
             judge.counts.clear()
-            found = await asyncio.gather(*(self._judged(judge, group) for group in groups))
-            groups = [group for group, _ in found]
-            self.rewards += [reward for _, rewards in found for reward in rewards]
+            judged = await asyncio.gather(*(self._judged(judge, group) for group in groups))
+            groups = [group for group, _ in judged]
+            self.rewards += [reward for _, rewards in judged for reward in rewards]
             if judge.name not in self.probed and not isinstance(judge.settings, PairwiseJudge):
                 metrics |= await self._probe(judge, groups)
             for key, count in judge.counts.items():
@@ -202,25 +202,25 @@ class Judges:
         ]
         scores = await judge.score([questions.record_of(row) for row in rows]) if rows else []
         source = SOURCE.format(judge.name)
-        given = {
+        rewards = {
             row.id: Reward(value=score, name=judge.name, source=source)
             for row, score in zip(rows, scores, strict=True)
             if score is not None
         }
         rollouts = [
-            replace(row, rewards=[*row.rewards, given[row.id]]) if row.id in given else row
+            replace(row, rewards=[*row.rewards, rewards[row.id]]) if row.id in rewards else row
             for row in group.rollouts
         ]
-        rewards = [StepReward(rollout=id, reward=reward) for id, reward in given.items()]
-        return replace(group, rollouts=rollouts), rewards
+        added = [StepReward(rollout=id, reward=reward) for id, reward in rewards.items()]
+        return replace(group, rollouts=rollouts), added
 
     async def _probe(self, judge: JudgeClient, groups: Sequence[Group]) -> Mapping[str, float]:
         rows = [row for group in groups for row in group.rollouts if row.transitions]
         if not rows:
             return {}
         self.probed.add(judge.name)
-        asked = rows[0].transitions[0].messages
-        bad = [[*asked, {"role": "assistant", "content": text}] for text in CANARIES]
+        prompt = rows[0].transitions[0].messages
+        bad = [[*prompt, {"role": "assistant", "content": text}] for text in CANARIES]
         scores = zip(CANARIES, await judge.score(bad), strict=True)
         if fooled := [repr(text) for text, score in scores if score is not None and score > 0.5]:
             log.warning("judges.%s values worthless answers: %s", judge.name, ", ".join(fooled))

@@ -61,9 +61,11 @@ def pointwise(settings: PointwiseJudge, record: Messages) -> Question:
         f"Judge the agent by this: {settings.rubric}.\nGive it a whole number from {low} (it could "
         f"not be worse) to {high} (it could not be better)."
     )
-    return _question(
-        {"record": record}, task, '{"reason": "...", "score": N}', _score_reader(settings)
-    )
+
+    def read(answer: str) -> Verdict:
+        return {"score": _in_range(settings, _object(answer, "score"))}
+
+    return _question({"record": record}, task, '{"reason": "...", "score": N}', read)
 
 
 def group(settings: PointwiseJudge, records: Sequence[Messages]) -> tuple[Question, list[str]]:
@@ -84,7 +86,14 @@ def group(settings: PointwiseJudge, records: Sequence[Messages]) -> tuple[Questi
     )
     form = '{"reason": "...", "scores": {' + ", ".join(f'"{id}": N' for id in shown) + "}}"
     data = {"common": records[0][:shared], "candidates": shown}
-    return _question(data, task, form, _scores_reader(settings, set(ids))), ids
+
+    def read(answer: str) -> Verdict:
+        scores = _object(answer, "scores")
+        if not isinstance(scores, dict) or set(scores) != set(ids):
+            raise ValueError("scores are not about the ids that were shown, each once")
+        return {id: _in_range(settings, score) for id, score in scores.items()}
+
+    return _question(data, task, form, read), ids
 
 
 def pairwise(settings: PairwiseJudge, first: Messages, second: Messages) -> Question:
@@ -129,20 +138,6 @@ def _question(data: Json, task: str, form: str, read: Callable[[str], Verdict]) 
     return Question(f"{mark}\n{text}\n{mark}\n\n{asked}", read)
 
 
-def _score_reader(settings: PointwiseJudge) -> Callable[[str], Verdict]:
-    return lambda answer: {"score": _in_range(settings, _object(answer, "score"))}
-
-
-def _scores_reader(settings: PointwiseJudge, ids: set[str]) -> Callable[[str], Verdict]:
-    def read(answer: str) -> Verdict:
-        scores = _object(answer, "scores")
-        if not isinstance(scores, dict) or set(scores) != ids:
-            raise ValueError("scores are not about the ids that were shown, each once")
-        return {id: _in_range(settings, score) for id, score in scores.items()}
-
-    return read
-
-
 def _in_range(settings: PointwiseJudge, score: Json) -> float:
     low, high = settings.range
     if isinstance(score, bool) or not isinstance(score, int) or not low <= score <= high:
@@ -156,12 +151,12 @@ def _object(answer: str, key: str) -> Json:
     if text.startswith("```") and text.endswith("```"):
         text = text.strip("`").removeprefix("json")
     try:
-        found: Mapping[str, Json] = msgspec.json.decode(text, type=dict)
+        fields: Mapping[str, Json] = msgspec.json.decode(text, type=dict)
     except msgspec.DecodeError as error:
         raise ValueError(f"the answer is no JSON object ({error})") from None
-    if set(found) - {"reason"} != {key}:
-        raise ValueError(f"the answer has {', '.join(found) or 'nothing'}, not reason and {key}")
-    return found[key]
+    if set(fields) - {"reason"} != {key}:
+        raise ValueError(f"the answer has {', '.join(fields) or 'nothing'}, not reason and {key}")
+    return fields[key]
 
 
 def _common(records: Sequence[Messages]) -> int:

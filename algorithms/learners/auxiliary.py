@@ -75,8 +75,8 @@ class ValueModel:
         self.lr = lr
         self.coefficient = coefficient
         self.max_grad_norm = max_grad_norm
-        own = dict(self.modules.named_parameters())
-        self.optimizer = Optimizer(own, weight_decay=weight_decay)
+        parameters = dict(self.modules.named_parameters())
+        self.optimizer = Optimizer(parameters, weight_decay=weight_decay)
 
     def values(self, pack: Pack, hidden_NH: Tensor | None) -> Tensor:
         """Values [n] of the states before the actions of a pack, differentiable. hidden_NH: the
@@ -87,13 +87,12 @@ class ValueModel:
         values: Tensor = self.head(hidden_NH.to(self.head.weight.dtype)).squeeze(-1)
         return values
 
-    def pull(self, pack: Pack, hidden_NH: Tensor | None, terms: ValueTerms) -> ValueGradient:
+    def loss(self, pack: Pack, hidden_NH: Tensor | None, terms: ValueTerms) -> ValueGradient:
         """The value loss of a pack, and its gradient with respect to the values."""
         v = self.values(pack, hidden_NH)
         loss, gradient, clipped = value_loss(terms, v, pack.index)
-        return ValueGradient(
-            v, (self.coefficient * gradient).to(v), float(loss), int(clipped.sum())
-        )
+        scaled = (self.coefficient * gradient).to(v)
+        return ValueGradient(v, scaled, float(loss), int(clipped.sum()))
 
     def save(self, directory: Path) -> None:
         """Write weights and optimizer into a checkpoint."""

@@ -1,6 +1,6 @@
 """The `Learner` protocol, and the code that all learners share.
 
-Its few methods suffice for every algorithm, because there is one loss:
+The protocol's few methods suffice for every algorithm, because there is one loss:
 
 loss = - sum_t sg[psi_t] * log pi_t - sum_t eta_t * H_t
 

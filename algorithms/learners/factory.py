@@ -54,8 +54,7 @@ from agentrl.failures import brief
 from agentrl.plugins import check_protocol
 from agentrl.types import POLICY, Float32, Scope
 
-# Learning rate of a shared critic head times its width: AdamW moves a value by that sum.
-HEAD_STEP = 0.05
+HEAD_STEP = 0.05  # a shared head's learning rate times its width: how far AdamW moves a value
 
 
 def make_learner(
@@ -248,8 +247,8 @@ def score_batch(
     if "q" in algo.needs and cached is None:
         streams["q"] = learner.logprobs(batch, "q").double()
     if cached is not None:
-        known = [torch.tensor(cached[id], dtype=torch.float64) for id in batch.rollouts]
-        streams["q"] = torch.cat(known) if known else torch.empty(0)
+        logprobs = [torch.tensor(cached[id], dtype=torch.float64) for id in batch.rollouts]
+        streams["q"] = torch.cat(logprobs) if logprobs else torch.empty(0)
     if algo.distill is not None and batch.n_tokens:
         symbols, t_NK = taught(batch) if taught else _taught(algo.distill, learner, batch)
         batch = replace(batch, symbols=symbols)

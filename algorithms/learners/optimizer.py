@@ -77,15 +77,14 @@ class Optimizer:
     def move(self, device: torch.device | None) -> None:
         """Move moments and masters; None: to the weights' device, as a backward pass needs."""
         for name, parameter in self.parameters.items():
-            master, there = self.masters[name], device or parameter.device
+            master, target = self.masters[name], device or parameter.device
             if master is not parameter:
-                moved = Parameter(master.detach().to(there))
+                moved = Parameter(master.detach().to(target))
                 torch.utils.swap_tensors(master, moved)  # type: ignore[no-untyped-call]
             state = self.inner.state.get(master, {})
-            # Step counts stay: bitsandbytes has an int, and fused AdamW wants its tensor on the
-            # GPU.
+            # Step counts stay: ints in bitsandbytes, and fused AdamW needs its tensor on the GPU.
             large = {key: x for key, x in state.items() if isinstance(x, Tensor) and x.ndim}
-            state |= {key: value.to(there) for key, value in large.items()}
+            state |= {key: value.to(target) for key, value in large.items()}
 
     def zero_grad(self) -> None:
         """Free all gradients, also those of an interrupted backward pass."""

@@ -137,8 +137,8 @@ class RewardModel:
         of_call = dict(zip((call.id for call in calls), scores, strict=True))
 
         def completed(row: Rollout) -> Rollout:
-            own = self._rewards(scored[row.id], of_call) if row.id in scored else []
-            return replace(row, rewards=[*row.rewards, *own])
+            new = self._rewards(scored[row.id], of_call) if row.id in scored else []
+            return replace(row, rewards=[*row.rewards, *new])
 
         return [replace(group, rollouts=list(map(completed, group.rollouts))) for group in groups]
 
@@ -232,9 +232,9 @@ class ImplicitTrainer:
             return {}
         self._check(target)
         loss = binary_cross_entropy_with_logits(margin, target)
-        pull = self.scorer.beta * torch.autograd.grad(loss, s)[0]
+        gradient = self.scorer.beta * torch.autograd.grad(loss, s)[0]
         try:
-            self._backward([calls for _, _, calls in scored], pull)
+            self._backward([calls for _, _, calls in scored], gradient)
             norm = self.optimizer.clip(self.max_grad_norm)
             if math.isfinite(norm):
                 self.optimizer.step(self.lr)
@@ -260,16 +260,16 @@ class ImplicitTrainer:
 
     def _score(self, rollout: Rollout) -> float:
         """The model's current score of the rollout, from its rewards."""
-        mine = (row for row in rollout.rewards if row.name == self.source.name)
-        return sum(row.value for row in mine if row.source == SOURCE.format(row.name))
+        rows = (row for row in rollout.rewards if row.name == self.source.name)
+        return sum(row.value for row in rows if row.source == SOURCE.format(row.name))
 
-    def _backward(self, rollouts: Sequence[Sequence[Transition]], pull: Tensor) -> None:
-        """Accumulate the gradient of the loss. pull [rollouts]: d loss / d log-prob, the same for
+    def _backward(self, rollouts: Sequence[Sequence[Transition]], gradient: Tensor) -> None:
+        """Accumulate the weights' gradient. gradient [rollouts]: d loss / d log-prob, the same for
         every token of a rollout."""
         model, scorer = self.scorer.model, self.scorer
         rows = [_row_of(call) for calls in rollouts for call in calls]
         counts = torch.tensor([sum(len(c.completion) for c in calls) for calls in rollouts])
-        of_token = pull.repeat_interleave(counts)
+        of_token = gradient.repeat_interleave(counts)
         for pack in pack_rows(rows, scorer.packing, scorer.token_budget):
             logprobs = forward_logprobs(model, pack)
             torch.autograd.backward(logprobs, of_token[pack.index].to(logprobs))

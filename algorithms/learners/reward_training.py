@@ -61,11 +61,11 @@ class RewardTrainer:
         texts = [text for example in examples for text in example.texts]
         scores = self.scorer.heads(texts).requires_grad_()
         loss = self.loss(examples, scores)
-        (pull,) = torch.autograd.grad(loss, scores)
+        (gradient,) = torch.autograd.grad(loss, scores)
         try:
             for pack in self.scorer.packs(texts):
                 score = self.scorer.score(pack)
-                torch.autograd.backward(score, pull[pack.index].to(score))
+                torch.autograd.backward(score, gradient[pack.index].to(score))
             if not isfinite(float(loss.detach()) + self.optimizer.clip(1.0)):
                 raise TrainingError("the reward model's loss is not finite; lower reward_model.lr")
             self.optimizer.step(lr)

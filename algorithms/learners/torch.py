@@ -227,10 +227,10 @@ class TorchLearner(PolicyWeights):
             index, ids, logprobs = [], [], []
             for pack in pack_rows(batch.rows, self.packing, self.token_budget):
                 p, _, hidden = self._forward(pack, model)
-                found = tokens(model, pack, hidden)
+                chosen = tokens(model, pack, hidden)
                 index.append(pack.index)
-                ids.append(found.cpu())
-                logprobs.append(self._others(model, pack, hidden, p, found).float().cpu())
+                ids.append(chosen.cpu())
+                logprobs.append(self._others(model, pack, hidden, p, chosen).float().cpu())
             order = torch.cat(index).argsort()
             return torch.cat(ids)[order], torch.cat(logprobs)[order]
 
@@ -249,8 +249,10 @@ class TorchLearner(PolicyWeights):
     ) -> Tensor:
         """Log-probs [n, K] of `ids` [n, K], whose first column is the actions."""
         head, device = model.get_output_embeddings(), hidden.device
-        given = (hidden, ids.to(device), logprobs, pack.temperature.to(device))
-        return other_logprobs(head, *given, fp32=self.fp32_head)
+        temperature = pack.temperature.to(device)
+        return other_logprobs(
+            head, hidden, ids.to(device), logprobs, temperature, fp32=self.fp32_head
+        )
 
     def _backward(
         self, batch: Batch, psi: Psi, terms: ValueTerms | None, eta: Tensor | None
@@ -274,15 +276,15 @@ class TorchLearner(PolicyWeights):
             if not current.isfinite().all():
                 report.loss = math.nan
                 break
-            shown, root = current, p
+            psi_input, root = current, p
             if symbols is not None:
-                seen = self.model, pack, hidden, p, batch.symbols[pack.index]
+                inputs = self.model, pack, hidden, p, batch.symbols[pack.index]
                 with torch.no_grad():  # its graph is large, and rarely needed
-                    shown = self._others(*seen).cpu()
-                symbols[pack.index] = shown.float()
-            psi_n = psi(shown, pack.index)
+                    psi_input = self._others(*inputs).cpu()
+                symbols[pack.index] = psi_input.float()
+            psi_n = psi(psi_input, pack.index)
             if psi_n.dim() == 2:
-                current, root = shown, self._others(*seen)
+                current, root = psi_input, self._others(*inputs)
             report.loss -= float((psi_n.double() * current.double()).sum())
             roots, gradients = [root], [-psi_n.to(root)]
             if eta is not None:
@@ -296,11 +298,11 @@ class TorchLearner(PolicyWeights):
                     torch.autograd.backward(roots, gradients)
                     roots, gradients = [], []
                 with memory.recomputing(self.recomputed):
-                    pull = self.critic.pull(pack, hidden, terms)
-                roots.append(pull.values)
-                gradients.append(pull.gradient)
-                value_loss += pull.loss
-                clipped += pull.clipped
+                    value = self.critic.loss(pack, hidden, terms)
+                roots.append(value.values)
+                gradients.append(value.gradient)
+                value_loss += value.loss
+                clipped += value.clipped
             torch.autograd.backward(roots, gradients)
         if terms is not None:
             report.metrics = critic_metrics(terms, value_loss, clipped, 0.0)

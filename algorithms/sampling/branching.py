@@ -38,14 +38,14 @@ class Fork(NamedTuple):
     surprise: float
 
 
-async def request_branches(store: Store, config: RunConfig, asked: Sequence[NewRollout]) -> None:
+async def request_branches(store: Store, config: RunConfig, rollouts: Sequence[NewRollout]) -> None:
     """Wait for the rollouts to end, request the branches or counterfactual rollouts of their
     groups, and wait for these."""
     settings = config.algorithm
     if settings.branching.kind == "none" and not settings.counterfactual.stand_ins:
         return
     async with asyncio.TaskGroup() as tasks:
-        for group in dict.fromkeys(rollout.group for rollout in asked):
+        for group in dict.fromkeys(rollout.group for rollout in rollouts):
             tasks.create_task(_grow(store, config, group))
 
 

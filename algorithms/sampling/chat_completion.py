@@ -57,10 +57,10 @@ class _Reply(msgspec.Struct):
 
 
 def upstream_endpoint(config: RunConfig, name: str) -> Endpoint:
-    found = config.upstreams[name]
-    key = os.environ.get(found.key_env, "") if found.key_env else ""
-    model = found.model or name
-    return Endpoint(found.base_url, model, found.text or model, key, found.text)
+    upstream = config.upstreams[name]
+    key = os.environ.get(upstream.key_env, "") if upstream.key_env else ""
+    model = upstream.model or name
+    return Endpoint(upstream.base_url, model, upstream.text or model, key, upstream.text)
 
 
 async def find_endpoint(store: Store, config: RunConfig, name: str) -> Endpoint:

@@ -137,7 +137,7 @@ class RoleRewards:
             role = min(silent)
             raise TrainingError(
                 f"algorithm.counterfactual.stand_ins.{role}: no call of {len(rollouts)} rollouts "
-                f"was made in this role, and nobody stands in for {', '.join(sorted(others))}; "
+                f"was made in this role, and there is no stand-in for {', '.join(sorted(others))}; "
                 f"{nearest(role, others)}"
             )
 

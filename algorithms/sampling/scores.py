@@ -22,12 +22,12 @@ def score_metrics(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """<name>: mean outcome; <name>/<role>: mean outcome of each role that has its own, such as the
     players of a game; <name>_missing: number of rollouts without an outcome, such as crashes and
     time-outs, which no mean includes."""
-    found: dict[str, list[float]] = {name: [rollout.reward() for rollout in rollouts]}
+    outcomes: dict[str, list[float]] = {name: [rollout.reward() for rollout in rollouts]}
     for row in (row for rollout in rollouts for row in rollout.rewards):
         if row.scope is Scope.ROLE and row.name == "outcome":
-            found.setdefault(f"{name}/{row.target}", []).append(row.value)
-    known = {key: [x for x in values if not math.isnan(x)] for key, values in found.items()}
-    missing = {f"{name}_missing": float(len(found[name]) - len(known[name]))}
+            outcomes.setdefault(f"{name}/{row.target}", []).append(row.value)
+    known = {key: [x for x in values if not math.isnan(x)] for key, values in outcomes.items()}
+    missing = {f"{name}_missing": float(len(rollouts) - len(known[name]))}
     return missing | {key: fmean(values) for key, values in known.items() if values}
 
 
@@ -36,19 +36,19 @@ def spread_metrics(
 ) -> dict[str, float]:
     """<name>_low, <name>_high: 95 % confidence interval of the mean over tasks. With several
     rollouts per task also <name>/pass@k, for k = 1, 2, 4 ... and their number."""
-    known: list[list[float]] = [[] for _ in range(tasks)]
+    by_task: list[list[float]] = [[] for _ in range(tasks)]
     for row in rollouts:
         if not math.isnan(value := row.reward()):
-            known[row.index % tasks].append(value)
-    found, samples = _bounds(name, [fmean(xs) for xs in known if xs]), config.eval.samples
+            by_task[row.index % tasks].append(value)
+    metrics, samples = _bounds(name, [fmean(xs) for xs in by_task if xs]), config.eval.samples
     if len(rollouts) > tasks:
-        solved = [(len(v), sum(x >= config.eval.threshold for x in v)) for v in known]
+        solved = [(len(xs), sum(x >= config.eval.threshold for x in xs)) for xs in by_task]
         for k in sorted({*(2**i for i in range(samples.bit_length())), samples}):
             values = [pass_at(k, n, c) for n, c in solved if n >= k]
             if values:
                 key = f"{name}/pass@{k}"
-                found |= {key: fmean(values)} | _bounds(key, values)
-    return found
+                metrics |= {key: fmean(values)} | _bounds(key, values)
+    return metrics
 
 
 def pass_at(k: int, n: int, c: int) -> float:
@@ -92,9 +92,9 @@ def common_score(config: RunConfig, rollouts: Sequence[Rollout], tasks: int) -> 
 
 async def heldout_scores(store: Store, run: str) -> dict[int, float]:
     """Held-out scores by step, all on the same tasks, best first, ties by step."""
-    found = await store.series(run, ["eval/score", "eval/common"], after=0, points=sys.maxsize)
-    same = dict(found["eval/score"]) | dict(found["eval/common"])
-    return dict(sorted(same.items(), key=lambda row: (-row[1], row[0])))
+    series = await store.series(run, ["eval/score", "eval/common"], after=0, points=sys.maxsize)
+    scores = dict(series["eval/score"]) | dict(series["eval/common"])
+    return dict(sorted(scores.items(), key=lambda row: (-row[1], row[0])))
 
 
 def has_stalled(scores: Mapping[int, float], patience: int) -> bool:

@@ -133,41 +133,40 @@ class OpponentPool:
     def game(self, rollout: Rollout) -> ScoredGame | None:
         """The scores of a rollout; None if it failed or a seat has no return."""
         roles = self.settings.seats
-        got = returns(rollout, roles)
-        if got is None:
+        by_role = returns(rollout, roles)
+        if by_role is None:
             return None
-        mine = [role for role in roles if rollout.seats.get(role, self.policy) == self.policy]
-        others = {rollout.seats[role] for role in roles if role not in mine}
-        scores = {role: game_score(got, role, roles) for role in mine}
+        own = [role for role in roles if rollout.seats.get(role, self.policy) == self.policy]
+        others = {rollout.seats[role] for role in roles if role not in own}
+        scores = {role: game_score(by_role, role, roles) for role in own}
         return ScoredGame(others.pop() if others else self.policy, scores)
 
     def game_metrics(self, games: Sequence[ScoredGame], unscored: int) -> dict[str, float]:
         """Metrics of one step's games and of the pool."""
-        found = {"selfplay/games": float(len(games)), "selfplay/unscored": float(unscored)}
+        metrics = {"selfplay/games": float(len(games)), "selfplay/unscored": float(unscored)}
         if every := [score for game in games for score in game.scores.values()]:
-            found["selfplay/draws"] = fmean(score == 0.5 for score in every)
+            metrics["selfplay/draws"] = fmean(score == 0.5 for score in every)
         met = [game for game in games if game.opponent != self.policy]
         if met:
-            found["selfplay/win_rate"] = fmean(s for game in met for s in game.scores.values())
+            metrics["selfplay/win_rate"] = fmean(s for game in met for s in game.scores.values())
         for role in self.settings.seats:
             if scores := [game.scores[role] for game in met or games if role in game.scores]:
-                found[f"selfplay/seat/{role}"] = fmean(scores)
+                metrics[f"selfplay/seat/{role}"] = fmean(scores)
         if self.settings.opponents != "self":
-            found["selfplay/elo"] = self.now.rating
-            found["selfplay/pool"] = float(len(self.drawn))
-            found |= {f"selfplay/win_rate/{s.name}": s.rate() for s in self.drawn}
-            found |= {f"selfplay/elo/{s.name}": s.rating for s in self.drawn}
-        return found
+            metrics["selfplay/elo"] = self.now.rating
+            metrics["selfplay/pool"] = float(len(self.drawn))
+            metrics |= {f"selfplay/win_rate/{s.name}": s.rate() for s in self.drawn}
+            metrics |= {f"selfplay/elo/{s.name}": s.rating for s in self.drawn}
+        return metrics
 
     def finish(self, steps: int, playing: Collection[str] = ()) -> Snapshot | None:
         """Update the pool after `steps` steps; returns the new snapshot, if one is due, which must
         be saved before the commit that adds it to the pool. Drops retired snapshots that are not
         `playing`: a slow game may end many steps after its request."""
-        held = self.now.snapshots
-        due = {s.name for s in held if s.until is not None and s.until <= steps} - {*playing}
-        self.now.snapshots = [s for s in held if s.name not in due]
-        settings = self.settings
-        if not isinstance(settings, SnapshotOpponents) or (held and steps % settings.every):
+        before, settings = self.now.snapshots, self.settings
+        due = {s.name for s in before if s.until is not None and s.until <= steps} - {*playing}
+        self.now.snapshots = [s for s in before if s.name not in due]
+        if not isinstance(settings, SnapshotOpponents) or (before and steps % settings.every):
             return None
         name = f"{self.policy}@{steps:06d}"
         self.now.snapshots.append(Snapshot(name, steps, self.now.rating))

@@ -54,8 +54,8 @@ class Checkpointable(Saveable, Protocol):
 
 def parse_name(path: Path) -> tuple[int, int] | None:
     """The steps and the epoch in a checkpoint's name; None for any other name."""
-    found = NAME.match(path.name)
-    return (int(found[1]), int(found[2] or 1)) if found else None
+    match = NAME.match(path.name)
+    return (int(match[1]), int(match[2] or 1)) if match else None
 
 
 def save_checkpoint(
@@ -159,20 +159,20 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     newest, the best, and those being scored. Also deletes those of rewound steps, and partial ones
     of killed processes. Keeps checkpoints of other runs and later owners, and files with other
     names."""
-    present = parse_name(last)
-    assert present is not None
-    own = [(path, steps) for path, (steps, epoch) in _own(folder, run) if epoch <= present[1]]
-    ahead = [path for path, steps in own if steps > present[0]]
-    kept = [path for path, steps in own if steps <= present[0]]
+    current = parse_name(last)
+    assert current is not None
+    own = [(path, steps) for path, (steps, epoch) in _own(folder, run) if epoch <= current[1]]
+    rewound = [path for path, steps in own if steps > current[0]]
+    trained = [path for path, steps in own if steps <= current[0]]
     scored = {path.name for path in folder.parent.glob("evaluation/*")}
     best = (folder / BEST).resolve()
-    old = [path for path in kept[keep:] if path.name.partition(".")[0] not in scored]
-    for path in (*ahead, *(path for path in old if path.resolve() != best)):
+    old = [path for path in trained[keep:] if path.name.partition(".")[0] not in scored]
+    for path in (*rewound, *(path for path in old if path.resolve() != best)):
         if path.resolve() != last.resolve():
             delete_directory(path)
     for path in folder.glob(f"*{PARTIAL}*"):
         named = parse_name(Path(path.name.partition(PARTIAL)[0]))
-        if named and named[1] <= present[1]:
+        if named and named[1] <= current[1]:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -201,12 +201,12 @@ def earlier_checkpoints(folder: Path, last: Path, run: str) -> list[Path]:
 
 def _own(folder: Path, run: str) -> list[tuple[Path, tuple[int, int]]]:
     """The run's checkpoints on disk, with their steps and epochs, newest first."""
-    found = [
+    own = [
         (path, named)
         for path in (folder.iterdir() if folder.is_dir() else ())
         if (named := parse_name(path)) and path.is_dir() and _is_of(path, run)
     ]
-    return sorted(found, key=lambda row: row[1], reverse=True)
+    return sorted(own, key=lambda row: row[1], reverse=True)
 
 
 def _is_of(path: Path, run: str) -> bool:

@@ -182,8 +182,8 @@ async def resume_run(
         steps, name = (parse_name(path) or (0, 0))[0], f"checkpoints/{path.name}"
         log.warning("Going on from %s: %d steps are trained again.", path, state.step - steps)
         await store.rewind(state.run, state.epoch, steps, name)
-        taken = {"steps/taken_back": float(state.step - steps)}
-        await store.log(state.run, steps, taken, epoch=state.epoch)
+        rewound = {"steps/taken_back": float(state.step - steps)}
+        await store.log(state.run, steps, rewound, epoch=state.epoch)
         return replace(state, step=steps, checkpoint=name)
     raise DamagedError(
         f"{damage}. No earlier one is whole: restore a copy, name one with `agentrl train --from "

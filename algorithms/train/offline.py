@@ -138,10 +138,10 @@ class DatasetCollector:
 
     async def evaluate(self, step: int, limit: int) -> None:
         """Log the metrics of the loss on at most `limit` held-out items (0: all)."""
-        updater, found = self.updater, self.items[self.config.data.heldout][: limit or None]
-        if not found or updater.algo.side is None:
+        updater, items = self.updater, self.items[self.config.data.heldout][: limit or None]
+        if not items or updater.algo.side is None:
             return
-        groups = await self._groups(self.config.data.heldout, range(len(found)), step)
+        groups = await self._groups(self.config.data.heldout, range(len(items)), step)
         await self._read_reference(groups)
         batch = updater.batch(groups)
         batch, streams = score_batch(updater.algo, updater.learner, batch, updater.cached)
@@ -185,9 +185,11 @@ class DatasetCollector:
             alone = [Group(id=row.id, run="", step=0, rollouts=[row]) for row in missing]
             batch = self.updater.batch(alone, 0)
             q = scorer(batch)
-            found = {id: q[batch.token_rollout == u] for u, id in enumerate(batch.rollouts)}
-            stored = {id: float32(values.tolist()) for id, values in found.items()}
-            await self.store.add_logprobs(self.reference, stored)
+            logprobs = {
+                id: float32(q[batch.token_rollout == u].tolist())
+                for u, id in enumerate(batch.rollouts)
+            }
+            await self.store.add_logprobs(self.reference, logprobs)
 
     async def _readable(self, items: Sequence[Item], lost: Counter[str]) -> list[Item]:
         """The items whose sides can all be trained; sides are never truncated. lost: counts of the
@@ -222,13 +224,13 @@ class DatasetCollector:
         """The calls of each side with token ids, at temperature 1, at which the losses are defined;
         None for a call that the chat template cannot render."""
         names = [side for item in items for side in item.sides]
-        found = await self.store.sides(names)
+        sides = await self.store.sides(names)
 
-        def known(call: Transition) -> Transition | None:
+        def with_tokens(call: Transition) -> Transition | None:
             exact = call if call.exact else self.tokenizer.tokenized(call)
             return exact and replace(exact, sampling=Sampling())
 
-        return {name: [known(call) for call in found.get(name, [])] for name in names}
+        return {name: [with_tokens(call) for call in sides.get(name, [])] for name in names}
 
     async def _groups(self, split: str, chosen: Sequence[int], step: int) -> list[Group]:
         """Items by index as groups; for KTO each with the completion of the previous item."""

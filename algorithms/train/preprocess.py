@@ -63,14 +63,14 @@ class Preprocessor:
             "calls/inexact": sum(not call.exact for call in calls),
             "calls/tools_unseen": count_unseen_tools(calls, self.decode) if self.decode else 0,
         }
-        given = {row.id: len(row.rewards) for group in groups for row in group.rollouts}
+        before = {row.id: len(row.rewards) for group in groups for row in group.rollouts}
         for completer in self.completers:
             groups = completer.complete(groups)
         self.step_rewards[:] = [
             StepReward(rollout=row.id, reward=reward)
             for group in groups
             for row in group.rollouts
-            for reward in row.rewards[given[row.id] :]
+            for reward in row.rewards[before[row.id] :]
         ]
         for trainer in self.trainers:
             metrics |= trainer.learn(groups)
@@ -184,7 +184,7 @@ class Retokenizer(_PromptCompleter):
     def complete(self, groups: list[Group]) -> list[Group]:
         """Add ids and the learner's log-probs to every inexact call that the template can render,
         that fits the context and whose rollout is trained. The others stay inexact."""
-        found = {
+        tokenized = {
             call.id: call
             for group in groups
             for rollout in group.rollouts
@@ -192,21 +192,21 @@ class Retokenizer(_PromptCompleter):
             if not old.exact and old.policy == self.policy
             if (call := self.tokenized(old)) is not None
         }
-        if not found:
+        if not tokenized:
             return groups
         # Without other calls, which may be longer than the model can read.
         batch = build_batch(
-            map_calls(groups, lambda call: found.get(call.id)),
+            map_calls(groups, lambda call: tokenized.get(call.id)),
             reward_names=self.reward_names,
             policy=self.policy,
         )
         logprobs = self.learner.logprobs(batch).cpu()
         # A call that repeats another is not trained, so it needs no log-probs.
-        ready = {id: call for id, call in found.items() if call.repeats is not None}
+        ready = {id: call for id, call in tokenized.items() if call.repeats is not None}
         for index, id in enumerate(batch.transitions):
             if id not in ready:
                 own = logprobs[batch.token_transition == index]
-                ready[id] = replace(found[id], logprobs=float32(own.tolist()))
+                ready[id] = replace(tokenized[id], logprobs=float32(own.tolist()))
         return map_calls(groups, lambda call: ready.get(call.id, call))
 
     def tokenized(self, call: Transition) -> Transition | None:

@@ -56,17 +56,17 @@ class RemoteTeacher:
 
     async def check(self) -> None:
         """Raise PolicyError unless the server answers, and has the policy's vocabulary."""
-        known = sorted(self.tokenizer.get_vocab().values())
-        ids = known[:: len(known) // CHECKED + 1] + known[-CHECKED:]
+        every = sorted(self.tokenizer.get_vocab().values())
+        ids = every[:: len(every) // CHECKED + 1] + every[-CHECKED:]
         try:
             async with aiohttp.ClientSession() as session:
-                found = await self._ask(session, [ids[0], *ids])
+                answers = await self._ask(session, [ids[0], *ids])
         except AgentRLError as error:
             raise PolicyError(
-                f"{error}. It must be vLLM with the policy's vocabulary ({len(known)} tokens) and "
+                f"{error}. It must be vLLM with the policy's vocabulary ({len(every)} tokens) and "
                 f"--max-logprobs {self.k} or more"
             ) from None
-        for id, tokens in zip(ids, found, strict=True):
+        for id, tokens in zip(ids, answers, strict=True):
             theirs, ours = tokens[id].decoded_token or "", self.tokenizer.decode([id])
             # The text of a partial character depends on the tokens before it.
             if theirs.strip() != ours.strip() and "\ufffd" not in theirs + ours:
@@ -128,13 +128,13 @@ class RemoteTeacher:
         except (msgspec.DecodeError, IndexError):
             rows = []
         pairs = zip(rows[1:], tokens[1:], strict=False)
-        found = [row for row, id in pairs if row and id in row and len(row) >= self.k]
-        if len(found) != len(tokens) - 1:
+        complete = [row for row, id in pairs if row and id in row and len(row) >= self.k]
+        if len(complete) != len(tokens) - 1:
             raise PolicyError(
                 f"{self.name}: {self.endpoint.url}/completions answers without the prompt_logprobs "
                 "that the request asks for"
             )
-        return found
+        return complete
 
 
 def make_teacher(

@@ -73,7 +73,7 @@ class Updater:
         Raises TrainingError for a reward that no rollout has."""
         turn = step if turn is None else turn
         algo = self.anchor.tuned(self.algo)
-        groups, taken = self.preprocessor.process(groups)
+        groups, prepared = self.preprocessor.process(groups)
         if algo.side is not None and not algo.side.paired:
             groups = with_mismatched(groups)
         check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
@@ -90,15 +90,15 @@ class Updater:
         measured = self.optimize(TrainingStep(step, turn, algo, groups, batch, streams, values))
         self.state.adopt(recall)
         rollouts = sum(len(group.rollouts) for group in groups)
-        held = self.anchor.finish(turn, batch if "q" in streams else None, rollouts)
+        controlled = self.anchor.finish(turn, batch if "q" in streams else None, rollouts)
         return {
-            **taken,
+            **prepared,
             **metrics.batch_metrics(groups, batch, self.policy),
             **token_age.staleness(step, groups, self.policy, version=turn),
             "staleness/withheld": float(old.sum()),
             **(critic_targets.value_metrics(values) if values else {}),
             **measured,
-            **held,
+            **controlled,
         }
 
     def staleness_streams(self, algo: Algo, batch: Batch, turn: int) -> dict[str, Tensor]:

@@ -67,8 +67,9 @@ class Routes:
 
     async def text(self, request: web.Request) -> web.StreamResponse:
         body = _decode(await read_body(request), _text_decoder)
-        given = body.prompt
-        prompt = self._codec.encode_plain(given) if isinstance(given, str) else given
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            prompt = self._codec.encode_plain(prompt)
         form = self._format(body, tuple(prompt), "cmpl", logprobs=body.logprobs is not None)
         return await self._answer(request, body, form)
 

@@ -84,18 +84,18 @@ class ServerCapabilities:
 
 async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> ServerCapabilities:
     """Detect the capabilities. Raises PolicyError for different models, or no weight updates."""
-    found = [await _probe(http, url) for url in urls]
-    names = [each.name for each in found]
+    servers = [await _probe(http, url) for url in urls]
+    names = [each.name for each in servers]
     if len(set(names)) != 1:
         raise PolicyError(
             f"engine.vllm.urls: they serve different models ({', '.join(names)}); start them "
             "with the same --served-model-name"
         )
-    backends = {each.backend for each in found}
+    backends = {each.backend for each in servers}
     return ServerCapabilities(
         names[0],
-        all(each.adapters for each in found),
-        all(each.spans for each in found),
+        all(each.adapters for each in servers),
+        all(each.spans for each in servers),
         backends.pop() if len(backends) == 1 else "",
     )
 

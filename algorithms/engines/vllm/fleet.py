@@ -116,13 +116,13 @@ class VllmFleet:
         """As `VllmHost.probe`."""
         async with self._client() as http:
             await asyncio.gather(*(self._healthy(http, url) for url in self.urls))
-            found = await probe(http, self.urls)
-        self.name, self.backend, self.spans = found.name, found.backend, found.spans
+            can = await probe(http, self.urls)
+        self.name, self.backend, self.spans = can.name, can.backend, can.spans
         # The backend "ipc" maps the learner's memory; otherwise servers have GPUs of their own.
-        self.gpus = 1 if found.backend == "ipc" else 0
+        self.gpus = 1 if can.backend == "ipc" else 0
         if not self._adapters:
             self.refuses_adapters = "all weights are trained"
-        elif not found.adapters:
+        elif not can.adapters:
             needed = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             self.refuses_adapters = f"vLLM was not started with {needed}"
 
@@ -267,8 +267,8 @@ class VllmFleet:
                 self._busy[each].versions = versions
             (self._requests.release if self._open() else self._requests.close)()
             return []
-        found = await asyncio.gather(*(self._ask(url, method, path, body) for url in urls))
-        replies = [reply for reply in found if reply is not None]
+        results = await asyncio.gather(*(self._ask(url, method, path, body) for url in urls))
+        replies = [reply for reply in results if reply is not None]
         if not replies:
             raise LostError(f"{path}: {self._reason}")
         return replies
@@ -327,7 +327,8 @@ class VllmFleet:
         except aiohttp.ClientError as error:
             self._mark_gone(url, f"does not answer ({type(error).__name__}: {error})")
             if answer is None or not answer.prepared:
-                return _retry(f"{type(error).__name__}: {error}")
+                message = f"vLLM is being restarted ({type(error).__name__}: {error})"
+                return web.json_response({"error": {"message": message}}, status=503)
             if request.transport is not None:  # a cut connection makes the caller retry
                 request.transport.abort()
             return answer
@@ -346,8 +347,3 @@ async def _first(healthy: Iterable[Coroutine[Any, Any, str]]) -> str:
         for each in left:
             each.cancel()
         await asyncio.gather(*checks, return_exceptions=True)
-
-
-def _retry(why: str) -> web.Response:
-    message = f"vLLM is being restarted ({why})"
-    return web.json_response({"error": {"message": message}}, status=503)

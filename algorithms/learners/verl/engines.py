@@ -65,8 +65,8 @@ def value_engine(settings: VerlSettings) -> Any:
 
 
 def checkpoint_names(module: Module, of: str) -> dict[str, str]:
-    """Checkpoint name -> verl's name of every weight and buffer. Checkpoint names of a critic are
-    "decoder.*" and "head.*", of an adapter peft's without ADAPTER and WEIGHT."""
+    """Checkpoint name -> verl's name of every weight and buffer. In checkpoints a critic has
+    "decoder.*" and "head.*", an adapter peft's without ADAPTER and WEIGHT, others their own."""
     if of == "v":
         decoder = f"{module.base_model_prefix}."
         return {_of_critic(key, decoder): key for key in module.state_dict()}
