@@ -36,7 +36,7 @@ class SleepCycle:
         """Wake a part, if it is asleep: WEIGHTS, and then KEYS."""
         if tag in self._asleep:
             await servers.post(f"/wake_up?tags={tag}")
-            self._asleep.remove(tag)
+            self._asleep.discard(tag)  # a restart meanwhile has woken it
 
     @property
     def dropped(self) -> bool:
