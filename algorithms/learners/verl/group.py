@@ -65,7 +65,7 @@ class VerlWorkers:
             self.close()
             if verb != "open" and isinstance(error, ray.exceptions.RayActorError):
                 raise TrainingError(
-                    f"a worker of verl died in {verb!r} ({_exit(error)}); the same command resumes "
+                    f"a worker of verl died in {verb!r} ({_exit(error)}); the same command goes on "
                     "after the last committed step"
                 ) from None
             reason = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -141,7 +141,7 @@ class VerlWorkers:
 
         each = placed["gpus_per_node"]
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        asked = f"learner.verl: {placed['nodes']} nodes with {each} GPUs are requested, and "
+        asked = f"learner.verl: {placed['nodes']} nodes with {each} GPUs are asked for, and "
         if sum(int(node.get("GPU", 0)) // each for node in alive) < placed["nodes"]:
             has = ", ".join(str(int(node.get("GPU", 0))) for node in alive)
             raise ConfigError(f"{asked}Ray's nodes have {has}; lower them or add nodes to it")
@@ -149,7 +149,7 @@ class VerlWorkers:
         while ray.available_resources().get("GPU", 0) < self.ranks:
             if time.monotonic() > until:
                 free = int(ray.available_resources().get("GPU", 0))
-                raise ConfigError(f"{asked}Ray has {free} that are free; wait for the others")
+                raise ConfigError(f"{asked}Ray has {free} that are free; wait for the others' end")
             time.sleep(0.2)
 
 

@@ -115,7 +115,7 @@ class VerlLearner(PolicyWeights):
 
     def top(self, batch: Batch, k: int, of: Scored = "o") -> tuple[Tensor, Tensor]:
         """Raise PolicyError: verl's workers compute no such log-probs."""
-        raise PolicyError("the verl learner computes log-probs of sampled tokens only (supply k)")
+        raise PolicyError("the verl learner gives log-probs of sampled tokens only (supply k)")
 
     def symbol_logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         """Raise PolicyError: verl's workers compute no such log-probs."""
@@ -142,7 +142,7 @@ class VerlLearner(PolicyWeights):
         if critic is not None:
             self.check_supply("v")
         if eta is not None:
-            raise PolicyError("the verl learner computes no gradient of the entropy (supply e)")
+            raise PolicyError("the verl learner gives no gradient of the entropy (supply e)")
         if not batch.n_tokens:
             return StepReport(logprobs=torch.empty(0))
         if len(batch.row_unit):  # a unit may be on several ranks
