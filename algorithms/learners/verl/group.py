@@ -154,6 +154,6 @@ class VerlWorkers:
 
 
 def _exit(error: Exception) -> str:
-    """Ray's explanation of why a worker ended."""
+    """Why a worker ended, as Ray tells it."""
     _, _, detail = str(error).partition("Worker exit detail: ")
     return (detail or str(error)).strip().split(". ")[0].splitlines()[0][:200]
