@@ -290,7 +290,7 @@ def test_replays_that_nobody_reads_are_refused() -> None:
     part |= {"roles": {"planner": "policy", "solver": "policy"}}
     with pytest.raises(ConfigError, match=r"stand_ins has no 'solver', and 'policy', which plays"):
         check_counterfactuals(resolve(part, source="test"), {"policy": other}, None)
-    with pytest.raises(ConfigError, match=r"dynamic_sampling goes by 'role:difference'"):
+    with pytest.raises(ConfigError, match=r"dynamic_sampling compares 'role:difference'"):
         check_counterfactuals(config, {"policy": other}, "role:difference")
 
 
