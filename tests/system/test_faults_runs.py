@@ -117,7 +117,7 @@ def test_a_folder_deleted_under_a_live_run_ends_it_and_spares_the_next_one(
         foreign.touch()
         sqlite3.connect(Path(settings.output, "store.db")).close()
 
-    with pytest.raises(TrainingError, match="was deleted, moved or replaced while its run was"):
+    with pytest.raises(TrainingError, match="was deleted, moved or replaced during its run"):
         start(settings, attack, at)
     assert list(foreign.parent.parent.rglob("*")) == [foreign.parent, foreign]
 
