@@ -48,7 +48,7 @@ def check(config: RunConfig) -> None:
     plain, host = RunConfig(), config.runner.host
     unread = [t for t in RunConfig.__struct_fields__ if getattr(config, t) != getattr(plain, t)]
     if left := [f"[{table}]" for table in unread if table not in READ]:
-        raise ConfigError(f"{left[0]} means nothing to `agentrl gateway serve`; remove it")
+        raise ConfigError(f"{left[0]} has no effect on `agentrl gateway serve`; remove it")
     if replace(config.runner, host=plain.runner.host, port=0) != plain.runner:
         raise ConfigError("[runner]: `agentrl gateway serve` reads host and port alone")
     if not config.upstreams or (len(config.upstreams) > 1 and not config.roles):

@@ -116,7 +116,7 @@ def test_branches_that_went_astray_are_counted() -> None:
 @pytest.mark.parametrize(
     ("branching", "why"),
     [
-        ({"width": 2}, "mean nothing without"),
+        ({"width": 2}, "have no effect without"),
         ({"kind": "tree"}, "from how many"),
         ({"kind": "mcts"}, "branching.kind"),
         ({"kind": "mc", "depth": 1}, "algorithm.branching.depth"),

@@ -304,7 +304,7 @@ async def test_only_callers_with_a_key_are_answered(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"tasks": {"train": "t.jsonl"}}, r"\[tasks\] means nothing"),
+        ({"tasks": {"train": "t.jsonl"}}, r"\[tasks\] has no effect"),
         ({"runner": {"processes": 3}}, "reads host and port alone"),
         ({"runner": {"host": "0.0.0.0"}}, "set sessions.key_env"),
         ({"upstreams": {}}, "says who answers"),
