@@ -117,7 +117,7 @@ def test_branches_that_went_astray_are_counted() -> None:
     ("branching", "why"),
     [
         ({"width": 2}, "have no effect without"),
-        ({"kind": "tree"}, "from how many"),
+        ({"kind": "tree"}, "needs `calls`"),
         ({"kind": "mcts"}, "branching.kind"),
         ({"kind": "mc", "depth": 1}, "algorithm.branching.depth"),
     ],
