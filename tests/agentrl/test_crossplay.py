@@ -127,7 +127,7 @@ def test_what_cannot_meet_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no checkpoint of a run"):
         crossplay.chosen_checkpoints(config, [one, checkpoint(tmp_path, "best")])
     playing = run_of(tmp_path, selfplay={"seats": ROLES})
-    with pytest.raises(ConfigError, match="two of the checkpoints have one name"):
+    with pytest.raises(ConfigError, match="two checkpoints have the same name"):
         crossplay.crossplay(playing, [one, one])
 
 
