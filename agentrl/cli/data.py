@@ -90,7 +90,7 @@ def _mining(*hows: str) -> tuple[Command, ...]:
 async def mine_command(store: Store, **given: Any) -> None:
     """Create data set NAME with pairs of a run's rollouts, or of their calls."""
     if bool(given["expert"]) != (given["how"] == "expert"):
-        raise click.UsageError("--expert RUN and --how expert need each other")
+        raise click.UsageError("--expert RUN goes with --how expert, and with nothing else")
     await _mine(store, **given)
 
 

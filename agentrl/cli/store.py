@@ -35,7 +35,7 @@ def age(_: click.Context, __: click.Parameter, value: str | None) -> float | Non
         return None
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value)
     if parts is None:
-        raise click.BadParameter(f"{value!r} is no age: write it as 90s, 30m, 12h, 7d or 2w.")
+        raise click.BadParameter(f"{value!r} is no age: write it like 90s, 30m, 12h, 7d or 2w.")
     return float(parts[1]) * UNITS[parts[2]]
 
 

@@ -21,7 +21,7 @@ class SelfplayConfig(Section, frozen=True, tag_field="opponents", tag="self"):
 
     def __post_init__(self) -> None:
         if len(set(self.seats)) != len(self.seats) or len(self.seats) == 1:
-            raise ValueError("seats must be two or more different roles")
+            raise ValueError("seats must be two or more roles, each named once")
         if self.policy and not self.seats:
             raise ValueError("policy has no effect without seats, the roles of the game")
 

@@ -40,7 +40,7 @@ def test_the_schema_says_what_a_setting_is(schema: Any) -> None:
     described = {
         "RunConfig.steps": "updates of the policy; 0: only evaluate",
         "RunConfig.policy": "The model to train: a Hugging Face checkpoint directory or hub name",
-        "VllmEngineConfig.kind": "vLLM beside the algorithm process",
+        "VllmEngineConfig.kind": "A vLLM policy server",
         "AlgorithmConfig.groups": "per step",
         "VllmConfig.max_adapters": "that a child serves at once, frozen ones too",
         "VllmEngineConfig.max_batch": "calls decoded together",
