@@ -1,5 +1,4 @@
-"""A team of three frozen language models that chooses its communication graph in each of two
-rounds.
+"""A team of three frozen language models that chooses its communication graph in two rounds.
 
 Each agent knows one relation and resolves one step of a question; a message that it hears, or its
 own from the previous round, may be a step further. `choose` maps the observations so far to a
