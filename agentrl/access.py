@@ -54,8 +54,7 @@ class Access:
         return next(iter(self.keys), "")
 
     def server_tls(self) -> ssl.SSLContext | None:
-        """The TLS context of the server. Raises ConfigError for files that cannot be read or do not
-        belong together."""
+        """The server's TLS context. Raises ConfigError for unreadable or mismatched files."""
         if not self.certfile:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -53,14 +53,9 @@ def kind_of(attributes: dict[str, Json]) -> str:
     return OPERATIONS.get(str(attributes.get(OPERATION)), "internal")
 
 
-def decode(body: bytes, content_type: str) -> list[Span]:
-    """The valid spans of an ExportTraceServiceRequest, in its order; see `decode_some`."""
-    return decode_some(body, content_type)[0]
-
-
 def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
-    """The valid spans of a request in its order, the number of invalid ones, and the error of the
-    last invalid one.
+    """The valid spans of an ExportTraceServiceRequest in its order, the number of invalid ones, and
+    the error of the last invalid one.
 
     A span is invalid if its ids do not have 16 and 8 bytes, or if its times are missing or past the
     year 2262. A span that ends before it starts (a clock was set back) gets the duration 0. Raises

@@ -119,8 +119,7 @@ def _right(scores: Iterable[float]) -> bool | None:
 def _turn(
     old: bool | None, new: bool | None, witness: bool | None, there: float, elsewhere: float
 ) -> float:
-    """The signed weight of a change from `old` to `new`: `there` if the witness is on the new side,
-    else `elsewhere`."""
+    """The signed weight of a change: `there` if the witness is on the new side, or `elsewhere`."""
     if None in (old, new, witness) or old == new:
         return 0.0
     weight = there if witness == new else elsewhere

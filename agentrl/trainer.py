@@ -342,8 +342,7 @@ async def _ended_rollouts(store: Store, run: str) -> int:
 
 
 async def _stop_runners(children: list[Child], drain: float) -> None:
-    """Stop all runners at once. Each has `drain` seconds to finish, and ten more to requeue its
-    remaining rollouts."""
+    """Stop all runners at once. Each has `drain` seconds to finish and ten more to requeue."""
     await asyncio.gather(*(child.stop(drain + 10.0) for child in children))
 
 

@@ -1,5 +1,4 @@
-"""The pages of the site: the repository's Markdown files at their own paths, and their link
-targets.
+"""The pages of the site: the repository's Markdown files at their own paths, and their links.
 
 A link to a source file or a folder leads to a page that shows it, so the same relative link works
 here and in the repository. `<!-- generated: NAME -->` is replaced by `reference.NAME()`.

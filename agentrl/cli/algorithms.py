@@ -115,8 +115,7 @@ def _spelling(config: RunConfig, policy: str) -> Callable[[int], str] | None:
 
 
 async def _groups(store: Store, rollout: Rollout) -> list[Group]:
-    """The groups trained in the same step as a rollout or, if it is untrained, those requested in
-    the same step."""
+    """The groups that were trained (or, if untrained, requested) in the rollout's step."""
     asked = rollout.step if rollout.trained is None else None
     rows = await store.rollouts(
         rollout.run, purpose=Purpose.TRAIN, step=asked, trained=rollout.trained

@@ -33,8 +33,7 @@ def data() -> None:
 
 
 def _with(*options: Command) -> Callable[[Callable[..., Awaitable[None]]], Command]:
-    """A decorator for a command with these options; the function gets the store of --store
-    first."""
+    """A decorator for a command with these options, whose function gets the store first."""
 
     def declare(work: Callable[..., Awaitable[None]]) -> Command:
         @wraps(work)
@@ -100,8 +99,7 @@ async def mine_command(store: Store, **given: Any) -> None:
     click.option("--threshold", default=0.5, help="Smallest reward of a good rollout."),
 )
 async def label_command(store: Store, **given: Any) -> None:
-    """Create data set NAME with single rollouts: labelled by reward, labelled call by call (mc), or
-    good ones as demonstrations."""
+    """Create data set NAME with rollouts labelled by reward or by call (mc), or demonstrations."""
     await _mine(store, **given)
 
 

@@ -58,8 +58,7 @@ def examine(run_file: Path | None, overrides: tuple[str, ...] = ()) -> Iterator[
 
 
 def _examine_policy(config: RunConfig, folder: str) -> Iterator[Finding]:
-    """Check the run's policies. folder: for outputs, such as a model that `policy.build`
-    creates."""
+    """Check the run's policies. folder: for outputs, such as the model of `policy.build`."""
     from transformers.utils.logging import disable_progress_bar
 
     from agentrl.algorithms.train.load_policies import load_policies, policy_directory

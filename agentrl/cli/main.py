@@ -297,8 +297,7 @@ def runner() -> None:
 )
 @log_level
 def start_runner(store: str, run: str, key: str | None, root: Path | None) -> None:
-    """Run rollouts until the run ends or SIGTERM, on any machine that reaches its store and
-    policy."""
+    """Run rollouts until the run ends or SIGTERM, on a machine that reaches store and policy."""
     own = PARENT not in os.environ  # otherwise the front decides when to stop
     die_with_parent()
     if key is not None:

@@ -61,8 +61,7 @@ def store_in(output: Path) -> str:
 
 
 def store_of(name: str) -> str:
-    """URL of the default store of a run below the working directory. name: of the run, or the id of
-    one of its rollouts."""
+    """URL of a run's default store below the working directory. name: of the run or a rollout."""
     return store_in(Path("runs", name.split("/")[0]).resolve())
 
 

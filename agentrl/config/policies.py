@@ -80,8 +80,7 @@ def policy_by_role(config: RunConfig) -> dict[str, str]:
 
 
 def stand_ins(config: RunConfig) -> dict[str, str]:
-    """Role -> the served name of the policy or upstream that plays it in counterfactual
-    rollouts."""
+    """Role -> served name of the policy or upstream that plays it in counterfactual rollouts."""
     return {
         role: initial_name(policy_of_role(config, role)) if player == INITIAL else player
         for role, player in config.algorithm.counterfactual.stand_ins.items()
@@ -89,8 +88,7 @@ def stand_ins(config: RunConfig) -> dict[str, str]:
 
 
 def policy_of_role(config: RunConfig, role: str) -> str:
-    """The policy or upstream that plays a role; the default policy for a role that no table
-    names."""
+    """The policy or upstream that plays a role; the default policy for an unnamed role."""
     return policy_by_role(config).get(role, POLICY)
 
 

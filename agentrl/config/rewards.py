@@ -65,8 +65,7 @@ class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class PointwiseJudge(JudgeConfig, frozen=True, kw_only=True, tag="pointwise"):
-    """Scores each rollout by itself; the reward is 0 at the low end of the range and 1 at the high
-    end."""
+    """Scores each rollout by itself; the reward is 0 at the lowest score and 1 at the highest."""
 
     range: tuple[int, int] = (0, 10)  # lowest and highest score
     # Points [score, reward] for linear interpolation, measured on a labelled set.

@@ -360,8 +360,7 @@ class RunConfig(Section, frozen=True):
         return str(directory) if directory.is_dir() else name
 
     def model_path(self) -> str:
-        """The policy's model: a hub name or a directory, perhaps from `policy.build` or the
-        warm-up."""
+        """The policy's model: a hub name or a directory, also of `policy.build` or the warm-up."""
         warmed = Path(self.output, "warmup")
         if self.warmup.data and warmed.is_dir():
             return str(warmed)

@@ -46,8 +46,7 @@ extra that installs the package."""
 
 
 def check(config: RunConfig, source: str) -> None:
-    """Raises ConfigError, which names `source` and the key, for a setting that has no effect or is
-    impossible."""
+    """Raises ConfigError with `source` and the key of a setting without effect or impossible."""
     for name, member in config.policies.items():
         tables: dict[str, type[msgspec.Struct]] = {"lora": LoraConfig, **team.TABLES}
         for key, kind in tables.items():
@@ -268,8 +267,7 @@ def _view(config: RunConfig, name: str) -> Iterator[str]:
 
 
 def _stand_ins(config: RunConfig) -> Iterator[str]:
-    """Counterfactual rollouts replace roles of trained policies with known policies or
-    upstreams."""
+    """Counterfactual rollouts replace trained policies with known policies or upstreams."""
     given, ahead = config.algorithm.counterfactual.stand_ins, config.algorithm.max_staleness
     if given and (config.algorithm.branching.kind != "none" or config.selfplay.seats):
         other = "selfplay" if config.selfplay.seats else "algorithm.branching"
@@ -382,7 +380,6 @@ def _sinks(names: list[str]) -> Iterator[str]:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is installed; a folder of that name in the working directory, which has no
-    origin, does not count."""
+    """Whether a package is installed, not just a folder of that name, which has no origin."""
     spec: Any = find_spec(package)
     return spec is not None and spec.origin is not None

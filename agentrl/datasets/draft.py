@@ -20,8 +20,7 @@ Conflicts = Literal["drop", "keep"]
 
 @dataclass(slots=True)
 class Draft:
-    """Collects the items of one version. `counts`: numbers of items kept, by kind, and left out, by
-    reason."""
+    """Collects the items of one version. `counts`: kept items by kind, others by reason."""
 
     store: Store
     name: str

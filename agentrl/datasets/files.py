@@ -156,8 +156,7 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _labelled_steps(row: dict[str, Any]) -> tuple[Any, list[str], list[Any]] | None:
-    """Question, steps and a label for each, from TRL's, PRM800K's or Math-Shepherd's columns; None
-    for other columns."""
+    """Question, steps and labels from TRL's, PRM800K's or Math-Shepherd's columns, or None."""
     if "completions" in row and "labels" in row:
         return row.get("prompt", []), list(map(_text, row["completions"])), row["labels"]
     if "question" in row and "label" in row:
@@ -192,8 +191,7 @@ def _common(one: Sequence[Message], other: Sequence[Message]) -> int:
 def _calls(
     prompt: Sequence[Message], said: Sequence[Message], tools: list[dict[str, Json]], *, alone: bool
 ) -> list[Transition]:
-    """A call for each answer. With `alone`, its context is only the prompt, otherwise also the
-    messages before it."""
+    """A call for each answer, with the prompt and, unless `alone`, earlier messages as context."""
     return [
         Transition(
             id=f"{index}", attempt="import", index=index, exact=False, tools=tools,

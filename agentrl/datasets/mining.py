@@ -191,8 +191,7 @@ def _key(call: Transition) -> tuple[bytes, bytes]:
 
 
 def _calls(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
-    """Add pairs of calls with the same prompt; the value of a call is the mean over the rollouts
-    that share it."""
+    """Add pairs of calls with the same prompt, valued by the mean over rollouts that share them."""
     values = _values(group)
     forks: dict[bytes, dict[bytes, Place]] = {}
     branched = set()

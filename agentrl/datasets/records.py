@@ -67,8 +67,7 @@ class Item(Record, frozen=True):
 
 
 class Judgement(Record, frozen=True):
-    """The verdict of a judge. `id` is a hash of the whole question, so no question is asked
-    twice."""
+    """A judge's verdict. `id` is a hash of the whole question, so no question is asked twice."""
 
     id: str
     subject: str  # ids of the judged rollouts or item

@@ -125,8 +125,7 @@ def ports(config: RunConfig) -> tuple[Status, str] | None:
 
 
 def keys(config: RunConfig) -> tuple[Status, str] | None:
-    """Whether the environment has all API keys. Raises ConfigError for a missing key or an unusable
-    certificate."""
+    """API keys in the environment. Raises ConfigError for a missing key or unusable certificate."""
     asked = {f"upstreams.{name}": each.key_env for name, each in config.upstreams.items()}
     if isinstance(config.engine, VllmEngineConfig):
         asked["engine.vllm"] = config.engine.vllm.key_env
@@ -153,8 +152,7 @@ CHECKS = (packages, gpu, store, *AT_START)
 
 
 def check_at_start(config: RunConfig) -> Iterator[str]:
-    """Warnings for the start of `agentrl train`. Raises ConfigError for failures. Does not import
-    torch."""
+    """Warnings at the start of `agentrl train`. Raises ConfigError for failures. Needs no torch."""
     for finding in (each for check in AT_START for each in run_check(check, config)):
         if finding.status == "fail":
             raise ConfigError(f"{finding.sentence}; {finding.cure}")

@@ -16,8 +16,7 @@ PADDING = 1024  # most rows of an embedding without a token, which pad its size
 
 
 def memory(config: RunConfig, source: str) -> tuple[Status, str]:
-    """Whether the peak memory of a run fits. source: directory or hub name of the policy's
-    model."""
+    """Whether a run's peak memory fits. source: directory or hub name of the policy's model."""
     fits, sentence = estimate.memory(config, estimate.shape_of(source))
     return ("ok" if fits else "fail"), sentence
 

@@ -90,8 +90,7 @@ def trained_roles(config: RunConfig) -> dict[str, str]:
 def ablation_row(
     role: str, player: str, whole: Sequence[Rollout], without: Sequence[Rollout]
 ) -> AblationRow:
-    """Compare rollouts of the whole team and without one role, on the same tasks in the same
-    order."""
+    """Compare rollouts with and without one role, on the same tasks in the same order."""
     scores, rest = evaluation.outcomes(whole), evaluation.outcomes(without)
     gaps = [a - b for a, b in zip(scores, rest, strict=True)]
     loss, error = evaluation.mean_and_error(gaps)

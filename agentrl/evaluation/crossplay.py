@@ -114,8 +114,7 @@ def lineup(player: str, other: str, role: str, roles: Sequence[str]) -> tuple[st
 
 
 def matrix(players: list[str], roles: Sequence[str], played: Played) -> PayoffMatrix:
-    """The payoff matrix of played games. Raises AgentRLError if no game has a return for every
-    seat."""
+    """The payoff matrix of games. Raises AgentRLError if none has a return for every seat."""
     meetings: list[list[Matchup | None]] = [[None] * len(players) for _ in players]
     for row, column in permutations(range(len(players)), 2):
         pair = players[row], players[column]

@@ -69,8 +69,7 @@ async def _optimise(config: RunConfig, folder: Path, level: int) -> None:
 
 
 async def write_texts(store: Store, config: RunConfig, folder: Path) -> Candidate:
-    """Write the chosen texts as <component>.txt and all candidates to lineage.json; returns the
-    chosen candidate."""
+    """Write the chosen candidate's texts and lineage.json to a folder; returns the candidate."""
     candidates = await store.candidates(config.name)
     best = next((c for c in reversed(candidates) if c.state == "chosen"), None)
     if best is None:

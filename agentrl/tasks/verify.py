@@ -59,8 +59,7 @@ async def run_tests(task: Task, workspace: Any) -> float:
 
 
 def parse_results(text: str) -> dict[str, bool]:
-    """Test -> whether it passed, from the output of `pytest -rA` or `unittest -v`; without skipped
-    tests."""
+    """Test -> whether it passed, from `pytest -rA` or `unittest -v`, without skipped tests."""
     if SUMMARY in text:
         rows = [(name, said) for said, name in PYTEST.findall(text.rpartition(SUMMARY)[2])]
     else:

@@ -1,5 +1,4 @@
-"""The console output of a run: progress and warnings from the store, and lines of its processes'
-logs."""
+"""The console output of a run: progress and warnings from the store, and lines of its logs."""
 
 from __future__ import annotations
 
@@ -198,8 +197,7 @@ def _number(metrics: dict[str, float], key: str) -> str:
 
 
 def _health(metrics: dict[str, float], policy: str = "") -> list[str]:
-    """The metrics of a step that are the first to show problems. policy: the policy, if there are
-    several."""
+    """The metrics of a step that show problems first. policy: the policy, if there are several."""
     prefix = f"{policy}/" if policy else ""
     names = {"entropy": "policy/entropy", "KL": "old/kl", "clipped": "policy/clip_fraction"}
     if metrics.get(f"{prefix}staleness/version_max"):
@@ -267,8 +265,7 @@ class RunWarnings:
 
 
 async def roles_without_calls(store: Store, config: RunConfig) -> str:
-    """A sentence about the roles of the run file without a call in the first trained step; empty if
-    there are none."""
+    """A sentence about the run file's roles without a call in the first trained step, or empty."""
     named = policy_by_role(config)
     if not (named and config.steps):
         return ""

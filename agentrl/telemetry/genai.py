@@ -111,8 +111,7 @@ def _is_request(span: Span) -> bool:
 
 
 def _root_span(trace: Trace, spans: list[Span]) -> Span:
-    """The span of the attempt; it spans the times of `spans` if the agent ran in another process
-    and recorded none."""
+    """The recorded span of the attempt, or a new one that covers `spans`."""
     rollout = trace.rollout
     made = Span(
         id=_id(trace.attempt),
@@ -156,7 +155,7 @@ def _root_span(trace: Trace, spans: list[Span]) -> Span:
 def call_attributes(transition: Transition) -> dict[str, Json]:
     """The attributes of one model call in all three conventions."""
     sampling, answer = transition.sampling, transition.answer or {}
-    limits = asdict(sampling) | {"top_k": sampling.top_k or None}
+    limits = asdict(sampling) | {"top_k": sampling.top_k or None, "force": None}
     given = {name: value for name, value in limits.items() if value is not None}
     read, written = len(transition.prompt), len(transition.completion)
     output = _message(answer) | {"finish_reason": transition.finish}

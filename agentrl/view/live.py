@@ -25,8 +25,7 @@ class ChangeFeed:
         self._ending.set()
 
     async def stream(self, last: str) -> AsyncIterator[str]:
-        """Yield events `change` whose id is the store's cursor. `last`: the id of the client's last
-        event; '' starts now."""
+        """Events `change` with the store's cursor as id. `last`: the client's last id; '': now."""
         cursor = int(last) if last.isdecimal() else await self._store.cursor()
         yield f"retry: 2000\nid: {cursor}\nevent: hello\ndata: {cursor}\n\n"
         while not self._ending.is_set():

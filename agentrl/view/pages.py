@@ -177,8 +177,7 @@ class Pages:
         return Page("data.html", name, values | {"run": versions[version].spec.get("run")})
 
     async def _datasets(self, state: RunState | None = None) -> list[Dataset]:
-        """The newest version of each data set; for a run, only data sets that were made from it or
-        that it learns from."""
+        """The newest version of each data set, or of those made from a run or learned by it."""
         try:
             found = {one.name: one for one in await self.store.datasets()}.values()
         except Forbidden:  # the key is for one run, and data sets belong to the whole store

@@ -40,8 +40,7 @@ def text_of(value: Json) -> str:
 
 
 def message(row: dict[str, Json], index: int) -> dict[str, Any]:
-    """One chat message, cut at CAP characters. `index`: its position in its call, -1: the
-    answer."""
+    """One chat message, cut at CAP characters. `index`: position in its call, -1: the answer."""
     calls = []
     for call in row.get("tool_calls") or []:
         function = call.get("function") or {}
@@ -100,8 +99,7 @@ def token_values(
 
 
 def call_rows(trace: Trace, credits: Sequence[Credit], spell: Spell) -> list[dict[str, Any]]:
-    """The calls of a rollout in order, each with its new messages, its text, its rewards and its
-    credit."""
+    """The calls of a rollout in order, each with its new messages, text, rewards and credit."""
     calls, by_call = trace.transitions, credit_by_call(trace, credits)
     rows: list[dict[str, Any]] = []
     for at, call in enumerate(calls):

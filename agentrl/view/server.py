@@ -133,8 +133,7 @@ class ViewApp:
         return answer
 
     async def _explain(self, pages: Pages, id: str, _: Request) -> Page:
-        """The explanation of a rollout's credit, from `agentrl explain` in a separate process,
-        because it needs torch."""
+        """The output of `agentrl explain`, which needs torch, from a separate process."""
         url, secret = split_secret(self._url)
         run = (await pages.load(id)).state.run
         command = [sys.executable, "-m", "agentrl", "explain", "--store", url, "--", id]
