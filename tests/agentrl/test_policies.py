@@ -58,7 +58,7 @@ def team(**changes: Any) -> dict[str, Any]:
             r"policies.solver never learns: its turn would come after the last of steps = 3",
         ),
         ({"team": {"every": 2}}, r"\[team\] has no effect without \[policies\]"),
-        ({"policies": {"a.b": {}}}, r"\[policies.a.b\]: a policy's name is letters"),
+        ({"policies": {"a.b": {}}}, r"\[policies.a.b\]: a policy's name may have letters"),
         (
             {"policies": {"a": {"roles": ["a"], "frozen": True, "model": "m"}}},
             r"\[policies\]: all of them are frozen; at least one must learn",
