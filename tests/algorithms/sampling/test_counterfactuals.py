@@ -312,7 +312,7 @@ PAIR = {
         (
             {"stand_ins": {"planner": "first"}},
             {"upstreams": {"first": {"text": "none"}}},
-            "planner = 'first' is the role's own policy .* rename that one",
+            "planner = 'first' means the role's own policy .* rename that one",
         ),
         ({"stand_ins": {"critic": "first"}}, PAIR, "no trained policy plays this role; .*planner"),
         ({"stand_ins": {"planer": "judge"}}, PAIR, "did you mean 'planner'"),
