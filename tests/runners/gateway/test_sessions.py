@@ -304,10 +304,10 @@ async def test_only_callers_with_a_key_are_answered(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"tasks": {"train": "t.jsonl"}}, r"\[tasks\] means nothing"),
-        ({"runner": {"processes": 3}}, "reads host and port alone"),
+        ({"tasks": {"train": "t.jsonl"}}, r"\[tasks\] has no effect"),
+        ({"runner": {"processes": 3}}, "reads only host and port"),
         ({"runner": {"host": "0.0.0.0"}}, "set sessions.key_env"),
-        ({"upstreams": {}}, "says who answers"),
+        ({"upstreams": {}}, r"set \[upstreams.NAME\], which answers"),
     ],
 )
 def test_settings_without_effect_are_refused(settings, more: Any, message: str):

@@ -178,7 +178,7 @@ def test_rules_of_the_run_file_come_before_those_of_the_harness(odd: Path) -> No
 
 
 def test_a_rule_without_a_condition_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the rule of 'side' says nothing"):
+    with pytest.raises(ConfigError, match="the rule for 'side' has no condition"):
         resolve({"roles": {"match": [{"role": "side"}]}}, source="test")
     assert RunConfig().role_rules == []
     assert json.loads(json.dumps(ODD))  # a preset is data
