@@ -190,7 +190,7 @@ async def test_only_the_jobs_of_this_run_make_room_for_the_next_attempt(
 async def test_an_input_that_is_too_large_is_said(bench: Any, make: Any, tmp_path: Path) -> None:
     executor = await make("kubernetes", config=configured(tmp_path, python("")))
     (rollout,) = await bench.run(executor, {"input": "x" * 200_000})
-    assert "200002 bytes, more than a Job can be given" in rollout.failure.message
+    assert "200002 bytes, too many for a Job" in rollout.failure.message
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ async def test_an_input_that_is_too_large_is_said(bench: Any, make: Any, tmp_pat
         ({"host": "127.0.0.1"}, "a kubernetes cannot reach"),
         ({"advertise": ""}, r"runner\.advertise is missing"),
         ({"kubernetes": {"template": "none.yaml"}}, "none.yaml"),
-        ({"kubernetes": {"template": "pod.yaml"}}, "is not one Job"),
+        ({"kubernetes": {"template": "pod.yaml"}}, "must be a single Job"),
         ({"kubernetes": {"image": "a", "context": "other"}}, "no usable kubeconfig"),
     ],
 )

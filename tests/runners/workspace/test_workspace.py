@@ -203,8 +203,8 @@ async def test_a_sandbox_reaches_the_gateway_and_its_folder_only(
     [
         ({"files": "git:nothing@main"}, {}, "there is no repository"),
         ({"files": "git:project@nowhere"}, {}, "nowhere"),
-        ({"files": {"../out": "x"}}, {}, "is no name of a file"),
-        ({"files": {"a": 1}}, {}, "has no text"),
+        ({"files": {"../out": "x"}}, {}, "is not a valid file name"),
+        ({"files": {"a": 1}}, {}, "must be a text"),
         ({"files": {"a\0b": ""}}, {}, "null byte"),
         ({}, {"source": "task.repo"}, "the task has no 'repo'"),
     ],
