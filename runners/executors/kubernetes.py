@@ -208,7 +208,7 @@ class KubernetesExecutor(SandboxExecutor):
             raise FailedAttemptError(ErrorKind.AGENT, message, written)
         contract.check_exit(ended["exitCode"], written)
         result = written or await self._log(pod)
-        if len(result) > contract.LARGEST_RESULT:
+        if len(result.encode()) > contract.LARGEST_RESULT:
             raise contract.too_large("its log")
         return contract.parse_result(result)
 

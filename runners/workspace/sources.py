@@ -54,21 +54,20 @@ class Templates:
             folder = self._folder / f"{len(self._building)}-{os.urandom(6).hex()}"
             work = partial(_build, source, folder, self._root, self._owner)
             self._building[key] = asyncio.create_task(_template(work, folder))
-        building = self._building[key]
+            self._building[key].add_done_callback(partial(self._forget_failed, key))
         self._building.move_to_end(key)
-        try:
-            template = await asyncio.shield(building)
-        except WorkspaceError:
-            if self._building.get(key) is building:
-                del self._building[key]  # the repository may exist the next time
-            raise
+        template = await asyncio.shield(self._building[key])
         template.users += 1
         return template
+
+    def _forget_failed(self, key: bytes, building: asyncio.Task[Template]) -> None:
+        if building.cancelled() or building.exception():  # the repository may exist the next time
+            del self._building[key]
 
     async def release(self, template: Template) -> None:
         template.users -= 1
         for key, task in list(self._building.items())[: max(0, len(self._building) - MOST)]:
-            if task.done() and not (unused := task.result()).users:
+            if task.done() and not task.exception() and not (unused := task.result()).users:
                 del self._building[key]
                 await threads.call(partial(cleaner.remove, unused.folder))
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
+from agentrl.runners.executors import contract
 from agentrl.runners.executors import kubernetes as module
 from agentrl.types import ErrorKind, RolloutState
 
@@ -102,6 +103,18 @@ async def test_the_log_is_the_result(bench: Any, make: Any, tmp_path: Path) -> N
     )
     (rollout,) = await bench.run(executor, {"input": "x"})
     assert rollout.result == {"a": None}
+
+
+async def test_a_log_of_too_many_bytes_is_no_result(
+    bench: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight characters of two bytes: the API sends only the first eleven bytes."""
+    monkeypatch.setattr(contract, "LARGEST_RESULT", 10)
+    code = "import sys; sys.stdout.buffer.write(bytes([195, 164] * 8))"
+    executor = await make("kubernetes", config=configured(tmp_path, python(code)))
+    (rollout,) = await bench.run(executor, {"input": "x"}, max_attempts=1)
+    assert rollout.failure is not None
+    assert "more than 10 bytes to its log" in rollout.failure.message
 
 
 async def test_a_pod_that_never_began_is_not_the_agents_failure(
