@@ -190,17 +190,14 @@ def _search(
         found += conn.execute(matches, left).fetchall()
         looked += end["number"]
         full = len(found) == columns["limit"]
-        columns["step"], columns["seq"] = key = _key(found[-1] if full else end)
+        last = found[-1] if full else end
+        columns |= {"step": last["step"], "seq": last["seq"]}
         if full or time.monotonic() - since >= budget:
-            cursor = f"{key[0]}.{key[1]}"
+            cursor = f"{last['step']}.{last['seq']}"
             break
         size = min(2 * size, LARGEST_CHUNK)
     given = traces.rewards(conn, [row["attempt_id"] for row in found if row["attempt_id"]])
     return Found([_row(row, given.get(row["attempt_id"], [])) for row in found], cursor, looked)
-
-
-def _key(row: rows.Row) -> tuple[int, int]:
-    return row["step"], row["seq"]
 
 
 def _end(steps: Range | None, before: str | None) -> rows.Columns:

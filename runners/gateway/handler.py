@@ -116,7 +116,7 @@ class CallHandler:
             try:
                 apply_prompts(request, self._caller.role_of(request.model), prompts)
             except PromptNotFoundError as error:
-                active.failures[number] = str(error)  # fails the attempt even if the agent goes on
+                active.failures[number] = str(error)  # even if the agent ignores the error
                 raise RefusedError(400, "prompt_not_found", str(error)) from None
         return request
 

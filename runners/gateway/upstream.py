@@ -188,7 +188,7 @@ class Upstream:
                 )
         seats = active.seats
         if why := self.router.why_unmapped(model, role, seats, caller.inside):
-            active.failures[asked.number] = why  # fails the attempt even if the agent goes on
+            active.failures[asked.number] = why  # even if the agent ignores the error
             raise RefusedError(404, "role_unplayed", why)
         wait, tries = BACKOFF, 0
         while True:
