@@ -1,9 +1,9 @@
-"""The token tree: every call stores what no earlier call of its attempt has.
+"""The token tree: every call stores only tokens and messages that no earlier call of its attempt
+has.
 
-Always true: whoever makes a `TokenTree` has locked its attempts, so nobody else adds to them; what
-it needs of the stored calls is asked for at once, and waited for when the first call is looked at.
-Calls that came late hang below late ones only, and the others below others: those that count may
-pass to another attempt without them.
+Invariant: the creator of a `TokenTree` has locked its attempts, so nobody else adds to them. One
+query for the stored calls is sent at the start, and awaited at the first use. Late calls have only
+late parents, regular calls only regular ones: these may move to another attempt without the late.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from agentrl.store.database import WritingConnection, load_sql
 from agentrl.store.rows import digest
 
 SQL = load_sql("traces")
-Tree = tuple[str, bool]  # an attempt, and whether its calls came late
+Tree = tuple[str, bool]  # (attempt, whether its calls are late)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTransition:
-    """A transition with what can be computed before the transaction, during which other writers
+    """A transition with all that is computed outside the transaction, in which other writers
     wait."""
 
     columns: dict[str, Any]
@@ -42,7 +42,7 @@ class PreparedTransition:
 
 
 class TreeNode(NamedTuple):
-    """What identifies an earlier call whose tokens or messages another one may continue."""
+    """Length and digest of an earlier call's tokens or messages, which another may continue."""
 
     seq: int
     size: int  # bytes
@@ -50,7 +50,7 @@ class TreeNode(NamedTuple):
 
 
 def prefix_digests(data: bytes, sizes: Iterable[int]) -> dict[int, bytes]:
-    """Digest of `data[:size]` for every size that is not longer than it, in one pass."""
+    """Return the digest of `data[:size]` for every size up to its length, in one pass."""
     view, state, done = memoryview(data), blake2b(digest_size=16), 0
     found: dict[int, bytes] = {}
     for size in sorted(set(sizes)):
@@ -63,10 +63,10 @@ def prefix_digests(data: bytes, sizes: Iterable[int]) -> dict[int, bytes]:
 
 
 def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
-    """The first of `nodes` that is a prefix of `data`. They come longest first.
+    """Return the first of `nodes`, sorted by descending length, that is a prefix of `data`.
 
-    Nodes are read in growing batches: one node is enough in a linear conversation; with many
-    branches, `data` is hashed only a few times."""
+    Nodes are checked in growing batches: a linear conversation needs only one; with many branches
+    `data` is hashed only a few times."""
     waiting, some = iter(nodes), 1
     while batch := list(islice(waiting, some)):
         found = prefix_digests(data, [node.size for node in batch])
@@ -78,8 +78,7 @@ def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
 
 
 class TokenTree:
-    """The calls of some attempts, as one transaction finds them and adds to them. `ids` are those
-    of the calls to be added."""
+    """The calls of some attempts in one transaction, which adds to them. `ids`: calls to add."""
 
     def __init__(
         self, conn: WritingConnection, attempts: Sequence[str], ids: Sequence[str]
@@ -87,29 +86,29 @@ class TokenTree:
         self._conn = conn
         columns = {"attempts": rows.to_json(attempts, "Attempts"), "ids": rows.to_json(ids, "Ids")}
         self._asked = conn.ask(SQL["tree"], columns)
-        self._calls: dict[str, Tree] | None = None  # where each is, by id
+        self._calls: dict[str, Tree] | None = None  # id -> its tree
         self._nodes: dict[Tree, list[TreeNode]] = defaultdict(list)  # longest first, then latest
         self._chats: dict[Tree, list[TreeNode]] = defaultdict(list)
         self._answers: dict[tuple[Tree, int, bytes, bytes], int] = {}
-        self._rows: dict[str, rows.Columns] = {}  # of calls that are not stored yet, by id
-        self._new: list[str] = []  # ids of what was added here: `seq` -1, -2, ...
+        self._rows: dict[str, rows.Columns] = {}  # id -> columns of a call not yet stored
+        self._new: list[str] = []  # ids of added calls, with `seq` -1, -2, ...
 
     def known_late(self, call: PreparedTransition) -> bool | None:
-        """Whether a call that is stored came late; None if it is not stored. Raises Conflict if it
-        is another attempt's."""
+        """Whether a stored call is late; None if it is not stored. Raises Conflict if its id is
+        another attempt's."""
         if self._calls is None:
             self._calls = self._read()
         attempt, late = self._calls.get(call.columns["id"], (call.attempt, None))
         if attempt != call.attempt:
             raise Conflict(
-                f"Transition {call.columns['id']} is one of attempt {attempt}, not of "
+                f"Transition {call.columns['id']} belongs to attempt {attempt}, not to "
                 f"{call.attempt}: give each call an id of its own."
             )
         return late
 
     def add(self, call: PreparedTransition, *, late: bool) -> None:
-        """Adds a call that is not known, below its deepest prefix."""
-        if call.tools is not None:  # the same in most calls of a run: stored once, by content
+        """Add a new call below its longest stored prefix."""
+        if call.tools is not None:  # equal in most calls of a run: stored once, by content
             self._conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
         tree = call.attempt, late
         parent = deepest_prefix(call.prompt, _fitting(self._nodes[tree], call.prompt))
@@ -129,7 +128,7 @@ class TokenTree:
         self._remember(call, tree)
 
     def write(self) -> None:
-        """Stores what was added. Calls that continue each other are of different statements."""
+        """Store added calls. A call and its parent must not be in the same statement."""
         self._conn.executemany(SQL["add_transition"], self._rows.values())
         self._rows = {}
 
@@ -144,21 +143,22 @@ class TokenTree:
                 chat = TreeNode(seq, row["chat_size"], row["chat_digest"])
                 self._chats[tree].append(chat)
                 if row["answer_digest"] is not None:
-                    said = tree, chat.size, chat.digest, row["answer_digest"]
-                    self._answers[said] = max(self._answers.get(said, seq), seq)
+                    answer = tree, chat.size, chat.digest, row["answer_digest"]
+                    self._answers[answer] = max(self._answers.get(answer, seq), seq)
         for nodes in (*self._nodes.values(), *self._chats.values()):
             nodes.sort(key=lambda node: (-node.size, -node.seq))
         return calls
 
     def _heard(self, call: PreparedTransition, tree: Tree) -> tuple[int | None, int]:
-        """The call whose messages this one repeats, and how many: agents resend all of them."""
+        """Return the call whose messages this one repeats, and their number: agents resend the
+        whole conversation."""
         parent = deepest_prefix(call.chat, _fitting(self._chats[tree], call.chat))
         if parent is None:
             return None, 0
         shared = call.chat[: parent.size].count(b"\n")
         if shared < len(call.lines):
-            said = digest(call.lines[shared].encode())
-            answered = self._answers.get((tree, parent.size, parent.digest, said))
+            line = digest(call.lines[shared].encode())
+            answered = self._answers.get((tree, parent.size, parent.digest, line))
             if answered is not None:  # the next message is the answer to that call
                 return answered, shared + 1
         return parent.seq, shared

@@ -82,7 +82,7 @@ and (r.group_id, r.position, r.seq) > (
 -- name: rollouts_sorted
 order by r.group_id, r.position, r.seq
 
--- The plus keeps SQLite from reading the whole run in this order to save the sort of a few.
+-- The plus keeps SQLite from reading the whole run in this order instead of sorting a few rows.
 -- name: rollouts_few_sorted
 order by +r.group_id, r.position, r.seq
 

@@ -268,7 +268,7 @@ async def test_another_language_in_limited_memory(bench: Any, make: Any) -> None
         ({"command": []}, r"agent\.path is missing"),
         ({"command": ["no-such-program"]}, "no program 'no-such-program'"),
         ({"command": ["cat"], "folder": "/no/such/folder"}, "no folder /no/such/folder"),
-        ({"command": ["cat"], "path": "a.py:b"}, "which of the two"),
+        ({"command": ["cat"], "path": "a.py:b"}, "are both set"),
     ],
 )
 async def test_what_the_user_can_mend(make: Any, agent: Any, says: str) -> None:

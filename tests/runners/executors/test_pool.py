@@ -119,7 +119,7 @@ async def hold():
     [
         (AGENT, "pool_agent.py:biuld", "did you mean 'build'"),
         ("import nothing_like_this", "pool_agent.py:build", "cannot import it"),
-        ("import os\nos._exit(4)", "pool_agent.py:build", "ended its process"),
+        ("import os\nos._exit(4)", "pool_agent.py:build", "process ended while loading"),
         ("def build():\n    return 17", "pool_agent.py:build", "of type 'int'"),
         (
             "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True,"

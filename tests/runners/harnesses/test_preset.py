@@ -152,7 +152,7 @@ def test_a_users_own_preset_is_a_file_or_an_object(odd: Path) -> None:
     ("name", "said"),
     [
         ("codec", "agent.harness = 'codec'; did you mean 'codex'"),
-        ("none.toml", "no readable TOML file"),
+        ("none.toml", "not a readable TOML file"),
         ("presets.py:broken", "missing required field `argv`"),
         ("wrong.toml", "unknown field `argvs`"),
     ],

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.runners.workspace import changes
+from agentrl.runners.workspace import changes, sources
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import ErrorKind, RolloutState
 from tests.runners.workspace.conftest import configured
@@ -51,6 +52,32 @@ def repository(tmp_path: Path) -> Path:
         git(folder, "add", "-A")
         git(folder, "commit", "-qm", text)
     return folder
+
+
+async def test_a_source_that_failed_after_its_attempt_was_stopped_harms_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, started, end = sources._build, threading.Event(), threading.Event()
+
+    def slow(source: Any, *rest: Any) -> None:
+        if source == "slow":
+            started.set()
+            assert end.wait(10.0)
+        build(source, *rest)
+
+    monkeypatch.setattr(sources, "_build", slow)
+    monkeypatch.setattr(sources, "MOST", 0)
+    templates = sources.Templates(tmp_path, tmp_path, None)
+    stopped = asyncio.create_task(templates.take("slow"))
+    await asyncio.to_thread(started.wait, 10.0)
+    stopped.cancel()
+    await asyncio.wait([stopped])
+    (failing,) = templates._building.values()
+    end.set()
+    await asyncio.wait([failing])
+    await templates.release(await templates.take(FILES))
+    (tmp_path / "slow").mkdir()
+    assert (await templates.take("slow")).folder.is_dir()
 
 
 async def test_an_agent_works_in_a_repository_and_home_of_its_own(play: Any) -> None:
@@ -203,8 +230,8 @@ async def test_a_sandbox_reaches_the_gateway_and_its_folder_only(
     [
         ({"files": "git:nothing@main"}, {}, "there is no repository"),
         ({"files": "git:project@nowhere"}, {}, "nowhere"),
-        ({"files": {"../out": "x"}}, {}, "is no name of a file"),
-        ({"files": {"a": 1}}, {}, "has no text"),
+        ({"files": {"../out": "x"}}, {}, "is not a valid file name"),
+        ({"files": {"a": 1}}, {}, "must be a text"),
         ({"files": {"a\0b": ""}}, {}, "null byte"),
         ({}, {"source": "task.repo"}, "the task has no 'repo'"),
     ],
@@ -252,7 +279,7 @@ async def test_a_workspace_is_kept_if_asked(play: Any, tmp_path: Path) -> None:
 RUNNER = """
 import asyncio, sys
 from pathlib import Path
-from agentrl.runners.workspace import changes
+from agentrl.runners.workspace import changes, sources
 from agentrl.runners.workspace.folders import Workspaces
 from tests.runners.workspace.conftest import configured
 async def main():
