@@ -28,9 +28,9 @@ def changes(old: Path, new: Path) -> list[str]:
 
 def diff(old: Path, new: Path) -> str:
     """The changes as a unified diff; binary and large files by name."""
-    parts = []
+    parts, found = [], (files_of(old), files_of(new))  # no name that leads through a link
     for name in changes(old, new):
-        before, after = _lines(old / name), _lines(new / name)
+        before, after = (_lines(files.get(name)) for files in found)
         if before is None or after is None:
             parts.append(f"Binary or large files a/{name} and b/{name} differ\n")
             continue
@@ -114,12 +114,12 @@ def _same(one: Path, other: Path) -> bool:
     return filecmp.cmp(one, other, shallow=False)
 
 
-def _lines(file: Path) -> list[str] | None:
-    """None for what is no text."""
+def _lines(file: Path | None) -> list[str] | None:
+    """None for what is no text; nothing for a file that is not there."""
+    if file is None:
+        return []
     if file.is_symlink():
         return [f"-> {file.readlink()}\n"]
-    if not file.is_file():
-        return []
     if file.stat().st_size > LARGEST:
         return None
     try:

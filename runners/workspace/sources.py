@@ -50,25 +50,25 @@ class Templates:
         """The template of "git:PATH@REV", of a folder, or of a mapping of names to texts. Give it
         back with `release`. Raises WorkspaceError."""
         key = msgspec.json.encode(source, order="deterministic")
-        if key not in self._building:
+        known = self._building.get(key)
+        if known is None or (known.done() and known.exception()):  # it may be there this time
             folder = self._folder / f"{len(self._building)}-{os.urandom(6).hex()}"
             work = partial(_build, source, folder, self._root, self._owner)
             self._building[key] = asyncio.create_task(_template(work, folder))
         building = self._building[key]
         self._building.move_to_end(key)
-        try:
-            template = await asyncio.shield(building)
-        except WorkspaceError:
-            if self._building.get(key) is building:
-                del self._building[key]  # the repository may be there the next time
-            raise
+        template = await asyncio.shield(building)
         template.users += 1
         return template
 
     async def release(self, template: Template) -> None:
         template.users -= 1
         for key, task in list(self._building.items())[: max(0, len(self._building) - MOST)]:
-            if task.done() and not (unused := task.result()).users:
+            if self._building.get(key) is not task or not task.done():  # others remove some, too
+                continue
+            if task.exception():
+                del self._building[key]
+            elif not (unused := task.result()).users:
                 del self._building[key]
                 await threads.call(partial(cleaner.remove, unused.folder))
 
