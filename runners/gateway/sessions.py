@@ -75,7 +75,8 @@ class Sessions:
     @web.middleware
     async def attribute(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Find or begin the session of a request, or take feedback."""
-        given, session = request.headers, None
+        session: OpenSession | None = None
+        given = request.headers
         own = given.get("x-api-key") or given.get("x-goog-api-key")
         key = given_key(given.get("authorization"), own)
         if not self._access.allows(key):
