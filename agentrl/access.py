@@ -45,7 +45,8 @@ class Access:
     def allows(self, given: str) -> bool:
         """Whether `given` is one of the keys; always true without keys."""
         # Compares every key in constant time, so the duration reveals nothing.
-        same = [hmac.compare_digest(given.encode(), key.encode()) for key in self.keys]
+        sent = given.encode(errors="surrogateescape")  # a key that is not UTF-8 is wrong
+        same = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
         return any(same) or not same
 
     @property

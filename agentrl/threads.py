@@ -26,6 +26,21 @@ async def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
     return await asyncio.wrap_future(_start(partial(context.run, function, *args, **kwargs)))
 
 
+async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is finished also if the caller is cancelled meanwhile. Then
+    CancelledError is raised after it, unless `work` raises."""
+    task, cancelled = asyncio.create_task(work), False
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            cancelled = True
+    result = task.result()
+    if cancelled:
+        raise asyncio.CancelledError
+    return result
+
+
 class DaemonThreads(ThreadPoolExecutor):
     """An executor for `loop.set_default_executor`, in which frameworks run sync tools of async
     agents. The number of threads is unlimited: no tool waits for another rollout's that hangs."""

@@ -34,6 +34,7 @@ from agentrl.runners.tracing import core as tracing
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.runners.workspace.sources import WorkspaceError
 from agentrl.store.base import Store
+from agentrl.store.rows import storable_text
 from agentrl.types import DIFF, Attempt, ErrorKind, Failure, Json, Outcome, Reward, Span, Trace
 
 log = logging.getLogger("agentrl.runner")
@@ -320,7 +321,7 @@ def _is_cancelled() -> bool:
 async def _with_diff(spans: list[Span], workspace: Workspace) -> list[Span]:
     """Add the diff of the workspace to the first of an agent's spans."""
     with contextlib.suppress(OSError):  # agents can create unreadable special files
-        diff = (await threads.call(workspace.diff))[:LONGEST_DIFF]
+        diff = storable_text((await threads.call(workspace.diff))[:LONGEST_DIFF])
         spans = [replace(s, attributes={**s.attributes, DIFF: diff}) for s in spans[:1]] + spans[1:]
     return spans
 

@@ -159,7 +159,7 @@ async def _stop_at_end(store: Store, run: str, steps: int, stop: asyncio.Event) 
             if any(ENDED in row.metrics for row in rows):
                 log.log(PHASE, f"run {run} has ended after {steps} steps; this runner ends too")
                 stop.set()
-        await store.wait(2**62, timeout=END_CHECK_INTERVAL)
+        await asyncio.sleep(END_CHECK_INTERVAL)
 
 
 class RunnerThread:

@@ -88,15 +88,16 @@ class ProcessLauncher:
     async def launch(self, spec: ProcessSpec, fds: Sequence[int]) -> SupervisedProcess:
         """Start a process with `fds` as its descriptors 0, 1, 2, ..., and close them here.
 
-        Raises SupervisorLost if the template has died, and its replacement too."""
-        ours, theirs = socket.socketpair()
+        Raises SupervisorLost if the template has died, and its replacement too; OSError if this
+        process has too many open files."""
         try:
-            self._send([theirs.fileno(), *fds])
-        except OSError as error:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._send([theirs.fileno(), *fds])
+        except SupervisorLost:
             ours.close()
-            raise SupervisorLost(f"the template process is gone: {error}") from error
+            raise
         finally:
-            theirs.close()
             for fd in set(fds):
                 os.close(fd)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -113,8 +114,11 @@ class ProcessLauncher:
             self._control.close()
             self._template.kill()
             self._template.wait()
-            self._start_template()
-            socket.send_fds(self._control, [b"k"], fds)
+            try:
+                self._start_template()
+                socket.send_fds(self._control, [b"k"], fds)
+            except OSError as error:
+                raise SupervisorLost(f"the template process is gone: {error}") from error
 
     async def close(self) -> None:
         if self._control is not None:

@@ -196,6 +196,8 @@ class PoolExecutor:
             process = await self._launch()
         except SupervisorLost:
             return DIED_LOADING
+        except OSError as error:
+            return f"a process cannot be started: {error}"
         problem = await process.wait_until_loaded()
         process.retired = problem is not None  # the caller decides whether to start another
         self._following[process] = asyncio.create_task(self._follow(process))
@@ -222,7 +224,7 @@ class PoolExecutor:
         fds = [os.open(os.devnull, os.O_RDONLY), out, out, theirs.detach()]
         try:
             supervised = await self._launcher.launch(spec, fds)
-        except SupervisorLost:
+        except (SupervisorLost, OSError):
             ours.close()
             raise
         return WarmProcess(supervised, printed, *await asyncio.open_unix_connection(sock=ours))

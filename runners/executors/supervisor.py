@@ -171,7 +171,7 @@ def _payload(spec: ProcessSpec, fds: list[int], serve: Serve | None) -> None:
         if "folder" in spec:
             os.chdir(spec["folder"])
         os.execvpe(spec["argv"][0], spec["argv"], spec["env"])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # one of them for a NUL in an argument
         os.write(2, f"cannot run {spec.get('argv')}: {error}\n".encode())
     finally:
         sys.stdout.flush()

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from agentrl import threads
 from agentrl.errors import StoreError
 from agentrl.http_server import read_body
 from agentrl.runners.dialects import Dialect
@@ -30,7 +31,14 @@ from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
 from agentrl.runners.gateway.replay import CUT, RECORD
 from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.gateway.routing import Route
-from agentrl.runners.gateway.upstream import Upstream, UpstreamError, forwarded, read, stream
+from agentrl.runners.gateway.upstream import (
+    Upstream,
+    UpstreamError,
+    forwarded,
+    read,
+    read_event,
+    stream,
+)
 from agentrl.store.base import Store
 from agentrl.types import SIDE, Sampling, Transition
 
@@ -267,17 +275,17 @@ class CallHandler:
         self._read_so_far = answer, route, headers.get("x-policy-version", "")
         held = []  # events that an agent may interpret as the end of the response
         async for event in parts:
-            data = event.removeprefix(b"data:").strip()
+            head, data = read_event(event)
             if data == b"[DONE]":
                 held.append(b"" if translation else event)
-            elif not event.startswith(b"data:"):  # a keep-alive comment
+            elif not data:  # a keep-alive comment
                 await self._send(event, headers)
             else:
                 with _parsing(route, data):
                     part = read_chunk(data)
                     final = answer.add(part)
                     body = self._request.restore_fields(part)
-                    shown = b"data: " + body + b"\n\n"
+                    shown = head + b"data: " + body + b"\n\n"
                     if translation is not None:
                         shown = translation.part(msgspec.json.decode(body), len(answer.prompt))
                 if final:
@@ -331,7 +339,8 @@ class CallHandler:
         answer.cut(CUT)
         try:
             if answer.choices:
-                await _uncancelled(self._store_response(answer, route, version))
+                with contextlib.suppress(asyncio.CancelledError):
+                    await threads.uncancelled(self._store_response(answer, route, version))
         except UpstreamError as error:
             self._active.failures[self._call.number] = error.message
         except RefusedError:
@@ -347,19 +356,10 @@ class CallHandler:
             policy = f"{policy}@{SIDE}"  # excludes the call from training
         known: dict[str, Any] = {"role": role, "policy": policy}
         known |= {"started": self._started, "seconds": seconds, "sampling": self._sampling}
-        known["version"] = int(version) if version.isdigit() else route.version
+        known["version"] = int(version) if version.isdecimal() else route.version
         known |= {"messages": call.messages, "tools": call.tools, "left_out": call.left_out}
         choices = [choice for _, choice in sorted(answer.choices.items())]
         return [choice.transition(**self._identity(), **known) for choice in choices]
-
-
-async def _uncancelled(work: Coroutine[None, None, None]) -> None:
-    """Finish `work` even if the caller is cancelled meanwhile."""
-    task = asyncio.create_task(work)
-    while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait((task,))
-    task.result()
 
 
 @contextlib.contextmanager

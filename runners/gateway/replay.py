@@ -20,12 +20,13 @@ from typing import Any
 
 import msgspec
 
-from agentrl.runners.dialects.base import TEXT, data_event
+from agentrl.runners.dialects.base import TEXT, UntranslatableError, data_event
 from agentrl.runners.gateway.capture import ModelRequest, value
 from agentrl.runners.gateway.routing import Route
 from agentrl.store.base import Store
 from agentrl.types import Branch, Json, Transition, float32, int32
 
+MOST_CHOICES = 16_384  # per call, as in vLLM
 CUT = "cut"  # `finish` of a choice whose end the agent did not receive
 RECORD = Route(policy="record", version=None, base_url="the record of a rollout", model="")
 
@@ -45,7 +46,7 @@ class Recording:
         the policy has to answer it. Concurrent calls may arrive in any order."""
         if not self.left:
             return []
-        n = value(call.fields, "n") or 1
+        n = _choices(call)
         asked = _question(role, call.messages, call.tools, value(call.fields, "prompt"))
         found = [row for row in self.left if _recorded_question(row) == asked][:n]
         if found and len(found) == n:
@@ -76,7 +77,7 @@ def fixed_answer(text: str, call: ModelRequest) -> list[Transition]:
     said = {"role": "assistant", "content": text}
     nothing: Any = {"prompt": int32(), "completion": int32(), "logprobs": float32()}
     row = Transition(str(call.index), "", 0, **nothing, exact=False, answer=said)
-    return [row] * (value(call.fields, "n") or 1)
+    return [row] * _choices(call)
 
 
 def whole(rows: Sequence[Transition], call: ModelRequest) -> bytes:
@@ -88,6 +89,8 @@ async def stream(rows: Sequence[Transition], call: ModelRequest) -> AsyncIterato
     """Yield recorded choices as server-sent events: two chunks each, the second with its end."""
     body, text = _completion(rows, call), call.dialect is TEXT
     options = value(call.fields, "stream_options") or {}
+    if not isinstance(options, dict):
+        raise UntranslatableError("stream_options", f"{options!r:.80} is no object")
     choices, usage = body.pop("choices"), body.pop("usage")
     if not text:
         body["object"] = "chat.completion.chunk"
@@ -103,6 +106,14 @@ async def stream(rows: Sequence[Transition], call: ModelRequest) -> AsyncIterato
     if options.get("include_usage"):
         yield data_event(body | {"choices": [], "usage": usage})
     yield b"data: [DONE]\n\n"
+
+
+def _choices(call: ModelRequest) -> int:
+    """How many are asked for. Raises UntranslatableError for what no server would take."""
+    n = value(call.fields, "n") or 1
+    if type(n) is not int or not 0 < n <= MOST_CHOICES:
+        raise UntranslatableError("n", f"{n!r:.80} is no number from 1 to {MOST_CHOICES}")
+    return n
 
 
 def _recorded_question(row: Transition) -> bytes:

@@ -39,6 +39,7 @@ from agentrl.types import Attempt, Json, NewRollout, Outcome, Purpose, Transitio
 log = logging.getLogger("agentrl.runner")
 LEASE, SWEEP = 60.0, 10.0  # seconds: lease of a session, interval of its renewal
 TURN = web.RequestKey("agentrl_turn", str)  # digest of a request's messages
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 BESIDE = ("/count_tokens", ":countTokens", "/embeddings", "/traces", "/logs", "/metrics")
 Turn = tuple[str, str]  # digest of the messages of a request, and its answer
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -48,7 +49,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class OpenSession:
     name: str
     active: ActiveAttempt
-    used: float = field(default_factory=time.monotonic)  # when it last made a call
+    used: float = field(default_factory=time.monotonic)  # when its last call began, or ended
     turns: list[Turn] = field(default_factory=list)
 
 
@@ -74,7 +75,10 @@ class Sessions:
     @web.middleware
     async def attribute(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Find or begin the session of a request, or store feedback."""
-        key = given_key(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        session: OpenSession | None = None
+        given = request.headers
+        own = given.get("x-api-key") or given.get("x-goog-api-key")
+        key = given_key(given.get("authorization"), own)
         if not self._access.allows(key):
             return _refusal(401, "the API key is none of those in sessions.key_env")
         try:
@@ -83,11 +87,15 @@ class Sessions:
                 rollout = await give_feedback(self._store, self._run, feedback)
                 return web.json_response({"rollout": rollout})
             if request.method == "POST":
-                await self._find(request, key)
-        except (StoreError, msgspec.DecodeError) as error:
+                session = await self._find(request, key)
+        except (StoreError, *UNREADABLE) as error:
             wrong = 404 if isinstance(error, NotFound) else 400
             return _refusal(503 if isinstance(error, Unavailable) else wrong, str(error))
-        return await handler(request)
+        try:
+            return await handler(request)
+        finally:
+            if session is not None:
+                session.used = time.monotonic()
 
     async def keep(self) -> None:
         """Renew leases, end idle sessions and those of a killed process, until cancelled."""
@@ -99,12 +107,15 @@ class Sessions:
             await asyncio.sleep(SWEEP)
 
     async def end(self, idle: float = 0.0) -> None:
-        """End the sessions without a call for `idle` seconds."""
+        """End the sessions without a call for `idle` seconds, after storing what their streams
+        have sent so far."""
         before = time.monotonic() - idle
         over = [one for one in self._open.values() if one.used <= before]
         over = [one for one in over if not (idle and one.active.tasks)]
         for session in over:
             self._forget(session)
+        cut = [self.gateway.unregister(one.active) for one in over]
+        await asyncio.gather(*map(asyncio.wrap_future, cut))
         await self._finish([one.active.attempt for one in over if not one.active.scoring])
 
     async def _sweep(self) -> None:
@@ -118,23 +129,26 @@ class Sessions:
             lost = await self._store.claim(100, runner="recovery", lease=LEASE, run=self._run)
             await self._finish(lost)
 
-    async def _find(self, request: web.Request, key: str) -> None:
+    async def _find(self, request: web.Request, key: str) -> OpenSession:
         try:
             body = msgspec.json.decode(await read_body(request), type=dict[str, Any])
-        except msgspec.DecodeError:  # the handler refuses the call
+        except UNREADABLE:  # the handler refuses the call
             body = {}
         request[TURN], known, start = _place(body, self._turns)
-        if previous := body.get("previous_response_id"):
+        if isinstance(previous := body.get("previous_response_id"), str):
             sessions = self._open.values()
             known = next((s.name for s in sessions if previous in s.active.memory.answers), "")
         key = key if self._settings.by == "key" else ""
         given = request.headers.get(self._settings.header, "") or key
         name = given or known or uuid.uuid4().hex
         name = "" if request.path.endswith(BESIDE) else name
-        session = self._open.get(name) or await self._begin(name, given or start)
+        session = self._open.get(name)
+        if session is None:  # whole, also for a caller who leaves: what is enqueued is claimed
+            session = await asyncio.shield(self._begin(name, given or start))
         session.used = time.monotonic()
         session.active.extend(self._settings.timeout)
         request.match_info["attempt"], request[NAMED] = session.active.id, name
+        return session
 
     async def _begin(self, name: str, start: str) -> OpenSession:
         """Begin a session; store it if it has a name and the hash of its start is in the sample."""
@@ -150,8 +164,10 @@ class Sessions:
                 return self._open[name]
             if sampled := bool(name) and drawn < self._settings.sample:
                 await self._store.enqueue([rollout])
-                found = await self._store.claim(1, runner="gateway", lease=LEASE, run=self._run)
-                if not found or found[0].rollout.id != rollout.id:
+                claim = partial(self._store.claim, 1, runner="gateway", lease=LEASE, run=self._run)
+                while (found := await claim()) and found[0].rollout.id != rollout.id:
+                    await self._finish(found)  # of a process that was killed
+                if not found:
                     raise Conflict(f"Another process serves run {self._run!r}: end it.")
                 # If this process is killed, the next claim then keeps the recorded calls.
                 (attempt,) = found
@@ -176,7 +192,8 @@ class Sessions:
         del self._open[session.name]
         self.gateway.attempts.unregister(session.active.id)
         for turn in session.turns:
-            self._turns.pop(turn, None)
+            if self._turns.get(turn) == session.name:  # another may have said the same since
+                del self._turns[turn]
 
     async def _finish(self, attempts: Sequence[Attempt]) -> None:
         await self._store.finish([Outcome(attempt=one.id, fence=one.fence) for one in attempts])
@@ -192,11 +209,15 @@ async def serve(config: RunConfig, *, started: Callable[[str], None], stop: asyn
         sessions = Sessions(store, config)
         gateway = sessions.gateway
         await asyncio.to_thread(gateway.start)
-        keeping = gateway.spawn(sessions.keep())
+        keeping = asyncio.wrap_future(gateway.spawn(sessions.keep()))
+        stopping = asyncio.create_task(stop.wait())
         try:
             started(gateway.base_url)
-            await stop.wait()
+            await asyncio.wait((keeping, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                keeping.result()  # it ends by an error only
         finally:
+            stopping.cancel()
             keeping.cancel()
             await asyncio.wrap_future(gateway.spawn(sessions.end()))
             await asyncio.to_thread(gateway.close)

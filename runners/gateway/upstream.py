@@ -250,7 +250,7 @@ class Upstream:
                         f"the policy server at {url} answered {status}: {said}",
                         status=status,
                         body=words,
-                        retry_after=float(after) if after.isdigit() else 0.0,
+                        retry_after=float(after) if after.isdecimal() else 0.0,
                         transient=status in TRANSIENT,
                     )
                 yield answer
@@ -282,7 +282,24 @@ def _too_large(what: str, limit: int) -> UpstreamError:
 
 def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """Return the headers without those of a single connection."""
-    return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in HOP_BY_HOP)
+    return CIMultiDict((k, _text(v)) for k, v in headers.items() if k.lower() not in HOP_BY_HOP)
+
+
+def _text(value: str) -> str:
+    """Convert a header's value that is not UTF-8, which aiohttp requires, from Latin-1."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode(errors="surrogateescape").decode("latin-1")
+    return value
+
+
+def read_event(event: bytes) -> tuple[bytes, bytes]:
+    """Split a server-sent event into its other lines and its data."""
+    lines = event.split(b"\n")
+    data = [line[5:] for line in lines if line.startswith(b"data:")]
+    other = [line + b"\n" for line in lines if line and not line.startswith(b"data:")]
+    return b"".join(other), b"\n".join(data).strip()
 
 
 def stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

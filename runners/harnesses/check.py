@@ -163,7 +163,9 @@ async def check(
                 begun = time.time()
                 await store.enqueue(_queue(rollouts, timeout))
                 working = asyncio.create_task(worker.run(stop))
-                await store.settled("g")
+                settled = asyncio.create_task(store.settled("g"))
+                await asyncio.wait((settled, working), return_when=asyncio.FIRST_COMPLETED)
+                settled.cancel()
                 seconds = time.time() - begun
                 stop.set()
                 await working

@@ -27,9 +27,9 @@ def changes(old: Path, new: Path) -> list[str]:
 
 def diff(old: Path, new: Path) -> str:
     """Return the changes as a unified diff; binary and large files only by name."""
-    parts = []
+    parts, found = [], (files_of(old), files_of(new))  # excludes names that lead through links
     for name in changes(old, new):
-        before, after = _lines(old / name), _lines(new / name)
+        before, after = (_lines(files.get(name)) for files in found)
         if before is None or after is None:
             parts.append(f"Binary or large files a/{name} and b/{name} differ\n")
             continue
@@ -113,12 +113,12 @@ def _same(one: Path, other: Path) -> bool:
     return filecmp.cmp(one, other, shallow=False)
 
 
-def _lines(file: Path) -> list[str] | None:
-    """Return the lines of a file; None if it is large or not text."""
+def _lines(file: Path | None) -> list[str] | None:
+    """Return the lines of a file, none if it does not exist; None if it is large or not text."""
+    if file is None:
+        return []
     if file.is_symlink():
         return [f"-> {file.readlink()}\n"]
-    if not file.is_file():
-        return []
     if file.stat().st_size > LARGEST:
         return None
     try:

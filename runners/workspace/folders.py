@@ -177,8 +177,7 @@ class Workspaces:
         try:
             await asyncio.shield(copying)
         except BaseException:
-            await asyncio.wait([copying])
-            await threads.call(cleaner.remove, folder)
+            await threads.uncancelled(_undo(copying, folder))
             raise
         return Workspace(folder, template, self)
 
@@ -191,7 +190,10 @@ class Workspaces:
             raise
 
     async def remove(self, workspace: Workspace, *, failed: bool = False, name: str = "") -> None:
-        """Remove a workspace, or keep it if `workspace.keep` says so."""
+        """Remove a workspace, or keep it if `workspace.keep` says so, even if cancelled."""
+        await threads.uncancelled(self._remove(workspace, failed, name))
+
+    async def _remove(self, workspace: Workspace, failed: bool, name: str) -> None:
         keep = self.config.keep
         if name and (keep == "always" or (keep == "failed" and failed)):
             kept = self._kept / name.replace("/", "_")
@@ -201,7 +203,7 @@ class Workspaces:
             except OSError as error:
                 log.warning("the workspace of %s is not kept: %s", name, error)
         for folder in (workspace.folder, *workspace._copies):
-            await asyncio.shield(threads.call(cleaner.remove, folder))
+            await threads.call(cleaner.remove, folder)
         await self._templates.release(workspace.template)
 
     async def close(self) -> None:
@@ -284,6 +286,11 @@ def _clear_if_dead(lock: Path) -> None:
             lock.unlink(missing_ok=True)
         finally:
             os.close(fd)
+
+
+async def _undo(copying: asyncio.Future[None], folder: Path) -> None:
+    await asyncio.wait([copying])
+    await threads.call(cleaner.remove, folder)
 
 
 def _move(folder: Path, kept: Path) -> None:

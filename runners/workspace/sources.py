@@ -50,24 +50,25 @@ class Templates:
         """Return the template of "git:PATH@REV", a folder, or a mapping of names to texts, until
         `release`. Raises WorkspaceError."""
         key = msgspec.json.encode(source, order="deterministic")
-        if key not in self._building:
+        known = self._building.get(key)
+        if known is None or (known.done() and known.exception()):  # the source may exist by now
             folder = self._folder / f"{len(self._building)}-{os.urandom(6).hex()}"
             work = partial(_build, source, folder, self._root, self._owner)
             self._building[key] = asyncio.create_task(_template(work, folder))
-            self._building[key].add_done_callback(partial(self._forget_failed, key))
+        building = self._building[key]
         self._building.move_to_end(key)
-        template = await asyncio.shield(self._building[key])
+        template = await asyncio.shield(building)
         template.users += 1
         return template
-
-    def _forget_failed(self, key: bytes, building: asyncio.Task[Template]) -> None:
-        if building.cancelled() or building.exception():  # the repository may exist the next time
-            del self._building[key]
 
     async def release(self, template: Template) -> None:
         template.users -= 1
         for key, task in list(self._building.items())[: max(0, len(self._building) - MOST)]:
-            if task.done() and not task.exception() and not (unused := task.result()).users:
+            if self._building.get(key) is not task or not task.done():  # a concurrent release
+                continue
+            if task.exception():
+                del self._building[key]
+            elif not (unused := task.result()).users:
                 del self._building[key]
                 await threads.call(partial(cleaner.remove, unused.folder))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from agentrl.cli.main import cli
+from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.harnesses.check import check
 from agentrl.runners.harnesses.scripted import COMMANDS, EDIT, answer
 
@@ -51,6 +53,17 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "odd").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+async def test_a_runner_that_fails_ends_the_check(
+    odd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*given: Any) -> None:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(AttemptRunner, "run", broken)
+    with pytest.raises(LookupError, match="a bug"):
+        await asyncio.wait_for(check(preset(odd), odd), 20)
 
 
 def preset(folder: Path, *arguments: str, **fields: Any) -> str:
