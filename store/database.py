@@ -169,9 +169,9 @@ class Session(Connected, Protocol):
     @property
     def conn(self) -> WritingConnection: ...
 
-    def begin(self) -> Callable[[], float]:
-        """Says the time of the transaction, unix seconds, by the clock that all processes of the
-        store share; always the same."""
+    def begin(self) -> float | Callable[[], float]:
+        """The time of the transaction, unix seconds, by the clock that all processes of the store
+        share; or what asks the database for it, and always says the same."""
 
     def flush(self) -> None:
         """Returns when all statements were executed. Raises the first error among those whose

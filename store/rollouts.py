@@ -26,6 +26,7 @@ from agentrl.store import limits, prompts, rows, runs, traces
 from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import QUEUE
 from agentrl.store.rows import digest
+from agentrl.store.tree import AttemptCalls
 from agentrl.store.writer import Transaction
 
 SQL = load_sql("rollouts")
@@ -95,6 +96,8 @@ def claim(
         started.append(columns)
         if row["ran"] is not None:
             taken.append({"attempt": columns["attempt"], "before": row["attempt_id"]})
+        else:
+            tx.seen[columns["attempt"]] = AttemptCalls(row["run_id"])
         tx.add_counts(row["run_id"], queued=-1, running=1)
         tx.add_event(row["run_id"], "rollout", row["id"])
         until = tx.now + lease

@@ -55,13 +55,12 @@ class PostgresSession:
         """Of the server process, by which a listener knows the notifications of its own process."""
         return self._raw.info.backend_pid
 
-    def begin(self) -> Callable[[], float]:
+    def begin(self) -> float | Callable[[], float]:
         self._open, self._asked = True, None
         self.conn.execute("begin")
         now = self.conn.execute(TIME)
         if self._clock is not None:
-            fixed = self._clock()
-            return lambda: fixed
+            return self._clock()
         return lambda: float(_one(now)["now"])
 
     def flush(self) -> None:
@@ -70,15 +69,20 @@ class PostgresSession:
     def commit(self, topics: int) -> None:
         """Other transactions see this one, and get its locks, before it is on the disk; its caller
         waits for the disk afterwards, together with the callers of all others. What is made out of
-        something seen comes later in the log, so it does not survive a power cut alone."""
+        something seen comes later in the log, so it does not survive a power cut alone.
+
+        What has not waited for anything yet is sent together with the commit. It has no id then; if
+        the connection breaks, its verbs are simply repeated: they have decided nothing by what they
+        read."""
         if topics:
             self.conn.execute(NOTIFY, (CHANNEL, str(topics)))
-        if self._id is None:
+        blind = self._asked is None
+        if not blind and self._id is None:
             self.conn.sync()
         id, self._open = self._id, False
         try:
             self.conn.execute("commit")
-            if id is not None:
+            if blind or id is not None:
                 self.conn.execute(DURABLE)
             self.conn.sync()
         except psycopg.OperationalError:
