@@ -123,6 +123,7 @@ def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list
 
 
 def finish(tx: Transaction, outcomes: Sequence[types.Outcome]) -> list[bool]:
+    tx.known.take(outcome.attempt for outcome in outcomes)  # few calls come after the end
     named = [tx.conn.ask(SQL["attempt"], (outcome.attempt,)) for outcome in outcomes]
     kept, seen = [], set()
     for outcome, found in zip(outcomes, named, strict=True):

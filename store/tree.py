@@ -1,7 +1,8 @@
 """The token tree: every call stores what no earlier call of its attempt has.
 
 Always true: whoever makes a `TokenTree` has locked its attempts, so nobody else adds to them; what
-it needs of the stored calls is asked for at once, and waited for when the first call is looked at.
+it needs of the stored calls is remembered, which the database checks, or is asked for at once, and
+waited for when the first call is looked at.
 Calls that came late hang below late ones only, and the others below others: those that count may
 pass to another attempt without them.
 """
