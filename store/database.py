@@ -170,9 +170,9 @@ class Session(Connected, Protocol):
     @property
     def conn(self) -> WritingConnection: ...
 
-    def begin(self) -> Callable[[], float]:
-        """Begin a transaction; return a function with its constant time, in unix seconds of the
-        clock that all processes of the store share."""
+    def begin(self) -> float | Callable[[], float]:
+        """Begin a transaction; return its constant time, in unix seconds of the clock that all
+        processes of the store share, or a function that asks the database for it."""
 
     def flush(self) -> None:
         """Wait until all statements are executed. Raises the first error of those whose results

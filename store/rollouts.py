@@ -26,6 +26,7 @@ from agentrl.store import limits, prompts, rows, runs, traces
 from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import QUEUE
 from agentrl.store.rows import digest
+from agentrl.store.tree import AttemptCalls
 from agentrl.store.writer import Transaction
 
 SQL = load_sql("rollouts")
@@ -96,6 +97,8 @@ def claim(
         started.append(columns)
         if row["ran"] is not None:
             taken.append({"attempt": columns["attempt"], "before": row["attempt_id"]})
+        else:
+            tx.seen[columns["attempt"]] = AttemptCalls(row["run_id"])
         tx.add_counts(row["run_id"], queued=-1, running=1)
         tx.add_event(row["run_id"], "rollout", row["id"])
         until = tx.now + lease
@@ -121,6 +124,7 @@ def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list
 
 
 def finish(tx: Transaction, outcomes: Sequence[types.Outcome]) -> list[bool]:
+    tx.known.take(outcome.attempt for outcome in outcomes)  # few calls come after the end
     named = [tx.conn.ask(SQL["attempt"], (outcome.attempt,)) for outcome in outcomes]
     kept, seen = [], set()
     for outcome, found in zip(outcomes, named, strict=True):

@@ -46,8 +46,11 @@ def prepare(transition: types.Transition) -> PreparedTransition:
 def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> list[bool]:
     attempts = sorted({call.attempt for call in calls})
     locked = _locked(tx, attempts)
-    tree = TokenTree(tx.conn, attempts, [call.columns["id"] for call in calls])
-    found = _live_or_late(tx, attempts, locked)
+    cached, ids = tx.known.take(attempts), [call.columns["id"] for call in calls]
+    tree = TokenTree(tx.conn, attempts, ids, cached, tx.time_if_known)
+    found = {attempt: (cached[attempt].run, False) for attempt in cached}
+    if unknown := [attempt for attempt in attempts if attempt not in cached]:
+        found |= _live_or_late(tx, unknown, locked)
     kept, changed = [], set()
     for call in calls:
         run, late = found[call.attempt]
@@ -61,8 +64,12 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
         kept.append(not (late if known is None else known))
     tree.write()
     for attempt in attempts:
+        run, late = found[attempt]
         if attempt in changed:
-            tx.add_event(found[attempt][0], "attempt", attempt)
+            tx.add_event(run, "attempt", attempt)
+        if not late:
+            tree.calls[attempt].run = run
+            tx.seen[attempt] = tree.calls[attempt]
     return kept
 
 

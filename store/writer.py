@@ -30,6 +30,7 @@ import msgspec
 from agentrl.errors import Conflict, Forbidden, StoreError, Unavailable
 from agentrl.store.database import Session, WritingConnection, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, resolve
+from agentrl.store.tree import AttemptCalls, KnownAttempts
 from agentrl.types import Counts, Purpose
 
 SQL = load_sql("feed")
@@ -52,7 +53,9 @@ class Transaction:
     time, in the same order."""
 
     conn: WritingConnection
-    time: Callable[[], float]
+    time: float | Callable[[], float]  # as returned by `Session.begin`
+    known: KnownAttempts
+    seen: dict[str, AttemptCalls] = field(default_factory=dict)  # by attempt, for `known`
     topics: int = 0
     leases: Any = None  # summary of leases, set by the first query of the queue
     events: list[tuple[str, str, str]] = field(default_factory=list)
@@ -62,7 +65,12 @@ class Transaction:
     @property
     def now(self) -> float:
         """Unix seconds."""
-        return self.time()
+        return self.time() if callable(self.time) else self.time
+
+    @property
+    def time_if_known(self) -> float | None:
+        """The time; None if that would wait for the database."""
+        return None if callable(self.time) else self.time
 
     def add_event(self, run: str, kind: str, id: str, topics: int = 0) -> None:
         """Add an event to the change feed, and wake waiters of the `topics`."""
@@ -85,6 +93,7 @@ class Transaction:
         self.topics |= other.topics
         self.events += other.events
         self.ended += other.ended
+        self.seen |= other.seen
         for run, change in other.counts.items():
             self.add_counts(run, **change)
 
@@ -154,6 +163,7 @@ class Writer:
         self._closed = False
         self._failure: Exception | None = None  # the error that ended the writer
         self._stalled = False  # the previous transaction took long
+        self._known = KnownAttempts()
         self._owed = 0  # topics that other processes were not notified of yet
         self._told = -LEISURE  # time of their last notification, monotonic clock
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
@@ -263,7 +273,7 @@ class Writer:
     def _transact(
         self, jobs: list[_Job], run: Callable[[list[_Job], Transaction], None], since: float
     ) -> int:
-        group = Transaction(self._session.conn, self._session.begin())
+        group = Transaction(self._session.conn, self._session.begin(), self._known)
         if self._stalled or time.monotonic() - since > STALL:
             group.extend_leases()
         run(jobs, group)
@@ -271,6 +281,7 @@ class Writer:
         owed = self._owed | group.topics
         now = bool(owed) and self._patience(owed) <= 0.0
         self._session.commit(owed if now else 0)
+        self._known.keep(group.seen)
         self._owed = 0 if now else owed
         self._told = time.monotonic() if now else self._told
         self._stalled = time.monotonic() - since > STALL
@@ -296,7 +307,7 @@ class Writer:
 
     def _run_alone(self, job: _Job, group: Transaction) -> None:
         """Execute a verb atomically, independent of the others."""
-        tx = Transaction(group.conn, group.time)
+        tx = Transaction(group.conn, group.time, group.known)
         tx.conn.execute("savepoint verb")
         try:
             job.result = job.verb(tx)

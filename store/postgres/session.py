@@ -54,13 +54,12 @@ class PostgresSession:
         """Pid of the server process, which identifies this process's own notifications."""
         return self._raw.info.backend_pid
 
-    def begin(self) -> Callable[[], float]:
+    def begin(self) -> float | Callable[[], float]:
         self._open, self._asked = True, None
         self.conn.execute("begin")
         now = self.conn.execute(TIME)
         if self._clock is not None:
-            fixed = self._clock()
-            return lambda: fixed
+            return self._clock()
         return lambda: float(_one(now)["now"])
 
     def flush(self) -> None:
@@ -70,15 +69,20 @@ class PostgresSession:
         """Commit without waiting for the disk: other transactions see this one, and get its locks,
         before it is durable. Then wait for the disk, together with the callers of all others.
         Transactions that depend on it are later in the log, so they do not survive a power cut
-        without it."""
+        without it.
+
+        A transaction that has not waited for any statement is sent together with its commit, and
+        has no id: if the connection breaks, its verbs are repeated. That is safe because they
+        decided nothing by what they read."""
         if topics:
             self.conn.execute(NOTIFY, (CHANNEL, str(topics)))
-        if self._id is None:
+        blind = self._asked is None
+        if not blind and self._id is None:
             self.conn.sync()
         id, self._open = self._id, False
         try:
             self.conn.execute("commit")
-            if id is not None:
+            if blind or id is not None:
                 self.conn.execute(DURABLE)
             self.conn.sync()
         except psycopg.OperationalError:

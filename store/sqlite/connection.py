@@ -217,13 +217,12 @@ class SqliteSession(_Connections):
         self.conn = location.connect()  # waits while another process recovers or closes the file
         self.conn.execute("pragma busy_timeout = 0")  # from here on `begin` waits by itself
 
-    def begin(self) -> Callable[[], float]:
+    def begin(self) -> float:
         """Take the write lock of the file, trying every millisecond: SQLite's own waiting sleeps
         for up to 100 ms at a time, so a busy process would starve others."""
         self._file.check()
         execute_when_free(self.conn, "begin immediate")
-        now = self._clock()
-        return lambda: now
+        return self._clock()
 
     def flush(self) -> None:
         """Do nothing: statements are executed synchronously."""
