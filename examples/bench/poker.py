@@ -41,19 +41,21 @@ agent = GameAgent(describe)
 
 
 def dealt(game: str, seed: int) -> tuple[str, ...]:
+    """All cards of a game, the public one of Leduc included: those of a game without a bet."""
     match = Match(GameTask(game=game, seed=seed), describe, agent.ask)
     match.deal()
-    return tuple(card for _, card in match.moves)
+    while not match.state.is_terminal():
+        match.state.apply_action(min(match.state.legal_actions()))
+        match.deal()
+    return tuple(card for who, card in match.moves if who == "chance")
 
 
 @cache
 def deals(game: str) -> list[dict[str, Any]]:
-    """A task for each way to deal the players' cards: a group compares games of the same cards."""
-    number = len({dealt(game, seed) for seed in range(500)})
+    """A task for each way to deal all cards: a group compares games of the same cards."""
     seeds: dict[tuple[str, ...], int] = {}
-    for seed in range(10_000):
-        if len(seeds) < number:
-            seeds.setdefault(dealt(game, seed), seed)
+    for seed in range(2_000):  # enough to meet each of 120 ways
+        seeds.setdefault(dealt(game, seed), seed)
     return [{"id": f"deal-{s}", "input": {"game": game, "seed": s}} for s in seeds.values()]
 
 

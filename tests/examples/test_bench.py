@@ -123,7 +123,7 @@ def test_poker_players_see_all_that_matters(
     assert len({poker.describe(view)[0]["content"] for view in views}) == prompts
     uniform = -exploitability(rules.rules, policy)
     assert BENCH.tasks[name].random == pytest.approx(uniform, abs=1e-5)
-    assert len(getattr(poker, name)()) == {"kuhn": 6, "leduc": 30}[name]
+    assert len(getattr(poker, name)()) == {"kuhn": 6, "leduc": 120}[name]
 
 
 def test_random_moves_seldom_hold_against_the_perfect_player() -> None:
