@@ -208,7 +208,7 @@ def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
         start(broken, nothing)
     with pytest.raises(DamagedError, match="000003: optimizer"):
         go_back(broken, "3")
-    with pytest.raises(ConfigError, match="no checkpoint of 2 steps"):
+    with pytest.raises(ConfigError, match="no checkpoint after 2 steps"):
         go_back(broken, "2")
     check_store(folder_of(broken), {4})
     go_back(broken, str(tmp_path / "000003"))

@@ -232,7 +232,7 @@ def test_the_penalty_is_in_the_loss_or_in_the_reward(option: str) -> None:
 def test_one_penalty_is_adapted() -> None:
     for options, number in (({}, 0), ({"kl": 0.1, "kl_reward": 0.1}, 2)):
         algo = catalogue.make("ppo", options, streams=EVERY)
-        with pytest.raises(ConfigError, match=rf"reference\.target: .* has {number} penalties"):
+        with pytest.raises(ConfigError, match=rf"reference\.target: .* has {number} KL penalties"):
             make_kl_controller(algo, target=0.05, horizon=100)
     algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
     assert algo.penalties == (KLPenalty("k3", 0.1),)

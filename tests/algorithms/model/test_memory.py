@@ -66,7 +66,7 @@ def test_a_cpu_has_no_gpu_memory_to_share(
         ),
         (
             {"vllm": {}, "learner": {"offload": True, "optimizer": "paged_adamw8bit"}},
-            "leave it out",
+            "remove learner.offload",
         ),
     ],
 )
