@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,13 +39,30 @@ SHOWN = (
 )
 
 
-@pytest.fixture
-def ray_folder() -> Iterator[str]:
+@contextmanager
+def short_folder() -> Iterator[str]:
     """Where Ray keeps its sockets, whose paths must be short; known to all its processes."""
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
         yield folder
         for process in of(folder):
             process.kill()
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[str]:
+    with short_folder() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run on one node that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    with short_folder() as ray:
+        uninterrupted = start(folder, tiny_model_dir, ray)
+        assert uninterrupted.returncode == 0, uninterrupted.stderr[-2000:]
+        gone(ray)
+    return folder
 
 
 def of(folder: str) -> list[psutil.Process]:
@@ -98,15 +116,10 @@ def outcome(folder: Path) -> tuple[list[list[float]], dict[str, Tensor]]:
 
 
 def test_killed_and_continued_a_run_ends_where_it_would_have_ended(
-    tiny_model_dir: Path, tmp_path: Path, ray_folder: str
+    tiny_model_dir: Path, tmp_path: Path, ray_folder: str, whole: Path
 ) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    for folder in (whole, broken):
-        folder.mkdir()
-    uninterrupted = start(whole, tiny_model_dir, ray_folder)
-    assert uninterrupted.returncode == 0, uninterrupted.stderr[-2000:]
-    gone(ray_folder)
-
+    broken = tmp_path / "broken"
+    broken.mkdir()
     killed = start(broken, tiny_model_dir, ray_folder, "driver:optimizer:3")
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     gone(ray_folder)
@@ -239,18 +252,12 @@ def cluster(tmp_path: Path, ray_folder: str) -> Iterator[Cluster]:
 
 @pytest.mark.skipif(not possible(), reason="users have no network namespaces here")
 def test_a_run_on_two_nodes_with_a_token_survives_the_loss_of_one(
-    tiny_model_dir: Path, tmp_path: Path, cluster: Cluster
+    tiny_model_dir: Path, tmp_path: Path, cluster: Cluster, whole: Path
 ) -> None:
     """One is lost in the middle of a step; another takes its place, and the run ends where it would
     have ended on one node."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    for folder in (whole, broken):
-        folder.mkdir()
-    with tempfile.TemporaryDirectory(prefix="ray") as alone:
-        uninterrupted = start(whole, tiny_model_dir, alone)
-        assert uninterrupted.returncode == 0, uninterrupted.stderr[-2000:]
-        gone(alone)
-
+    broken = tmp_path / "broken"
+    broken.mkdir()
     none = {"RAY_AUTH_MODE": "disabled"}
     _, stranger = cluster.join("stranger", none)
     second, _ = cluster.join("second", cluster.key)
