@@ -1,4 +1,4 @@
-"""Who may call an HTTP server: its address, keys from the environment, and certificates."""
+"""Access control of HTTP servers: address, API keys from the environment, and certificates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.errors import ConfigError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server at `host`, a name or an address, is reached from this machine only."""
+    """Whether only this machine can reach a server at `host`, a name or an address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -20,39 +20,42 @@ def is_loopback(host: str) -> bool:
 
 
 def read_key(variable: str, setting: str, what: str) -> str:
-    """The value of an environment variable; empty if `variable` is. Raises ConfigError, which names
-    the setting, where it is missing; what: of which it is the API key, with an article."""
+    """The API key in an environment variable; empty if `variable` is empty.
+
+    Raises ConfigError, which names the setting, if the variable is not set. what: the owner of the
+    key for the message, such as "the judge's"."""
     if variable and not os.environ.get(variable, "").strip():
         raise ConfigError(f"{setting}: the environment has no {variable}; set it to {what} API key")
     return os.environ[variable] if variable else ""
 
 
 def given_key(authorization: str | None, api_key: str | None) -> str:
-    """The key in the headers Authorization and x-api-key of a request."""
+    """The API key that a request sends in its header x-api-key or Authorization."""
     return api_key or (authorization or "").removeprefix("Bearer ").strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a server is called. Without keys, by anybody who can connect."""
+    """Keys and certificate of a server. Without keys anybody who can connect may call it."""
 
-    keys: tuple[str, ...] = ()  # any of them is taken: one that is replaced stays for a while
-    certfile: str = ""  # with a chain, in PEM; empty: no TLS
+    keys: tuple[str, ...] = ()  # each is accepted: an old key stays valid while it is replaced
+    certfile: str = ""  # certificate chain in PEM; empty: no TLS
     keyfile: str = ""
 
     def allows(self, given: str) -> bool:
-        """Whether this is one of the keys, where there are any."""
-        # Every key is compared: how long that takes tells nothing.
-        same = [hmac.compare_digest(given.encode(), key.encode()) for key in self.keys]
+        """Whether `given` is one of the keys; always true without keys."""
+        # Compares every key in constant time, so the duration reveals nothing.
+        sent = given.encode(errors="surrogateescape")  # a key that is not UTF-8 is wrong
+        same = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
         return any(same) or not same
 
     @property
     def key(self) -> str:
-        """That callers send; empty: none."""
+        """The key that callers send; empty: none."""
         return next(iter(self.keys), "")
 
     def server_tls(self) -> ssl.SSLContext | None:
-        """Raises ConfigError for files that cannot be read, or do not belong together."""
+        """The server's TLS context. Raises ConfigError for unreadable or mismatched files."""
         if not self.certfile:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -66,7 +69,7 @@ class Access:
         return context
 
     def client_tls(self) -> ssl.SSLContext | bool:
-        """For calls to the own server, by whatever address; True: the usual checks."""
+        """The TLS context for calls to this server at any address; True: the default checks."""
         if not self.certfile:
             return True
         context = ssl.create_default_context(cafile=self.certfile)

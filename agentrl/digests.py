@@ -1,7 +1,7 @@
-"""Digests of every file of a directory, which show damage before anything is loaded.
+"""SHA-256 digests of a directory's files, which reveal damage before anything is loaded.
 
-They are in a file as `sha256sum` writes it, so a copy of a checkpoint can be checked without this
-package: `sha256sum -c SHA256SUMS`.
+The digest file has the format of `sha256sum`, so `sha256sum -c SHA256SUMS` checks a copy of a
+checkpoint without this package.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from agentrl.errors import DamagedError
 
 FILE = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
-THREADS = min(8, os.cpu_count() or 1)  # hashing lets other threads run
+THREADS = min(8, os.cpu_count() or 1)  # hashing releases the GIL
 
 
 def write(directory: Path) -> None:
-    """Write the digests of all files of a directory. Call it when these are complete."""
+    """Write the digests of all files of a directory, once they are complete."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILE)
     lines = [
         f"{digest}  {file.relative_to(directory).as_posix()}\n"
@@ -31,8 +31,10 @@ def write(directory: Path) -> None:
 
 
 def check(directory: Path) -> None:
-    """Raises DamagedError if a file of a directory, or of its parts, is not as it was written.
-    Directories of other programs and of earlier versions have no digests, and pass."""
+    """Raises DamagedError if a file below a directory is missing or not as it was written.
+
+    `directory` may also be a part of the directory that has the digests. Directories without
+    digests, from other programs or earlier versions, pass."""
     whole = next((one for one in (directory, directory.parent) if (one / FILE).is_file()), None)
     if whole is None:
         return
@@ -43,7 +45,7 @@ def check(directory: Path) -> None:
         names = ", ".join(str(file.relative_to(whole)) for file in damaged)
         raise DamagedError(
             f"checkpoint {directory}: {names} {'is missing' if missing else 'is damaged'}, by the "
-            f"digests in {FILE}; restore a copy, or take another checkpoint"
+            f"digests in {FILE}; restore a copy, or use another checkpoint"
         )
 
 
@@ -53,7 +55,7 @@ def _read(whole: Path) -> Iterator[tuple[Path, str]]:
         found = LINE.fullmatch(line)
         if found is None or not text.endswith("\n"):
             raise DamagedError(
-                f"checkpoint {whole}: {FILE} is damaged; restore a copy, or take another checkpoint"
+                f"checkpoint {whole}: {FILE} is damaged; restore a copy, or use another checkpoint"
             )
         yield whole / found[2], found[1]
 
@@ -67,5 +69,5 @@ def _digest(path: Path) -> str:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:  # a disk that cannot read it back
+    except OSError as error:  # the disk cannot read the file
         return f"unreadable: {error.strerror}"

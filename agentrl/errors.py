@@ -1,4 +1,4 @@
-"""Every error a user can meet: one class per boundary, and the message says what to do next."""
+"""All errors for users: one class per boundary; each message says what to do next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class AgentRLError(Exception):
-    """Base of all errors raised on purpose; the command line prints the message alone."""
+    """Base of all errors raised on purpose; the command line prints only the message."""
 
 
 class ConfigError(AgentRLError):
@@ -15,7 +15,7 @@ class ConfigError(AgentRLError):
 
 
 class StoreError(AgentRLError):
-    """The store cannot be opened or refused a verb."""
+    """The store cannot be opened, or it refused a request."""
 
 
 class Invalid(StoreError):
@@ -23,11 +23,11 @@ class Invalid(StoreError):
 
 
 class NotFound(StoreError):
-    """The store holds no run, group or attempt of that name."""
+    """The store has no run, group or attempt of that name."""
 
 
 class Conflict(StoreError):
-    """The request is well-formed, but the present state of the store forbids it."""
+    """The request is well-formed, but the current state of the store forbids it."""
 
 
 class Fenced(Conflict):
@@ -35,11 +35,11 @@ class Fenced(Conflict):
 
 
 class Forbidden(StoreError):
-    """The key is missing, unknown, or of too small a scope."""
+    """The API key is missing or unknown, or its scope does not allow the request."""
 
 
 class Unavailable(StoreError):
-    """The store cannot be reached, read or written now; nothing of the request was kept."""
+    """The store cannot be reached, read or written now; it kept no part of the request."""
 
 
 class AgentError(AgentRLError):
@@ -51,7 +51,7 @@ class PolicyError(AgentRLError):
 
 
 class DamagedError(PolicyError):
-    """A checkpoint is missing or not as it was written; an earlier one may be whole."""
+    """A checkpoint is missing or damaged; an earlier one may be intact."""
 
 
 class SinkError(AgentRLError):
@@ -59,15 +59,15 @@ class SinkError(AgentRLError):
 
 
 class TrainingError(AgentRLError):
-    """An update cannot be computed from the data at hand."""
+    """An update cannot be computed from the available data."""
 
 
 LEARNING = ("torch", "transformers", "tokenizers", "safetensors", "matplotlib")  # the extra `train`
 
 
 def user_message(error: Exception) -> str:
-    """What ends a command: the message of a user's error, or the extra that is not installed. Any
-    other error is raised again."""
+    """The message with which a command ends: that of an AgentRLError, or which extra to install.
+    Raises every other error again."""
     if isinstance(error, ModuleNotFoundError) and error.name in LEARNING:
         return f"{error.name} is missing: pip install 'agentrl[train]'"
     if not isinstance(error, AgentRLError):
@@ -76,7 +76,7 @@ def user_message(error: Exception) -> str:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" or the list of what is valid."""
+    """ "did you mean 'x'?" for a close match, else the list of valid names."""
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"

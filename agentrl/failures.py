@@ -1,4 +1,4 @@
-"""Failures of rollouts in one sentence."""
+"""One-sentence summaries of failed rollouts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LONGEST = 400  # characters of a message
 
 
 def commonest_failure(failures: Sequence[Failure], total: int) -> str:
-    """The kind that most of `failures` are of, in one sentence: how many of `total` rollouts, and
-    their most frequent message."""
+    """A sentence about the most frequent kind in `failures`: how many of `total` rollouts failed
+    this way, and their most frequent message."""
     ((kind, count),) = Counter(failure.kind for failure in failures).most_common(1)
     messages = Counter(failure.message for failure in failures if failure.kind is kind)
     ((message, _),) = messages.most_common(1)
@@ -20,6 +20,6 @@ def commonest_failure(failures: Sequence[Failure], total: int) -> str:
 
 
 def brief(message: str) -> str:
-    """A message on one line, of bounded length."""
+    """A message on one line, shortened to LONGEST characters."""
     line = " ".join(message.split())
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."

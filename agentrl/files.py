@@ -1,4 +1,4 @@
-"""Directories that are complete or absent, even if a process is killed while it writes them."""
+"""Atomic directories: complete or absent, even if a process is killed while it writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTIAL = ".tmp-"  # in the name of a directory that is being written or deleted
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A new directory to write into, which becomes `path` on leaving, or vanishes on an error."""
+    """A new directory to write into. It becomes `path` on exit, and is deleted on an error."""
     partial = partial_name(path)
     partial.mkdir(parents=True)
     try:
@@ -27,7 +27,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         partial.rename(path)
         _sync(path.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already, unless something failed
+        shutil.rmtree(partial, ignore_errors=True)  # it was renamed, unless an error occurred
 
 
 def partial_name(path: Path) -> Path:
@@ -35,7 +35,7 @@ def partial_name(path: Path) -> Path:
 
 
 def delete_directory(path: Path) -> None:
-    """Delete a directory so that no part of it is ever left under its name."""
+    """Delete a directory atomically: no partial directory ever has its name."""
     doomed = path.rename(partial_name(path))
     shutil.rmtree(doomed, ignore_errors=True)
 

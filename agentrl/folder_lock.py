@@ -1,7 +1,7 @@
 """The lock of a run's output folder.
 
-The front and the algorithm process of a run hold it shared for as long as they live. Only a process
-that holds it exclusively deletes what is in the folder.
+The front and the algorithm process of a run hold a shared lock while they live. Only a process with
+an exclusive lock deletes files of the folder.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ class FolderLock:
     descriptor: int
 
     def present(self) -> bool:
-        """Whether the open file is still the one at its path: no other has its inode number."""
+        """Whether the open file is still the one at its path, by its inode number."""
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self.descriptor))
         except OSError:
             return False
 
     def check(self) -> None:
-        """Raises TrainingError once the folder is not where it was."""
+        """Raises TrainingError if the folder is no longer at its path."""
         if not self.present():
             raise TrainingError(
-                f"{self.path.parent}: the folder was deleted, moved or replaced while its run was "
-                "live; the run ends here, and goes on from where the folder is now, if it is"
+                f"{self.path.parent}: the folder was deleted, moved or replaced during its run, "
+                "which ends here; if the folder still exists, resume the run from its new path"
             )
 
 
 @contextmanager
 def shared(output: Path) -> Iterator[FolderLock]:
-    """Work in a folder, beside other processes of the run. Waits for one that is clearing it.
+    """Hold the shared lock of a folder. Waits for a process that is clearing the folder.
 
-    Where the work fails and the folder is gone, raises TrainingError that says so."""
+    If the block raises and the folder is gone, raises TrainingError instead."""
     output.mkdir(parents=True, exist_ok=True)
     with _locked(output, fcntl.LOCK_SH) as lock:
         os.pwrite(lock.descriptor, f"{os.getpid()}\n".encode(), 0)  # for messages of `exclusive`
@@ -56,14 +56,14 @@ def shared(output: Path) -> Iterator[FolderLock]:
 
 @contextmanager
 def exclusive(output: Path) -> Iterator[None]:
-    """Raises ConfigError while another process works in the folder."""
+    """Hold the exclusive lock. Raises ConfigError if another process holds one."""
     try:
         with _locked(output, fcntl.LOCK_EX | fcntl.LOCK_NB):
             yield
     except BlockingIOError:
         holder = (output / FILE).read_text().partition("\n")[0] or "unknown"
         raise ConfigError(
-            f"--fresh: the run in {output} is live (process {holder}), and would train on into "
+            f"--fresh: the run in {output} is live (process {holder}) and would go on writing to "
             "deleted files; stop it first, or choose another name"
         ) from None
 
@@ -75,7 +75,7 @@ def _locked(output: Path, kind: int) -> Iterator[FolderLock]:
         lock = FolderLock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
             fcntl.flock(lock.descriptor, kind)
-            if lock.present():  # else the folder was deleted while this waited for it
+            if lock.present():  # else another process deleted the folder during the wait
                 yield lock
                 return
         finally:

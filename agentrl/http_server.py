@@ -1,7 +1,7 @@
-"""aiohttp servers with time limits for requests that arrive incompletely.
+"""aiohttp servers with time limits for incomplete requests.
 
 aiohttp limits the time until the headers of a request are complete (`keepalive_timeout`, an hour by
-default), but not the time until its body is.
+default), but not the time until its body is complete.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from aiohttp.typedefs import Middleware
 from agentrl.access import ANYBODY, Access, given_key
 
 NO_KEY = "the API key is missing or unknown; send one of engine.key_env as a bearer token"
-REQUEST_TIMEOUT = 120.0  # seconds in which headers, and then the body, must arrive
+REQUEST_TIMEOUT = 120.0  # seconds for the headers, and again for the body
 
 
 def server_loop() -> asyncio.AbstractEventLoop:
-    """For a thread that only serves: uvloop's where that is installed, as by `agentrl[server]`,
-    with which a model call through the gateway takes less CPU."""
+    """An event loop for a server thread: uvloop's if it is installed (extra `server`), which takes
+    less CPU for each model call through the gateway."""
     with suppress(ImportError):
         import uvloop
 
@@ -38,12 +38,12 @@ async def listen(
     shutdown: float = 1.0,
     access: Access = ANYBODY,
 ) -> tuple[web.AppRunner, str]:
-    """Serve an application; returns its runner, to be cleaned up, and http://host:port, or
-    with a certificate https. `access` of requests is what `app` checks, by `ask_for_key`.
+    """Serve an application. Returns its runner, which the caller must clean up, and its URL.
 
-    Connections without a complete request are closed after `timeout` seconds, and requests that
-    are answered when the server ends have `shutdown` seconds. Raises OSError when
-    the port is taken, and ConfigError for a certificate that cannot be read."""
+    access: the certificate, if there is one; `app` checks keys itself, with `ask_for_key`.
+    timeout: seconds until a connection without a complete request is closed. shutdown: seconds that
+    requests in progress have when the server stops. Raises OSError if the port is in use, and
+    ConfigError for a certificate that cannot be read."""
     tls = access.server_tls()
     runner = web.AppRunner(
         app,
@@ -64,7 +64,7 @@ async def listen(
 
 
 def ask_for_key(access: Access) -> Middleware:
-    """Middleware that refuses requests without a key, but for /health."""
+    """Middleware that refuses requests without a valid key, except to /health."""
 
     @web.middleware
     async def checked(
@@ -79,9 +79,9 @@ def ask_for_key(access: Access) -> Middleware:
 
 
 async def read_body(request: web.Request, timeout: float = REQUEST_TIMEOUT) -> bytes:
-    """The body of a request. Raises HTTPRequestTimeout, after whose answer aiohttp closes the
-    connection, where it does not arrive within `timeout` seconds."""
-    if request.content.is_eof():  # it came with the headers, as most do
+    """The body of a request. Raises HTTPRequestTimeout if it does not arrive within `timeout`
+    seconds; aiohttp then closes the connection after the response."""
+    if request.content.is_eof():  # most bodies arrive with the headers
         return await request.read()
     try:
         async with asyncio.timeout(timeout):

@@ -1,4 +1,4 @@
-"""Loading what users point at: `file.py:name`, `package.module:name`, task files."""
+"""Load users' objects (`file.py:name`, `package.module:name`) and task files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _entered: set[str] = set()  # folders of runs that this process has loaded files
 
 
 def load_attribute(path: str, root: Path, *, key: str) -> Any:
-    """The object that `path` names; a file is looked up under `root`, which joins `sys.path`.
+    """The object that `path` names. A file is relative to `root`; its folder joins `sys.path`.
 
-    Raises ConfigError naming the settings `key` when the file, module or attribute is missing or
-    its import fails."""
+    Raises ConfigError, which names the setting `key`, if the file, module or attribute is missing
+    or the import fails."""
     source, colon, name = path.rpartition(":")
     if not colon or not source or not name:
         raise ConfigError(f"{key} = {path!r}: write it as file.py:name or package.module:name")
@@ -41,7 +41,7 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
         module = importlib.import_module(source)
     except ImportError as error:
         raise ConfigError(f"{key} = {path!r}: cannot import it: {error}") from error
-    except Exception as error:  # the user's module is a boundary: anything can happen
+    except Exception as error:  # a user's module may raise anything
         raise import_error(f"{key} = {path!r}: importing it", error) from error
     if not hasattr(module, name):
         public = [item for item in vars(module) if not item.startswith("_")]
@@ -50,8 +50,8 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
 
 
 def _enter(folder: str) -> None:
-    """Put a run's folder first in `sys.path`. Modules of other runs' folders are forgotten where
-    this folder has a file of the same name: its files mean their neighbours by `import tasks`."""
+    """Put a run's folder first in `sys.path`. Unload modules of other runs' folders for which this
+    folder has a file of the same name: `import tasks` must load the neighbouring file."""
     if sys.path[:1] != [folder]:
         sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
     for file in Path(folder).glob("*.py"):
@@ -62,7 +62,7 @@ def _enter(folder: str) -> None:
 
 
 def import_error(what: str, error: Exception) -> ConfigError:
-    """What a user's or another package's module raised at import, with file and line."""
+    """A ConfigError about an exception raised by an imported module, with file and line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return ConfigError(
         f"{what} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
@@ -70,11 +70,12 @@ def import_error(what: str, error: Exception) -> ConfigError:
 
 
 def load_tasks(path: str, root: Path, *, key: str, needs: str = "input") -> list[dict[str, Json]]:
-    """Tasks of a `.jsonl` file (one JSON object a line), a `file.py:name` or a data set of the hub,
-    "hf:owner/name[/config][@revision][:split]", whose input is the first of `INPUTS` that a
-    row has. needs: what each has.
+    """Tasks of a `.jsonl` file (one JSON object per line), of a `file.py:name`, or of a hub data
+    set "hf:owner/name[/config][@revision][:split]", whose input is the first of the columns
+    `INPUTS`.
 
-    Raises ConfigError with file and line for anything that is not an object with `needs`."""
+    needs: a required key. Raises ConfigError, with file and line, for an item that is not a JSON
+    object with this key."""
     if path.endswith(".jsonl"):
         return _checked(_read_jsonl(root / path, key), key, needs)
     if path.startswith("hf:"):
@@ -96,7 +97,7 @@ def _with_input(row: dict[str, Json]) -> dict[str, Json]:
 
 
 def task_file(tasks: Iterable[dict[str, Json]] | str, file: Path) -> str:
-    """Name of a task file; tasks that are not in one yet are written to `file`."""
+    """The name of a task file; writes tasks given as objects to `file`."""
     if isinstance(tasks, str):
         return tasks
     items = _checked({f"task {index}": item for index, item in enumerate(tasks)}, file.stem)
@@ -105,22 +106,22 @@ def task_file(tasks: Iterable[dict[str, Json]] | str, file: Path) -> str:
 
 
 def _checked(items: dict[str, Any], key: str, needs: str = "input") -> list[dict[str, Json]]:
-    """Tasks, given by where they come from. Raises ConfigError for one that is not a JSON object
-    with `needs`."""
+    """The values of `items`, which maps sources to tasks. Raises ConfigError for a task that is not
+    a JSON object with the key `needs`."""
     if not items:
         raise ConfigError(f"{key}: there are no tasks in it")
-    for place, item in items.items():
+    for source, item in items.items():
         if not isinstance(item, dict):
-            raise ConfigError(f"{key}: {place} is not a JSON object but {type(item).__name__}")
+            raise ConfigError(f"{key}: {source} is not a JSON object but {type(item).__name__}")
         if needs not in item:
-            what = {"input": "the part that the agent is given", "messages": "a chat to imitate"}
-            raise ConfigError(f"{key}: {place} has no {needs!r}, {what[needs]}")
+            what = {"input": "the agent's input", "messages": "a chat to imitate"}
+            raise ConfigError(f"{key}: {source} has no {needs!r}, {what[needs]}")
     return list(items.values())
 
 
 def _read_jsonl(file: Path, key: str) -> dict[str, Any]:
     try:
-        # Not `splitlines`: JSON strings may hold U+2028 and other ends of lines as they are.
+        # Not `splitlines`: JSON strings may contain U+2028 and other line separators.
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key} = {str(file)!r}: cannot read the task file: {error}") from None

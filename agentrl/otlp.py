@@ -1,8 +1,8 @@
-"""OTLP/HTTP requests and answers, by which OpenTelemetry SDKs send spans, as pure functions.
+"""Decode and encode OTLP/HTTP trace requests, with which OpenTelemetry SDKs send spans.
 
-The trace id of a span is the attempt it belongs to. Attributes become JSON. Those of the resource
-get the prefix `resource.`; values that a `Span` has no field for become the attributes
-`otel.scope.name`, `otel.status_description` and `exception.*`.
+The trace id of a span is the id of its attempt. Attributes become JSON. Those of the resource get
+the prefix `resource.`; values without a field in `Span` become the attributes `otel.scope.name`,
+`otel.status_description` and `exception.*`.
 Source: the OTLP specification 1.x (opentelemetry.io/docs/specs/otlp), protobuf and JSON encoding.
 """
 
@@ -37,15 +37,15 @@ OPERATIONS = {
     "invoke_workflow": "chain",
 }
 DESCRIPTION = "otel.status_description"  # the message of a failed span
-LATEST = 2**63 - 1  # nanoseconds; what a store column can hold
-LARGEST = 2**1023  # of the integers that are sure to have a float
+LATEST = 2**63 - 1  # nanoseconds; the largest value of a store column
+LARGEST = 2**1023  # every smaller integer can be converted to a float
 ID_FIELDS = {"traceId", "spanId", "parentSpanId"}
 NOT_KEPT = ("telemetry.sdk.", "process.", "host.", "os.")  # attributes of the resource
 
 
 def kind_of(attributes: dict[str, Json]) -> str:
-    """The kind of a span: by its OpenInference attribute, which is then removed from `attributes`,
-    else by its GenAI operation, else "internal"."""
+    """The kind of a span, from its OpenInference attribute (which is removed from `attributes`) or
+    its GenAI operation; otherwise "internal"."""
     kind = str(attributes.get(KIND, "")).lower()
     if kind in KINDS:
         del attributes[KIND]
@@ -53,18 +53,13 @@ def kind_of(attributes: dict[str, Json]) -> str:
     return OPERATIONS.get(str(attributes.get(OPERATION)), "internal")
 
 
-def decode(body: bytes, content_type: str) -> list[Span]:
-    """The usable spans of an ExportTraceServiceRequest, in its order; see `decode_some`."""
-    return decode_some(body, content_type)[0]
-
-
 def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
-    """The usable spans of a request in its order, the number of unusable ones, and why the last of
-    these is not usable.
+    """The valid spans of an ExportTraceServiceRequest in its order, the number of invalid ones, and
+    the error of the last invalid one.
 
-    Unusable is a span with ids that are not 16 and 8 bytes, or with times that are missing or past
-    the year 2262. One that ends before it starts, as where a clock was set back, gets no duration.
-    Raises Invalid for another content type and for a body that is no such request."""
+    A span is invalid if its ids do not have 16 and 8 bytes, or if its times are missing or past the
+    year 2262. A span that ends before it starts (a clock was set back) gets the duration 0. Raises
+    Invalid for another content type or a malformed body."""
     form = content_type.partition(";")[0].strip().lower()
     if form == PROTOBUF:
         request = _parse(body)
@@ -89,8 +84,8 @@ def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
 
 
 def success(content_type: str, rejected: int = 0, message: str = "") -> tuple[bytes, str]:
-    """Body and content type of the answer to a request of `content_type`. `rejected` spans were not
-    kept, for the reason in `message`; the client must not send them again."""
+    """Body and content type of the response to a request of `content_type`. rejected: the number of
+    spans that were dropped because of `message`; the client must not send them again."""
     if content_type.partition(";")[0].strip().lower() == JSON:
         partial = {"rejectedSpans": str(rejected), "errorMessage": message}
         return msgspec.json.encode({"partialSuccess": partial} if rejected or message else {}), JSON
@@ -103,7 +98,7 @@ def success(content_type: str, rejected: int = 0, message: str = "") -> tuple[by
 
 
 def encode(spans: Iterable[Span], resource: Mapping[str, Json], scope: str = "agentrl") -> bytes:
-    """A protobuf request with `spans`, whose `agent`, `chain`, `tool` and `llm` kinds become the
+    """A protobuf request with `spans`. The kinds `agent`, `chain`, `tool` and `llm` become the
     OpenInference attribute. Raises Invalid for an attempt or span id that is not hexadecimal."""
     request = _classes().ExportTraceServiceRequest()
     outer = request.resource_spans.add()
@@ -150,8 +145,8 @@ def _parse(body: bytes) -> ExportTraceServiceRequest:
 
 
 def _parse_json(body: bytes) -> ExportTraceServiceRequest:
-    """The JSON encoding is protobuf's own, except that ids are hexadecimal. Unknown fields are
-    ignored, as receivers must."""
+    """Parse the JSON encoding: protobuf's, except that ids are hexadecimal. Ignores unknown fields,
+    as the specification requires of receivers."""
     request: ExportTraceServiceRequest = _classes().ExportTraceServiceRequest()
     from google.protobuf import json_format
 
@@ -211,7 +206,7 @@ def _value(value: AnyValue) -> Json:
     if kind == "bytes_value":
         return base64.b64encode(value.bytes_value).decode()
     if kind == "double_value" and not math.isfinite(value.double_value):
-        return str(value.double_value)  # JSON has no such number
+        return str(value.double_value)  # JSON has no NaN and no infinities
     return getattr(value, kind) if kind else None
 
 

@@ -1,9 +1,8 @@
-"""Presets, executors, engines, learners, rewards and metrics sinks from outside the library.
+"""Plugins: presets, executors, engines, learners, rewards and sinks from outside the library.
 
-A setting such as `runner.executor` names one of the library's own ("pool"), one that an installed
-package registers as an entry point of the group `agentrl.executors`, or one in a file or module of
-the user's ("file.py:name", "package.module:name"). A plugin that does not fit is refused before the
-run starts, with the file and line where it is written.
+A setting such as `runner.executor` names a built-in ("pool"), an entry point of an installed
+package in the group `agentrl.executors`, or an object in a user's file or module ("file.py:name",
+"package.module:name"). An incompatible plugin is refused before the run starts, with file and line.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ Kind = Literal["presets", "executors", "engines", "learners", "sinks", "rewards"
 
 
 def load_plugin(kind: Kind, name: str, own: Collection[str], root: Path, *, key: str) -> Any:
-    """The object that `name` stands for, or None where it is one of the library's `own` names.
+    """The object that `name` refers to, or None if it is one of the built-in names `own`.
 
-    root: the folder in which files are looked up; key: the setting, for messages. Raises
-    ConfigError when nothing has that name, its import fails, or a package hides one of `own`."""
+    root: the folder of files; key: the setting, for messages. Raises ConfigError for an unknown
+    name, a failed import, or an entry point with the name of a built-in."""
     if ":" in name:
         return load_attribute(name, root, key=key)
     registered = {point.name: point for point in installed_plugins(kind)}
@@ -42,12 +41,12 @@ def load_plugin(kind: Kind, name: str, own: Collection[str], root: Path, *, key:
     point = registered[name]
     try:
         return point.load()
-    except Exception as error:  # another package's module is a boundary: anything can happen
+    except Exception as error:  # another package's module may raise anything
         raise import_error(f"{key} = {name!r}: importing {point.value}", error) from error
 
 
 def check_call(thing: object, *arguments: str, key: str) -> None:
-    """Raises ConfigError unless `thing` can be called with positional arguments so named."""
+    """Raises ConfigError unless `thing` can be called with these positional arguments."""
     if not callable(thing):
         raise ConfigError(
             f"{key}: {where(thing)} is {type(thing).__name__}, not a function or class"
@@ -61,8 +60,8 @@ def check_call(thing: object, *arguments: str, key: str) -> None:
 
 
 def check_protocol(made: object, protocol: type, *, by: object, key: str) -> None:
-    """Raises ConfigError unless what `by` returned, or the class `by`, has every public method
-    of a protocol."""
+    """Raises ConfigError unless `made` has every public method of a protocol. by: the class `made`,
+    or the function that returned it."""
     wanted = [name for name, item in vars(protocol).items() if callable(item) and name[0] != "_"]
     missing = [name for name in wanted if not callable(getattr(made, name, None))]
     if missing:
@@ -73,7 +72,7 @@ def check_protocol(made: object, protocol: type, *, by: object, key: str) -> Non
 
 
 def where(thing: object) -> str:
-    """Name, file and line of a function or class of the user's."""
+    """Name, file and line of a user's function or class."""
     name = getattr(thing, "__qualname__", repr(thing))
     try:
         line = inspect.getsourcelines(thing)[1]  # type: ignore[arg-type]

@@ -18,55 +18,55 @@ from pathlib import Path
 from agentrl.errors import AgentRLError, TrainingError
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
-FILES = 65_536  # open files of a server, where the system allows them
+FILES = 65_536  # the limit of open files that servers ask the system for
 LOG_LEVEL = "AGENTRL_LOG_LEVEL"  # of the log files of a run's processes
-PHASE = 25  # log level of what a run is doing now, which the console shows unless quiet
+PHASE = 25  # log level of the run's current phase, which the console shows unless quiet
 logging.addLevelName(PHASE, "PHASE")
-RESTARTS = 20  # deaths of a runner in a row, with no rollout ended between, until it is given up
-STEADY = 300.0  # seconds alive after which a runner's earlier deaths do not count
-PAUSE = 1.0  # seconds before a runner is started again
-PARENT = "AGENTRL_PARENT"  # pid of the process that must outlive this one
-# What processes of a run, all of them sealed, find in their environment and other programs do not.
+RESTARTS = 20  # deaths of a runner in a row, without a finished rollout, that end the run
+STEADY = 300.0  # seconds of uptime that reset a runner's count of deaths
+PAUSE = 1.0  # seconds before a runner is restarted
+PARENT = "AGENTRL_PARENT"  # pid of the parent, with which this process dies
+# Environment variables of the run's own processes, all of them sealed, but not of other programs.
 SECRETS = {"AGENTRL_STORE_KEY", "PGPASSWORD", "AGENTRL_AGENT_ENV"}
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """Ask the kernel to send `number` to this process when its parent dies.
 
-    A no-op unless this process was started by `Child`, and where the kernel is not Linux."""
+    A no-op on other kernels than Linux, or if `Child` did not start this process."""
     parent = os.environ.pop(PARENT, None)
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != int(parent):  # it died before the request was made
+    if os.getppid() != int(parent):  # it died before the call to prctl
         os.kill(os.getpid(), number)
 
 
 def log_to_stderr() -> None:
-    """Log this package from the level in `LOG_LEVEL` on, and libraries from WARNING on."""
+    """Log this package at the level in the variable `LOG_LEVEL`, and libraries at WARNING."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("agentrl").setLevel(os.environ.get(LOG_LEVEL, "INFO"))
 
 
 def freeze_loaded() -> None:
-    """Have the garbage collector pass over what is loaded by now, which stays: with PyTorch a full
-    collection takes a fifth of a second, in which no thread runs."""
+    """Exclude all loaded objects from garbage collection: with PyTorch a full collection takes a
+    fifth of a second, in which no thread runs."""
     gc.collect()
     gc.freeze()
 
 
 def seal() -> None:
     """Keep other processes of this user, such as agents, from reading this process's memory and
-    the environment it was started with. Its children are not sealed.
+    initial environment. Children are not sealed.
 
-    A no-op where the kernel is not Linux; root can still read."""
+    A no-op on other kernels than Linux; root can still read."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def allow_files() -> int:
-    """Raise the number of files that this process may open, connections included, to FILES or to
-    the system's limit, and return it. Many systems begin at 1024."""
+    """Raise this process's limit of open files and connections to FILES or the system's maximum,
+    and return the limit. Many systems start at 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -76,16 +76,15 @@ def allow_files() -> int:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a child. Unless this process has other values, threads of torch that wait
-    for each other soon sleep: the default is to spin for long, which costs ten times the CPU time
-    in steps of small tensors on shared cores. And MKL multiplies to the same bits with any number
-    of threads."""
+    """The environment of a child. Two defaults unless this process sets them: waiting OpenMP
+    threads of torch soon sleep instead of spinning, which takes a tenth of the CPU time with small
+    tensors on shared cores; and MKL's products are bitwise equal for any number of threads."""
     threads = {"GOMP_SPINCOUNT": "20000", "MKL_CBWR": "AUTO,STRICT"}
     return threads | os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
 
 
 def environment_without_secrets() -> dict[str, str]:
-    """This process's environment for a program whose own can be read by other processes."""
+    """This process's environment without SECRETS, for programs that are not sealed."""
     return {name: value for name, value in os.environ.items() if name not in SECRETS}
 
 
@@ -96,7 +95,7 @@ class Child:
     name: str
     arguments: list[str]
     log: Path
-    piped: bool = False  # it works until its standard input ends, not until SIGTERM
+    piped: bool = False  # it stops at the end of its standard input, not on SIGTERM
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -110,16 +109,16 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=environment(),
-                start_new_session=True,  # Ctrl-C reaches the front only, which ends its children
+                start_new_session=True,  # Ctrl-C reaches only the front, which stops its children
             )
 
     async def wait(self) -> int:
-        """Exit code; negative: the signal that ended it."""
+        """Wait for the exit code; negative: the number of the signal that ended the process."""
         assert self.process is not None
         return await self.process.wait()
 
     async def stop(self, grace: float = 10.0) -> None:
-        """SIGTERM or the end of its input, and after `grace` seconds SIGKILL."""
+        """Send SIGTERM or close its input, and send SIGKILL after `grace` seconds."""
         if self.process is None or self.process.returncode is not None:
             return
         if self.process.stdin is not None:
@@ -134,20 +133,22 @@ class Child:
             await self.process.wait()
 
     def last_error(self) -> str | None:
-        """The sentence of the last user error in its log."""
+        """The last error message for the user in its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         marked = [line for line in lines if line.startswith(ERROR_MARK)]
         return marked[-1].removeprefix(ERROR_MARK) if marked else None
 
 
 ERROR_MARK = "agentrl: error: "
-USER_ERROR = 2  # exit code of a process that ended with a sentence for the user
+USER_ERROR = 2  # exit code of a process that ended with an error message for the user
 
 
 async def keep_alive(child: Child, count_ended: Callable[[], Awaitable[int]]) -> None:
-    """Start a runner again whenever it dies: its rollouts come back when their leases expire.
-    count_ended: the number of rollouts of the run that have ended. While it grows, the run goes on,
-    whatever kills runners, as an agent may with some tasks."""
+    """Run a runner and restart it whenever it dies; its rollouts are requeued when their leases
+    expire. Raises TrainingError after RESTARTS deaths in a row.
+
+    count_ended: the number of rollouts of the run that have ended. While it grows, deaths are not
+    counted: an agent may kill its runner on some tasks."""
     deaths, ended = 0, await count_ended()
     while deaths < RESTARTS:
         await child.start()

@@ -1,4 +1,4 @@
-"""The nouns of a prompt search: the texts that were tried, and what a reflector said of them."""
+"""Records of a prompt search: candidates (sets of texts) and calls to the reflector."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from agentrl.types import PromptText, Record
 
 
 class Candidate(Record, frozen=True):
-    """The texts of a prompt search at one point. The rollouts that have its `id` score it."""
+    """One set of texts of a prompt search. Rollouts with its `id` give its score."""
 
-    id: str  # of its texts, see `candidate_id`
+    id: str  # a digest of the texts, see `candidate_id`
     run: str
-    step: int  # the step of the search, or of the training run, that made it
+    step: int  # of the search or the training run that created it
     parents: list[str]
     state: Literal["proposed", "rejected", "accepted", "chosen"]
     texts: list[PromptText]
-    reflection: str | None = None  # the call to the reflector that its newest text is from
+    reflection: str | None = None  # id of the reflector call that wrote its newest text
 
 
 class Reflection(Record, frozen=True):
-    """A call of a prompt search to its reflector."""
+    """A call to the reflector of a prompt search."""
 
     id: str
     run: str
     step: int
     question: str
     answer: str
-    prompt_tokens: int = 0  # as its server counts them
+    prompt_tokens: int = 0  # as counted by its server
     completion_tokens: int = 0
     seconds: float = 0.0
 
 
 def candidate_id(texts: Sequence[PromptText]) -> str:
-    """The same for the same texts."""
+    """A digest of the texts: equal for equal texts."""
     return blake2b(msgspec.json.encode(texts), digest_size=8).hexdigest()
 
 
 @dataclass(slots=True)
 class CandidateInUse:
-    """Whose texts the rollouts that are asked for now read; None: the agent's own."""
+    """The candidate of newly requested rollouts; None: the agent's own texts."""
 
     id: str | None = None

@@ -1,8 +1,8 @@
-"""How long the steps of a run take, by how far it samples ahead: a simulation of its events.
+"""Discrete-event simulation of the step time of a run, for different values of `max_staleness`.
 
-Nothing is computed but time. Calls that run at once share an engine, whose decode steps take longer
-the more they are; a rollout holds its slot while a tool works. Times and lengths are drawn by
-rollout and call, so that all settings of a comparison meet the same ones.
+Only time is simulated. Concurrent calls share an engine, whose decode steps take longer with more
+calls; a rollout keeps its slot while a tool runs. Durations and lengths are drawn with rollout and
+call as the seed, so all settings in a comparison get the same ones.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from math import ceil, exp, floor, log
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What takes time, in seconds. A sigma is that of a lognormal distribution with the mean given
-    beside it; 0: always the mean."""
+    """Sizes and durations (seconds) of a run. `token_sigma` and `tool_sigma` are the sigmas of
+    lognormal distributions with the means `tokens` and `tool`; 0: constant."""
 
-    groups: int  # of a step
+    groups: int  # per step
     group_size: int
-    ready: bool = False  # groups are trained as they end, not as they were asked for
-    slots: int  # rollouts at a time
-    calls: float  # of a rollout, mean: the whole number below or above, as its task wants
-    tokens: float  # of a call
+    ready: bool = False  # train groups in the order in which they end, not as requested
+    slots: int  # concurrent rollouts
+    calls: float  # mean per rollout; each task rounds it up or down
+    tokens: float  # mean per call
     token_sigma: float = 0.0
-    tool: float = 0.0  # between two calls
+    tool: float = 0.0  # mean time between two calls
     tool_sigma: float = 0.0
-    decode: float  # one step of an engine,
-    per_call: float = 0.0  # and more for each call that it decodes
-    prompt: float = 0.0  # of an engine, to read what is new in a call's prompt
+    decode: float  # one decode step of an engine,
+    per_call: float = 0.0  # plus this for each call in it
+    prompt: float = 0.0  # prefill of the new part of a call's prompt
     engines: int = 1
-    update: float  # of the learner, for a step
-    publish: float = 0.0  # during which no engine computes
+    update: float  # of the learner, per step
+    publish: float = 0.0  # weight sync, during which no engine computes
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """seconds: of a step, once the start is over. Idle times are shares of the run, lags counts of
-    updates; too_old: share of the rollouts whose tokens are not trained, because of their lag."""
+    """seconds: mean time of a step after the warm-up. Idle times are fractions of the run; max_lag
+    counts updates; too_old: fraction of rollouts not trained because of their lag."""
 
     seconds: float
     sampler_idle: float
@@ -51,33 +51,33 @@ class Prediction:
 
 
 def lognormal(mean: float, sigma: float, *key: object) -> float:
-    """A number drawn by `key`."""
+    """A lognormal sample with this mean, drawn with `key` as the seed."""
     if not sigma or not mean:
         return mean
     return exp(random.Random(repr(key)).gauss(log(mean) - sigma * sigma / 2, sigma))
 
 
 class Simulation:
-    """A run with `max_staleness = ahead`. in_flight: calls go on while weights are updated; else
-    those that run end first, and others wait."""
+    """A run with `max_staleness = ahead`. in_flight: calls continue during updates; otherwise
+    running calls end first and new ones wait."""
 
     def __init__(self, work: Workload, ahead: float, *, in_flight: bool, seed: int = 0) -> None:
         self.work, self.ahead, self.in_flight, self.seed = work, ahead, in_flight, seed
         self.now, self.order = 0.0, count()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.asked = self.running = 0
-        self.queue: deque[tuple[int, int]] = deque()  # rollouts: group, number in it
-        self.begun: dict[tuple[int, int], int] = {}  # the version of a rollout's first call
-        self.ended: dict[int, list[int]] = defaultdict(list)  # those versions, by group
-        # Every running call has come `progress` tokens further since the start; `calls`: to where.
-        # debt: seconds until it moves again.
+        self.queue: deque[tuple[int, int]] = deque()  # rollouts: (group, index in it)
+        self.begun: dict[tuple[int, int], int] = {}  # rollout -> version of its first call
+        self.ended: dict[int, list[int]] = defaultdict(list)  # group -> versions of ended rollouts
+        # progress: tokens that a call running since time 0 would have; a call in `calls` ends when
+        # `progress` reaches its first item. debt: seconds until `progress` grows again.
         self.progress = self.debt = 0.0
         self.calls: list[tuple[float, int, Callable[[], None]]] = []
-        self.next_end = 0  # number of the event that is the end of a call, unless things change
+        self.next_end = 0  # number of the event at which the next call ends
         self.held: list[Callable[[], None]] | None = None  # calls that wait for an update
-        self.batch: list[int] = []  # versions of what is being trained
+        self.batch: list[int] = []  # versions of the rollouts in the current update
         self.sampling = 0.0
-        self.committed: list[float] = []  # when each step was
+        self.committed: list[float] = []  # time of each step's commit
         self.lags: list[int] = []
 
     def run(self, steps: int = 25) -> Prediction:
@@ -86,11 +86,11 @@ class Simulation:
         while len(self.committed) < steps:
             time, number, event = heapq.heappop(self.events)
             if event == self.end_call and number != self.next_end:
-                continue  # something has changed since
+                continue  # the set of running calls has changed since
             self.advance(time)
             event()
             self.expect_end()
-        first = max(1, steps // 5)  # steps that are not counted: nothing was ahead of them
+        first = max(1, steps // 5)  # warm-up steps, which are not counted
         most, total = ceil(self.ahead), len(self.lags)
         return Prediction(
             seconds=(self.committed[-1] - self.committed[first - 1]) / (steps - first),
@@ -117,7 +117,7 @@ class Simulation:
             self.progress += (passed - paid) / self.step_time()
 
     def expect_end(self) -> None:
-        """Of the call that ends next, should nothing happen before."""
+        """Schedule the end of the call that ends next if nothing else happens before."""
         if self.calls:
             left = max(0.0, self.calls[0][0] - self.progress)
             self.next_end = self.after(self.debt + left * self.step_time(), self.end_call)
@@ -127,7 +127,7 @@ class Simulation:
         self.update_if_drained()
 
     def ask(self) -> None:
-        """For as many groups as may be sampled ahead, then begin what there are slots for."""
+        """Request as many groups as may be sampled ahead, and start rollouts in free slots."""
         work = self.work
         while self.asked < floor((len(self.committed) + self.ahead + 1) * work.groups):
             self.queue.extend((self.asked, number) for number in range(work.group_size))
@@ -135,8 +135,8 @@ class Simulation:
         while self.queue and self.running < work.slots:
             self.running += 1
             rollout = self.queue.popleft()
-            share = random.Random(repr((self.seed, rollout[0]))).random()
-            self.call(rollout, 1, max(1, floor(work.calls + share)))
+            offset = random.Random(repr((self.seed, rollout[0]))).random()
+            self.call(rollout, 1, max(1, floor(work.calls + offset)))
 
     def call(self, rollout: tuple[int, int], number: int, last: int) -> None:
         if self.held is not None:
@@ -163,7 +163,7 @@ class Simulation:
         self.learn()
 
     def learn(self) -> None:
-        """Train the next groups, once they have ended."""
+        """Train the next groups if all of them have ended."""
         work, done = self.work, len(self.committed) * self.work.groups
         numbers = sorted(self.ended) if work.ready else range(done, done + work.groups)
         ended = [n for n in numbers if len(self.ended.get(n, ())) == work.group_size]

@@ -1,8 +1,8 @@
-"""Rewards of the members of a team, for verifiers: pure functions of the verifier's scores.
+"""Rewards of team members, for verifiers: pure functions of the verifier's scores.
 
-Scores of answers are in [0, 1], and NaN where an answer was not judged. `stages` has the stage of
-each answer of a rollout; answers of one stage did not see one another. In a chain each answer is a
-stage (0, 1, 2, ...), in a debate each round is one.
+Scores of answers are in [0, 1]; NaN: not judged. `stages` has the stage of each answer of a
+rollout; answers of the same stage did not see each other. In a chain each answer is a stage (0, 1,
+2, ...), in a debate each round is one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from agentrl.types import Transition
 T = TypeVar("T")
 Coalition = frozenset[str]
 Value = Callable[[Coalition], float]
-"""The team's value when only these roles take part. The function decides what stands in for an
-absent role, such as an empty or a default message."""
+"""The value of the team if only these roles take part. The function decides what replaces an absent
+role, such as an empty or a default message."""
 EXACT = 4  # roles up to which Shapley values are exact by default: 24 orders of joining
 
 
@@ -38,9 +38,10 @@ def marti(
     alpha: float = 0.5,
     beta: float = 0.0,
 ) -> list[float]:
-    """R + alpha * (R - Q), or of quality R + alpha * (Q R - (1 - Q)(1 - R)), Q being the mean score
-    of all earlier stages; the first stage keeps its score. beta: what every answer gets of the mean
-    score of the last stage ("with outcome", 0.5 there). MARTI, OpenReview E7jZqo0A50."""
+    """R + alpha * (R - Q) for "margin", R + alpha * (Q R - (1 - Q)(1 - R)) for "quality"; Q is the
+    mean score of all earlier stages, and the first stage keeps its score. Adds beta * the mean
+    score of the last stage to every answer ("with outcome" in the paper, where beta is 0.5). MARTI,
+    OpenReview E7jZqo0A50."""
     known = [(stage, x) for stage, x in zip(stages, scores, strict=True) if not isnan(x)]
     outcome = fmean(x for stage, x in known if stage == max(known)[0]) if known else nan
     shaped = []
@@ -56,8 +57,8 @@ def marti(
 def maporl(scores: Sequence[float], stages: Sequence[int], gamma: float = 1.0) -> list[float]:
     """(v + sum over later stages of gamma^distance * their mean score) / sum of all weights.
 
-    A score below 0 marks a round that was not held because all agreed before: it is in no mean, and
-    its reward is NaN. MAPoRL, arXiv 2502.18439."""
+    A score below 0 marks a round that was skipped because all agreed before: no mean includes it,
+    and its reward is NaN. MAPoRL, arXiv 2502.18439."""
     held: dict[int, list[float]] = {}
     for stage, v in zip(stages, scores, strict=True):
         if v >= 0:
@@ -81,14 +82,13 @@ def maporl_incentives(
     persuaded: float = 0.0,
     provoked: float = 0.0,
 ) -> list[float]:
-    """The bonus of every answer of a debate for changes of mind, negative where the change was from
-    right to wrong. A score above 1/2 is right and one below it wrong; the other agents are what
-    they are on average.
+    """The bonus of every answer of a debate for changes of mind; negative for a change from right
+    to wrong. A score above 1/2 is right, one below it wrong; the other agents count by their mean.
 
-    joined: the agent changed to the others' side; alone: away from it. persuaded: the others
-    changed afterwards to the agent's side; provoked: away from it, which they had shared. MAPoRL,
-    arXiv 2502.18439: alpha 0, 1, 3 and 2 of its repository. There the last two have the opposite
-    sign, which would reward leading others astray, and the first round gets no bonus."""
+    joined: weight if the agent changed to the others' side; alone: away from it. persuaded: weight
+    if the others then changed to the agent's side; provoked: away from the side they shared.
+    MAPoRL, arXiv 2502.18439: alpha 0, 1, 3 and 2 of its repository. There the last two have the
+    opposite sign, which would reward leading others astray, and the first round gets no bonus."""
     said = {(s, agent): v for s, agent, v in zip(stages, agents, scores, strict=True) if v >= 0}
     held = sorted({stage for stage, _ in said})
     before, after = dict(zip(held[1:], held, strict=False)), dict(pairwise(held))
@@ -111,7 +111,7 @@ def maporl_incentives(
 
 
 def _right(scores: Iterable[float]) -> bool | None:
-    """Whether they are right on average; None for a mean of 1/2, or no score."""
+    """Whether the mean score is above 1/2; None if it equals 1/2 or there is no score."""
     mean = fmean([*scores] or [0.5])
     return None if mean == 0.5 else mean > 0.5
 
@@ -119,8 +119,7 @@ def _right(scores: Iterable[float]) -> bool | None:
 def _turn(
     old: bool | None, new: bool | None, witness: bool | None, there: float, elsewhere: float
 ) -> float:
-    """The signed weight of a change: `there` where the witness is on its new side, else
-    `elsewhere`."""
+    """The signed weight of a change: `there` if the witness is on the new side, or `elsewhere`."""
     if None in (old, new, witness) or old == new:
         return 0.0
     weight = there if witness == new else elsewhere
@@ -130,17 +129,17 @@ def _turn(
 def cross(
     value: Callable[[Mapping[str, T]], float], answers: Mapping[str, Sequence[T]]
 ) -> dict[str, list[float]]:
-    """The mean return of every answer over all joint answers that it is part of, for a team whose
-    roles sampled several answers each (`n` of a call).
+    """Role -> the mean return of each of its answers over all joint answers that contain it, for a
+    team whose roles sampled several answers each (`n` of a call).
 
-    value: return of one answer of each role, called for every combination; NaN: not known, and in
-    no mean. MAGRPO's cross mode, arXiv 2508.04652."""
+    value: the return of one answer of each role, called for every combination; NaN: unknown and
+    excluded from the means. MAGRPO's cross mode, arXiv 2508.04652."""
     known: dict[tuple[str, int], list[float]] = {}
     for picked in product(*(range(len(sampled)) for sampled in answers.values())):
         joint = dict(zip(answers, picked, strict=True))
         x = value({role: answers[role][i] for role, i in joint.items()})
-        for place in joint.items():
-            known.setdefault(place, []).extend([] if isnan(x) else [x])
+        for answer in joint.items():
+            known.setdefault(answer, []).extend([] if isnan(x) else [x])
     return {
         role: [fmean(known.get((role, i)) or [nan]) for i in range(len(sampled))]
         for role, sampled in answers.items()
@@ -148,16 +147,17 @@ def cross(
 
 
 def sage_challenger(quality: float, format: float, solved: float, *, valid: bool) -> float:
-    """Reward of a question: its quality by the critic, its format and, where the verifier finds it
-    valid and its quality is at least 0.7, how rarely solvers get it right. Without this condition
-    unanswerable questions would get the highest reward. SAGE, arXiv 2603.15255."""
+    """Reward of a question: the mean of its quality by the critic, its format and 1 - the solvers'
+    success rate. The last counts only if the verifier finds the question valid and its quality is
+    at least 0.7; otherwise unanswerable questions would get the highest reward. SAGE, arXiv
+    2603.15255."""
     if valid and quality >= 0.7:
         return (quality + (1 - solved) + format) / 3
     return (quality + format) / 2
 
 
 def sage_planner(quality: float, format: float, weights: tuple[float, float] = (0.9, 0.1)) -> float:
-    """Reward of a plan, by the critic and its format. The paper's weights are not known."""
+    """Reward of a plan: its quality by the critic and its format. The paper gives no weights."""
     return weights[0] * quality + weights[1] * format
 
 
@@ -167,8 +167,8 @@ def sage_solver(
     format: float,
     weights: tuple[float, float, float] = (0.2, 0.7, 0.1),
 ) -> float:
-    """Reward of an answer: its plan's quality if that is at least 0.3, so that the plan should be
-    followed, whether it is correct, and its format. The paper's weights are not known."""
+    """Reward of an answer: the quality of its plan if that is at least 0.3 (a plan worth
+    following), its correctness and its format. The paper gives no weights."""
     followed = plan if plan >= 0.3 else 0.0
     return weights[0] * followed + weights[1] * correct + weights[2] * format
 
@@ -179,7 +179,7 @@ def m_grpo_main(format: float, correct: float) -> float:
 
 
 def m_grpo_sub(format: float, main_correct: float, judged: float) -> float:
-    """Reward of a sub-agent's call, `judged` by an expert. M-GRPO, arXiv 2511.13288."""
+    """Reward of a sub-agent's call; judged: an expert's score. M-GRPO, arXiv 2511.13288."""
     return 0.1 * format + 0.4 * main_correct + 0.5 * judged if format else 0.0
 
 
@@ -193,18 +193,18 @@ def difference(value: Value, roles: Iterable[str]) -> dict[str, float]:
 def shapley(
     value: Value, roles: Iterable[str], *, samples: int = 0, seed: int | str = 0
 ) -> dict[str, float]:
-    """What each role adds to the coalition that joined before it, as a mean over orders of joining:
-    all orders of up to 4 roles, else `samples` of them drawn with `seed`.
+    """Role -> its mean marginal contribution over orders of joining: all orders for up to 4 roles,
+    else `samples` of them drawn with `seed`.
 
-    Each coalition is valued once. The sum is v(team) - v(nobody), sampled or not. Raises ValueError
-    for more than 4 roles without samples."""
+    Evaluates each coalition once. The values sum to v(team) - v(empty) in either case. Raises
+    ValueError for more than 4 roles without samples."""
     names = sorted(set(roles))
     worth = cache(value)
     added = dict.fromkeys(names, 0.0)
     orders = _orders(names, samples, seed)
     for order in orders:
-        for place, role in enumerate(order):
-            before = frozenset(order[:place])
+        for index, role in enumerate(order):
+            before = frozenset(order[:index])
             added[role] += worth(before | {role}) - worth(before)
     return {role: total / len(orders) for role, total in added.items()}
 
@@ -216,5 +216,5 @@ def _orders(names: list[str], samples: int, seed: int | str) -> list[tuple[str, 
         raise ValueError(
             f"{len(names)} roles can join in too many orders to take them all; set samples"
         )
-    draw = random.Random(seed)
-    return [tuple(draw.sample(names, len(names))) for _ in range(samples)]
+    rng = random.Random(seed)
+    return [tuple(rng.sample(names, len(names))) for _ in range(samples)]

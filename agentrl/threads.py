@@ -1,7 +1,7 @@
-"""Blocking code beside an event loop, and coroutines in blocking code.
+"""Run blocking code from an event loop, and coroutines from blocking code.
 
-A thread of a pool that never returns shrinks the pool, then blocks the interpreter's exit. So every
-call of a user's blocking code has a daemon thread of its own, which costs only memory if it hangs.
+A pool thread that never returns shrinks the pool, then blocks the interpreter's exit. So every call
+of a user's blocking code gets its own daemon thread, which costs only memory if it hangs.
 """
 
 from __future__ import annotations
@@ -19,22 +19,37 @@ T = TypeVar("T")
 
 
 async def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`function(...)` in a thread that sees the caller's context variables.
+    """Run `function(...)` in a thread with the caller's context variables.
 
-    When the caller is cancelled the thread is abandoned and what it returns is dropped."""
+    If the caller is cancelled, the thread is abandoned and its result dropped."""
     context = contextvars.copy_context()
     return await asyncio.wrap_future(_start(partial(context.run, function, *args, **kwargs)))
 
 
+async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is finished also if the caller is cancelled meanwhile. Then
+    CancelledError is raised after it, unless `work` raises."""
+    task, cancelled = asyncio.create_task(work), False
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            cancelled = True
+    result = task.result()
+    if cancelled:
+        raise asyncio.CancelledError
+    return result
+
+
 class DaemonThreads(ThreadPoolExecutor):
-    """An executor for `loop.set_default_executor`, where frameworks run the sync tools of async
-    agents. It has no limit: tools of other rollouts never wait for one that hangs."""
+    """An executor for `loop.set_default_executor`, in which frameworks run sync tools of async
+    agents. The number of threads is unlimited: no tool waits for another rollout's that hangs."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return _start(partial(fn, *args, **kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: daemon threads need no shutdown."""
 
 
 def _start(work: Callable[[], T]) -> Future[T]:
@@ -47,14 +62,14 @@ def _start(work: Callable[[], T]) -> Future[T]:
 def _run(work: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(work())
-    except StopIteration as stop:  # an asyncio future refuses it
+    except StopIteration as stop:  # asyncio futures do not accept it
         future.set_exception(RuntimeError(f"the function raised StopIteration({stop.value!r})"))
-    except BaseException as error:  # noqa: BLE001 - handed to whoever awaits
+    except BaseException as error:  # noqa: BLE001 - raised again by the caller's await
         future.set_exception(error)
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, in a script or in a notebook, whose own event loop is running."""
+    """Run a coroutine and return its result, also in a notebook, whose event loop is running."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -66,6 +81,6 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         running.add_done_callback(lambda _: loop.close())
         try:
             return running.result()
-        except KeyboardInterrupt:  # a notebook's "interrupt": end the children, then the cell
+        except KeyboardInterrupt:  # "interrupt" in a notebook: stop the children, then the cell
             loop.call_soon_threadsafe(task.cancel)
             raise

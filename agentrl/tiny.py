@@ -1,7 +1,7 @@
-"""Tiny starter policies, of 0.1 M parameters, for trying things on a laptop without a download.
+"""Tiny starter policies of 0.1 M parameters, for experiments on a laptop without a download.
 
 `policy.build` of a run file names a function (directory, seed) that calls `imitator`, which writes
-an ordinary Hugging Face checkpoint that talks as the conversations do. It needs the extra `train`.
+a Hugging Face checkpoint that imitates the given conversations. It needs the extra `train`.
 """
 
 from agentrl.algorithms.model.tiny import Conversation, imitator, make_model, word_tokenizer

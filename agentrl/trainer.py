@@ -3,8 +3,8 @@
     front ── starts ──► algorithm process (loop, learner, policy server)
           └─ starts ──► runner processes  (worker, gateway, the agents)
 
-It owns nothing but these processes. All state is in the store, so the same command continues a run
-whose front was killed.
+It owns only these processes. All state is in the store, so the same command resumes a run whose
+front was killed.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ RUN_OUTPUTS = (
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
     *("metrics", "tensorboard", "wandb", "mlruns", "vllm", "servers", "pool"),
     *("plan.json", "players"),
-)  # what a run writes into its output folder
+)  # everything that a run writes into its output folder
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """The result of a run. Scores are mean held-out rewards; None where not evaluated."""
+    """The result of a run. Scores are mean held-out rewards; None: not evaluated."""
 
     before: float | None
     after: float | None
@@ -67,8 +67,8 @@ class TrainingResult:
 
 
 def run_training(config: RunConfig, *, fresh: bool = False, level: int = PHASE) -> TrainingResult:
-    """Train to the end with runner processes, show the progress and print the report. level: the
-    lowest level of `logging` that is shown."""
+    """Train with runner processes, show the progress and print the report. level: the lowest level
+    of `logging` that is shown."""
     config = hide_secrets(config)
     check(config)
     if fresh:
@@ -82,11 +82,11 @@ class Trainer:
     `agent` is a callable, a LangChain runnable or a function without arguments that builds one
     (called once `OPENAI_BASE_URL` points at the gateway), and runs in this process; `tasks` and
     `heldout` are lists of `{"input": ..., ...}`; `verifier` takes task and result and returns a
-    number or named numbers; `policy` is a Hugging Face directory or name, to be left out where
-    each of several policies has one of its own. `settings` are those of a run file, tables as
+    number or named numbers; `policy` is a Hugging Face directory or name, and may be omitted if
+    every one of several policies has its own model. `settings` are those of a run file, tables as
     dicts: `Trainer(..., steps=50, algorithm={"lr": 1e-5}, policies={"solver": {...}})`.
 
-    `agent`, `tasks`, `heldout` and `verifier` may also be "file.py:name" as in a run file.
+    `agent`, `tasks`, `heldout` and `verifier` may also be "file.py:name", as in a run file.
     """
 
     def __init__(
@@ -102,18 +102,18 @@ class Trainer:
         self.policy, self.heldout, self.settings = policy, heldout, settings
 
     def fit(self, *, fresh: bool = False) -> TrainingResult:
-        """Train to the end, or continue where an earlier call of this name was stopped."""
+        """Train to the end, or resume a stopped run of this name. fresh: start over."""
         return run_blocking(self.fit_async(fresh=fresh))
 
     async def fit_async(self, *, fresh: bool = False) -> TrainingResult:
-        """As `fit`, beside other work of an event loop. Cancelled, it stops its processes."""
+        """`fit` for an event loop. If it is cancelled, it stops its processes."""
         settings = {"policy": {}, "agent": {}, "verifier": {}} | self.settings
         settings["policy"] = {"model": str(self.policy)} | settings["policy"]
         for key, value in (("agent", self.agent), ("verifier", self.verifier)):
             if isinstance(value, str):
                 settings[key] = {"path": value} | settings[key]
         config = hide_secrets(resolve(settings, source="Trainer"))
-        check_presets(config)  # before the tasks, which may take long to make
+        check_presets(config)  # before the tasks, which may take long to load
         if fresh:
             clear(config)
         output = make_folder(Path(config.output))
@@ -129,8 +129,8 @@ class Trainer:
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError for mistakes that the front can find before anything starts. The tasks
-    come last, because they may take long to make."""
+    """Raises ConfigError for mistakes that the front can find before anything starts. Checks the
+    tasks last, because they may take long to load."""
     root = Path(config.root)
     check_presets(config)
     if config.sessions != SessionsConfig():
@@ -170,19 +170,19 @@ def check(config: RunConfig) -> None:
 
 
 def hide_secrets(config: RunConfig) -> RunConfig:
-    """The settings without the password or key of the store's URL and the values of `agent.env`,
-    because others can read what is printed, stored, written to files or given as arguments. Every
-    process of the run finds them in its environment."""
+    """The settings without the values of `agent.env` and the password or key in the store's URL.
+    These move to the environment of the run's processes, because others can read output, store,
+    files and command lines."""
     store, secrets = split_secret(config.store)
     os.environ.update(secrets)
     return agent_env.without_values(msgspec.structs.replace(config, store=store))
 
 
 def clear(config: RunConfig) -> None:
-    """Delete what an earlier run of this name wrote, and nothing else in its folder.
+    """Delete the outputs of an earlier run of this name, and nothing else in its folder.
 
-    Raises ConfigError while that run is live. A process that holds no lock, as of an earlier
-    version, is fenced: the store refuses its next commit."""
+    Raises ConfigError while that run is live. A process without a lock, from an earlier version, is
+    fenced: the store refuses its next commit."""
     output = Path(config.output)
     if not has_own_store(config):
         raise ConfigError(
@@ -192,7 +192,7 @@ def clear(config: RunConfig) -> None:
     if not output.is_dir():
         return
     with folder_lock.exclusive(output):
-        with contextlib.suppress(StoreError):  # there is no store, or none of this version
+        with contextlib.suppress(StoreError):  # no store, or one of another version
             run_blocking(_fence(config))
         for pattern in RUN_OUTPUTS:
             for path in output.glob(pattern):
@@ -205,7 +205,7 @@ async def _fence(config: RunConfig) -> None:
 
 
 def has_own_store(config: RunConfig) -> bool:
-    """Whether the store is the one in the output folder, which no other run has."""
+    """Whether the store is in the output folder, so that no other run is in it."""
     return config.store == store_in(Path(config.output))
 
 
@@ -222,9 +222,9 @@ def make_folder(path: Path) -> Path:
 async def front(
     config: RunConfig, *, local: tuple[Any, Any] | None = None, level: int = PHASE
 ) -> TrainingResult:
-    """Train to the end and report. local: agent and verifier objects of this process, which then
-    runs them in place of runner processes. level: as of `run_training`."""
-    make_folder(Path(config.output))  # before the store, which is most often in it
+    """Train to the end and print the report. local: agent and verifier objects, which run in this
+    process instead of runner processes. level: see `run_training`."""
+    make_folder(Path(config.output))  # before the store, which is usually in it
     async with open_store(config.store) as store:
         config = await pin_dataset(store, config)
         await refuse_changes(store, config)
@@ -242,16 +242,18 @@ async def supervise(
     console: Console | None = None,
     level: int = PHASE,
 ) -> float:
-    """Start the processes of a run, show its progress, and stop them when the algorithm is done.
-    Returns the seconds that it took; raises AgentRLError when another process ends. play: file of
-    an evaluation plan, to play instead of training; verb: "prompts" searches."""
+    """Start the processes of a run, show its progress, and stop them when the algorithm has ended.
+    Returns the duration in seconds; raises AgentRLError if another process ends first.
+
+    play: file of an evaluation plan to play instead of training; verb: "prompts" runs a prompt
+    search."""
     config, output = hide_secrets(config), Path(config.output)
     logs = make_folder(output / "logs")
-    # Runners read the settings from the store, and an algorithm left over is fenced from here on.
+    # Runners read the settings from the store; this also fences a leftover algorithm process.
     await store.open_run(config.name, msgspec.to_builtins(config))
     run_file = output / "run.json"
     run_file.touch(mode=0o600)
-    run_file.chmod(0o600)  # also one of an earlier start
+    run_file.chmod(0o600)  # the file may be from an earlier start
     run_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
     order = [verb, str(run_file)] if play is None else ["play", str(run_file), str(play)]
     algorithm = Child("algorithm", ["algorithm", *order], logs / "algorithm.log")
@@ -267,7 +269,7 @@ async def supervise(
     started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(folder_lock.shared(output))
-        if sinks:  # last, because they write the last evaluation too
+        if sinks:  # stopped last: they also write the last evaluation
             stack.callback(log_lines.look)
             stack.push_async_callback(sinks.stop)
         stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
@@ -294,7 +296,7 @@ async def supervise(
 def _how_to_join(config: RunConfig) -> str:
     key = " --key KEY" if config.store.startswith("http") else ""
     return (
-        "No runners are started here (runner.processes = 0). On every machine that is to run agents"
+        "No runners are started here (runner.processes = 0). On each machine that runs agents, run"
         f": agentrl runner start --store {config.store}{key} --run {config.name} --root FOLDER"
     )
 
@@ -334,18 +336,18 @@ async def _algorithm(child: Child) -> None:
 async def _ended_rollouts(store: Store, run: str) -> int:
     try:
         counts = await store.counts(run)
-    except StoreError:  # a store that is away for a while does not end the run here
+    except StoreError:  # a store that is unavailable for a while must not end the run here
         return 0
     return counts.succeeded + counts.failed + counts.cancelled
 
 
 async def _stop_runners(children: list[Child], drain: float) -> None:
-    """Stop all at once. Each has `drain` seconds to finish, and ten to give back the rest."""
+    """Stop all runners at once. Each has `drain` seconds to finish and ten more to requeue."""
     await asyncio.gather(*(child.stop(drain + 10.0) for child in children))
 
 
 async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
-    """A runner in this process, for an agent that is an object of it. Returns only by an error."""
+    """Run a runner in this process, for an agent given as an object. Ends only with an error."""
     from agentrl.runners.main import RunnerThread
 
     root = Path(config.root)
@@ -358,14 +360,14 @@ async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
 
 
 async def refuse_changes(store: Store, config: RunConfig) -> None:
-    """Raises ConfigError where a run that has begun would go on with settings that change what it
-    learns, or with fewer steps than it has."""
+    """Raises ConfigError if a started run would resume with settings that change what it learns, or
+    with fewer steps than it has committed."""
     state = await store.run(config.name)
     if state is None or not (state.step or await store.rollouts(config.name, limit=1)):
         return
     if config.steps < state.step:
         raise ConfigError(
-            f"steps = {config.steps}: run {config.name!r} has {state.step} steps already; give at"
+            f"steps = {config.steps}: run {config.name!r} has {state.step} steps already; set at"
             " least as many, choose another name, or give --fresh"
         )
     started = f"run {config.name!r} in {config.output} was started"

@@ -1,7 +1,7 @@
-"""The nouns of the system, the same in Python, SQL, JSON, command line and documentation.
+"""The records of the system, with the same names in Python, SQL, JSON, command line and docs.
 
-task -> group -> rollout -> attempt -> transition. Records are frozen and carry no behaviour beyond
-arithmetic on their own fields; the store is the only place where they live.
+task -> group -> rollout -> attempt -> transition. Records are frozen and have no behaviour beyond
+arithmetic on their own fields; only the store keeps them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-Json = Any  # the payload of a user: whatever JSON can say
+Json = Any  # a user's payload: any JSON value
 Task = Mapping[str, Json]
-"""JSON object. `input` goes to the agent, the whole object to the verifier; `id` is optional."""
-SIDE = "side"  # role of calls beside the agent's own work, such as titles: no policy learns them
-DIFF = "agentrl.diff"  # attribute of a span: what the agent changed in its workspace
-POLICY = "policy"  # name of the trained policy of a run that has only one
-EMPTY = "rollouts/empty"  # metric of a step without a usable rollout: how many it had
-ENDED = "run/ended"  # metric of a run's last step: 1 once no rollout will be queued any more
+"""JSON object. The agent gets `input`, the verifier the whole object; `id` is optional."""
+SIDE = "side"  # role of calls outside the agent's own work, such as titles; never trained
+DIFF = "agentrl.diff"  # span attribute: the changes that the agent made in its workspace
+POLICY = "policy"  # name of the trained policy in a run with a single one
+EMPTY = "rollouts/empty"  # metric: number of rollouts of a step in which none was usable
+ENDED = "run/ended"  # metric of a run's last step: 1 once no more rollouts will be queued
 
 if TYPE_CHECKING:
     Int32 = array[int]
     Float32 = array[float]
-else:  # codecs must tell them apart, and before Python 3.12 `array[int]` fails at run time
+else:  # codecs must distinguish the two, and `array[int]` fails at run time before Python 3.12
 
     class Int32(array):
         """Token ids."""
@@ -39,17 +39,17 @@ else:  # codecs must tell them apart, and before Python 3.12 `array[int]` fails 
 
 
 def int32(values: Any = ()) -> array[int]:
-    """Token ids as they are stored: int32, contiguous. Raises OverflowError outside int32."""
+    """Token ids in their stored form: int32, contiguous. Raises OverflowError outside int32."""
     return array("i", values)
 
 
 def float32(values: Any = ()) -> array[float]:
-    """Log-probs as they are stored: float32, contiguous."""
+    """Log-probs in their stored form: float32, contiguous."""
     return array("f", values)
 
 
 class Purpose(StrEnum):
-    """Why a rollout was asked for. Evaluation rollouts are never trained on."""
+    """Why a rollout was requested. Evaluation rollouts are never trained on."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -76,21 +76,21 @@ class AttemptState(StrEnum):
 
 
 class ErrorKind(StrEnum):
-    """Why an attempt failed. A failed rollout is data: it has no reward, never reward 0."""
+    """Why an attempt failed. A failed rollout has a missing reward, not a reward of 0."""
 
     AGENT = "agent_error"
     TIMEOUT = "timeout"
     MODEL = "model_error"
     VERIFIER = "verifier_error"
-    LIMIT = "limit"  # it used up agent.max_calls or agent.max_tokens
+    LIMIT = "limit"  # it reached agent.max_calls or agent.max_tokens
     NO_CALL = "no_model_call"
-    WORKSPACE = "workspace_error"  # its files cannot be made or copied
+    WORKSPACE = "workspace_error"  # its files cannot be created or copied
     LOST_RUNNER = "lost_runner"
     CANCELLED = "cancelled"
 
 
 class Scope(StrEnum):
-    """What a reward row is about."""
+    """What a reward refers to."""
 
     TRANSITION = "transition"
     ROLE = "role"
@@ -102,22 +102,22 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Sampling(Record, frozen=True):
-    """Sampling parameters. In a rollout: defaults for those that the agent does not set, and with
-    `force` temperature, top_p and top_k whatever it sets."""
+    """Sampling parameters. In a rollout: defaults for parameters that the agent does not set. With
+    `force`, temperature, top_p and top_k replace the agent's own values."""
 
-    temperature: float = 1.0  # 0: the likeliest token; training needs about 1
-    top_p: float = 1.0  # share of the likeliest tokens that are drawn from; train with 1
+    temperature: float = 1.0  # 0: greedy; training needs about 1
+    top_p: float = 1.0  # nucleus sampling: probability mass of the candidate tokens; train with 1
     top_k: int = 0  # 0: no limit
-    max_tokens: int | None = None  # of one call's answer; none: to the end of the context
-    seed: int | None = None  # of sampling; each rollout of a run has another; none: every call
-    force: bool = False  # over what the agent sets itself
+    max_tokens: int | None = None  # of one completion; none: up to the context length
+    seed: int | None = None  # different for each rollout of a run; none: for each call
+    force: bool = False  # override the agent's own temperature, top_p and top_k
 
 
 class Branch(Record, frozen=True):
-    """A rollout that goes its own way after the first `calls` transitions of another that ended.
+    """The start of a rollout: it replays the first `calls` transitions of another, ended rollout.
 
-    `without`: roles of which no call is repeated, because other policies play them here. Such a
-    rollout shows how the other one would have ended without them, and is never trained on."""
+    `without`: roles whose calls are not replayed, because other policies play them here. Such a
+    rollout shows how the other one would have ended without these roles; it is never trained on."""
 
     rollout: str
     calls: int
@@ -134,21 +134,21 @@ class NewRollout(Record, frozen=True):
     task: dict[str, Json]
     purpose: Purpose = Purpose.TRAIN
     sampling: Sampling = Sampling()
-    step: int = 0  # the training step that asked for it
+    step: int = 0  # the training step that requested it
     max_attempts: int = 3
     timeout: float = 60.0  # seconds for one attempt
     priority: int = 0  # larger is claimed first
     branch: Branch | None = None
-    seats: dict[str, str] = {}  # role or policy -> policy that plays it here, not the run file's
-    candidate: str | None = None  # whose texts the agent's roles read here; None: its own
+    seats: dict[str, str] = {}  # role or policy -> policy that plays it here, over the run file
+    candidate: str | None = None  # id of the prompt texts to use; None: the agent's own
 
 
 class PromptText(Record, frozen=True):
-    """What a role reads in the place of a text of the agent."""
+    """A replacement for one of the agent's prompt texts."""
 
     component: str
     role: str
-    seed: str  # in its system or developer message, or in the description of `tool`; "": no text
+    seed: str  # text to replace in system or developer message, or in `tool`; "": insert `text`
     text: str
     tool: str = ""
 
@@ -160,21 +160,21 @@ class Attempt(Record, frozen=True):
     rollout: NewRollout
     fence: int  # 1 for the first attempt of a rollout; only the highest fence may write
     lease_until: float  # unix seconds
-    ran: Json = None  # of an earlier attempt, whose trace is this one's now: only score it
-    prompts: list[PromptText] = []  # those of the rollout's candidate
+    ran: Json = None  # `Outcome.ran` of an earlier attempt whose trace is to be scored only
+    prompts: list[PromptText] = []  # of the rollout's candidate
 
 
 class Transition(Record, frozen=True):
     """One model call as an RL step: state = `prompt`, action = `completion`.
 
-    `prompt` [P] and `completion` [C] are int32 token ids, `logprobs` [C] the sampler's own float32
-    log-probs at `sampling.temperature`. `exact` is false when the upstream gave no token ids.
-    `messages` and `tools` are what the agent sent, `answer` what it received (chat message), and
-    `left_out` the options of its request that had no effect. A call that `repeats` another was
-    answered from the record, not by the policy: it is context only.
+    `prompt` [P] and `completion` [C] are int32 token ids, `logprobs` [C] the sampler's float32
+    log-probs at `sampling.temperature`. `exact` is false if the upstream returned no token ids.
+    `messages` and `tools` are those of the agent's request, `answer` is the chat message that it
+    received, and `left_out` has the options of the request that had no effect. A call that
+    `repeats` another was answered from the store, not by the policy: it is context only.
 
-    `version` is that of the first sampled token. `spans`, empty where one version sampled all,
-    has the index of the first token of each version: `[(0, 7), (12, 8)]`.
+    `version` is the policy version of the first sampled token. `spans` has (index of its first
+    token, version) for each version, such as `[(0, 7), (12, 8)]`; empty if there is only one.
     """
 
     id: str
@@ -187,7 +187,7 @@ class Transition(Record, frozen=True):
     policy: str = POLICY
     version: int | None = None
     sampling: Sampling = Sampling()
-    finish: str = "stop"  # the API's finish_reason; "cut" where the agent stopped reading
+    finish: str = "stop"  # the API's finish_reason; "cut": the agent stopped reading
     exact: bool = True
     messages: list[dict[str, Json]] = []
     tools: list[dict[str, Json]] = []
@@ -195,26 +195,26 @@ class Transition(Record, frozen=True):
     span: str | None = None  # parent span id of the request, 16 hex digits
     started: float = 0.0  # unix seconds
     seconds: float = 0.0
-    repeats: str | None = None  # the call of another rollout that it replays
+    repeats: str | None = None  # id of the call of another rollout that it replays
     left_out: list[str] = []  # fields and hosted tools
-    spans: list[tuple[int, int]] = []  # versions ascend
+    spans: list[tuple[int, int]] = []  # in ascending order of versions
 
     @property
     def versions(self) -> str:
-        """The versions for a person to read, `v7` or `v7→v8@12`; empty if they are not known."""
+        """The versions for display, `v7` or `v7→v8@12`; empty if unknown."""
         first = "" if self.version is None else f"v{self.version}"
         return first + "".join(f"→v{version}@{start}" for start, version in self.spans[1:])
 
 
 class Reward(Record, frozen=True):
-    """A number about a rollout, a role or a transition. A missing reward has no row."""
+    """A reward of a rollout, a role or a transition. A missing reward has no row."""
 
     value: float
     name: str = "outcome"
     scope: Scope = Scope.ROLLOUT
-    target: str | None = None  # role name or transition id, by scope
+    target: str | None = None  # role name or transition id, depending on the scope
     source: str = "verifier"
-    note: str = ""  # why, in the verifier's words
+    note: str = ""  # the verifier's explanation
 
 
 class Span(Record, frozen=True):
@@ -238,7 +238,7 @@ class Failure(Record, frozen=True):
 
 
 class FailureCount(Record, frozen=True):
-    """The failed attempts of a run that are of one kind: their number, and the last of them."""
+    """The number of failed attempts of one kind in a run, and the last of them."""
 
     kind: ErrorKind
     attempts: int
@@ -247,7 +247,7 @@ class FailureCount(Record, frozen=True):
 
 
 class Outcome(Record, frozen=True):
-    """How an attempt ended. Exactly one of `failure` (failed) or none (succeeded)."""
+    """How an attempt ended: with a `failure` or, without one, successfully."""
 
     attempt: str
     fence: int
@@ -255,12 +255,12 @@ class Outcome(Record, frozen=True):
     rewards: list[Reward] = []
     spans: list[Span] = []
     failure: Failure | None = None
-    retry: bool = False  # try again with the next fence while attempts are left
-    ran: Json = None  # it has not ended: its agent has, and did this, which is still to be scored
+    retry: bool = False  # retry with the next fence if attempts are left
+    ran: Json = None  # the agent's result if it has ended and is not yet scored
 
 
 class Rollout(Record, frozen=True):
-    """A rollout as it is in the store now; `attempt` is the last one, which counts."""
+    """The current state of a rollout in the store; `attempt` is the last one, which counts."""
 
     id: str
     run: str
@@ -283,7 +283,7 @@ class Rollout(Record, frozen=True):
     candidate: str | None = None
 
     def reward(self, name: str = "outcome") -> float:
-        """Rollout-scope reward of that name; NaN when missing."""
+        """Rollout-scope reward of that name; NaN if missing."""
         rows = (row for row in self.rewards if row.scope is Scope.ROLLOUT and row.name == name)
         return next((row.value for row in rows), float("nan"))
 
@@ -294,7 +294,7 @@ class Rollout(Record, frozen=True):
 
 
 class Group(Record, frozen=True):
-    """The rollouts of one task that are compared with each other, all of them terminal."""
+    """The rollouts of one task that are compared with each other; all are terminal."""
 
     id: str
     run: str
@@ -303,7 +303,7 @@ class Group(Record, frozen=True):
 
 
 class PolicyVersion(Record, frozen=True):
-    """The server of a policy at present. The gateway reads this to route a call."""
+    """The current server of a policy, to which the gateway routes calls."""
 
     run: str
     policy: str
@@ -313,20 +313,20 @@ class PolicyVersion(Record, frozen=True):
 
 
 class Credit(Record, frozen=True):
-    """The credit of one call in a training step: arrays of one number for each completion token, or
-    a single one where all are equal. NaN = missing."""
+    """The credit of one call in a training step: arrays of one number per completion token, or a
+    single number if all are equal. NaN = missing."""
 
     transition: str
     policy: str
     advantage: Float32  # NaN: not in the loss
-    baseline: Float32  # the algorithm's baselines and reward penalties, one after the other
+    baseline: Float32  # the algorithm's baselines and reward penalties, concatenated
     gate: Float32  # product of the gates' factors
-    weight: Float32  # share of the loss
+    weight: Float32  # weight in the loss
     psi: Float32  # coefficient of the log-prob's gradient
 
 
 class StepReward(Record, frozen=True):
-    """A reward that a training step gave to one of its rollouts, or to a call or role of one."""
+    """A reward that a training step gave to a rollout, or to one of its calls or roles."""
 
     rollout: str
     reward: Reward
@@ -340,18 +340,18 @@ class StepCommit(Record, frozen=True):
     step: int
     groups: list[str]
     versions: dict[str, int]
-    checkpoint: str | None  # none: the one before it stays, for nothing was learned
+    checkpoint: str | None  # none: nothing was learned, so the previous checkpoint stays
     metrics: dict[str, float]
-    discarded: list[str] = []  # groups that are settled by this step without being trained
+    discarded: list[str] = []  # groups that this step settles without training on them
     credits: list[Credit] = []  # of calls of `groups`
     rewards: list[StepReward] = []  # of rollouts of `groups`
 
 
 class RunState(Record, frozen=True):
-    """The state from which a restarted algorithm continues exactly after its last commit."""
+    """The state from which a restarted algorithm resumes exactly after its last commit."""
 
     run: str
-    epoch: int  # grows with every open_run; older epochs are fenced
+    epoch: int  # incremented by every open_run; older epochs are fenced
     step: int  # the next step to train; 0 for a new run
     checkpoint: str | None
     config: dict[str, Json]
@@ -359,7 +359,7 @@ class RunState(Record, frozen=True):
 
     @property
     def identity(self) -> str:
-        """Tells this run from earlier ones of the same name."""
+        """An id that distinguishes this run from earlier ones of the same name."""
         return f"{self.run}@{self.created}"
 
 
@@ -374,7 +374,7 @@ class StepRow(Record, frozen=True):
 
 
 class Counts(Record, frozen=True):
-    """Rollouts of one run by state, and groups by whether they are trained."""
+    """Numbers of rollouts of a run by state, of groups by state, and of tokens."""
 
     queued: int = 0
     running: int = 0
@@ -386,12 +386,12 @@ class Counts(Record, frozen=True):
     groups_trained: int = 0
     groups_discarded: int = 0
     transitions: int = 0
-    inexact: int = 0  # of the transitions: those without token ids
+    inexact: int = 0  # transitions without token ids
     tokens: int = 0  # completion tokens
 
 
 class Trace(Record, frozen=True):
-    """All that is stored of one attempt."""
+    """All stored records of one attempt."""
 
     rollout: Rollout
     attempt: str

@@ -1,6 +1,6 @@
 """The learning side: loop, credit, objectives, batching, learners, policy servers.
 
-What a preset is written with is imported from here: `from agentrl.algorithms import Algo, preset`.
+A preset imports all that it needs from here: `from agentrl.algorithms import Algo, preset`.
 """
 
 from importlib import import_module
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from agentrl.algorithms.presets.registry import modifier as modifier
     from agentrl.algorithms.presets.registry import preset as preset
 
-# Imported late: torch takes seconds, and most commands need none of it.
+# Imported lazily: torch takes seconds to import, and most commands do not need it.
 LATE = {
     "credit.baselines": "Ema",
     "credit.core": "AllFilters Credit CriticValues Gae GroupRelative RewardToGo TokenKLPenalty "

@@ -1,5 +1,5 @@
-"""Policy servers and learners from outside the library, as `engine.kind` and `learner.kind` name
-them. Does not import torch, so what does not fit is refused before a run starts."""
+"""Load the user's policy servers (`engine.kind`) and learners (`learner.kind`), without torch, so
+that errors are found before a run starts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ ENGINE, LEARNER = "engine.kind", "learner.kind"
 
 
 def engine_factory(config: RunConfig) -> Any:
-    """(config, model, tokenizer, adapters, name) -> PolicyServer, or None for the library's own.
+    """A factory (config, model, tokenizer, adapters, name) -> PolicyServer, or None for the
+    library's kinds.
 
-    model: the one whose weights are trained in place, by `name` where there are no adapters.
-    Raises ConfigError for what cannot be loaded or called like that."""
+    model: trained in place, and served as `name` if there are no adapters. Raises ConfigError for a
+    factory that cannot be loaded or called with these arguments."""
     factory = load_plugin("engines", config.engine.kind, ENGINES, Path(config.root), key=ENGINE)
     if factory is not None:
         check_call(factory, "config", "model", "tokenizer", "adapters", "name", key=ENGINE)
@@ -25,10 +26,11 @@ def engine_factory(config: RunConfig) -> Any:
 
 
 def learner_factory(config: RunConfig) -> Any:
-    """(config, algo, model, tokenizer, adapters, name) -> Learner, or None for the library's own.
+    """A factory (config, algo, model, tokenizer, adapters, name) -> Learner, or None for the
+    library's kinds.
 
-    name: of the policy, and of its adapter where there are any. The learner keeps `model` up to
-    date in place: the policy server reads it. Raises ConfigError as `engine_factory` does."""
+    name: of the policy, and of its adapter if it has one. The learner updates `model` in place,
+    because the policy server reads it. Raises ConfigError as `engine_factory` does."""
     factory = load_plugin("learners", config.learner.kind, LEARNERS, Path(config.root), key=LEARNER)
     if factory is not None:
         check_call(factory, "config", "algo", "model", "tokenizer", "adapters", "name", key=LEARNER)

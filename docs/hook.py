@@ -1,7 +1,7 @@
-"""The pages of the site: the repository's Markdown files at their own paths, and what they link to.
+"""The pages of the site: the repository's Markdown files at their own paths, and their links.
 
-A link to a source file or a folder leads to a page that shows it, so that the same relative link
-works here and in the repository. `<!-- generated: NAME -->` is replaced by `reference.NAME()`.
+A link to a source file or a folder leads to a page that shows it, so the same relative link works
+here and in the repository. `<!-- generated: NAME -->` is replaced by `reference.NAME()`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import reference  # noqa: E402
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 LINK = re.compile(r"(?:(?<=\]\()|(?<=src=\")|(?<=srcset=\"))(?!\w+:|#)[^)#\s\"]+")
 MARKER = re.compile(r"<!-- generated: (\w+) -->")
-COPIED = {".png", ".svg", ".html"}  # as they are
+COPIED = {".png", ".svg", ".html"}  # copied unchanged
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".toml": "toml", ".jsonl": "json"}
-SHOWN = {*COPIED, *LANGUAGES, ".txt", ".jinja", ".sql", ".md", ".ipynb"}  # of a folder
+SHOWN = {*COPIED, *LANGUAGES, ".txt", ".jinja", ".sql", ".md", ".ipynb"}  # listed for a folder
 
 
 def on_files(files: Files, config: Any) -> None:
-    """Add README.md, the pages of docs/ and all that can be reached from these by links."""
+    """Add README.md, the pages of docs/ and everything that these link to, recursively."""
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
     written = {f"docs/reference/algorithms/{k}.md": v for k, v in reference.families().items()}
     pages = [path.relative_to(ROOT).as_posix() for path in sorted(HERE.rglob("*.md"))]
     waiting = ["README.md", *pages, *written]
-    for name in waiting:  # grows
+    for name in waiting:  # grows during the loop
         path = ROOT / name
         if path.suffix in COPIED:
             files.append(File.generated(config, name, abs_src_path=str(path)))
@@ -48,7 +48,7 @@ def on_files(files: Files, config: Any) -> None:
         def follow(match: re.Match[str], folder: str = folder) -> str:
             target = normpath(join(folder, match[0]))
             if not (ROOT / target).exists():
-                return match[0]  # to a generated page, or dead, which mkdocs will say
+                return match[0]  # a generated page, or a dead link, which mkdocs reports
             if (ROOT / target / "README.md").is_file():
                 target = f"{target}/README.md"
             if target not in waiting:
@@ -60,7 +60,7 @@ def on_files(files: Files, config: Any) -> None:
 
 
 def site_path(name: str, path: Path) -> str:
-    """The path on the site of what `name` leads to, absolute or relative as it is."""
+    """The site's path of a link target `name`, absolute or relative like `name`."""
     if path.is_dir():
         return f"{name}/index.md"
     if path.name == "README.md" and not name.endswith(".md"):
@@ -69,7 +69,7 @@ def site_path(name: str, path: Path) -> str:
 
 
 def page(path: Path) -> str:
-    """The Markdown of a page, of a source file or of a folder."""
+    """A page, a source file or a folder as Markdown."""
     if path.is_dir():
         files = (file for file in sorted(path.rglob("*")) if file.suffix in SHOWN)
         names = [file.relative_to(path).as_posix() for file in files if "/runs/" not in str(file)]
@@ -84,10 +84,10 @@ def page(path: Path) -> str:
 
 
 def cell_parts(book: dict[str, Any]) -> Iterator[str]:
-    """The cells of a notebook with what they printed, as Markdown."""
+    """The cells of a notebook with their output, as Markdown."""
     for cell in book["cells"]:
         source = "".join(cell["source"])
         yield source if cell["cell_type"] == "markdown" else f"````` python\n{source}\n`````"
         for output in cell.get("outputs", []):
-            said = output.get("text") or output.get("data", {}).get("text/plain") or ""
-            yield f"````` text\n{ANSI.sub('', ''.join(said))}\n`````"
+            text = output.get("text") or output.get("data", {}).get("text/plain") or ""
+            yield f"````` text\n{ANSI.sub('', ''.join(text))}\n`````"

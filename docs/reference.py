@@ -1,4 +1,4 @@
-"""The generated parts of the reference, as Markdown: what the code says about itself."""
+"""Generate parts of the reference as Markdown, from the code's docstrings and comments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def settings() -> str:
     """A section for each table of the run file, with the comments beside its fields."""
     defs = run_file_schema()["$defs"]
     waiting, done, lines = [("", ["RunConfig"])], {}, []
-    for path, kinds in waiting:  # grows
+    for path, kinds in waiting:  # grows during the loop
         title = f"[{path}]" if path else "Top level"
         lines.append(f"\n## `{title}`\n")
         common: set[str] = set()
@@ -43,8 +43,8 @@ def settings() -> str:
             table = defs[name]
             tag = SECTIONS[name].__struct_config__
             if len(kinds) > 1:
-                said = tag.tag if tag.tag != "external" else "file.py:name"
-                lines.append(f'\n### `{path}` with `{tag.tag_field} = "{said}"`\n')
+                shown = tag.tag if tag.tag != "external" else "file.py:name"
+                lines.append(f'\n### `{path}` with `{tag.tag_field} = "{shown}"`\n')
             lines += [line(table.get("description", "")), "\n| setting | type | default | |"]
             lines.append("|---|---|---|---|")
             notes = comments(SECTIONS[name])
@@ -65,7 +65,7 @@ def settings() -> str:
 
 
 def tables_in(one: dict[str, Any]) -> list[str]:
-    """The tables that a setting may be: itself, or under names of the user's."""
+    """The types of a setting's tables: of itself, or of its values by name."""
     inner = one.get("additionalProperties") or one.get("items") or one
     kinds = inner.get("anyOf", [inner]) if isinstance(inner, dict) else []
     return [kind["$ref"].rpartition("/")[2] for kind in kinds if "$ref" in kind]
@@ -132,7 +132,7 @@ def schema_tables() -> str:
 
 
 def gallery() -> str:
-    """A row for each example that `make gallery` exports, with a link where it has."""
+    """A row per example of `make gallery`, with a link if it is exported."""
     lines = ["| run | |", "|---|---|"]
     for name, text in GALLERY.items():
         there = (ROOT / "gallery" / f"{name}.html").is_file()
@@ -142,7 +142,7 @@ def gallery() -> str:
 
 
 def objective() -> str:
-    """What every algorithm computes, in formulas."""
+    """The formulas of every algorithm."""
     return f"```text\n{inspect.getdoc(core)}\n```"
 
 
@@ -155,7 +155,7 @@ def family_of(function: Any) -> str:
 
 
 def presets() -> str:
-    """A line for each preset and modifier, with a link to its family's page."""
+    """A row per preset and modifier, with a link to its family's page."""
     lines = ["| | |", "|---|---|"]
     for sign, known in (("", catalogue.presets), ("+", catalogue.modifiers)):
         for name, function in sorted(known.items()):
@@ -166,7 +166,7 @@ def presets() -> str:
 
 
 def families() -> dict[str, str]:
-    """By file: a page for each family of presets and modifiers."""
+    """File name -> page, for each family of presets and modifiers."""
     pages: dict[str, str] = {}
     homes, used = {}, defaultdict(list)
     known = {**catalogue.presets, **{f"+{k}": v for k, v in catalogue.modifiers.items()}}
@@ -189,7 +189,7 @@ def families() -> dict[str, str]:
 
 
 def parts_of(made: list[str], module: Any) -> Iterator[tuple[str, str]]:
-    """What the classes in the record of a preset say they compute."""
+    """Name and description of the classes in a preset's record."""
     for part in dict.fromkeys(re.findall(r"\b([A-Z]\w+)\(", "\n".join(made))):
         homes = [
             module,
@@ -201,7 +201,7 @@ def parts_of(made: list[str], module: Any) -> Iterator[tuple[str, str]]:
 
 
 def plain(text: str) -> str:
-    """Without the links and tags that brackets outside of code would be."""
+    """Text with escaped brackets outside of code, which would be links or tags."""
     return re.sub(r"(`[^`]*`)|([\[<])", lambda m: m[1] or f"\\{m[2]}", inspect.cleandoc(text))
 
 
@@ -223,5 +223,5 @@ def line(text: str) -> str:
 
 
 def slug(text: str) -> str:
-    """As the site and GitHub make the anchor of a heading."""
+    """The anchor of a heading on the site and GitHub."""
     return re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-")

@@ -1,8 +1,8 @@
-"""Trains examples and exports each run as one HTML file: `make gallery`.
+"""Train examples and export each run as one HTML file: `make gallery`.
 
 python examples/gallery.py [NAME ...]
 
-All of them build a tiny policy of their own, so they need neither a GPU nor a download.
+All of them build their own tiny policy, so they need neither a GPU nor a download.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GALLERY = {
 
 
 def export(name: str, folder: Path, *overrides: str) -> Path:
-    """Train an example, or go on where it was stopped; returns the file of its run."""
+    """Train an example, or resume it; returns the exported file."""
     agentrl = [sys.executable, "-m", "agentrl"]
     run_file, target = HERE / name / "run.toml", folder / f"{name}.html"
     folder.mkdir(parents=True, exist_ok=True)

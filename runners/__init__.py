@@ -1,2 +1,2 @@
-"""The agents' side: a worker claims rollouts and runs the unmodified agent on them, a gateway
-beside it forwards and captures every model call. Never imports torch, and nothing heavy here."""
+"""Agent side: a worker claims rollouts and runs the unmodified agent on them; a gateway in the
+same process forwards and captures every model call. Never imports torch or other heavy modules."""

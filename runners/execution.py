@@ -1,10 +1,10 @@
-"""One attempt from claim to outcome: the executor runs the agent, then its result is scored here,
-out of the agent's reach.
+"""One attempt from claim to outcome: the executor runs the agent, then the verifier scores its
+result here, out of the agent's reach.
 
-A failed attempt has a kind and no reward, but where the run file says otherwise of agents that
-raise (`agent.error_reward`) or that used up their time, calls or tokens (`agent.partial`). A
-failure of the model server is never counted as the agent's, even when the agent ignored the error:
-a model call that failed and was not repeated with success fails the attempt, whatever its result.
+A failed attempt has an error kind and no reward, except as configured for agents that raise
+(`agent.error_reward`) or exceed their time, calls or tokens (`agent.partial`). A failure of the
+model server never counts as the agent's: if a model call failed and no retry of it succeeded, the
+attempt fails whatever the agent returned.
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ from agentrl.runners.tracing import core as tracing
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.runners.workspace.sources import WorkspaceError
 from agentrl.store.base import Store
+from agentrl.store.rows import storable_text
 from agentrl.types import DIFF, Attempt, ErrorKind, Failure, Json, Outcome, Reward, Span, Trace
 
 log = logging.getLogger("agentrl.runner")
-LONGEST_DIFF = 20_000  # characters that are stored of what an agent has changed
+LONGEST_DIFF = 20_000  # stored characters of an agent's changes to its workspace
 
 
 class AgentRun(msgspec.Struct):
-    """What an agent did, kept until it is scored: then a runner that dies costs no second run."""
+    """An agent's unscored run, stored: if the runner dies, it is scored without a second run."""
 
     result: Json
-    failure: Failure | None  # of time, calls or tokens; it is scored all the same
-    rewards: list[Reward]  # its own, about spans of its calls
-    calls: int  # that were stored
-    files: bytes | None  # what it changed in its workspace
+    failure: Failure | None  # exceeded time, calls or tokens; scored nevertheless
+    rewards: list[Reward]  # recorded by the agent, for spans of its calls
+    calls: int  # stored ones
+    files: bytes | None  # changes to the workspace, packed
 
 
 class Stages:
-    """Prepare, run, score: how many attempts of a runner are in each of them at a time."""
+    """Limits how many attempts of a runner are prepared, run and scored at the same time."""
 
     def __init__(self, runner: RunnerConfig, slots: int, on_free: Callable[[], None]) -> None:
-        """`slots` attempts run at a time; `on_free` is called when one leaves its slot to be
+        """`slots`: attempts that run concurrently. Calls `on_free` when one leaves its slot to be
         scored."""
         self.prepare = asyncio.Semaphore(runner.prepare or slots)
         self.run = asyncio.Semaphore(slots)
@@ -66,7 +67,7 @@ class Stages:
 
     @property
     def free(self) -> int:
-        """How many more attempts may be claimed; those that wait to be scored hold them up."""
+        """Number of attempts that may be claimed now, less if many wait to be scored."""
         return self._ahead - len(self._before) - max(0, len(self._after) - self._behind)
 
     def enter(self, attempt: Attempt) -> None:
@@ -85,22 +86,22 @@ class Stages:
 
 @dataclass(slots=True)
 class AttemptRunner:
-    """Runs and scores the attempts of one agent."""
+    """Runs attempts of one agent and scores them."""
 
     store: Store
     gateway: Gateway
     executor: Executor
     verifier: Verifier
-    agent: AgentConfig = field(default_factory=AgentConfig)  # its limits, and what failures cost
+    agent: AgentConfig = field(default_factory=AgentConfig)  # limits, retries, rewards of failures
     workspaces: Workspaces | None = None
 
     def __post_init__(self) -> None:
         if self.verifier.wants_workspace and self.workspaces is None:
-            raise ConfigError("the verifier asks for the workspace; set workspace.source")
+            raise ConfigError("the verifier takes a workspace; set workspace.source")
 
     async def run(self, active: ActiveAttempt, stages: Stages) -> Outcome:
-        """How the attempt ended. Cancelling it stops the agent and raises CancelledError. In both
-        cases nothing is left of its workspace, unless the run file says so."""
+        """Return the attempt's outcome. Cancellation stops the agent. Either way the workspace is
+        removed, unless the run file keeps it."""
         outcome, opened = None, list[Workspace]()
         try:
             outcome = await self._through_stages(active, stages, opened)
@@ -150,8 +151,8 @@ class AttemptRunner:
     async def _keep_run(
         self, active: ActiveAttempt, ran: ExecutionResult, workspace: Workspace | None = None
     ) -> ExecutionResult:
-        """Store what is to be scored, so that no other runner runs the agent again. What remains of
-        it here is without the spans, which the store has now."""
+        """Store an unscored run, which spares the next attempt a second one. The returned result
+        has no spans, as the store now holds them."""
         try:
             files = None if workspace is None else await threads.call(workspace.packed)
             kept = AgentRun(as_json(ran.result), ran.failure, ran.rewards, active.stored, files)
@@ -164,7 +165,7 @@ class AttemptRunner:
         return replace(ran, spans=[])
 
     async def run_agent(self, active: ActiveAttempt) -> ExecutionResult:
-        """What the agent did, and how it failed if it did. No call comes after this."""
+        """Run the agent and return its result or failure; later model calls are refused."""
         active.most_calls, active.most_tokens = self.agent.max_calls, self.agent.max_tokens
         try:
             ran = await self._within_limits(active)
@@ -178,13 +179,13 @@ class AttemptRunner:
             message = next(iter(active.failures.values()))
             return replace(ran, failure=Failure(kind=ErrorKind.MODEL, message=message))
         if active.timed_out and ran.failure is not None and ran.failure.kind is ErrorKind.AGENT:
-            return replace(ran, failure=out_of_time(active))  # the agent raised what it was told
+            return replace(ran, failure=out_of_time(active))  # the agent re-raised our time-out
         if not (ran.failure or active.stored or ran.needs_no_call or self.agent.calls_optional):
             return replace(ran, failure=self._no_call(active, ran))
         return ran
 
     async def _within_limits(self, active: ActiveAttempt) -> ExecutionResult:
-        """Ends the agent when it has had all its calls or tokens."""
+        """Run the agent; stop it when it exceeds its calls or tokens."""
         loop, spent = asyncio.get_running_loop(), list[str]()
 
         def end(why: str) -> None:
@@ -208,17 +209,17 @@ class AttemptRunner:
             if rollout.branch is not None:
                 active.recording = await recording(self.store, rollout.branch)
             return await self.executor.run(active)
-        message = f"the task of rollout {rollout.id} has no 'input' to give to the agent"
+        message = f"the task of rollout {rollout.id} has no 'input' for the agent"
         return ExecutionResult(failure=Failure(kind=ErrorKind.AGENT, message=message))
 
     def _is_scored(self, active: ActiveAttempt, ran: ExecutionResult) -> bool:
-        """Whether the verifier sees what the agent did."""
+        """Whether the verifier scores this result."""
         return ran.failure is None or (
             self.agent.partial == "score" and self._is_partial(active, ran.failure)
         )
 
     def _is_partial(self, active: ActiveAttempt, failure: Failure) -> bool:
-        """Whether a trace that was cut short is the last of its rollout."""
+        """Whether the agent hit a limit after some calls, in the rollout's last attempt."""
         cut = failure.kind in (ErrorKind.TIMEOUT, ErrorKind.LIMIT) and bool(active.stored)
         return cut and not self._is_retried(active.attempt, failure)
 
@@ -234,7 +235,7 @@ class AttemptRunner:
             return replace(outcome, rewards=[row]) if zero else outcome
         scored = await self._verified(active, ran, workspace)
         if scored.failure is not None:
-            message = f"{failure.message}; and it was not scored: {scored.failure.message}"
+            message = f"{failure.message}; scoring failed too: {scored.failure.message}"
             failure = replace(failure, message=message, traceback=scored.failure.traceback)
         return replace(scored, failure=failure, retry=False)
 
@@ -266,8 +267,7 @@ class AttemptRunner:
     async def _verify(
         self, attempt: Attempt, result: Any, trace: Trace | None, workspace: Workspace | None
     ) -> list[Reward]:
-        """Run the verifier in a trace of its own, in which its model clients reach the run's frozen
-        endpoints."""
+        """Run the verifier in a separate trace, whose model clients reach the frozen endpoints."""
         rollout = attempt.rollout
         try:
             with self.gateway.scoring(attempt) as own, tracing.install().attempt(own):
@@ -282,7 +282,7 @@ class AttemptRunner:
             raise VerifierError(message) from None
 
     def _failed(self, active: ActiveAttempt, ran: ExecutionResult, failure: Failure) -> Outcome:
-        """A failed attempt. It has no reward, except `agent.error_reward` if the agent failed."""
+        """Build a failed outcome, with `agent.error_reward` as its reward if the agent raised."""
         retry, rewards = self._is_retried(active.attempt, failure), []
         if failure.kind is ErrorKind.AGENT and self.agent.error_reward is not None and not retry:
             rewards = [Reward(value=self.agent.error_reward, source="runner")]
@@ -295,21 +295,20 @@ class AttemptRunner:
         )
 
     def _no_call(self, active: ActiveAttempt, ran: ExecutionResult) -> Failure:
-        """The failure of an attempt in which no model of the run was called: there is nothing to
-        learn from."""
+        """Build the failure of an attempt without calls of the run's models, hence untrainable."""
         gateway = self.gateway.base_url
-        hint = "; set agent.calls_optional = true if that is how it should be"
+        hint = "; set agent.calls_optional = true if that is intended"
         if active.calls:
             why = f": the last one was refused, {active.refused}" if active.refused else ""
-            message = f"none of the agent's {active.calls} model calls has an answer to record{why}"
+            message = f"none of the agent's {active.calls} model calls succeeded{why}"
             return Failure(kind=ErrorKind.NO_CALL, message=message + hint)
         urls = {str(span.attributes.get("url.full", gateway)) for span in ran.spans}
         called = {url for url in urls if not url.startswith(gateway)}
         instead = f", but called {', '.join(sorted(called)[:3])}" if called else ""
         message = (
             f"the agent made no model call through the gateway at {gateway}{instead}; let its"
-            " client take its address from OPENAI_BASE_URL, and make it in the agent's own module"
-            " or in a function that builds the agent"
+            " client read its base URL from OPENAI_BASE_URL, and create it in the agent's own"
+            " module or in a function that builds the agent"
         )
         return Failure(kind=ErrorKind.NO_CALL, message=message + hint)
 
@@ -320,9 +319,9 @@ def _is_cancelled() -> bool:
 
 
 async def _with_diff(spans: list[Span], workspace: Workspace) -> list[Span]:
-    """The spans of an agent; the first says what it has changed."""
-    with contextlib.suppress(OSError):  # an agent can make files that are none
-        diff = (await threads.call(workspace.diff))[:LONGEST_DIFF]
+    """Add the diff of the workspace to the first of an agent's spans."""
+    with contextlib.suppress(OSError):  # agents can create unreadable special files
+        diff = storable_text((await threads.call(workspace.diff))[:LONGEST_DIFF])
         spans = [replace(s, attributes={**s.attributes, DIFF: diff}) for s in spans[:1]] + spans[1:]
     return spans
 

@@ -1,4 +1,4 @@
-"""A runner: store, gateway, agent and worker put together, as a process or as a thread."""
+"""A runner, as a process or a thread: assembles store, gateway, agent and worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from agentrl.threads import DaemonThreads
 from agentrl.types import ENDED
 
 log = logging.getLogger("agentrl.runner")
-END_CHECK_INTERVAL = 2.0  # seconds between looks whether the run has ended
+END_CHECK_INTERVAL = 2.0  # seconds between checks whether the run has ended
 
 
 def main(
@@ -48,11 +48,11 @@ def main(
     name: str | None = None,
     until_ended: bool = False,
 ) -> int:
-    """Run rollouts of `run` until SIGTERM or SIGINT, which leaves those in progress
-    `runner.drain` seconds, or `until_ended`; the exit code.
+    """Run rollouts of `run` until SIGTERM or SIGINT, after which those in progress have
+    `runner.drain` seconds, or with `until_ended` until the run has ended; return the exit code.
 
-    Raises AgentRLError for what the user can correct: an agent or verifier that cannot be loaded, a
-    port that is taken, a store that cannot be opened."""
+    Raises AgentRLError for errors that the user can correct: an agent or verifier that cannot be
+    loaded, a port in use, a store that cannot be opened."""
     log_to_stderr()
 
     async def until_signal() -> None:
@@ -80,11 +80,11 @@ async def start_runner(
     ready: Callable[[], None] | None = None,
     on_blocked: Callable[[str], None] | None = None,
 ) -> None:
-    """Run rollouts of `run` until `stop` is set, or with `until_ended` also until the run's
-    algorithm has finished; `ready` is called when all is loaded.
+    """Run rollouts of `run` until `stop` is set, or with `until_ended` until training has finished.
+    Calls `ready` when agent and verifier are loaded.
 
     Waits for the run to exist. `agent` and `verifier` default to those of the run's settings,
-    whose paths are relative to `root`, by default the run's own. Raises as `main` does."""
+    whose paths are relative to `root`, by default the run's own. Raises the errors of `main`."""
     async with open_store(store_url) as store:
         config = await _config(store, run, stop)
         if config is None:
@@ -116,7 +116,7 @@ async def attempt_runner(
     verifier: Callable[..., Any] | str,
     watch: Middleware | None = None,
 ) -> AsyncIterator[AttemptRunner]:
-    """Gateway, agent and verifier of a run, started; `watch` sees every request of the agent."""
+    """Start the gateway, executor and verifier of a run; `watch`: middleware of the gateway."""
     gateway = Gateway(
         store,
         run,
@@ -154,20 +154,20 @@ async def attempt_runner(
 
 async def _stop_at_end(store: Store, run: str, steps: int, stop: asyncio.Event) -> None:
     while not stop.is_set():
-        with contextlib.suppress(StoreError):  # the worker meets it too, and decides what to do
+        with contextlib.suppress(StoreError):  # the worker has the same error and handles it
             rows = await store.steps(run, after=steps - 1)
             if any(ENDED in row.metrics for row in rows):
-                log.log(PHASE, f"run {run} has ended after {steps} steps, and with it this runner")
+                log.log(PHASE, f"run {run} has ended after {steps} steps; this runner ends too")
                 stop.set()
-        await store.wait(2**62, timeout=END_CHECK_INTERVAL)
+        await asyncio.sleep(END_CHECK_INTERVAL)
 
 
 class RunnerThread:
-    """A runner beside the caller's own code, for an agent that is an object of this process.
+    """A runner in a thread, for an agent that is an object of this process.
 
-    `agent` and `verifier` are objects or "file.py:name". An agent that builds its client itself
-    comes as a function without parameters, called once `OPENAI_BASE_URL` points at the gateway;
-    the environment is restored by `stop`."""
+    `agent` and `verifier` are objects or "file.py:name". Pass an agent that creates its client
+    itself as a function without parameters, which is called once `OPENAI_BASE_URL` points at the
+    gateway; `stop` restores the environment."""
 
     def __init__(
         self,
@@ -178,8 +178,8 @@ class RunnerThread:
         verifier: Callable[..., Any] | str,
         root: Path | None = None,
     ) -> None:
-        self.done: Future[None] = Future()  # raises what ended the runner
-        self.done.set_running_or_notify_cancel()  # so that a caller that waits cannot cancel it
+        self.done: Future[None] = Future()  # raises the error that ended the runner
+        self.done.set_running_or_notify_cancel()  # prevents that a waiting caller cancels it
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         options: dict[str, Any] = {"root": root, "agent": agent, "verifier": verifier}
@@ -187,12 +187,12 @@ class RunnerThread:
         self._thread = threading.Thread(target=self._work, name="agentrl-runner", daemon=True)
 
     def start(self) -> None:
-        """Returns at once; the runner waits for the run to exist."""
+        """Start the thread, which waits for the run to exist."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Give back what is unfinished and end the thread; an early error is in `done`."""
-        with contextlib.suppress(RuntimeError):  # its loop has ended already
+        """Return unfinished rollouts to the queue and end the thread; `done` has earlier errors."""
+        with contextlib.suppress(RuntimeError):  # its loop is already closed
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
@@ -207,7 +207,7 @@ class RunnerThread:
 
 
 async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | None:
-    """The run's settings as soon as it exists; None when it is time to stop before that."""
+    """Wait for the run and return its settings; None if `stop` is set before."""
     cursor = await store.cursor()
     while not stop.is_set():
         state = await store.run(run)
@@ -218,17 +218,18 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
 
 
 def _tune_gc() -> None:
-    """Agents make much short-lived garbage without cycles: the default thresholds cost a LangChain
-    agent a tenth of its speed."""
+    """Raise the thresholds: agents create many short-lived objects without cycles, and the defaults
+    cost a LangChain agent a tenth of its speed."""
     freeze_loaded()
     gc.set_threshold(20_000, 20, 50)
 
 
 def _end_process(rollout: str) -> None:
-    """The parent starts this process again, and the rollouts come back when their leases expire."""
+    """End this process; its parent restarts it, and the rollouts are retried when their leases
+    expire."""
     log.error(
-        "the agent blocks its event loop since before rollout %s ran out of time; ending this"
-        " process: make the agent await instead, or a plain function, which gets a thread",
+        "the agent has blocked its event loop past the time-out of rollout %s; ending this process:"
+        " make the agent await instead, or make it a plain function, which runs in a thread",
         rollout,
     )
     os._exit(1)

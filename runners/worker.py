@@ -1,10 +1,10 @@
-"""Claims rollouts, runs an attempt of each and ends it in the store.
+"""Claims rollouts, runs an attempt of each and stores its outcome.
 
 Owns: one task for each attempt in progress, at most `concurrency` of them running an agent. With
-`prepare` more are claimed ahead, with `score` those that have run leave their place.
-Always true: an attempt ends in exactly one way: its outcome is stored; the worker returns it to the
-queue, because it was told to stop and the attempt did not end within `drain`; or its lease expires.
-An attempt that has lost its lease is stopped, and its outcome is not written.
+`prepare` more are claimed ahead; with `score` attempts leave their slot after their run.
+Invariant: an attempt ends in exactly one way: its outcome is stored; the worker, told to stop,
+returns it to the queue because it did not end within `drain`; or its lease expires. An attempt that
+has lost its lease is stopped and its outcome discarded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.types import Attempt, ErrorKind, Failure, Outcome
 
 log = logging.getLogger("agentrl.runner")
-CLAIM_TIMEOUT = 1.0  # seconds one `claim` waits on the store, and so the longest wait of a stop
-GRACE = 5.0  # seconds past its deadline after which the lease of a hung attempt is let go
+CLAIM_TIMEOUT = 1.0  # seconds that one `claim` waits on the store, hence the delay of a stop
+GRACE = 5.0  # seconds past its deadline until the lease of a hung attempt is no longer renewed
 
 
 class Worker:
-    """Runs attempts of one run, in this process."""
+    """Runs attempts of one run in this process."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Worker:
         name: str,
         on_blocked: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_blocked(rollout)` is called, on the gateway's thread, when an async agent has blocked
-        the event loop past its time-out."""
+        """Calls `on_blocked(rollout)` on the gateway's thread when an async agent blocks the event
+        loop past its time-out."""
         self.run_name, self.config, self.name = run, config, name
         self.on_blocked = on_blocked
         self._execution = execution
@@ -49,7 +49,7 @@ class Worker:
         limit = execution.executor.limit
         slots = config.concurrency if limit is None else min(limit, config.concurrency)
         self._running: dict[str, tuple[asyncio.Task[None], ActiveAttempt]] = {}
-        self._being_stored: dict[str, asyncio.Task[None]] = {}  # ended, outcome not yet durable
+        self._being_stored: dict[str, asyncio.Task[None]] = {}  # ended, outcome not yet stored
         self._outcomes: list[Outcome] = []
         self._finishing = asyncio.Lock()
         self._failed: BaseException | None = None
@@ -58,10 +58,10 @@ class Worker:
         self._stages = Stages(config, slots, self._changed.set)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set, wait `drain` seconds for the attempts that run, then return the
-        unfinished ones to the queue.
+        """Work until `stop` is set, wait up to `drain` seconds for running attempts, then return
+        the unfinished ones to the queue.
 
-        Raises StoreError when the store cannot be used any more."""
+        Raises StoreError if the store fails permanently."""
         stopping = asyncio.create_task(stop.wait())
         stopping.add_done_callback(lambda _: self._changed.set())
         home = asyncio.get_running_loop()
@@ -90,7 +90,7 @@ class Worker:
             await self._changed.wait()
             return
         if not self._gateway.router.ready:
-            # The algorithm is starting: attempts would run out of time with no server to answer.
+            # The trainer is starting: attempts would time out without a policy server.
             cursor = await self._store.cursor()
             if not await self._store.policies(self.run_name):
                 await self._store.wait(cursor, timeout=CLAIM_TIMEOUT)
@@ -116,22 +116,22 @@ class Worker:
             task, _ = self._running.pop(active.id)
             self._stages.leave(active.id)
             self._changed.set()
-        self._being_stored[active.id] = task  # a slot is free, and the lease is still kept
+        self._being_stored[active.id] = task  # its slot is free; its lease is still renewed
         try:
             await self._end(outcome)
         finally:
             del self._being_stored[active.id]
 
     async def _end(self, outcome: Outcome) -> None:
-        """Store an outcome, together with those of other attempts that end meanwhile."""
+        """Store an outcome, in one batch with others that arrive during the previous write."""
         self._outcomes.append(outcome)
         async with self._finishing:
-            if self._outcomes:  # else another attempt has stored them with its own
+            if self._outcomes:  # else another attempt has stored this outcome
                 outcomes, self._outcomes = self._outcomes, []
                 await self._finish(outcomes)
 
     async def _finish(self, outcomes: Sequence[Outcome]) -> None:
-        """Store outcomes; one that the store refuses fails only its own attempt."""
+        """Store outcomes; an invalid one fails only its own attempt."""
         try:
             await self._store.finish(outcomes)
         except Invalid as error:
@@ -148,7 +148,7 @@ class Worker:
                 await self._finish([outcome])
 
     def _note_failure(self, ended: asyncio.Task[None] | Future[None]) -> None:
-        """An unexpected error of an attempt or of the heartbeat ends the worker."""
+        """Stop the worker after an unexpected error of an attempt or the heartbeat."""
         failed: BaseException | None = None
         if not ended.cancelled():
             failed = ended.exception()
@@ -159,8 +159,8 @@ class Worker:
             self._changed.set()
 
     async def _abandon(self) -> None:
-        """Stop the attempts that still run, then return them to the queue: the next attempt must
-        not run beside this one. An agent that ignores its cancellation gets `GRACE` seconds."""
+        """Stop the running attempts, then return them to the queue: two attempts of a rollout must
+        not run at once. Waits `GRACE` seconds for agents that ignore cancellation."""
         unfinished = list(self._running.values())
         for task, _ in unfinished:
             task.cancel()
@@ -172,7 +172,7 @@ class Worker:
             await self._give_back([active.attempt for _, active in unfinished])
 
     async def _give_back(self, attempts: Sequence[Attempt]) -> None:
-        """Return them to the queue, without waiting for their leases to expire."""
+        """Return attempts to the queue before their leases expire."""
         failure = Failure(kind=ErrorKind.LOST_RUNNER, message=f"runner {self.name} was stopped")
         outcomes = [
             Outcome(attempt=attempt.id, fence=attempt.fence, failure=failure, retry=True)
@@ -182,7 +182,7 @@ class Worker:
             await self._store.finish(outcomes)
 
     async def _keep_leases(self, home: asyncio.AbstractEventLoop) -> None:
-        """Send the heartbeat of all attempts, on the gateway's event loop: an agent that blocks the
+        """Renew the leases of all attempts, on the gateway's event loop: an agent that blocks the
         worker's loop keeps its lease until its time-out."""
         while True:
             await asyncio.sleep(self.config.lease / 3)
@@ -196,12 +196,12 @@ class Worker:
                 continue
             try:
                 kept = await self._store.heartbeat(held, lease=self.config.lease)
-            except StoreError as error:  # `claim` says it again if it stays
+            except StoreError as error:  # if it persists, `claim` raises it
                 log.warning("heartbeat failed: %s", error)
                 continue
             lost = set(held).difference(kept)
             if lost:
-                with contextlib.suppress(RuntimeError):  # the worker's loop has ended
+                with contextlib.suppress(RuntimeError):  # the worker's loop is closed
                     home.call_soon_threadsafe(self._stop_lost, sorted(lost))
 
     def _stop_lost(self, attempts: Sequence[str]) -> None:

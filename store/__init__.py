@@ -1,4 +1,4 @@
-"""The store: tasks, what agents did with them, and what training made of it, in one database."""
+"""The store: one database with runs, rollouts, traces, rewards and training steps."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ def open_store(
     """Open the store at a URL, or at the path of an SQLite file.
 
     `sqlite:///relative.db`, `sqlite:////absolute.db`, with `?synchronous=full` to survive power
-    cuts too; `postgresql://user:password@host:port/database`, with the options of libpq;
-    `http(s)://[KEY@]host:port`, a store that `agentrl store serve` serves. A missing file, or the
-    tables in an empty database, are created unless `create` is false, and an older schema is
-    brought up to date. With `readonly` nothing is ever changed: verbs that write raise Forbidden,
-    and a store that is missing, or too old to be read as it is, is an error. Leases are judged by
-    this machine's clock where the store is a file, else by the server's; tests pass another
-    `clock`, of unix seconds. Raises StoreError when the URL is not understood or what it names
-    cannot be used.
-    """
+    cuts too; `postgresql://user:password@host:port/database`, with libpq's options;
+    `http(s)://[KEY@]host:port`, served by `agentrl store serve`. Creates a missing file, or the
+    tables of an empty database, unless `create` is false, and migrates an older schema. With
+    `readonly` nothing is ever changed: verbs that write raise Forbidden, and a store that is
+    missing or has too old a schema is an error. Leases use this machine's clock for a file, else
+    the server's; tests pass another `clock` of unix seconds. Raises StoreError if the URL is
+    invalid or the store cannot be opened."""
     scheme = scheme_of(url)
     if scheme in ("postgresql", "postgres"):
         try:

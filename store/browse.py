@@ -1,8 +1,8 @@
-"""Reading for people: curves, pages of groups and rollouts, searches. Verbs that only read.
+"""Read-only verbs for user interfaces: curves, pages of groups and rollouts, searches.
 
-Always true: the cost of an answer depends on what it shows, not on how much the store holds. Pages
-follow each other by key, so rows that arrive meanwhile repeat nothing and hide nothing; a search
-ends when its time is up and says where to go on.
+Invariant: the cost of a query depends on the size of its result, not on the size of the store.
+Pagination is by key, so rows that arrive meanwhile neither repeat nor hide others; a search ends
+when its time budget is spent and returns a cursor to continue from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentrl.store.database import Connection, Statement, joined, load_sql
 from agentrl.store.pages import AttemptRow, Found, GroupRow, RolloutRow
 
 SQL = load_sql("browse")
-FIRST_CHUNK, LARGEST_CHUNK = 125, 2000  # rollouts that a search looks at with one statement
+FIRST_CHUNK, LARGEST_CHUNK = 125, 2000  # rollouts that a search examines per statement
 LONGEST_SEARCH = 10.0  # seconds
 NEWEST = 2**62
 Range = tuple[float | None, float | None]
@@ -34,7 +34,7 @@ def series(
     conn: Connection, run: str, names: Sequence[str], after: int = -1, points: int = 400
 ) -> dict[str, list[tuple[int, float]]]:
     if points < 2:
-        raise Invalid(f"points is the most that a curve may have, at least 2, not {points}.")
+        raise Invalid(f"points must be at least 2, not {points}.")
     last = conn.execute(SQL["last_step"], (run,)).fetchone()["step"]
     last = after if last is None else last
     stride = max(1, math.ceil((last - after) / (points - 1)))
@@ -61,7 +61,7 @@ def groups(
 ) -> list[GroupRow]:
     limits.check_positive("limit", limit)
     few = step is not None or trained is not None
-    if purpose is None and not few:  # the index has the groups of each purpose in order
+    if purpose is None and not few:  # the index sorts the groups of each purpose
         both = [
             groups(conn, run, purpose=one, state=state, before=before, limit=limit)
             for one in types.Purpose
@@ -116,8 +116,8 @@ def search(
 ) -> Found:
     limits.check_positive("limit", limit)
     if not 0 < budget <= LONGEST_SEARCH:
-        raise Invalid(f"budget is up to {LONGEST_SEARCH:g} seconds of search, not {budget}.")
-    if error is not None and state is None:  # of which there is an index
+        raise Invalid(f"budget must be in (0, {LONGEST_SEARCH:g}] seconds, not {budget}.")
+    if error is not None and state is None:  # the state is indexed
         cancelled = error is types.ErrorKind.CANCELLED
         state = types.RolloutState.CANCELLED if cancelled else types.RolloutState.FAILED
     filters = {
@@ -150,8 +150,8 @@ def search(
 
 
 def attempts(conn: Connection, rollout: str) -> list[AttemptRow]:
-    tries = conn.execute(SQL["attempts"], (rollout,)).fetchall()
-    ids = [row["id"] for row in tries]
+    found = conn.execute(SQL["attempts"], (rollout,)).fetchall()
+    ids = [row["id"] for row in found]
     calls, late_calls = traces.transitions(conn, ids), traces.transitions(conn, ids, late=True)
     rewards, late_rewards = traces.rewards(conn, ids), traces.rewards(conn, ids, late=True)
     return [
@@ -166,7 +166,7 @@ def attempts(conn: Connection, rollout: str) -> list[AttemptRow]:
             late_transitions=late_calls.get(row["id"], []),
             late_rewards=late_rewards.get(row["id"], []),
         )
-        for row in tries
+        for row in found
     ]
 
 
@@ -176,7 +176,8 @@ def attempts(conn: Connection, rollout: str) -> list[AttemptRow]:
 def _search(
     conn: Connection, end_of: Statement, matches: Statement, columns: rows.Columns, budget: float
 ) -> Found:
-    """Chunks grow while they are quick, so that one of large rollouts ends in time too."""
+    """Search chunk by chunk; chunks start small, so that large rollouts do not exceed the
+    budget."""
     since, size = time.monotonic(), FIRST_CHUNK
     found: list[rows.Row] = []
     looked, cursor = 0, None
@@ -189,27 +190,24 @@ def _search(
         found += conn.execute(matches, left).fetchall()
         looked += end["number"]
         full = len(found) == columns["limit"]
-        columns["step"], columns["seq"] = key = _key(found[-1] if full else end)
+        last = found[-1] if full else end
+        columns |= {"step": last["step"], "seq": last["seq"]}
         if full or time.monotonic() - since >= budget:
-            cursor = f"{key[0]}.{key[1]}"
+            cursor = f"{last['step']}.{last['seq']}"
             break
         size = min(2 * size, LARGEST_CHUNK)
     given = traces.rewards(conn, [row["attempt_id"] for row in found if row["attempt_id"]])
     return Found([_row(row, given.get(row["attempt_id"], [])) for row in found], cursor, looked)
 
 
-def _key(row: rows.Row) -> tuple[int, int]:
-    return row["step"], row["seq"]
-
-
 def _end(steps: Range | None, before: str | None) -> rows.Columns:
-    """Where a search begins, at the newest of its steps or at the cursor `before`, and the `first`
-    step it looks at."""
+    """Return the start of a search, its newest step or the cursor `before`, and its `first`
+    step."""
     first, last = steps or (None, None)
     if before is None:
         return {"first": first, "step": NEWEST if last is None else last + 1, "seq": 0}
     if not re.fullmatch(r"-?\d{1,18}\.\d{1,18}", before):
-        raise Invalid(f"before is the cursor of the page before, not {before!r}.")
+        raise Invalid(f"before must be the cursor of a previous page, not {before!r}.")
     step, _, seq = before.partition(".")
     return {"first": first, "step": int(step), "seq": int(seq)}
 

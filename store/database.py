@@ -1,10 +1,10 @@
 """The interface between the verbs and a database: SQL statements, connections, transactions.
 
-The verbs see a `Connection`; the writer drives one `Session`; `ReaderThreads` use a `ReadPool`.
-SQL is in `sql/*.sql`, one file per noun; each statement follows a line `-- name: <name>`. It is
-written once, in the SQL of SQLite with parameters `:name` or `?`; what PostgreSQL writes in another
-way is translated (`FORMS`). Where that is not enough, or PostgreSQL needs a lock,
-`sql/postgres/<noun>.sql` has a statement of the same name.
+The verbs use a `Connection`, the writer a `Session`, `ReaderThreads` a `ReadPool`. SQL is in
+`sql/*.sql`, one file per noun; each statement follows a line `-- name: <name>`. Statements are in
+SQLite's dialect with parameters `:name` or `?`, and translated for PostgreSQL (`FORMS`). If that
+is not enough, or PostgreSQL needs a lock, `sql/postgres/<noun>.sql` has a statement with the same
+name.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ INDEXES = ("0011_failures", "0012_pages")  # migrations that only add indexes
 SQL_FOLDER = Path(__file__).parent / "sql"
 MARK = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 LISTED = r"= any (array(select json_array_elements_text(\1::json)))"
-FORMS = {  # of SQLite, and the same for PostgreSQL
+FORMS = {  # pattern in SQLite's dialect -> replacement for PostgreSQL
     r"in \(select value from json_each\((:\w+|\?)\)\)": LISTED,
     r"length\(cast\((\w+) as blob\)\)": r"octet_length(\1)",
     r"\binstr\(": "strpos(",
     r"\browid\b": "seq",
-    r"(?<=\s)\+(?=\w)": "",  # keeps SQLite from an index
+    r"(?<=\s)\+(?=\w)": "",  # a unary plus keeps SQLite from using an index
 }
 PARAMETER = re.compile(r"%\((\w+)\)s|%s|%%")
 NAMED = re.compile(r"(?<![:\w]):(\w+)")  # `:name`, but not the type in `::text`
 
 
 class Statement(str):
-    """SQL as SQLite reads it; `postgres` is the same for psycopg."""
+    """SQL for SQLite; `postgres` is its translation for psycopg."""
 
     noun = ""
     name = ""
@@ -55,13 +55,14 @@ class Statement(str):
 
     @cached_property
     def numbered(self) -> tuple[str, tuple[str, ...]]:
-        """As the server of PostgreSQL reads it, with $1, $2, and the names of the parameters."""
+        """The statement for PostgreSQL's server, with $1, $2, and the names of its parameters."""
         return numbered(self.postgres)
 
 
 @lru_cache(256)
 def numbered(query: str) -> tuple[str, tuple[str, ...]]:
-    """A query as psycopg reads it, in the server's form; its parameters have all names or none."""
+    """Convert psycopg's placeholders, either all named or all positional, to $1, $2, ...; return
+    the query and the names of its parameters."""
     names: list[str] = []
 
     def number(mark: re.Match[str]) -> str:
@@ -76,7 +77,7 @@ def numbered(query: str) -> tuple[str, tuple[str, ...]]:
 
 
 def load_sql(noun: str) -> dict[str, Statement]:
-    """The statements of `sql/<noun>.sql` by name."""
+    """Load the statements of `sql/<noun>.sql` by name."""
     found = {}
     for name, sql in _read(noun).items():
         statement = found[name] = Statement(sql)
@@ -85,7 +86,7 @@ def load_sql(noun: str) -> dict[str, Statement]:
 
 
 def joined(*parts: Statement) -> Statement:
-    """One statement of several parts, of which each may have its own form for PostgreSQL."""
+    """Concatenate statements, with their translations for PostgreSQL."""
     whole = Statement("\n".join(parts))
     whole.postgres = "\n".join(part.postgres for part in parts)
     return whole
@@ -101,12 +102,12 @@ def _read(file: str) -> dict[str, str]:
 
 
 def migrations(folder: str) -> dict[str, Path]:
-    """The scripts of `sql/<folder>` by name, in the order in which they are applied."""
+    """Return the scripts of `sql/<folder>` by name, in order of application."""
     return {path.stem: path for path in sorted((SQL_FOLDER / folder).glob("*.sql"))}
 
 
 def missing_migrations(scripts: Mapping[str, Path], applied: set[str], store: str) -> list[str]:
-    """Names of the scripts that a store lacks. Raises StoreError if it has unknown ones."""
+    """List the scripts that a store lacks. Raises StoreError if it has unknown ones."""
     if unknown := sorted(applied - scripts.keys()):
         raise StoreError(
             f"Store {store} was written by a newer agentrl (schema {unknown[-1]}): upgrade agentrl "
@@ -116,16 +117,16 @@ def missing_migrations(scripts: Mapping[str, Path], applied: set[str], store: st
 
 
 def check_readable(missing: Sequence[str], store: str) -> None:
-    """Raises StoreError for a store that lacks more than what makes reading quick."""
+    """Raise StoreError if a store lacks migrations other than indexes."""
     if older := [name for name in missing if name not in INDEXES]:
         raise StoreError(
             f"Store {store} was written by an older agentrl (it lacks {older[0]}) and is open for "
-            "reading only: bring it up to date with `agentrl store stats`, or a copy of it."
+            "reading only: migrate it, or a copy of it, with `agentrl store stats`."
         )
 
 
 class Cursor(Protocol):
-    """Rows are read by column name."""
+    """Result of a statement; rows are read by column name."""
 
     @property
     def rowcount(self) -> int: ...
@@ -135,73 +136,73 @@ class Cursor(Protocol):
 
 
 class Connection(Protocol):
-    """Statements come from `load_sql`."""
+    """Executes statements of `load_sql`."""
 
     def execute(self, sql: str, parameters: Parameters = ..., /) -> Cursor: ...
 
 
 class WritingConnection(Connection, Protocol):
     def ask(self, sql: str, parameters: Parameters = ..., /) -> Cursor:
-        """Like `execute`, for a statement of few rows: many such may be open at once; they are
-        waited for when the first of them is read."""
+        """Like `execute`, for a statement with few rows: many may be pending at once, and reading
+        the first waits for all of them."""
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> object: ...
 
 
 class Connected(Protocol):
-    """What the writing connection and the reading connections of a process have in common."""
+    """Base of `Session` and `ReadPool`."""
 
-    errors: tuple[type[Exception], ...]  # what the database raises
+    errors: tuple[type[Exception], ...]  # errors of the database driver
 
     def can_retry(self, error: Exception, since: float) -> bool:
-        """Whether the same transaction may succeed now, after a wait if one is needed. It was
-        first tried at `since`, of the monotonic clock."""
+        """Whether to retry the same transaction now; waits before if needed. `since`: time of the
+        first try by the monotonic clock."""
 
     def to_store_error(self, error: Exception) -> Exception:
-        """The error as a user reads it."""
+        """Convert an error to one for users."""
 
     def close(self) -> None: ...
 
 
 class Session(Connected, Protocol):
-    """The writing connection of a process, and its transactions. Used by one thread."""
+    """The writing connection of a process and its transactions, for one thread."""
 
     @property
     def conn(self) -> WritingConnection: ...
 
-    def begin(self) -> Callable[[], float]:
-        """Says the time of the transaction, unix seconds, by the clock that all processes of the
-        store share; always the same."""
+    def begin(self) -> float | Callable[[], float]:
+        """Begin a transaction; return its constant time, in unix seconds of the clock that all
+        processes of the store share, or a function that asks the database for it."""
 
     def flush(self) -> None:
-        """Returns when all statements were executed. Raises the first error among those whose
-        results nobody has read."""
+        """Wait until all statements are executed. Raises the first error of those whose results
+        were not read."""
 
     def commit(self, topics: int) -> None:
-        """Returns when the transaction is durable. Other processes are notified of the topics."""
+        """Commit durably, and notify other processes of the topics."""
 
     def tell(self, topics: int) -> None:
-        """Notifies other processes, of earlier commits."""
+        """Notify other processes of earlier commits."""
 
     def rollback(self) -> None:
-        """Undoes the open transaction, if there is one."""
+        """Roll back the open transaction, if there is one."""
 
     def can_continue(self, error: Exception) -> bool:
-        """Whether the transaction can go on once it is rolled back to the last savepoint."""
+        """Whether the transaction remains usable after a rollback to the last savepoint."""
 
 
 class ReadPool(Connected, Protocol):
     """Reading connections, for any number of threads."""
 
     name: str
-    threads: int  # that may read at once
+    threads: int  # concurrent readers
 
     def read_transaction(self) -> AbstractContextManager[Connection]:
-        """All reads in it see the store at one moment."""
+        """Open a transaction in which all reads see the same snapshot."""
 
 
 class ReaderThreads:
-    """Owns the reading threads. Every read sees one snapshot of the store."""
+    """Owns the reading threads. Every query sees one snapshot of the store."""
 
     def __init__(self, read_pool: ReadPool) -> None:
         self._read_pool = read_pool

@@ -1,8 +1,8 @@
-"""Data sets, judgements and cached log-probs. Verbs, called by the writer.
+"""Verbs for data sets, judgements and cached log-probs, called by the writer.
 
-Always true: a committed version never changes; an item is in a version once, whatever its place; a
-side that is a reference stays readable: `prune` keeps the rollouts that sides refer to, and a side
-becomes a copy before its rollout is removed all the same.
+Invariant: a committed version never changes; an item is in a version only once, whatever its
+position; a side that refers to a rollout stays readable: `prune` keeps that rollout, and if it is
+removed otherwise, its calls are copied to the side before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def draft_dataset(tx: Transaction, name: str, spec: dict[str, types.Json]) -> in
 
 
 def check_items(items: Sequence[Item], sides: Sequence[Side]) -> None:
-    """Raises Invalid for what could not be learned from."""
+    """Raise Invalid for items and sides that are unusable for training."""
     for item in items:
         numbers = [item.label, item.margin, item.weight, *item.steps]
         if not all(math.isfinite(x) for x in numbers if x is not None) or item.weight < 0:
@@ -54,7 +54,7 @@ def check_items(items: Sequence[Item], sides: Sequence[Side]) -> None:
         if (item.kind == "pair") is (item.rejected is None) or item.chosen == item.rejected:
             raise Invalid(f"Item {item.position}: a pair has two different sides, others have one.")
         if (item.kind == "label") is (item.label is None):
-            raise Invalid(f"Item {item.position}: a label has a number, other kinds have none.")
+            raise Invalid(f"Item {item.position}: exactly the kind 'label' has a label.")
     for side in sides:
         for call in side.own:
             limits.check_transition(call)
@@ -79,7 +79,7 @@ def add_items(
 
 
 def copy_sides(conn: Connection, rollouts: Sequence[str]) -> None:
-    """Sides that refer to rollouts which are about to be removed get their calls as their own."""
+    """Copy the calls of rollouts that will be removed to the sides that refer to them."""
     conn.execute(SQL["lock_datasets"])
     found = conn.execute(SQL["references"], (rows.to_json(rollouts, "Rollouts"),)).fetchall()
     for digest, own in sides(conn, [row["digest"] for row in found]).items():
@@ -91,7 +91,7 @@ def commit_dataset(tx: Transaction, name: str, version: int) -> Dataset:
     tx.conn.execute(SQL["lock_datasets"])
     if _dataset(tx.conn, name, version).digest is None:
         if lost := tx.conn.execute(SQL["lost_side"], key).fetchone():
-            raise NotFound(f"Item {lost['id']} of data set {name!r} names a side that is not here.")
+            raise NotFound(f"Item {lost['id']} of data set {name!r} has a side that was not added.")
         ids = "".join(row["id"] for row in tx.conn.execute(SQL["ids"], key))
         digest = blake2b(ids.encode(), digest_size=16).hexdigest()
         tx.conn.execute(SQL["commit_dataset"], {**key, "digest": digest})
@@ -136,23 +136,23 @@ def items(
 
 def sides(conn: Connection, digests: Sequence[str]) -> dict[str, list[types.Transition]]:
     found = conn.execute(SQL["sides"], (rows.to_json(digests, "Digests"),)).fetchall()
-    made = calls(conn, [row["rollout_id"] for row in found if row["own"] is None])
+    stored = calls(conn, [row["rollout_id"] for row in found if row["own"] is None])
 
-    def of(row: Any) -> list[types.Transition]:
+    def side(row: Any) -> list[types.Transition]:
         if row["own"] is not None:
             return CALLS.decode(row["own"])
         count, first = row["calls"], row["first_call"]
-        return made[row["rollout_id"]][first : None if count is None else first + count]
+        return stored[row["rollout_id"]][first : None if count is None else first + count]
 
-    there = (row for row in found if row["own"] is not None or row["rollout_id"] in made)
-    return {row["digest"]: of(row) for row in there}
+    known = (row for row in found if row["own"] is not None or row["rollout_id"] in stored)
+    return {row["digest"]: side(row) for row in known}
 
 
 def calls(conn: Connection, rollouts: Sequence[str]) -> dict[str, list[types.Transition]]:
     query = conn.execute(SQL["attempts"], (rows.to_json(rollouts, "Rollouts"),))
     attempts = {row["id"]: row["attempt_id"] for row in query if row["attempt_id"]}
-    made = traces.transitions(conn, list(attempts.values()))
-    return {rollout: made.get(attempt, []) for rollout, attempt in attempts.items()}
+    found = traces.transitions(conn, list(attempts.values()))
+    return {rollout: found.get(attempt, []) for rollout, attempt in attempts.items()}
 
 
 def judgement(conn: Connection, id: str) -> Judgement | None:

@@ -1,8 +1,8 @@
 """The change feed inside one process: tasks wait for a topic, any thread wakes them.
 
-Owns: one counter per topic, and the futures of the tasks that wait. Always true: a notification
-between `ticket` and `changed` is not lost. The writer notifies after its commit, the listener after
-the commits of other processes.
+Owns: one counter per topic, and the futures of waiting tasks. Invariant: a notification between
+`ticket` and `changed` is not lost. The writer notifies after its commit, the listener after commits
+of other processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALL = QUEUE | GROUPS | ANY
 
 
 class Feed:
-    """Wake-ups by topic. Topics are bits, so one byte says all that a commit touched."""
+    """Wake-ups by topic. Topics are bits, so one byte holds all topics of a commit."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,11 +29,12 @@ class Feed:
         self._waiting: dict[int, set[asyncio.Future[None]]] = {topic: set() for topic in TOPICS}
 
     def ticket(self, topic: int) -> int:
-        """Take it before looking at the store; `changed` returns at once if one came since."""
+        """Return a ticket; take it before a query: `changed` returns at once if a notification has
+        arrived since."""
         return self._rings[topic]
 
     async def changed(self, topic: int, ticket: int, timeout: float | None) -> None:
-        """Returns after a later notification of the topic than the ticket, or `timeout` seconds."""
+        """Wait up to `timeout` seconds for a notification of the topic later than the ticket."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._rings[topic] != ticket:
@@ -58,15 +59,15 @@ class Feed:
 
 
 def resolve(answers: Iterable[tuple[asyncio.Future[Any], Any]]) -> None:
-    """Ends futures from any thread, each with its result or with the exception that its waiter
-    gets. One wake-up for each event loop, however many of its futures."""
+    """Resolve futures from any thread, each with a result or an exception. Wakes each event loop
+    only once, however many of its futures are resolved."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Any]] = defaultdict(list)
     for future, answer in answers:
         by_loop[future.get_loop()].append((future, answer))
     for loop, mine in by_loop.items():
         try:
             loop.call_soon_threadsafe(_resolve, mine)
-        except RuntimeError:  # where the loop has been closed nobody waits any more
+        except RuntimeError:  # a closed loop has no waiters
             if not loop.is_closed():
                 raise
 

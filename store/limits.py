@@ -1,5 +1,5 @@
-"""Checks that every store makes before it writes: of values that could not be stored, read again or
-trained on. Each function raises Invalid with a sentence that says what to send instead."""
+"""Validates values before every write: whether they can be stored, read back and trained on. Each
+function raises Invalid with a message that says what to send instead."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agentrl.store.rows import CREDIT, to_blob
 from agentrl.types import NewRollout, Outcome, Reward, Sampling, Scope, Span, StepCommit, Transition
 
 LATEST_TIME = 2**33  # seconds: in nanoseconds it fits into OpenTelemetry's 64 bits
-LONGEST_LEASE = 3600.0  # seconds: the longest that a dead runner may keep a rollout
+LONGEST_LEASE = 3600.0  # seconds for which a dead runner may keep a rollout
 LONGEST_ID = 512  # bytes: several ids fit into an index row, which has 2704 bytes in PostgreSQL
-LARGEST_REWARD = 1e15  # the sum of many squares still fits into a float32
-ROUNDING = 0.01  # by which a sampler's log-prob of a certain token may exceed 0
-# Of a float32, the byte with its sign: those that are negative and finite, or less than 0.0079.
+LARGEST_REWARD = 1e15  # sums of many squares still fit into a float32
+ROUNDING = 0.01  # tolerance of a sampler's log-prob above 0
+# Sign bytes of float32 numbers that are negative and finite, or positive and less than 0.0079.
 USUAL = bytes(range(0x80, 0xFF)) + bytes(range(0x3C))
 
 
@@ -30,13 +30,13 @@ def check_lease(lease: float) -> None:
     check_positive("lease", lease)
     if lease > LONGEST_LEASE:
         raise Invalid(
-            f"lease is {lease:g} seconds, and {LONGEST_LEASE:g} are the most: hold an attempt "
-            "for longer by heartbeats."
+            f"lease is {lease:g} seconds, the maximum is {LONGEST_LEASE:g}: keep an attempt longer "
+            "by heartbeats."
         )
 
 
 def check_id(what: str, id: str) -> None:
-    """`what` is the start of the error's sentence."""
+    """Check the length of an id; `what`: start of the error message."""
     if len(id) * 4 > LONGEST_ID and len(id.encode("utf-8", "surrogatepass")) > LONGEST_ID:
         raise Invalid(
             f"{what} is longer than {LONGEST_ID} bytes ({id[:40]}...): choose a shorter one."
@@ -62,18 +62,16 @@ def check_rollout(rollout: NewRollout) -> None:
         )
     if branch is not None and branch.calls < 1:
         raise Invalid(
-            f"{where}: a branch repeats at least one call; leave `branch` out for a rollout that "
-            "starts afresh."
+            f"{where}: a branch repeats at least one call; omit `branch` for a rollout that starts "
+            "from scratch."
         )
     if branch is not None and not rollout.seats.keys() >= set(branch.without):
         raise Invalid(
-            f"{where}: a branch is without {', '.join(branch.without)}, and not all of them have a "
-            "seat; say in `seats` who plays them instead."
+            f"{where}: not all roles of branch.without ({', '.join(branch.without)}) have a seat; "
+            "name the policies that play them in `seats`."
         )
     if not all(role and policy for role, policy in rollout.seats.items()):
-        raise Invalid(
-            f"{where}: a seat is a role and the policy that plays it, and both have names."
-        )
+        raise Invalid(f"{where}: a seat maps a role to a policy, and both names must not be empty.")
     _check_sampling(where, rollout.sampling)
 
 
@@ -102,18 +100,18 @@ def check_transition(transition: Transition) -> None:
         )
     for name, values in (("prompt", t.prompt), ("completion", t.completion)):
         if not to_blob(values)[3::4].isascii():  # the byte with the sign
-            raise Invalid(f"{where}: its {name} has a negative number, which is no token id.")
+            raise Invalid(f"{where}: its {name} has a negative number, not a token id.")
     if to_blob(t.logprobs)[3::4].translate(None, USUAL):
         if not math.isfinite(sum(t.logprobs)):
             raise Invalid(f"{where}: a log-prob is not finite.")
         if (most := max(t.logprobs)) > ROUNDING:
-            raise Invalid(f"{where}: a log-prob is {most:g}, and none is above 0.")
+            raise Invalid(f"{where}: a log-prob is {most:g}; it must not be above 0.")
     if t.spans and not (_rises(t) and t.spans[0] == (0, t.version)):
         raise Invalid(
-            f"{where}: spans {t.spans} must begin with [0, {t.version}], and first tokens and "
-            f"versions must rise, within its {len(t.completion)} tokens."
+            f"{where}: spans {t.spans} must begin with [0, {t.version}], with increasing first "
+            f"tokens and versions, within its {len(t.completion)} tokens."
         )
-    if not (0 <= t.started < LATEST_TIME and abs(t.seconds) < LATEST_TIME):  # clocks are set back
+    if not (0 <= t.started < LATEST_TIME and abs(t.seconds) < LATEST_TIME):  # clocks can go back
         raise Invalid(
             f"{where}: started and seconds must be finite, from 0 to below {LATEST_TIME}."
         )
@@ -141,13 +139,11 @@ def check_outcome(outcome: Outcome) -> None:
 def _check_reward(reward: Reward, owner: str) -> None:
     where = f"Reward {reward.name!r} of {owner}"
     if not math.isfinite(reward.value):
-        raise Invalid(
-            f"{where} is {reward.value}: a reward must be finite; leave a missing one out."
-        )
+        raise Invalid(f"{where} is {reward.value}: a reward must be finite; omit a missing one.")
     if abs(reward.value) > LARGEST_REWARD:
         raise Invalid(
-            f"{where} is {reward.value:g}: means and spreads need it between "
-            f"-{LARGEST_REWARD:g} and {LARGEST_REWARD:g}; scale it."
+            f"{where} is {reward.value:g}: it must be between -{LARGEST_REWARD:g} and "
+            f"{LARGEST_REWARD:g}; scale it."
         )
     if (reward.target is None) is not (reward.scope is Scope.ROLLOUT):
         raise Invalid(f"{where}: name a target for scope transition or role, none for rollout.")

@@ -1,10 +1,10 @@
-"""Maintenance: the size of a store, removing what no step will read again, taking steps back.
+"""Maintenance verbs: size of a store, prune and rewind.
 
-Always true: a rollout is removed whole, with everything its attempts left, in one transaction, so
-that no reader sees half of one; a transaction of a prune removes about `ROWS` rows, so that other
-writers wait for milliseconds, and keeps the counters, steps and metrics of the run. A prune that is
-killed has pruned less; the next one goes on. A rewind is one transaction: the groups of its steps
-are settled again; their credit, rewards and metrics are removed; what runners recorded stays.
+Invariant: a rollout and all rows of its attempts are removed in one transaction, so readers never
+see a partial one; a transaction of a prune removes about `ROWS` rows, for which other writers wait
+milliseconds, and keeps the run's counters, steps and metrics. The next prune continues a killed
+one. A rewind is one transaction: it settles the groups of its steps again and removes their credit,
+rewards and metrics; runners' records stay.
 """
 
 from __future__ import annotations
@@ -28,20 +28,17 @@ from agentrl.types import RolloutState
 SQL = load_sql("maintenance")
 FEED = load_sql("feed")
 REWIND = load_sql("rewind")
-ROWS = 1000  # transitions and spans that one transaction removes, if no rollout alone has more
-PAGE = 256  # rollouts looked at with one read
-EVENTS = 10_000  # cursor numbers that one transaction passes over
-AT_REST = ("trained", "discarded", "settled")  # groups of which no rollout is queued or running
-Limits = dict[str, Any]  # `run`, `keep`: committed steps, `before`: unix seconds of the end
+ROWS = 1000  # transitions and spans to remove per transaction; a single rollout may have more
+PAGE = 256  # rollouts per read
+EVENTS = 10_000  # range of cursors per transaction
+AT_REST = ("trained", "discarded", "settled")  # states of groups without queued or running rollouts
+Limits = dict[str, Any]  # `run`, `keep`: committed steps, `before`: latest end in unix seconds
 
 
 def limits(now: float, run: str | None, keep_last: int | None, older_than: float | None) -> Limits:
-    """What may be removed. Raises Invalid for limits that would remove everything or make no
-    sense."""
+    """Build the limits of a prune. Raises Invalid if both are missing or one is invalid."""
     if keep_last is None and older_than is None:
-        raise Invalid(
-            "Say what to keep: the steps of keep_last, the seconds of older_than or both."
-        )
+        raise Invalid("Give keep_last (steps), older_than (seconds) or both.")
     if keep_last is not None and keep_last < 0:
         raise Invalid(f"keep_last is a number of steps, not {keep_last}.")
     if older_than is not None and not 0 <= older_than < math.inf:
@@ -61,7 +58,7 @@ def stats(conn: Connection) -> Stats:
 
 
 async def prune(readers: ReaderThreads, writer: Writer, limits: Limits, *, dry_run: bool) -> Pruned:
-    """Many transactions: see the head of this module."""
+    """Prune in many transactions, see the module's docstring."""
     total, after = Pruned(), -1
     if limits["run"] is not None:
         await readers.read(partial(runs.find_run, run=limits["run"]))
@@ -97,7 +94,7 @@ def _evidence(conn: Connection, rollouts: Sequence[str]) -> list[Any]:
 
 
 def _parts(found: Sequence[Any]) -> Iterator[list[str]]:
-    """Rollouts that may go in one transaction."""
+    """Split rollouts into parts to remove in one transaction each."""
     part, weight = list[str](), 0
     for row in found:
         size = row["transitions"] + row["spans"]
@@ -111,7 +108,7 @@ def _parts(found: Sequence[Any]) -> Iterator[list[str]]:
 
 
 def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
-    """Removes those whose group is still at rest: an evaluation may have grown since."""
+    """Remove rollouts whose group is still at rest: an evaluation may have grown since."""
     tx.conn.execute(SQL["lock_payloads"])
     tx.conn.execute(SQL["lock_groups"], _ids(rollouts))
     found = [row for row in _evidence(tx.conn, rollouts) if row["state"] in AT_REST]
@@ -122,7 +119,7 @@ def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
         tx.conn.execute(SQL[f"delete_{table}"], columns)
     for digest in hashes:
         tx.conn.execute(SQL["delete_payload"], {"hash": digest})
-    # The group of a training rollout stays: it keeps the group from being enqueued again.
+    # The group of a training rollout stays, which prevents enqueuing it again.
     for run, group in sorted(
         {(r["run_id"], r["group_id"]) for r in found if r["purpose"] == "eval"}
     ):
@@ -154,8 +151,8 @@ def _runs(conn: Connection, limits: Limits) -> list[str]:
 
 
 def _old_events(conn: Connection, limits: Limits, run: str) -> tuple[int, int, int]:
-    """Cursor before which events may be removed, the first of them, and their number. The event at
-    that cursor stays, so that the newest cursor never shrinks."""
+    """Return the cursor before which events may be removed, the first of them, and their number.
+    The event at that cursor stays, so that the newest cursor never decreases."""
     upto = conn.execute(SQL["old_events"], {**limits, "run": run}).fetchone()["upto"]
     if upto is None:
         return 0, 0, 0
@@ -188,7 +185,7 @@ def rewind(tx: Transaction, run: str, epoch: int, step: int, checkpoint: str | N
 
 
 def _forget_steps(tx: Transaction, columns: dict[str, Any]) -> None:
-    """The evaluation of the weights that the run returns to stays."""
+    """Remove steps and their metrics, except the evaluation of the weights at `step`."""
     found = tx.conn.execute(runs.SQL["step"], (columns["run"], columns["step"])).fetchone()
     measured = msgspec.json.decode(found["record"])["metrics"]
     keys = [(columns["run"], columns["step"], name) for name in measured]
@@ -198,12 +195,12 @@ def _forget_steps(tx: Transaction, columns: dict[str, Any]) -> None:
 
 
 def _release_groups(tx: Transaction, columns: dict[str, Any]) -> None:
-    """They can be claimed again. A pruned group, which has nothing left to train, is deleted: it
-    can be enqueued again."""
+    """Settle the groups of the steps again. Deletes pruned groups, which can then be enqueued
+    again."""
     run, change = columns["run"], Counter[str]()
     tx.conn.execute(REWIND["delete_credits"], columns)
     tx.conn.execute(REWIND["delete_given"], columns)
-    tx.conn.execute(runs.SQL["release_groups"], (run,))  # those of later steps come after them
+    tx.conn.execute(runs.SQL["release_groups"], (run,))  # groups claimed for later steps
     for row in tx.conn.execute(REWIND["taken"], columns).fetchall():
         tx.conn.execute(REWIND["settle_group" if row["kept"] else "delete_group"], (row["id"],))
         change[f"groups_{row['state']}"] -= 1
@@ -213,7 +210,7 @@ def _release_groups(tx: Transaction, columns: dict[str, Any]) -> None:
 
 
 def _forget_evaluations(tx: Transaction, columns: dict[str, Any]) -> None:
-    """Those of weights that the run will not have any more. Running ones are cancelled."""
+    """Cancel and remove evaluations of weights that no longer exist after the rewind."""
     found = tx.conn.execute(REWIND["evaluations"], columns).fetchall()
     rollouts.cancel(tx, [row["id"] for row in found])
     tx.settle_groups()

@@ -1,5 +1,4 @@
-"""What a page shows of groups, rollouts and attempts: rows without tasks, results and messages; and
-what a prune removes."""
+"""Compact records of groups, rollouts and attempts for lists; results of `stats` and `prune`."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from agentrl.types import (
 
 
 class GroupRow(Record, frozen=True):
-    """A group with its rollouts, in order of index: their ids, states and outcomes. They are none
-    once the group is pruned. An outcome is the rollout's reward of that name, None if missing."""
+    """A group with ids, states and outcomes of its rollouts, in order of index; empty lists if it
+    is pruned. An outcome is the rollout's reward with this name, None if missing."""
 
     id: str
     purpose: Purpose
-    step: int  # that asked for it
+    step: int  # the step that requested it
     state: str  # open, settled, claimed, trained or discarded
     trained: int | None  # the step that trained or discarded it
     rollouts: list[str]
@@ -41,7 +40,7 @@ class GroupRow(Record, frozen=True):
 
 
 class RolloutRow(Record, frozen=True):
-    """A rollout as a list shows it, with the rewards of its last attempt."""
+    """A rollout without task, result and calls, with the rewards of its last attempt."""
 
     id: str
     run: str
@@ -59,8 +58,8 @@ class RolloutRow(Record, frozen=True):
 
 
 class Found(NamedTuple):
-    """One page of a search. `cursor` goes on from here, None at the end; `looked` is the number of
-    rollouts that were looked at for this page."""
+    """One page of a search. `cursor`: start of the next page, None at the end; `looked`: number of
+    rollouts examined for this page."""
 
     rows: list[RolloutRow]
     cursor: str | None
@@ -68,8 +67,8 @@ class Found(NamedTuple):
 
 
 class AttemptRow(Record, frozen=True):
-    """One try at a rollout with all that is stored of it. What came after it had ended, or under an
-    old fence, is late: it is kept for inspection and never trained."""
+    """One attempt at a rollout with all its rows. Rows that arrived after its end, or with an old
+    fence, are late: stored for inspection and never trained."""
 
     id: str
     fence: int
@@ -86,7 +85,7 @@ class AttemptRow(Record, frozen=True):
 
 
 class Stats(Record, frozen=True):
-    """The size of a store: `bytes` on disk, of which a vacuum would give back `free`."""
+    """The size of a store: `bytes` on disk, of which a vacuum would release `free`."""
 
     rows: dict[str, int]  # by table
     bytes: int
@@ -95,7 +94,7 @@ class Stats(Record, frozen=True):
 
 
 class Pruned(Record, frozen=True):
-    """Numbers of rows that a prune removed, or would remove."""
+    """Numbers of rows that a prune has removed, or would remove."""
 
     rollouts: int = 0
     attempts: int = 0

@@ -1,6 +1,6 @@
-"""Prompt searches: candidates and what the reflector was asked. Verbs, called by the writer.
+"""Verbs for prompt searches: candidates and reflections, called by the writer.
 
-Always true: the texts of a candidate never change; its scores are the rewards of its rollouts.
+Invariant: the texts of a candidate never change; its scores are the rewards of its rollouts.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def put_candidates(tx: Transaction, candidates: Sequence[Candidate]) -> None:
 def add_reflection(tx: Transaction, reflection: Reflection) -> None:
     limits.check_id("The id of a reflection", reflection.id)
     runs.find_run(tx.conn, reflection.run)
-    said = {k: rows.storable_text(getattr(reflection, k)) for k in ("question", "answer")}
-    tx.conn.execute(SQL["add_reflection"], asdict(reflection) | said)
+    texts = {k: rows.storable_text(getattr(reflection, k)) for k in ("question", "answer")}
+    tx.conn.execute(SQL["add_reflection"], asdict(reflection) | texts)
     tx.add_event(reflection.run, "reflection", reflection.id)
 
 
@@ -43,10 +43,10 @@ def add_reflection(tx: Transaction, reflection: Reflection) -> None:
 
 
 def texts(conn: Connection, run: str, candidate: str) -> list[PromptText]:
-    """Raises NotFound if the run has no such candidate."""
+    """Return the texts of a candidate. Raises NotFound if the run does not have it."""
     row = conn.execute(SQL["candidate"], (run, candidate)).fetchone()
     if row is None:
-        raise NotFound(f"Run {run!r} has no candidate {candidate!r}: put it there first.")
+        raise NotFound(f"Run {run!r} has no candidate {candidate!r}: add it first.")
     return msgspec.json.decode(row["texts"], type=list[PromptText])
 
 

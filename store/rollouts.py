@@ -1,13 +1,13 @@
-"""The queue: rollouts, their attempts and leases, their groups. Verbs, called by the writer.
+"""Verbs of the queue: rollouts with their attempts, leases and groups, called by the writer.
 
-Always true: an attempt is live while its state is running and its lease has not run out; a rollout
+Invariant: an attempt is live while its state is running and its lease has not expired; a rollout
 has at most one live attempt, its last; `groups.pending` is the number of the group's rollouts that
-are not terminal; a runner with a rollout that has a number in `together` holds at most so many.
+are not terminal; a runner that holds a rollout with a number in `together` holds at most that many.
 
-An agent that ends its process ends the other rollouts in it too, and nobody knows which one did it.
-So when a runner falls silent, all rollouts that it held are suspects: this does not count as a try,
-and they are claimed by fewer at a time, until the culprit is alone in its runner. Only a rollout
-that was alone has used up a try.
+An agent that ends its process also ends the other rollouts in it, and the cause is unknown. So if a
+runner's leases expire, all its rollouts become suspects: this does not count as an attempt, and a
+runner may claim only few of them at a time, until the culprit is alone in its runner. Only a
+rollout that was alone has used up an attempt.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from agentrl.store import limits, prompts, rows, runs, traces
 from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import QUEUE
 from agentrl.store.rows import digest
+from agentrl.store.tree import AttemptCalls
 from agentrl.store.writer import Transaction
 
 SQL = load_sql("rollouts")
-SUSPECT_SHARE = 4  # a runner may hold a quarter of as many rollouts as a suspect was lost with
-SLACK = 5.0  # seconds: transactions that wait for each other may differ by this in their time
+SUSPECT_SHARE = 4  # a runner may hold a quarter of the rollouts that a suspect was lost with
+SLACK = 5.0  # seconds by which the times of concurrent transactions may differ
 CANCELLED = types.Failure(kind=types.ErrorKind.CANCELLED, message="The rollout was cancelled.")
 
 
@@ -61,7 +62,8 @@ def enqueue(tx: Transaction, rollouts: Sequence[types.NewRollout]) -> int:
 def claim(
     tx: Transaction, n: int, *, runner: str, lease: float, run: str | None, claim_id: str | None
 ) -> list[types.Attempt] | None:
-    """None if there is nothing to claim; for a repeat the attempts still live, perhaps none."""
+    """Claim rollouts; None if there are none. A repeat returns the attempts that are still live,
+    possibly none."""
     known = None
     if claim_id is not None:
         tx.conn.execute(SQL["lock_claim"], {"claim_id": claim_id})
@@ -79,7 +81,7 @@ def claim(
     for row in queued.fetchall():
         most = min(most, row["together"] or most)
         if held + len(claimed) >= most:
-            break  # later ones wait too, otherwise this one might wait for ever
+            break  # later rollouts wait too, otherwise this one might starve
         columns = {
             "attempt": uuid.uuid4().hex,
             "rollout": row["id"],
@@ -95,6 +97,8 @@ def claim(
         started.append(columns)
         if row["ran"] is not None:
             taken.append({"attempt": columns["attempt"], "before": row["attempt_id"]})
+        else:
+            tx.seen[columns["attempt"]] = AttemptCalls(row["run_id"])
         tx.add_counts(row["run_id"], queued=-1, running=1)
         tx.add_event(row["run_id"], "rollout", row["id"])
         until = tx.now + lease
@@ -107,7 +111,7 @@ def claim(
 
 
 def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list[str]:
-    """Adds nothing to the feed: nobody waits for a lease to be extended."""
+    """Extend leases and return the live attempts; adds no event, as nobody waits for one."""
     limits.check_lease(lease)
     columns = {
         "attempts": rows.to_json(attempts, "Attempts"),
@@ -120,10 +124,11 @@ def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list
 
 
 def finish(tx: Transaction, outcomes: Sequence[types.Outcome]) -> list[bool]:
+    tx.known.take(outcome.attempt for outcome in outcomes)  # few calls come after the end
     named = [tx.conn.ask(SQL["attempt"], (outcome.attempt,)) for outcome in outcomes]
     kept, seen = [], set()
     for outcome, found in zip(outcomes, named, strict=True):
-        if outcome.attempt in seen:  # what was found is what it was before the first
+        if outcome.attempt in seen:  # read again: an earlier outcome has changed it
             found = tx.conn.execute(SQL["attempt"], (outcome.attempt,))
         seen.add(outcome.attempt)
         kept.append(_finish(tx, outcome, found.fetchone()))
@@ -145,10 +150,9 @@ def cancel(tx: Transaction, rollouts: Sequence[str]) -> int:
 
 
 def expire_leases(tx: Transaction) -> bool:
-    """Queues the rollouts of runners that fell silent again, or fails them; whether there were any.
-    If the clock was set back, leases that were given before are shortened to their full length
-    from now."""
-    if tx.leases is not None:  # none has run out at the same moment
+    """Requeue or fail rollouts with expired leases; return whether there were any. If the clock was
+    set back, shorten older leases to their full length from now."""
+    if tx.leases is not None:  # already done in this transaction, whose time is constant
         return False
     leases = _leases(tx)
     if leases["ends"] is None:
@@ -170,7 +174,7 @@ def expire_leases(tx: Transaction) -> bool:
 
 
 def next_expiry(tx: Transaction) -> float | None:
-    """In how many seconds the earliest lease runs out."""
+    """Return the seconds until the earliest lease expires, None without leases."""
     until = tx.conn.execute(SQL["leases"]).fetchone()["ends"]
     return None if until is None else max(0.0, float(until) - tx.now)
 
@@ -181,7 +185,7 @@ def claims(conn: Connection, attempts: Sequence[str]) -> dict[str, tuple[str, st
 
 
 def owner(conn: Connection, *, rollout: str | None = None, group: str | None = None) -> str | None:
-    """The run of a rollout or group; None if there is none of that id."""
+    """Return the run of a rollout or group; None if the id is unknown."""
     row = conn.execute(SQL["owner"], {"rollout": rollout, "group": group}).fetchone()
     return None if row is None else str(row["run_id"])
 
@@ -195,7 +199,7 @@ def failures(conn: Connection, run: str) -> list[types.FailureCount]:
             rollout=row["rollout_id"],
             message=row["error_message"],
         )
-        found.setdefault(row["kind"], last)  # several may have failed at the same time
+        found.setdefault(row["kind"], last)  # several rows if attempts failed at the same time
     return list(found.values())
 
 
@@ -215,22 +219,22 @@ def _attempt(conn: Connection, row: Any, id: str, fence: int, until: float) -> t
 
 
 def _leases(tx: Transaction) -> Any:
-    """Of all attempts that are running, as they were when this transaction first looked."""
+    """Return a summary of all leases at the time of this transaction's first query."""
     if tx.leases is None:
         tx.leases = tx.conn.execute(SQL["leases"]).fetchone()
     return tx.leases
 
 
 def _load_and_limit(conn: Connection, runner: str) -> tuple[int, float]:
-    """How many rollouts a runner holds, and how many it may hold because of suspects among them;
-    only asked while there is a suspect somewhere."""
+    """Return how many rollouts a runner holds, and how many it may hold because of suspects among
+    them; needed only while the store has suspects."""
     row = conn.execute(SQL["held"], (runner,)).fetchone()
     return row["held"], row["most"] or math.inf
 
 
 def _count_suspects(conn: Connection, runner: str) -> int:
-    """How many rollouts a silent runner held. Its attempts whose leases run out later get this
-    number too."""
+    """Return how many rollouts a lost runner held; also stored for its attempts whose leases expire
+    later."""
     held: int = conn.execute(SQL["held"], (runner,)).fetchone()["held"]
     if held > 1:
         conn.execute(SQL["suspect"], {"runner": runner, "together": held})
@@ -238,19 +242,19 @@ def _count_suspects(conn: Connection, runner: str) -> int:
 
 
 def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
-    """Ends an attempt whose runner fell silent while it held `together` rollouts."""
-    tried = f"The runner of attempt {row['attempts']} of {row['max_attempts']}"
+    """End an attempt whose lease expired while its runner held `together` rollouts."""
+    runner = f"The runner of attempt {row['attempts']} of {row['max_attempts']}"
     most = max(1, min(together, row["together"] or together) // SUSPECT_SHARE)
     if together > 1:
         message = (
-            f"{tried} fell silent with {together} rollouts in it: this one is tried again among at "
-            f"most {most}, and this does not count as a try."
+            f"{runner} fell silent with {together} rollouts in it: this one is tried again among "
+            f"at most {most}, and this does not count as an attempt."
         )
     else:
         message = (
-            f"{tried} fell silent while rollout {row['id']} was the only one in it: probably its "
-            "agent ends or blocks the process, or takes more memory than there is. Mend it, or set "
-            'runner.executor = "pool", which keeps that from the runner.'
+            f"{runner} fell silent while rollout {row['id']} was the only one in it: probably its "
+            "agent ends or blocks the process, or runs out of memory. Fix it, or set "
+            'runner.executor = "pool", which protects the runner.'
         )
     lost = types.Failure(kind=types.ErrorKind.LOST_RUNNER, message=message)
     _end_attempt(tx, row, types.AttemptState.EXPIRED, lost)
@@ -263,17 +267,17 @@ def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
 
 
 def _open_groups(tx: Transaction, members: Mapping[str, types.NewRollout]) -> dict[str, str]:
-    """The state of each group, which is made if there is none. `members`: one of each group."""
+    """Create missing groups and return the state of each. `members`: one rollout of each group."""
     for run in {member.run for member in members.values()}:
         runs.find_run(tx.conn, run)
     sent = []
     for group, member in members.items():
         columns = {"group": group, "run": member.run, "step": member.step}
-        made = tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value})
-        sent.append((member, made, tx.conn.ask(SQL["group"], (group,))))
+        created = tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value})
+        sent.append((member, created, tx.conn.ask(SQL["group"], (group,))))
     states = {}
-    for member, made, found in sent:
-        if made.rowcount and member.purpose is types.Purpose.TRAIN:
+    for member, created, found in sent:
+        if created.rowcount and member.purpose is types.Purpose.TRAIN:
             tx.add_counts(member.run, groups_open=1)
         if member.candidate is not None:
             prompts.texts(tx.conn, member.run, member.candidate)
@@ -331,7 +335,7 @@ def _finish(tx: Transaction, outcome: types.Outcome, row: Any) -> bool:
     _end_attempt(tx, row, state, outcome.failure, mark)
     lost = outcome.failure is not None and outcome.failure.kind is types.ErrorKind.LOST_RUNNER
     if outcome.retry and lost:
-        # Given back by a runner that stops, which is not the fault of the rollout.
+        # Returned by a stopping runner: does not count as an attempt.
         _requeue(tx, row, "requeue_free", together=row["together"])
     elif outcome.retry and row["attempts"] < row["max_attempts"]:
         tx.conn.execute(SQL["keep_run"], {"ran": None, "id": row["id"]})  # the agent runs again
@@ -374,10 +378,10 @@ def _end_rollout(
         "id": row["id"],
         "state": state.value,
         "result": result,
-        "seconds": max(0.0, tx.now - (row["started_at"] or tx.now)),  # clocks are set back
+        "seconds": max(0.0, tx.now - (row["started_at"] or tx.now)),  # clocks can go back
     }
     tx.conn.execute(SQL["end_rollout"], {**columns, **rows.failure_columns(failure)})
-    # If it was a suspect, its runner may hold more now.
+    # If it was a suspect, its runner may claim more now.
     tx.add_event(row["run_id"], "rollout", row["id"], QUEUE if row["together"] else 0)
     tx.add_counts(row["run_id"], **{was.value: -1, state.value: 1})
     tx.ended[row["run_id"], row["group_id"]] += 1

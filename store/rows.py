@@ -1,4 +1,4 @@
-"""Records to columns and back. Pure functions; the only place that knows both shapes."""
+"""Converts records to columns and back. Pure functions; no other module knows both formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl import types
 from agentrl.errors import Invalid
 
 Columns = dict[str, Any]
-Row = Any  # of a database, by column name
+Row = Any  # a database row, read by column name
 R = TypeVar("R", bound=types.Record)
 NO_ERROR = {"kind": None, "message": None, "traceback": None}
 COLUMNS = {
@@ -32,15 +32,15 @@ COLUMNS = {
     "started": "started_at",
     "trained": "trained_step",
 }
-"""Columns of those fields of records that have another name."""
+"""Field of a record -> its column, if the names differ."""
 
 
 # -- values ----------------------------------------------------------------------------------------
 
 
 def to_json(value: types.Json, what: str) -> str:
-    """JSON text of a user's payload. Raises Invalid, naming `what`, if it is not JSON or has an
-    integer of more than 64 bits, which msgpack, and so a reader over HTTP, cannot represent."""
+    """Encode a user's payload. Raises Invalid, naming `what`, if it is not JSON or has an integer
+    of more than 64 bits, which msgpack, hence the HTTP API, cannot represent."""
     try:
         msgspec.msgpack.encode(value)
         return msgspec.json.encode(value).decode()
@@ -49,7 +49,7 @@ def to_json(value: types.Json, what: str) -> str:
             f"{what} has an integer of more than 64 bits: send it as text or as a float."
         ) from error
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise Invalid(f"{what} cannot be written as JSON: {error}.") from error
+        raise Invalid(f"{what} cannot be encoded as JSON: {error}.") from error
 
 
 def from_json(text: str | None) -> types.Json:
@@ -57,13 +57,12 @@ def from_json(text: str | None) -> types.Json:
 
 
 def storable_text(text: str) -> str:
-    """Text from agents and their tools: lone surrogates and NUL characters, which not every
-    database stores, become `?`."""
+    """Replace lone surrogates and NUL characters, which not every database can store, by `?`."""
     return text.encode("utf-8", "replace").decode().replace("\0", "?")
 
 
 def to_blob(values: array[Any]) -> bytes:
-    """Little-endian, as it is stored."""
+    """Encode numbers as little-endian bytes."""
     if sys.byteorder == "big":
         values = values[:]
         values.byteswap()
@@ -79,14 +78,14 @@ def from_blob(typecode: str, data: bytes) -> array[Any]:
 
 
 def array_to_bytes(value: Any) -> Any:
-    """Of tokens and log-probs in msgpack."""
+    """Encode tokens and log-probs for msgpack."""
     if isinstance(value, array):
         return to_blob(value)
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def array_from_bytes(type_: Any, value: Any) -> Any:
-    """Tokens or log-probs from msgpack."""
+    """Decode tokens or log-probs from msgpack."""
     if not isinstance(value, bytes) or len(value) % 4:
         raise ValueError("expected the bytes of 4-byte numbers, little-endian")
     values = type_("i" if type_ is types.Int32 else "f", value)
@@ -96,12 +95,12 @@ def array_from_bytes(type_: Any, value: Any) -> Any:
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """128 bits, so that no two different byte strings have the same one in practice."""
+    """Return a 128-bit hash, long enough to identify content."""
     return blake2b(data, digest_size=16).digest()
 
 
 def record(kind: type[R], row: Row, **converted: Any) -> R:
-    """The record of a row. `converted` gives the fields that are not stored as they are."""
+    """Build a record from a row; `converted`: values of fields that need a conversion."""
     names = (name for name in kind.__struct_fields__ if name not in converted)
     return kind(**{name: row[COLUMNS.get(name, name)] for name in names}, **converted)
 
@@ -126,7 +125,7 @@ def new_rollout_columns(rollout: types.NewRollout) -> Columns:
 def attempt(
     row: Row, id: str, fence: int, lease_until: float, prompts: list[types.PromptText]
 ) -> types.Attempt:
-    """The lease of a rollout's row."""
+    """Build an attempt from a rollout's row."""
     sampling = msgspec.json.decode(row["sampling"], type=types.Sampling)
     rollout = record(types.NewRollout, row, sampling=sampling, **_rollout_fields(row))
     return types.Attempt(
@@ -140,7 +139,7 @@ def attempt(
 
 
 def rollout(row: Row, rewards: list[types.Reward]) -> types.Rollout:
-    """Without its transitions."""
+    """Build a rollout without its transitions."""
     return record(
         types.Rollout,
         row,
@@ -181,7 +180,7 @@ def failure_columns(failure: types.Failure | None) -> Columns:
 
 
 def transition_columns(t: types.Transition) -> Columns:
-    """Everything but prompt, messages, tools and position in the tree."""
+    """Return all columns but prompt, messages, tools and position in the tree."""
     answer = None if t.answer is None else to_json(t.answer, f"The answer of transition {t.id}")
     return asdict(t) | {
         "sampling": to_json(t.sampling, "sampling"),
@@ -194,8 +193,8 @@ def transition_columns(t: types.Transition) -> Columns:
 
 
 def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[types.Transition]]:
-    """Those that count, or those that came late, by attempt, in order of index. `rows` holds whole
-    attempts in order of arrival, so that every parent comes before its children."""
+    """Build transitions by attempt, in order of index: either the regular or the late ones. `rows`:
+    complete attempts in order of arrival, so that parents precede their children."""
     tokens: dict[int, bytes] = {}
     chats: dict[int, list[dict[str, types.Json]]] = {}
     found: dict[str, list[types.Transition]] = {}
@@ -240,7 +239,7 @@ def clean_span(span: types.Span) -> types.Span:
 
 
 def clean_outcome(outcome: types.Outcome) -> types.Outcome:
-    """The outcome with storable text in its failure and spans."""
+    """Make the texts of an outcome's failure and spans storable."""
     failure = outcome.failure
     if failure is not None:
         message, traceback = storable_text(failure.message), storable_text(failure.traceback)
@@ -249,7 +248,7 @@ def clean_outcome(outcome: types.Outcome) -> types.Outcome:
 
 
 def reward_columns(reward: types.Reward, attempt: str, position: int, **more: Any) -> Columns:
-    """`more`: whether it came `late`, and the training `step` that gave it, if one did."""
+    """`more`: whether it is `late`, and the training `step` that assigned it, if any."""
     columns = {"scope": reward.scope.value, "attempt": attempt, "position": position}
     return {**asdict(reward), "late": False, "step": None, **columns, **more}
 
@@ -264,7 +263,7 @@ CREDIT = ("advantage", "baseline", "gate", "weight", "psi")
 
 
 def credit_columns(credit: types.Credit) -> Columns:
-    """All but the step and the call's `transitions.seq`."""
+    """Return all columns but the step and the call's `transitions.seq`."""
     numbers = {name: to_blob(getattr(credit, name)) for name in CREDIT}
     return {"id": credit.transition, "policy": credit.policy, **numbers}
 

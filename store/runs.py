@@ -1,8 +1,7 @@
-"""Runs: owners, training steps, served policy versions. Verbs, called by the writer.
+"""Verbs of runs: takeover, training steps, served policy versions, called by the writer.
 
-Always true: `runs.step` is the number of committed steps; a group is trained by one step; a
-claimed group belongs to the present epoch; the counters of a run are those of all its rows, pruned
-ones included.
+Invariant: `runs.step` is the number of committed steps; a group is trained by one step; a claimed
+group belongs to the current epoch; the counters of a run include pruned rows.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ def open_run(tx: Transaction, run: str, config: dict[str, types.Json]) -> types.
     row = tx.conn.execute(SQL["open_run"], columns).fetchone()
     tx.conn.execute(SQL["release_groups"], (run,))
     tx.conn.execute(SQL["forget_policies"], (run,))  # they were served by the fenced owner
-    tx.add_event(run, "run", run, GROUPS)  # wakes a fenced owner that waits for groups
+    tx.add_event(run, "run", run, GROUPS)  # wakes a fenced owner waiting for groups
     return _state(row)
 
 
 def prepare(commit: types.StepCommit) -> tuple[list[rows.Columns], str]:
-    """What can be computed before the transaction, during which other writers wait: the columns of
-    the credit, and the commit as one canonical text, by which a repeat is recognised. Credit and
-    rewards, which have tables of their own, are in it as digests; empty lists are left out.
-    Raises Invalid for credit and rewards that could not be read again."""
+    """Compute outside the transaction, in which other writers wait: the columns of the credit, and
+    the commit as canonical text, which identifies a repeat. In it digests replace credit and
+    rewards, which have their own tables, and empty lists are omitted. Raises Invalid for invalid
+    credit and rewards."""
     limits.check_commit(commit)
     credits = [rows.credit_columns(credit) for credit in commit.credits]
     record = {name: value for name, value in msgspec.structs.asdict(commit).items() if value != []}
@@ -54,7 +53,7 @@ def prepare(commit: types.StepCommit) -> tuple[list[rows.Columns], str]:
 def commit_step(
     tx: Transaction, commit: types.StepCommit, credits: Sequence[rows.Columns], record: str
 ) -> None:
-    """`credits` and `record` are those of `prepare`."""
+    """Commit a step with the `credits` and the `record` of `prepare`."""
     row = find_run(tx.conn, commit.run, commit.epoch)
     done = tx.conn.execute(SQL["step"], (commit.run, commit.step)).fetchone()
     if done is not None and done["record"] == record:
@@ -83,11 +82,12 @@ def commit_step(
 def claim_groups(
     tx: Transaction, run: str, epoch: int, n: int, *, ordered: bool, last: bool
 ) -> list[str] | None:
-    """Ids, or none where fewer than `n` are settled and it is not the `last` look."""
+    """Claim groups and return their ids; None if fewer than `n` are settled, unless it is the
+    `last` try."""
     find_run(tx.conn, run, epoch)
     held = [row["id"] for row in tx.conn.execute(SQL["claimed_groups"], (run, n))]
     columns = {"run": run, "n": n, "until": None}
-    if ordered:  # those behind an open group are not looked at
+    if ordered:  # ignores groups after an open one
         columns["until"] = tx.conn.execute(SQL["last_of_first_groups"], columns).fetchone()["id"]
     columns["n"] = n - len(held)
     more = tx.conn.execute(SQL["settled_groups"], columns).fetchall()
@@ -117,8 +117,8 @@ def log(
 
 
 def find_run(conn: Connection, run: str, epoch: int | None = None) -> Any:
-    """The run's row, locked where an epoch is given. Raises NotFound for an unknown run, Fenced if
-    `epoch` is not the present one."""
+    """Return the run's row, locked if `epoch` is given. Raises NotFound for an unknown run, Fenced
+    if `epoch` is not the current one."""
     statement = SQL["run"] if epoch is None else SQL["lock_run"]
     row = conn.execute(statement, (run,)).fetchone()
     if row is None:
@@ -193,7 +193,7 @@ def _add_credits(
     if lost := next((row["id"] for row in credits if row["id"] not in calls), None):
         raise NotFound(
             f"Step {commit.step} of run {commit.run!r} has credit for transition {lost!r}, which "
-            "is no call of its groups."
+            "is not in its groups."
         )
     step, seq = commit.step, {id: call["seq"] for id, call in calls.items()}
     columns = ({**row, "transition": seq[row["id"]], "step": step} for row in credits)
@@ -206,7 +206,7 @@ def _add_rewards(
     calls: Mapping[str, Any],
     groups: Mapping[str, str],
 ) -> None:
-    """Adds them after the rewards that the rollout's attempt has."""
+    """Add the commit's rewards after those of each rollout's attempt."""
     given: dict[str, list[types.Reward]] = {}
     for row in commit.rewards:
         given.setdefault(row.rollout, []).append(row.reward)
@@ -215,10 +215,10 @@ def _add_rewards(
     for rollout, rewards in given.items():
         where = f"Step {commit.step} of run {commit.run!r} has a reward for"
         if rollout not in members:
-            raise NotFound(f"{where} {rollout!r}, which none of its groups has.")
-        about = (r.target for r in rewards if r.scope is types.Scope.TRANSITION)
-        if lost := next((call for call in about if owners.get(str(call)) != rollout), None):
-            raise NotFound(f"{where} transition {lost!r}, which is no call of {rollout!r}.")
+            raise NotFound(f"{where} {rollout!r}, which is not in its groups.")
+        targets = (r.target for r in rewards if r.scope is types.Scope.TRANSITION)
+        if lost := next((call for call in targets if owners.get(str(call)) != rollout), None):
+            raise NotFound(f"{where} transition {lost!r}, which is not a call of {rollout!r}.")
         attempt, first = members[rollout]["attempt_id"], members[rollout]["rewards"]
         columns = (
             rows.reward_columns(reward, attempt, first + i, step=commit.step)

@@ -1,8 +1,8 @@
-"""The verbs of the store over an SQL database, the same for all.
+"""The verbs of the store, common to all SQL databases.
 
-Owns: the writer thread, the reader threads and the feed of this process. Always true: only the
-writer writes; a verb returns after its commit; readers see the last commit and are never blocked.
-One object may be used from several event loops and threads.
+Owns: the writer thread, the reader threads and the feed of this process. Invariant: only the writer
+writes; a verb returns after its commit; readers see the last commit and are never blocked. One
+object may be used from several event loops and threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Verb = Callable[Concatenate["SqlStore", P], Coroutine[Any, Any, T]]
 
 
 def _reading(query: Callable[Concatenate[Connection, P], T]) -> Verb[P, T]:
-    """The verb that runs a query on a reader thread."""
+    """Make a verb that runs a query on a reader thread."""
 
     async def read(self: SqlStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._readers.read(lambda conn: query(conn, *args, **kwargs))
@@ -40,7 +40,7 @@ def _reading(query: Callable[Concatenate[Connection, P], T]) -> Verb[P, T]:
 
 
 def _writing(change: Callable[Concatenate[Transaction, P], T]) -> Verb[P, T]:
-    """The verb that makes a change in a transaction of the writer."""
+    """Make a verb that applies a change in a transaction of the writer."""
 
     async def write(self: SqlStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._writer.post(lambda tx: change(tx, *args, **kwargs))
@@ -53,9 +53,9 @@ def _newest(conn: Connection) -> int:
 
 
 class SqlStore:
-    """See `agentrl.store.base.Store` for the verbs. `notify` is called with the topics of
-    every commit, `stop_listening` stops the thread that listens to other processes, `shrink` gives
-    free space back to the file system. Without a `session` the store is only read."""
+    """See `agentrl.store.base.Store` for the verbs. Calls `notify` with the topics of every commit;
+    `stop_listening` stops the thread that listens to other processes; `shrink` returns free space
+    to the file system. Without a `session` the store is read-only."""
 
     def __init__(
         self,
@@ -256,19 +256,19 @@ class SqlStore:
         return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
 
     async def vacuum(self) -> None:
-        await self._writer.post(lambda _: None)  # refused by a store that is only read
+        await self._writer.post(lambda _: None)  # raises Forbidden in a read-only store
         await asyncio.to_thread(self._shrink)
         await self.extend_leases()
 
     extend_leases = _writing(Transaction.extend_leases)
-    """After a time in which no runner could reach the store: every lease holds for a while, also
-    those that ran out and were given to nobody else. Called before the first claim."""
+    """Call after an outage, before the first claim: extends every lease, including expired ones
+    whose rollouts were not claimed again."""
 
     async def _until(
         self, topic: int, look: Callable[[Transaction, bool], T | None], timeout: float | None
     ) -> T:
-        """Calls `look` until it returns something: at every notification of the topic, when the
-        next lease runs out, and a `last` time at the deadline, when it must return something."""
+        """Call `look` until it returns a result: at every notification of the topic, when the next
+        lease expires, and a `last` time at the deadline, when it must return one."""
         left = _countdown(timeout)
         while True:
             last = left() == 0.0
@@ -276,7 +276,7 @@ class SqlStore:
 
             def verb(tx: Transaction, last: bool = last) -> tuple[T | None, float | None]:
                 if queue.expire_leases(tx):
-                    tx.settle_groups()  # for this look
+                    tx.settle_groups()  # makes them visible to `look`
                 found = look(tx, last)
                 return found, queue.next_expiry(tx) if found is None else None
 
@@ -288,6 +288,6 @@ class SqlStore:
 
 
 def _countdown(timeout: float | None) -> Callable[[], float | None]:
-    """Says how many seconds are left; None: no end."""
+    """Return a function with the remaining seconds, or None without a timeout."""
     end = None if timeout is None else time.monotonic() + timeout
     return lambda: None if end is None else max(0.0, end - time.monotonic())

@@ -1,7 +1,7 @@
-"""Traces: transitions, spans and rewards of attempts. Verbs, called by the writer.
+"""Verbs of traces: transitions, spans and rewards of attempts, called by the writer.
 
-Always true: nothing is changed once written; what came from an attempt that was no longer live is
-marked late; a transition's parents are earlier transitions of its own attempt.
+Invariant: rows are immutable; rows of an attempt that was no longer live are marked late; the
+parents of a transition are earlier transitions of the same attempt.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from agentrl.store.writer import Transaction
 
 SQL = load_sql("traces")
 RUNNING = types.AttemptState.RUNNING
-FIRST_GIVEN = 2**29  # position of rewards that did not come with an outcome or a step
+FIRST_GIVEN = 2**29  # lowest position of rewards of `add_rewards`
 
 
 def prepare(transition: types.Transition) -> PreparedTransition:
-    """Raises Invalid for what could not be stored or trained on."""
+    """Validate and encode a transition. Raises Invalid if it cannot be stored or trained on."""
     limits.check_transition(transition)
     columns, prompt = rows.transition_columns(transition), rows.to_blob(transition.prompt)
     what, answer = f"of transition {transition.id}", columns["answer"]
@@ -46,8 +46,11 @@ def prepare(transition: types.Transition) -> PreparedTransition:
 def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> list[bool]:
     attempts = sorted({call.attempt for call in calls})
     locked = _locked(tx, attempts)
-    tree = TokenTree(tx.conn, attempts, [call.columns["id"] for call in calls])
-    found = _live_or_late(tx, attempts, locked)
+    cached, ids = tx.known.take(attempts), [call.columns["id"] for call in calls]
+    tree = TokenTree(tx.conn, attempts, ids, cached, tx.time_if_known)
+    found = {attempt: (cached[attempt].run, False) for attempt in cached}
+    if unknown := [attempt for attempt in attempts if attempt not in cached]:
+        found |= _live_or_late(tx, unknown, locked)
     kept, changed = [], set()
     for call in calls:
         run, late = found[call.attempt]
@@ -61,8 +64,12 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
         kept.append(not (late if known is None else known))
     tree.write()
     for attempt in attempts:
+        run, late = found[attempt]
         if attempt in changed:
-            tx.add_event(found[attempt][0], "attempt", attempt)
+            tx.add_event(run, "attempt", attempt)
+        if not late:
+            tree.calls[attempt].run = run
+            tx.seen[attempt] = tree.calls[attempt]
     return kept
 
 
@@ -76,8 +83,8 @@ def add_spans(tx: Transaction, spans: Sequence[types.Span]) -> None:
 
 
 def add_outcome(tx: Transaction, outcome: types.Outcome, *, late: bool) -> None:
-    """Rewards and spans that end an attempt. Raises Invalid for a reward of a call that the attempt
-    did not make, unless it is `late`: then it is kept for inspection."""
+    """Add the rewards and spans of an outcome. Raises Invalid for a reward of a call that the
+    attempt does not have, unless it is `late`: then it is stored for inspection."""
     if not late:
         _check_targets(tx.conn, outcome)
     spans = [rows.span_columns(span, late=late) for span in outcome.spans]
@@ -90,16 +97,17 @@ def add_outcome(tx: Transaction, outcome: types.Outcome, *, late: bool) -> None:
 
 
 def add_rewards(tx: Transaction, rewards: Sequence[types.StepReward]) -> None:
-    """Each at a position that follows from what it is about, behind those that came before it."""
+    """Add rewards at positions after those of outcomes and steps, determined by a hash of scope,
+    target, name and source, so that a repeat replaces the earlier one."""
     for reward, rollout in ((row.reward, row.rollout) for row in rewards):
         found = tx.conn.execute(SQL["rollout"], (rollout,)).fetchone()
         if found is None or found["attempt_id"] is None:
-            raise NotFound(f"There is no rollout {rollout!r} that was claimed.")
+            raise NotFound(f"Rollout {rollout!r} is unknown or was never claimed.")
         outcome = types.Outcome(attempt=found["attempt_id"], fence=0, rewards=[reward])
         limits.check_outcome(outcome)
         _check_targets(tx.conn, outcome)
-        about = repr((reward.scope, reward.target, reward.name, reward.source)).encode()
-        position = FIRST_GIVEN + int.from_bytes(digest(about)[:4]) % FIRST_GIVEN
+        key = repr((reward.scope, reward.target, reward.name, reward.source)).encode()
+        position = FIRST_GIVEN + int.from_bytes(digest(key)[:4]) % FIRST_GIVEN
         columns = rows.reward_columns(reward, outcome.attempt, position)
         tx.conn.execute(SQL["give_reward"], columns)
         tx.add_event(found["run_id"], "attempt", outcome.attempt)
@@ -109,7 +117,7 @@ def add_rewards(tx: Transaction, rewards: Sequence[types.StepReward]) -> None:
 
 
 def groups(conn: Connection, run: str, ids: Sequence[str]) -> list[types.Group]:
-    """Groups with everything that training needs."""
+    """Load groups with rollouts, rewards and transitions, for training."""
     found = []
     for id in ids:
         members = rollouts(conn, run, group=id)
@@ -149,7 +157,7 @@ def rollouts(
         given.append(SQL["rollouts_unsuccessful"])
     few = group is None and (step is not None or trained is not None or unsuccessful)
     if after is not None and conn.execute(SQL["rollout"], (after,)).fetchone() is None:
-        raise NotFound(f"There is no rollout {after!r} any more: begin with the first page.")
+        raise NotFound(f"Rollout {after!r} no longer exists: start again with the first page.")
     query = joined(
         SQL["rollouts"],
         *given,
@@ -181,7 +189,7 @@ def credits(conn: Connection, rollout: str) -> list[types.Credit]:
 def rewards(
     conn: Connection, attempts: Sequence[str], *, late: bool = False
 ) -> dict[str, list[types.Reward]]:
-    """By attempt: those that count, or those that came late."""
+    """Load rewards by attempt: either the regular or the late ones."""
     found: dict[str, list[types.Reward]] = {}
     columns = {"attempts": rows.to_json(attempts, "attempts"), "late": late}
     for row in conn.execute(SQL["rewards"], columns):
@@ -192,7 +200,7 @@ def rewards(
 def transitions(
     conn: Connection, attempts: Sequence[str], *, late: bool = False
 ) -> dict[str, list[types.Transition]]:
-    """By attempt: those that count, or those that came late."""
+    """Load transitions by attempt: either the regular or the late ones."""
     query = conn.execute(SQL["transitions"], (rows.to_json(attempts, "attempts"),))
     return rows.transitions(query.fetchall(), late=late)
 
@@ -211,11 +219,11 @@ def _locked(tx: Transaction, attempts: Sequence[str]) -> Cursor:
 def _live_or_late(
     tx: Transaction, attempts: Sequence[str], locked: Cursor
 ) -> dict[str, tuple[str, bool]]:
-    """By attempt: its run, and whether writes to it are late now."""
+    """Map each attempt to its run and whether writes to it are late now."""
     known, now = {row["id"]: row for row in locked.fetchall()}, tx.now
     if lost := [id for id in attempts if id not in known]:
         raise NotFound(f"There is no attempt {lost[0]!r} in this store.")
-    found = ((id, known[id]) for id in attempts)  # in their order, as their events are
+    found = ((id, known[id]) for id in attempts)  # the order of their events
     return {
         id: (row["run_id"], row["state"] != RUNNING or row["lease_until"] <= now)
         for id, row in found
@@ -229,6 +237,6 @@ def _check_targets(conn: Connection, outcome: types.Outcome) -> None:
         row = conn.execute(SQL["known"], (id,)).fetchone()
         if row is None or row["attempt_id"] != outcome.attempt:
             raise Invalid(
-                f"Attempt {outcome.attempt} has no transition {id!r}, which a reward is about: "
-                "name one of its own."
+                f"Attempt {outcome.attempt} has no transition {id!r}, the target of a reward: name "
+                "one of its own."
             )

@@ -1,33 +1,33 @@
-"""The token tree: every call stores what no earlier call of its attempt has.
+"""The token tree: every call stores only tokens and messages that no earlier call of its attempt
+has.
 
-Always true: whoever makes a `TokenTree` has locked its attempts, so nobody else adds to them; what
-it needs of the stored calls is asked for at once, and waited for when the first call is looked at.
-Calls that came late hang below late ones only, and the others below others: those that count may
-pass to another attempt without them.
+Invariant: the creator of a `TokenTree` has locked its attempts, so nobody else adds to them. The
+stored calls of an attempt are either remembered, which the database checks, or asked for at the
+start and awaited at the first use. Late calls have only late parents, regular calls only regular
+ones: these may move to another attempt without the late.
 """
 
 from __future__ import annotations
 
 from bisect import insort_left
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, NamedTuple
 
 from agentrl.errors import Conflict
 from agentrl.store import rows
-from agentrl.store.database import WritingConnection, load_sql
+from agentrl.store.database import Cursor, WritingConnection, load_sql
 from agentrl.store.rows import digest
 
 SQL = load_sql("traces")
-Tree = tuple[str, bool]  # an attempt, and whether its calls came late
+KNOWN = 20_000  # calls that a process remembers, about a kilobyte each
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTransition:
-    """A transition with what can be computed before the transaction, during which other writers
+    """A transition with all that is computed outside the transaction, in which other writers
     wait."""
 
     columns: dict[str, Any]
@@ -42,7 +42,7 @@ class PreparedTransition:
 
 
 class TreeNode(NamedTuple):
-    """What identifies an earlier call whose tokens or messages another one may continue."""
+    """Length and digest of an earlier call's tokens or messages, which another may continue."""
 
     seq: int
     size: int  # bytes
@@ -50,7 +50,7 @@ class TreeNode(NamedTuple):
 
 
 def prefix_digests(data: bytes, sizes: Iterable[int]) -> dict[int, bytes]:
-    """Digest of `data[:size]` for every size that is not longer than it, in one pass."""
+    """Return the digest of `data[:size]` for every size up to its length, in one pass."""
     view, state, done = memoryview(data), blake2b(digest_size=16), 0
     found: dict[int, bytes] = {}
     for size in sorted(set(sizes)):
@@ -63,10 +63,10 @@ def prefix_digests(data: bytes, sizes: Iterable[int]) -> dict[int, bytes]:
 
 
 def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
-    """The first of `nodes` that is a prefix of `data`. They come longest first.
+    """Return the first of `nodes`, sorted by descending length, that is a prefix of `data`.
 
-    Nodes are read in growing batches: one node is enough in a linear conversation; with many
-    branches, `data` is hashed only a few times."""
+    Nodes are checked in growing batches: a linear conversation needs only one; with many branches
+    `data` is hashed only a few times."""
     waiting, some = iter(nodes), 1
     while batch := list(islice(waiting, some)):
         found = prefix_digests(data, [node.size for node in batch])
@@ -77,47 +77,123 @@ def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
     return None
 
 
+@dataclass(slots=True)
+class CallTree:
+    """The regular or the late calls of an attempt. Nodes are sorted: longest first, then latest."""
+
+    nodes: list[TreeNode] = field(default_factory=list)
+    chats: list[TreeNode] = field(default_factory=list)
+    answers: dict[tuple[int, bytes, bytes], int] = field(default_factory=dict)
+
+    def add(self, seq: int, columns: Mapping[str, Any]) -> None:
+        """Add a call that is later than all others."""
+        node = TreeNode(seq, columns["size"], columns["digest"])
+        chat = TreeNode(seq, columns["chat_size"], columns["chat_digest"])
+        for one, nodes in ((node, self.nodes), (chat, self.chats)):
+            if one.size:
+                insort_left(nodes, one, key=_shortness)
+        if chat.size and columns["answer_digest"] is not None:
+            self.answers[chat.size, chat.digest, columns["answer_digest"]] = seq
+
+    def heard(self, call: PreparedTransition) -> tuple[int | None, int]:
+        """Return the call whose messages this one repeats, and their number: agents resend the
+        whole conversation."""
+        parent = deepest_prefix(call.chat, _fitting(self.chats, call.chat))
+        if parent is None:
+            return None, 0
+        shared = call.chat[: parent.size].count(b"\n")
+        if shared < len(call.lines):
+            said = digest(call.lines[shared].encode())
+            answered = self.answers.get((parent.size, parent.digest, said))
+            if answered is not None:  # the next message is the answer to that call
+                return answered, shared + 1
+        return parent.seq, shared
+
+
+@dataclass(slots=True)
+class AttemptCalls:
+    """All calls of an attempt of a run."""
+
+    run: str = ""
+    late: dict[str, bool] = field(default_factory=dict)  # id -> whether the call is late
+    added: list[str] = field(default_factory=list)  # ids of added calls, with `seq` -1, -2, ...
+    trees: tuple[CallTree, CallTree] = field(default_factory=lambda: (CallTree(), CallTree()))
+
+
+class KnownAttempts:
+    """A cache of the calls of attempts that this process claimed or added to, so that a write does
+    not fetch them again. It is valid while no other process adds to an attempt; `check_known`
+    verifies this in the transaction that uses it. Entries are taken out for a transaction, and
+    returned only when it has committed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, AttemptCalls] = {}
+        self._calls = 0  # cached calls, plus one per attempt
+
+    def take(self, attempts: Iterable[str]) -> dict[str, AttemptCalls]:
+        taken = {id: self._known.pop(id) for id in attempts if id in self._known}
+        self._calls -= sum(len(calls.late) + 1 for calls in taken.values())
+        return taken
+
+    def keep(self, attempts: Mapping[str, AttemptCalls]) -> None:
+        self.take(attempts)
+        self._known |= attempts
+        self._calls += sum(len(calls.late) + 1 for calls in attempts.values())
+        while self._calls > KNOWN:
+            self.take([next(iter(self._known))])
+
+
 class TokenTree:
-    """The calls of some attempts, as one transaction finds them and adds to them. `ids` are those
-    of the calls to be added."""
+    """The calls of some attempts in one transaction, which adds to them. `known`: the remembered
+    calls of attempts, which are not fetched. `ids`: calls to add. `now`: the transaction's time, if
+    known without asking the database."""
 
     def __init__(
-        self, conn: WritingConnection, attempts: Sequence[str], ids: Sequence[str]
+        self,
+        conn: WritingConnection,
+        attempts: Sequence[str],
+        ids: Sequence[str],
+        known: Mapping[str, AttemptCalls],
+        now: float | None,
     ) -> None:
         self._conn = conn
-        columns = {"attempts": rows.to_json(attempts, "Attempts"), "ids": rows.to_json(ids, "Ids")}
-        self._asked = conn.ask(SQL["tree"], columns)
-        self._calls: dict[str, Tree] | None = None  # where each is, by id
-        self._nodes: dict[Tree, list[TreeNode]] = defaultdict(list)  # longest first, then latest
-        self._chats: dict[Tree, list[TreeNode]] = defaultdict(list)
-        self._answers: dict[tuple[Tree, int, bytes, bytes], int] = {}
-        self._rows: dict[str, rows.Columns] = {}  # of calls that are not stored yet, by id
-        self._new: list[str] = []  # ids of what was added here: `seq` -1, -2, ...
+        self.calls = {id: known.get(id) or AttemptCalls() for id in attempts}
+        self._others: dict[str, str] = {}  # id -> attempt of a stored call
+        self._rows: dict[str, rows.Columns] = {}  # id -> columns of a call not yet stored
+        self._asked: Cursor | None = None
+        if known:
+            sizes = [(id, len(calls.late)) for id, calls in known.items()]
+            conn.ask(SQL["check_known"], {"known": rows.to_json(sizes, "Attempts"), "now": now})
+        if unknown := [id for id in attempts if id not in known]:
+            columns = {"attempts": rows.to_json(unknown, "Attempts")}
+            self._asked = conn.ask(SQL["tree"], {**columns, "ids": rows.to_json(ids, "Ids")})
 
     def known_late(self, call: PreparedTransition) -> bool | None:
-        """Whether a call that is stored came late; None if it is not stored. Raises Conflict if it
-        is another attempt's."""
-        if self._calls is None:
-            self._calls = self._read()
-        attempt, late = self._calls.get(call.columns["id"], (call.attempt, None))
-        if attempt != call.attempt:
+        """Whether a stored call is late; None if it is not stored. Raises Conflict if its id is
+        another attempt's."""
+        if self._asked is not None:
+            self._read(self._asked)
+            self._asked = None
+        id = call.columns["id"]
+        if self._others.get(id, call.attempt) != call.attempt:
             raise Conflict(
-                f"Transition {call.columns['id']} is one of attempt {attempt}, not of "
-                f"{call.attempt}: give each call an id of its own."
+                f"Transition {id} belongs to attempt {self._others[id]}, not to {call.attempt}: "
+                "give each call an id of its own."
             )
-        return late
+        return self.calls[call.attempt].late.get(id)
 
     def add(self, call: PreparedTransition, *, late: bool) -> None:
-        """Adds a call that is not known, below its deepest prefix."""
-        if call.tools is not None:  # the same in most calls of a run: stored once, by content
+        """Add a new call below its longest stored prefix."""
+        if call.tools is not None:  # equal in most calls of a run: stored once, by content
             self._conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
-        tree = call.attempt, late
-        parent = deepest_prefix(call.prompt, _fitting(self._nodes[tree], call.prompt))
-        chat, shared = self._heard(call, tree)
+        calls, id = self.calls[call.attempt], call.columns["id"]
+        tree = calls.trees[late]
+        parent = deepest_prefix(call.prompt, _fitting(tree.nodes, call.prompt))
+        chat, shared = tree.heard(call)
         columns = {
             **call.columns,
-            **self._link("parent", parent.seq if parent else None),
-            **self._link("chat_parent", chat),
+            **_link(calls, "parent", parent.seq if parent else None),
+            **_link(calls, "chat_parent", chat),
             "prompt": call.prompt[parent.size if parent else 0 :],
             "chat_shared": shared,
             "messages": f"[{','.join(call.lines[shared:])}]",
@@ -125,62 +201,29 @@ class TokenTree:
         }
         if columns["parent_id"] in self._rows or columns["chat_parent_id"] in self._rows:
             self.write()
-        self._rows[columns["id"]] = columns
-        self._remember(call, tree)
+        self._rows[id], self._others[id] = columns, call.attempt
+        calls.late[id] = late
+        calls.added.append(id)
+        tree.add(-len(calls.added), columns)
 
     def write(self) -> None:
-        """Stores what was added. Calls that continue each other are of different statements."""
+        """Store added calls. A call and its parent must not be in the same statement."""
         self._conn.executemany(SQL["add_transition"], self._rows.values())
         self._rows = {}
 
-    def _read(self) -> dict[str, Tree]:
-        calls = {}
-        for row in self._asked.fetchall():
-            tree, seq = (row["attempt_id"], bool(row["late"])), row["seq"]
-            calls[row["id"]] = tree
-            if row["size"]:
-                self._nodes[tree].append(TreeNode(seq, row["size"], row["digest"]))
-            if row["chat_size"]:
-                chat = TreeNode(seq, row["chat_size"], row["chat_digest"])
-                self._chats[tree].append(chat)
-                if row["answer_digest"] is not None:
-                    said = tree, chat.size, chat.digest, row["answer_digest"]
-                    self._answers[said] = max(self._answers.get(said, seq), seq)
-        for nodes in (*self._nodes.values(), *self._chats.values()):
-            nodes.sort(key=lambda node: (-node.size, -node.seq))
-        return calls
+    def _read(self, found: Cursor) -> None:
+        for row in sorted(found.fetchall(), key=lambda row: int(row["seq"])):
+            id, attempt, late = row["id"], row["attempt_id"], bool(row["late"])
+            self._others[id] = attempt
+            if (calls := self.calls.get(attempt)) is not None:
+                calls.late[id] = late
+                calls.trees[late].add(row["seq"], row)
 
-    def _heard(self, call: PreparedTransition, tree: Tree) -> tuple[int | None, int]:
-        """The call whose messages this one repeats, and how many: agents resend all of them."""
-        parent = deepest_prefix(call.chat, _fitting(self._chats[tree], call.chat))
-        if parent is None:
-            return None, 0
-        shared = call.chat[: parent.size].count(b"\n")
-        if shared < len(call.lines):
-            said = digest(call.lines[shared].encode())
-            answered = self._answers.get((tree, parent.size, parent.digest, said))
-            if answered is not None:  # the next message is the answer to that call
-                return answered, shared + 1
-        return parent.seq, shared
 
-    def _link(self, name: str, seq: int | None) -> dict[str, Any]:
-        if seq is None or seq >= 0:
-            return {name: seq, f"{name}_id": None}
-        return {name: None, f"{name}_id": self._new[-1 - seq]}
-
-    def _remember(self, call: PreparedTransition, tree: Tree) -> None:
-        assert self._calls is not None
-        columns = call.columns
-        self._calls[columns["id"]] = tree
-        self._new.append(columns["id"])
-        seq, answer = -len(self._new), columns["answer_digest"]
-        chat = TreeNode(seq, columns["chat_size"], columns["chat_digest"])
-        node = TreeNode(seq, columns["size"], columns["digest"])
-        for one, nodes in ((node, self._nodes[tree]), (chat, self._chats[tree])):
-            if one.size:
-                insort_left(nodes, one, key=_shortness)
-        if chat.size and answer is not None:
-            self._answers[tree, chat.size, chat.digest, answer] = seq
+def _link(calls: AttemptCalls, name: str, seq: int | None) -> dict[str, Any]:
+    if seq is None or seq >= 0:
+        return {name: seq, f"{name}_id": None}
+    return {name: None, f"{name}_id": calls.added[-1 - seq]}
 
 
 def _shortness(node: TreeNode) -> int:

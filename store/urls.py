@@ -1,4 +1,4 @@
-"""Store URLs: their schemes, and how to show or pass them on without their secrets."""
+"""Store URLs: their schemes, and their forms without secrets for display and for processes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ BEGINNING = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|:/{0,2}|//)")
 
 
 def scheme_of(url: str) -> str | None:
-    """The scheme of a store's URL; None for the path of a file.
+    """Return the scheme of a store's URL; None for a file path.
 
-    Raises Invalid for an unknown scheme, and for a misspelled URL, which is no path either, such as
-    `postgres//host/db`."""
+    Raises Invalid for an unknown scheme and for a misspelled URL such as `postgres//host/db`."""
     begins = BEGINNING.match(url)
     if begins is None:
         return None
@@ -37,11 +36,11 @@ def scheme_of(url: str) -> str | None:
         if near
         else "sqlite:///path, postgresql://host/database or http://host:port"
     )
-    raise Invalid(f"Store URL {split_password(url)[0]!r} is not understood: write it as {forms}.")
+    raise Invalid(f"Store URL {split_password(url)[0]!r} is invalid: write it as {forms}.")
 
 
 def split_password(url: str) -> tuple[str, str | None]:
-    """The URL without its password, and the password if it had one."""
+    """Return the URL without its password, and the password if it has one."""
     parts = urlsplit(url)
     address, password = parts.netloc, None
     user, at, host = address.rpartition("@")
@@ -62,7 +61,7 @@ def split_password(url: str) -> tuple[str, str | None]:
 
 
 def split_secret(url: str) -> tuple[str, dict[str, str]]:
-    """A store's URL without its password or key, and the environment variable that has it."""
+    """Return a store's URL without its password or key, and an environment variable with it."""
     scheme, _, _ = url.partition("://")
     if scheme in ("postgresql", "postgres"):
         public, password = split_password(url)

@@ -1,13 +1,13 @@
-"""The one writer of an open store: a thread that commits verbs in groups.
+"""The writer of an open store: a thread that commits verbs in groups.
 
-Owns: the store's only writing session in this process, and the queue of posted verbs. Always true:
-  * All verbs that wait are executed in one transaction; a verb's future resolves after the commit,
-    on the loop that posted it.
-  * A refused verb leaves nothing behind and does not affect the others: the transaction is rolled
-    back and run again, each verb in a savepoint. A verb may therefore run several times, and must
-    have no effect outside the transaction.
-  * Every posted verb is answered. An unforeseen error ends the writer, and is the answer to all
-    verbs that wait or come later.
+Owns: the store's only writing session in this process, and the queue of posted verbs. Invariants:
+  * All waiting verbs are executed in one transaction; a verb's future resolves after the commit, on
+    the loop that posted it.
+  * A refused verb stores nothing and does not affect the others: the transaction is rolled back and
+    run again, each verb in a savepoint. A verb may therefore run several times, and must have no
+    effect outside the transaction.
+  * Every posted verb gets a result or an error. An unexpected error ends the writer and is raised
+    for all waiting and later verbs.
   * After a time in which nobody could write (a vacuum, a failover) every lease is extended.
 """
 
@@ -30,16 +30,17 @@ import msgspec
 from agentrl.errors import Conflict, Forbidden, StoreError, Unavailable
 from agentrl.store.database import Session, WritingConnection, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, resolve
+from agentrl.store.tree import AttemptCalls, KnownAttempts
 from agentrl.types import Counts, Purpose
 
 SQL = load_sql("feed")
 REQUESTS = load_sql("requests")
 EXTEND_LEASES = load_sql("rollouts")["resume"]
-KEPT = 86_400.0  # seconds
+KEPT = 86_400.0  # seconds for which replies are stored
 STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may be too late
-GRACE = 10.0  # seconds that every lease holds after a stall: until waiting heartbeats are executed
-GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
-HASTE, LEISURE = 0.002, 0.05  # seconds between two notifications: of work to do, of other news
+GRACE = 10.0  # seconds by which leases are extended after a stall, for waiting heartbeats
+GROUP = 256  # verbs per transaction: bounds the time that other processes wait for the lock
+HASTE, LEISURE = 0.002, 0.05  # minimum seconds between notifications: of work, of other changes
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -47,14 +48,16 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class Transaction:
-    """What the verbs of a group see: the connection, the time, and a record of their changes. The
-    record is written once and last: so the rows that all writers share are locked for the shortest
-    time, in one order."""
+    """The transaction of a group of verbs: connection, time, and a record of their changes. The
+    record is written once, at the end: this locks the rows that all writers share for the shortest
+    time, in the same order."""
 
     conn: WritingConnection
-    time: Callable[[], float]
+    time: float | Callable[[], float]  # as returned by `Session.begin`
+    known: KnownAttempts
+    seen: dict[str, AttemptCalls] = field(default_factory=dict)  # by attempt, for `known`
     topics: int = 0
-    leases: Any = None  # when the first look at the queue has ended those that ran out
+    leases: Any = None  # summary of leases, set by the first query of the queue
     events: list[tuple[str, str, str]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)  # rollouts by run and group
@@ -62,34 +65,40 @@ class Transaction:
     @property
     def now(self) -> float:
         """Unix seconds."""
-        return self.time()
+        return self.time() if callable(self.time) else self.time
+
+    @property
+    def time_if_known(self) -> float | None:
+        """The time; None if that would wait for the database."""
+        return None if callable(self.time) else self.time
 
     def add_event(self, run: str, kind: str, id: str, topics: int = 0) -> None:
-        """Adds to the change feed; those who wait for one of the `topics` are woken."""
+        """Add an event to the change feed, and wake waiters of the `topics`."""
         self.events.append((run, kind, id))
         self.topics |= ANY | topics
 
     def add_counts(self, run: str, **change: int) -> None:
-        """Adds to the counters of a run, named as the fields of `Counts`."""
+        """Add to the counters of a run, named as the fields of `Counts`."""
         counts = self.counts[run]
         for name, more in change.items():
             counts[name] += more
 
     def extend_leases(self) -> None:
-        """Every lease holds for `GRACE` seconds: nobody could extend it. This revives those that
-        ran out and were given to nobody else."""
+        """Extend every lease to at least `GRACE` seconds, as nobody could renew it. This revives
+        expired leases whose rollouts were not claimed again."""
         self.conn.execute(EXTEND_LEASES, {"until": self.now + GRACE, "grace": GRACE})
 
     def add(self, other: Transaction) -> None:
-        """Adds the changes of another verb."""
+        """Add the changes of another verb."""
         self.topics |= other.topics
         self.events += other.events
         self.ended += other.ended
+        self.seen |= other.seen
         for run, change in other.counts.items():
             self.add_counts(run, **change)
 
     def settle_groups(self) -> None:
-        """Writes counters and ended rollouts: runs first, then groups, each in order of name."""
+        """Write counters and ended rollouts: runs first, then groups, each sorted by name."""
         self._write_counts()
         shrunk = [
             (run, group, self.conn.ask(SQL["shrink_group"], {"n": n, "group": group}))
@@ -105,7 +114,7 @@ class Transaction:
         self._write_counts()
 
     def write(self) -> None:
-        """Writes all changes, the feed last."""
+        """Write all changes, the feed last."""
         self.settle_groups()
         if self.events:
             self.conn.execute(SQL["add_events"], (msgspec.json.encode(self.events).decode(),))
@@ -121,8 +130,8 @@ WriteVerb = Callable[[Transaction], T]
 
 @dataclass(frozen=True, slots=True)
 class Bulk(Generic[Item, T]):
-    """A verb over a list that answers for each item: those of one group are one call. They are
-    concurrent, so nobody can tell their order."""
+    """A verb over a list with a result for each item; the writer merges the calls of a group. They
+    are concurrent, hence their order is arbitrary."""
 
     change: Callable[[Transaction, Sequence[Item]], list[T]]
     items: Sequence[Item]
@@ -140,27 +149,28 @@ class _Job:
 
 
 class Writer:
-    """Group commit. `notify(topics, told)` is called after every commit that changed something:
-    waiters of this process look at the `topics`, other processes at those `told`.
+    """Group commit. Calls `notify(topics, told)` after every commit with changes: `topics` for
+    waiters of this process, `told` for other processes.
 
-    Every other process wakes up for each notification, whether anybody waits there or not: with
-    eight that write calls one by one this cost more than writing. So those of a short time are one,
-    which comes at its end; the first after a silence comes at once."""
+    Each notification wakes every other process, whether it has waiters or not: with eight processes
+    that write calls one by one this cost more than writing. So notifications are merged for a short
+    time; the first after a pause is sent at once."""
 
     def __init__(self, name: str, session: Session, notify: Callable[[int, int], None]) -> None:
         self._name, self._session, self._notify = name, session, notify
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._lock = threading.Lock()  # a verb is only put while the writer can answer it
+        self._lock = threading.Lock()  # a verb is only queued while the writer can answer it
         self._closed = False
-        self._failure: Exception | None = None  # what ended the writer
-        self._stalled = False  # the transaction before
-        self._owed = 0  # topics of which other processes have not been told
-        self._told = -LEISURE  # when they were told, of the monotonic clock
+        self._failure: Exception | None = None  # the error that ended the writer
+        self._stalled = False  # the previous transaction took long
+        self._known = KnownAttempts()
+        self._owed = 0  # topics that other processes were not notified of yet
+        self._told = -LEISURE  # time of their last notification, monotonic clock
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
 
     def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
-        """From any running loop. The future resolves after the commit."""
+        """Queue a verb, from any running loop. The future resolves after the commit."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._closed:
@@ -171,7 +181,7 @@ class Writer:
         return future
 
     def close(self) -> None:
-        """Blocks until everything posted is committed."""
+        """Block until all posted verbs are committed."""
         with self._lock:
             self._closed = True
             self._jobs.put(None)
@@ -187,17 +197,18 @@ class Writer:
                 before = self._owed
                 topics = self._commit(jobs) if jobs else 0
                 _answer(jobs)
-                jobs = []  # they are answered, even if the notification fails
+                jobs = []  # already answered if the notification fails
                 told = (before | topics) & ~self._owed
                 if not told and self._owed and (not open_ or self._patience() <= 0.0):
                     told = self._tell()
                 if topics or told:
                     self._notify(topics, told)
-        except Exception as error:  # noqa: BLE001 - otherwise callers would wait for ever
+        except Exception as error:  # noqa: BLE001 - otherwise callers would wait forever
             self._fail(jobs, error)
 
     def _waiting(self) -> tuple[list[_Job], bool]:
-        """The next group of verbs, and whether more may come. None of them: others must be told."""
+        """Return the next group of verbs, and whether more may come. An empty group means that a
+        notification is due."""
         try:
             batch = [self._jobs.get(timeout=self._patience() if self._owed else None)]
         except Empty:
@@ -210,25 +221,25 @@ class Writer:
         return [job for job in batch if job is not None], batch[-1] is not None
 
     def _patience(self, more: int = 0) -> float:
-        """Seconds until other processes are told what is owed to them."""
+        """Return the seconds until other processes must be notified."""
         pause = HASTE if (self._owed | more) & (QUEUE | GROUPS) else LEISURE
         return max(0.0, self._told + pause - time.monotonic())
 
     def _tell(self) -> int:
-        """What other processes are told without a transaction that changes something."""
+        """Notify other processes outside a transaction with changes; return the topics."""
         told, self._owed, self._told = self._owed, 0, time.monotonic()
-        with suppress(*self._session.errors):  # they look now and again without being told
+        with suppress(*self._session.errors):  # they also poll occasionally
             self._session.tell(told)
         return told
 
     def _fail(self, jobs: list[_Job], error: Exception) -> None:
-        """Answers these verbs and all others that wait; later ones are refused."""
+        """Fail these verbs and all waiting ones; later ones are refused."""
         with self._lock:
             self._failure = error
             while not self._jobs.empty():
                 if (job := self._jobs.get()) is not None:
                     jobs.append(job)
-        self._session.close()  # ends the transaction, which would block other processes
+        self._session.close()  # ends the transaction, which blocks other processes
         for job in jobs:
             job.error = self._ended(error)
         _answer(jobs)
@@ -242,13 +253,13 @@ class Writer:
         return ended
 
     def _commit(self, jobs: list[_Job]) -> int:
-        """One transaction; returns the topics it touched. Errors go to the jobs."""
+        """Execute one transaction and return its topics. Errors are stored in the jobs."""
         since = time.monotonic()
         while True:
             try:
                 try:
                     return self._transact(jobs, self._run, since)
-                except Exception:  # noqa: BLE001 - raised again below, for its verb alone
+                except Exception:  # noqa: BLE001 - raised again below, only for its verb
                     self._session.rollback()
                     return self._transact(jobs, self._run_each_alone, since)
             except self._session.errors as error:
@@ -262,7 +273,7 @@ class Writer:
     def _transact(
         self, jobs: list[_Job], run: Callable[[list[_Job], Transaction], None], since: float
     ) -> int:
-        group = Transaction(self._session.conn, self._session.begin())
+        group = Transaction(self._session.conn, self._session.begin(), self._known)
         if self._stalled or time.monotonic() - since > STALL:
             group.extend_leases()
         run(jobs, group)
@@ -270,6 +281,7 @@ class Writer:
         owed = self._owed | group.topics
         now = bool(owed) and self._patience(owed) <= 0.0
         self._session.commit(owed if now else 0)
+        self._known.keep(group.seen)
         self._owed = 0 if now else owed
         self._told = time.monotonic() if now else self._told
         self._stalled = time.monotonic() - since > STALL
@@ -294,14 +306,14 @@ class Writer:
             self._run_alone(job, group)
 
     def _run_alone(self, job: _Job, group: Transaction) -> None:
-        """All of the verb or nothing, whether the others succeed or not."""
-        tx = Transaction(group.conn, group.time)
+        """Execute a verb atomically, independent of the others."""
+        tx = Transaction(group.conn, group.time, group.known)
         tx.conn.execute("savepoint verb")
         try:
             job.result = job.verb(tx)
             self._session.flush()
             group.add(tx)
-        except Exception as error:  # delivered to the caller
+        except Exception as error:  # raised to the caller
             with suppress(*self._session.errors):
                 self._session.flush()
             if not self._session.can_continue(error):
@@ -312,7 +324,7 @@ class Writer:
 
 
 class NoWriter(Writer):
-    """In place of the writer of a store that was opened for reading only."""
+    """The writer of a read-only store, which refuses all verbs."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -321,7 +333,7 @@ class NoWriter(Writer):
         raise Forbidden(f"Store {self._name} was opened for reading only: open it for writing.")
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
 def _answer(jobs: list[_Job]) -> None:
@@ -333,8 +345,8 @@ def _answer(jobs: list[_Job]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class IdempotentCall:
-    """`id` is the caller's; `digest` is of the arguments: another one means that the id was used
-    for another call."""
+    """`id`: chosen by the caller. `digest`: hash of the arguments; a different one means that the
+    id was used for another call."""
 
     id: str
     digest: str
@@ -344,15 +356,15 @@ CURRENT: ContextVar[IdempotentCall | None] = ContextVar("request", default=None)
 
 
 def start_call(request: IdempotentCall, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Executes a verb of a store as this request."""
+    """Execute a verb of a store as this request."""
     context = copy_context()
     context.run(CURRENT.set, request)
     return asyncio.get_running_loop().create_task(call, context=context)
 
 
 def answer_once(verb: WriteVerb[T], reply: type[T]) -> WriteVerb[T]:
-    """The verb, executed once for the present request, if there is one: a repeat gets the stored
-    answer. Raises Conflict for a request whose id was used with other arguments."""
+    """Wrap a verb to execute it only once for the current request, if there is one: a repeat gets
+    the stored reply. Raises Conflict if the request's id was used with other arguments."""
     request = CURRENT.get()
     if request is None:
         return verb

@@ -9,12 +9,12 @@ import click
 
 
 def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
-    """The callback of an option whose value is numbers with commas between; none: an empty list."""
+    """A click callback for an option with comma-separated numbers; no value: an empty list."""
 
     def read(_: click.Context, __: click.Parameter, value: str | None) -> list[Any]:
         try:
             return [kind(word) for word in value.split(",")] if value else []
         except ValueError:
-            raise click.BadParameter(f"{value!r}: write numbers with commas between") from None
+            raise click.BadParameter(f"{value!r}: write comma-separated numbers") from None
 
     return read

@@ -3,7 +3,7 @@ store, with results of the learning benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -45,7 +45,9 @@ async def advise(config: RunConfig) -> list[str]:
             f"{policy}: {len(batch.rollouts)} rollouts, {calls:.1f} calls each, "
             f"{repeated:.0%} of later states repeated, {len(batch.roles)} roles"
         )
-        for preset, why in advice(config, batch, calls, repeated):
+        suggestions = advice(config, batch, calls, repeated)
+        lines.append(f"  choice: {choice(suggestions)}")
+        for preset, why in suggestions:
             lines += [f"  {preset:<9} {why}", *measured(preset)]
     return lines
 
@@ -68,28 +70,40 @@ def agreement(batch: Batch, reward: str) -> float:
     return float((x * y).sum() / ((x * x).sum() * (y * y).sum()).sqrt())
 
 
-def advice(
-    config: RunConfig, batch: Batch, calls: float, repeated: float
-) -> Iterator[tuple[str, str]]:
-    """Presets with reasons."""
+def advice(config: RunConfig, batch: Batch, calls: float, repeated: float) -> list[tuple[str, str]]:
+    """Presets that fit, each with its reason, the best one first by the stored results; and
+    warnings, in whose place of a name stands "warning"."""
+    several = len(batch.roles) > 1
+    found = [
+        ("grpo+per-role", f"compares {name} within each role")
+        for name, x in batch.rewards.items()
+        if several and name.startswith("role:") and not x.isnan().all()
+    ]
     for name in batch.rewards:
         if name.startswith("transition:"):
             with_outcome = agreement(batch, name)
-            said = f"{name}, whose correlation with the outcome is {with_outcome:+.2f}"
+            about = f"{name}, whose correlation with the outcome is {with_outcome:+.2f}"
             if with_outcome < 0:
-                yield "warning", f"learning from {said}, would mislead: mend it first"
+                found.append(("warning", f"learning from {about}, would mislead: mend it first"))
             else:
                 gate = "" if with_outcome >= AGREES else " with gate = 'agree'"
-                yield "streams", f"mixes in {said}{gate}"
-    if len(batch.roles) > 1:
-        yield "dr-mas", "compares the calls of a role with each other"
+                found.append(("streams", f"mixes in {about}{gate}"))
     if calls > 1 and repeated >= RECURS:
-        yield "batch-td", "compares calls by the states that they led to"
+        found.append(("peers", "values states by the other rollouts that came to them"))
+        found.append(("batch-td", "compares calls by the values of the states that they led to"))
+    if several:
+        found.append(("dr-mas", "compares the calls of a role with each other"))
     if config.critic.model:
-        yield "turn-ppo", "values states by the run's critic"
+        found.append(("turn-ppo", "values states by the run's critic"))
     if config.algorithm.branching.kind != "none":
-        yield "vineppo", "values calls by the run's branches"
-    yield "grpo", "copies the outcome to all calls; needs nothing"
+        found.append(("vineppo", "values calls by the run's branches"))
+    found.append(("grpo", "copies the outcome to all calls; needs nothing"))
+    return found
+
+
+def choice(suggestions: Sequence[tuple[str, str]]) -> str:
+    """The preset that is recommended most."""
+    return next(preset for preset, _ in suggestions if preset != "warning")
 
 
 def measured(preset: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Commands about algorithms: their list, one of them, and the credit that it gave a rollout."""
+"""Commands about algorithms: list them, show one, explain the credit of a rollout."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ALL_STREAMS: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k", "e")
 
 
 def catalogue() -> list[str]:
-    """One line per preset and modifier: its name, first sentence, and the fields that it sets."""
+    """One line per preset and modifier: its name, docstring, and the fields that it sets."""
     lines = ["presets", *(_line(name, made) for name, made in sorted(presets.presets.items()))]
     lines.append("modifiers, of any preset")
     return lines + [_line(f"+{name}", made) for name, made in sorted(presets.modifiers.items())]
 
 
 def record(name: str) -> list[str]:
-    """The answers of one algorithm to each question, and its options with their defaults."""
+    """The components of an algorithm, and its options with their defaults."""
     algo = _built(name)
     supply = sorted(algo.needs) + (["v"] if algo.critic else []) + (["k"] if algo.symbols else [])
     answers = {
@@ -56,7 +56,7 @@ def record(name: str) -> list[str]:
 
 
 async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
-    """How the tokens of a rollout got their credit, from the data of its step in the store.
+    """Lines that explain the credit of a rollout's tokens, from the stored data of its step.
 
     Raises StoreError for an unknown rollout."""
     async with open_store(store_url, readonly=True) as store:
@@ -89,7 +89,7 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
                 lines.append(f"  step {step} was not its turn to learn")
                 continue
             if rollout not in explanation.batch.rollouts:
-                lines.append("  no call of it in this rollout is trained")
+                lines.append("  it has no trained call in this rollout")
                 continue
         spelt = _spelling(config, policy) if tokens else None
         lines += report(explanation, rollout, groups, tokens, spelt)
@@ -101,7 +101,7 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
 
 
 def _spelling(config: RunConfig, policy: str) -> Callable[[int], str] | None:
-    """The text of a token id by the policy's tokenizer; None where that is not on this machine."""
+    """A decoder of single token ids; None if the policy's tokenizer is not on this machine."""
     from transformers import AutoTokenizer
 
     name = team.view(config, policy).model_path()
@@ -115,8 +115,7 @@ def _spelling(config: RunConfig, policy: str) -> Callable[[int], str] | None:
 
 
 async def _groups(store: Store, rollout: Rollout) -> list[Group]:
-    """The groups that were trained in the same step as a rollout's or, if it is not trained, queued
-    in the same step."""
+    """The groups that were trained (or, if untrained, requested) in the rollout's step."""
     asked = rollout.step if rollout.trained is None else None
     rows = await store.rollouts(
         rollout.run, purpose=Purpose.TRAIN, step=asked, trained=rollout.trained
@@ -141,7 +140,7 @@ def _built(name: str) -> Algo:
 
 
 def _line(name: str, function: object) -> str:
-    """A preset with the fields that it sets besides credit; a modifier with those it changes."""
+    """A line for a preset with the fields that it sets, or for a modifier with those it changes."""
     modifier = name.startswith("+")
     host = presets.hosts[name[1:]] if modifier else ""
     algo = _built(host + name)

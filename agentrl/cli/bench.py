@@ -37,10 +37,10 @@ def bench(
     wanted = _named(presets, about.presets, "--presets")
     chosen = _named(tasks, about.tasks, "--tasks")
     pairs = [(t, p) for t in chosen for p in about.presets_of(t) if p in wanted]
-    known = sorted({seed for task in chosen for seed in about.seeds_of(task)})
+    known = sorted({seed for pair in pairs for seed in about.seeds_of(pair)})
     numbers = [int(seed) for seed in _named(seeds, map(str, known), "--seeds")]
     until = time.monotonic() + 60 * budget_minutes
-    for pieces in (plan.tuning(pairs), plan.reported(pairs, numbers)):
+    for pieces in (plan.tuning(chosen), plan.reported(pairs, numbers)):
         run_pieces(pieces, plan.done, results, until=until)
     click.echo(f"{len(plan.done)} results in {results}")
 

@@ -22,18 +22,18 @@ from agentrl.errors import ConfigError
 from agentrl.store import Store, open_store
 from agentrl.types import POLICY
 
-PAGE = 256  # items that are read at once
+PAGE = 256  # items per read
 Command = Callable[..., Any]
 version_of = click.option("--version", type=int, default=0, help="Default: the newest.")
 
 
 @click.group()
 def data() -> None:
-    """Make, look at and hand out data sets of a store."""
+    """Create, inspect and export data sets of a store."""
 
 
 def _with(*options: Command) -> Callable[[Callable[..., Awaitable[None]]], Command]:
-    """A command with these options, whose first parameter is the store of --store."""
+    """A decorator for a command with these options, whose function gets the store first."""
 
     def declare(work: Callable[..., Awaitable[None]]) -> Command:
         @wraps(work)
@@ -56,11 +56,11 @@ STORE = click.option("--store", "url", required=True, help="URL or file of the s
 MAKING = (
     click.option(
         "--test", type=click.FloatRange(0, 1), default=0.1, show_default=True,
-        help="Share of prompts whose items are held out.",
+        help="Fraction of prompts whose items are held out.",
     ),
     click.option(
         "--conflicts", type=click.Choice(["drop", "keep"]), default="drop", show_default=True,
-        help="Pairs that say the opposite of each other.",
+        help="What to do with pairs that contradict each other.",
     ),
 )  # fmt: skip
 
@@ -68,13 +68,13 @@ MAKING = (
 def _mining(*hows: str) -> tuple[Command, ...]:
     return (
         click.option("--how", type=click.Choice(hows), default=hows[0], show_default=True),
-        click.option("--run", required=True, help="Whose rollouts or sessions."),
+        click.option("--run", required=True, help="The run with the rollouts or sessions."),
         click.option("--reward", default="outcome", show_default=True),
-        click.option("--steps", type=(int, int), help="First and last, of the rollouts."),
-        click.option("--policy", default=POLICY, help="Or upstream, whose calls are judged."),
-        click.option("--since", type=click.DateTime(), help="When the first call was made."),
-        click.option("--least-version", default=0, help="Of the policy, in every call."),
-        click.option("--inexact", is_flag=True, help="Also calls whose tokens are not known."),
+        click.option("--steps", type=(int, int), help="First and last step of the rollouts."),
+        click.option("--policy", default=POLICY, help="Policy or upstream of the calls."),
+        click.option("--since", type=click.DateTime(), help="Earliest time of a call."),
+        click.option("--least-version", default=0, help="Oldest policy version of a call."),
+        click.option("--inexact", is_flag=True, help="Include calls without token ids."),
         click.argument("name"), *MAKING,
     )  # fmt: skip
 
@@ -82,25 +82,24 @@ def _mining(*hows: str) -> tuple[Command, ...]:
 @data.command("mine")
 @_with(
     *_mining("extremes", "all", "best-of", "expert", "branch", "turn", "correction"),
-    click.option("--least", default=0.0, help="Difference of rewards of a pair."),
-    click.option("--per-group", default=0, help="Pairs of a group at most; 0: all."),
+    click.option("--least", default=0.0, help="Smallest difference of rewards in a pair."),
+    click.option("--per-group", default=0, help="Most pairs per group; 0: all."),
     click.option("--expert", default="", help="With --how expert: the run with better rollouts."),
 )
 async def mine_command(store: Store, **given: Any) -> None:
-    """Make data set NAME of pairs of a run's rollouts, or of their calls."""
+    """Create data set NAME with pairs of a run's rollouts, or of their calls."""
     if bool(given["expert"]) != (given["how"] == "expert"):
-        raise click.UsageError("--expert RUN goes with --how expert, and with no other")
+        raise click.UsageError("--expert RUN goes with --how expert, and with nothing else")
     await _mine(store, **given)
 
 
 @data.command("label")
 @_with(
     *_mining("label", "mc", "demonstration"),
-    click.option("--threshold", default=0.5, help="The reward from which on a rollout is good."),
+    click.option("--threshold", default=0.5, help="Smallest reward of a good rollout."),
 )
 async def label_command(store: Store, **given: Any) -> None:
-    """Make data set NAME of single rollouts: labelled by reward, call by call (mc), or the good
-    ones as demonstrations."""
+    """Create data set NAME with rollouts labelled by reward or by call (mc), or demonstrations."""
     await _mine(store, **given)
 
 
@@ -117,7 +116,7 @@ async def _mine(store: Store, name: str, test: float, conflicts: Any, **given: A
 @data.command("import")
 @_with(click.argument("source"), click.argument("name"), *MAKING)
 async def import_command(store: Store, name: str, source: str, test: float, conflicts: Any) -> None:
-    """Make data set NAME of SOURCE: file.jsonl, file.parquet or hf:OWNER/NAME[@REV][:SPLIT]."""
+    """Create data set NAME from SOURCE: file.jsonl, file.parquet or hf:OWNER/NAME[@REV][:SPLIT]."""
     made = await _draft(store, name, test, conflicts, {"source": source})
     for row in read_rows(source):
         add_row(made, row)
@@ -131,7 +130,7 @@ async def import_command(store: Store, name: str, source: str, test: float, conf
     click.option("--examples", default=3, show_default=True),
 )  # fmt: skip
 async def show(store: Store, name: str | None, version: int, examples: int) -> None:
-    """List the data sets of a store, or say what is in NAME: kinds, gaps, lengths, examples."""
+    """List the data sets of a store, or describe NAME: kinds, margins, lengths, examples."""
     if name is None:
         for one in await store.datasets():
             state = one.digest or "unfinished"
@@ -146,8 +145,8 @@ async def show(store: Store, name: str | None, version: int, examples: int) -> N
         low, middle, high = quantiles(margins, n=4)
         click.echo(f"margins: quartiles {low:g}, {middle:g}, {high:g}")
     if pairs := [item for item in items[:PAGE] if item.rejected]:
-        share = await _longer(store, pairs)
-        click.echo(f"the better side is the longer one in {share:.0%} of pairs")
+        fraction = await _longer(store, pairs)
+        click.echo(f"the better side is the longer one in {fraction:.0%} of pairs")
     for row in await export_rows(store, items[:examples]):
         shown = {key: value for key, value in row.items() if not key.endswith("_ids")}
         click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
@@ -156,7 +155,7 @@ async def show(store: Store, name: str | None, version: int, examples: int) -> N
 @data.command()
 @_with(click.argument("name"), version_of)
 async def freeze(store: Store, name: str, version: int) -> None:
-    """Copy the calls that NAME refers to, so that a prune may remove their rollouts."""
+    """Copy the calls of NAME's items, so that a prune may remove their rollouts."""
     found, items = await _items(store, name, version)
     for first in range(0, len(items), PAGE):
         digests = [side for item in items[first : first + PAGE] for side in item.sides]
@@ -169,7 +168,7 @@ async def freeze(store: Store, name: str, version: int) -> None:
 @data.command("export")
 @_with(click.argument("path", type=click.Path(path_type=Path)), click.argument("name"), version_of)
 async def export_command(store: Store, name: str, path: Path, version: int) -> None:
-    """Write NAME to PATH, .jsonl or .parquet, in the columns of TRL and with exact tokens."""
+    """Write NAME to PATH (.jsonl or .parquet) with TRL's columns and exact tokens."""
     _, items = await _items(store, name, version)
     write_rows(await export_rows(store, items), path)
     click.echo(f"{len(items)} items in {path}")
@@ -181,10 +180,10 @@ async def _draft(store: Store, name: str, test: float, conflicts: Any, spec: Any
 
 
 async def _commit(made: Draft) -> None:
-    """Say what is in a version, and what was left out."""
+    """Commit a version, and print its size and what was left out."""
     if not made.items:
         counted = ", ".join(f"{n} {what}" for what, n in made.counts.items() if n)
-        raise ConfigError(f"{made.name}: nothing to learn from was found ({counted or 'no rows'})")
+        raise ConfigError(f"{made.name}: found nothing to learn from ({counted or 'no rows'})")
     found = await made.commit()
     click.echo(f"{found.name} version {found.version}: {found.items} items, digest {found.digest}")
     for what, n in made.counts.most_common():
@@ -200,7 +199,7 @@ async def _items(store: Store, name: str, version: int) -> tuple[Dataset, list[I
 
 
 async def _longer(store: Store, pairs: list[Item]) -> float:
-    """The share of pairs whose better side is the longer one."""
+    """The fraction of pairs whose better side is the longer one."""
     sides = await store.sides([side for item in pairs for side in item.sides])
     sizes = {
         digest: sum(len(call.completion) or len(str(call.answer)) for call in calls)

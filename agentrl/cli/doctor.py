@@ -1,4 +1,4 @@
-"""`agentrl doctor`: what this machine and a run file lack, and how to get it."""
+"""`agentrl doctor`: problems of this machine and a run file, with their fixes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from agentrl.loading import load_tasks
 @click.argument("overrides", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(run_file: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Check this machine and, with RUN_FILE, all that a run of it would rely on.
+    """Check this machine and, with RUN_FILE, everything that its run would rely on.
 
-    Each line is ok, warn or fail, and says what to do. Exit code: 1 if a check failed."""
+    Each line is ok, warn or fail, with the fix. Exit code: 1 if a check failed."""
     findings = []
     for finding in examine(run_file, overrides):
         findings.append(finding._asdict())
@@ -42,7 +42,7 @@ def doctor(run_file: Path | None, overrides: tuple[str, ...], as_json: bool) -> 
 
 
 def examine(run_file: Path | None, overrides: tuple[str, ...] = ()) -> Iterator[Finding]:
-    """The findings, each as soon as it is known. What cannot be loaded is the last one."""
+    """Yield each finding as soon as it is known; a run file that cannot be loaded is the last."""
     try:
         config = load(run_file, overrides) if run_file else RunConfig()
         if run_file:
@@ -58,14 +58,14 @@ def examine(run_file: Path | None, overrides: tuple[str, ...] = ()) -> Iterator[
 
 
 def _examine_policy(config: RunConfig, folder: str) -> Iterator[Finding]:
-    """folder: for what is written, such as a model that `policy.build` has yet to make."""
+    """Check the run's policies. folder: for outputs, such as the model of `policy.build`."""
     from transformers.utils.logging import disable_progress_bar
 
     from agentrl.algorithms.train.load_policies import load_policies, policy_directory
     from agentrl.doctor import policy, proofs, templates
 
     disable_progress_bar()
-    config = replace(config, warmup=WarmupConfig())  # which changes no shape
+    config = replace(config, warmup=WarmupConfig())  # a warm-up changes no shape
     if config.policy.build and not Path(config.model_path() or "?").is_dir():
         config = replace(config, output=f"{folder}/run")
     for name in trained_policies(config):

@@ -1,4 +1,4 @@
-"""`agentrl export`: traces and models of a run, for other people's tools."""
+"""`agentrl export`: export traces and models of a run to other tools."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from agentrl.store.base import Store
 
 ROUTE = "/v1/traces"
-BATCH = 500  # spans in a request, unless one attempt has more
+BATCH = 500  # spans per request, unless one attempt has more
 TRIES = 6
 BACKOFF = 0.5  # seconds before the second try; doubles
-TRANSIENT = frozenset({429, 502, 503, 504})  # statuses that the OTLP specification tries again
+TRANSIENT = frozenset({429, 502, 503, 504})  # retryable statuses of the OTLP specification
 TIMEOUT = 30.0  # seconds of one request
 CARD = """---
 library_name: {kind}
@@ -36,7 +36,7 @@ Trained by reinforcement learning with agentrl.
 
 @click.group()
 def export() -> None:
-    """Hand traces and models to other tools."""
+    """Export traces and models to other tools."""
 
 
 @export.command()
@@ -44,13 +44,14 @@ def export() -> None:
 @click.option("--run", required=True, help="Name of the run.")
 @click.option("--rollout", "rollouts", multiple=True, help="Only this rollout; may be repeated.")
 @click.option("--to", "url", required=True, help="OTLP/HTTP endpoint, such as a Phoenix's URL.")
-@click.option("--header", "headers", multiple=True, help="KEY=VALUE to send along, such as a key.")
+@click.option("--header", "headers", multiple=True, help="KEY=VALUE to send, such as an API key.")
 def otlp(
     store: str, run: str, rollouts: tuple[str, ...], url: str, headers: tuple[str, ...]
 ) -> None:
-    """Send the attempts of a run as traces to Phoenix, Langfuse, Jaeger or any OTLP receiver.
+    """Send the last attempt of each rollout of a run as a trace to Phoenix, Langfuse, Jaeger or any
+    OTLP receiver.
 
-    Of each rollout its last attempt is sent; sending it again changes nothing, as ids stay."""
+    Sending twice changes nothing, because the ids stay the same."""
     pairs = {name: value for name, _, value in (header.partition("=") for header in headers)}
     if wrong := [header for header in headers if header.find("=") < 1]:
         raise ConfigError(f"--header {wrong[0]!r}: write it as KEY=VALUE")
@@ -63,13 +64,11 @@ def otlp(
 @click.option("--run", help="Name of a run, for its last committed checkpoint.")
 @click.option("--store", help="Store URL; default: the one in runs/<run>.")
 @click.option("--to", "directory", required=True, type=click.Path(path_type=Path))
-@click.option("--policy", help="Which one, of a run of several.")
-@click.option("--merge", is_flag=True, help="Add an adapter to its base: a model of its own.")
-@click.option("--base", default="", help="With --merge: where the base is now, if it has moved.")
-@click.option(
-    "--push", "repo", metavar="OWNER/NAME", help="Upload it to the Hugging Face hub, too."
-)
-@click.option("--private", is_flag=True, help="With --push: a new repository is not public.")
+@click.option("--policy", help="The policy, for a run with several.")
+@click.option("--merge", is_flag=True, help="Merge an adapter into its base model.")
+@click.option("--base", default="", help="With --merge: path of the base, if it has moved.")
+@click.option("--push", "repo", metavar="OWNER/NAME", help="Upload it to the Hugging Face hub too.")
+@click.option("--private", is_flag=True, help="With --push: make a new repository private.")
 def model(
     checkpoint: Path | None,
     run: str | None,
@@ -86,9 +85,9 @@ def model(
     from agentrl.algorithms.train.checkpoint import export_checkpoint
 
     if base and not merge:
-        raise click.UsageError("--base belongs to --merge")
+        raise click.UsageError("--base needs --merge")
     if private and not repo:
-        raise click.UsageError("--private belongs to --push")
+        raise click.UsageError("--private needs --push")
     if (checkpoint is None) == (run is None):
         raise click.UsageError("give a checkpoint directory or --run")
     if run is not None:
@@ -106,8 +105,8 @@ def model(
 
 
 def push(directory: Path, repo: str, *, private: bool) -> str:
-    """Upload a model to a repository, made if it is not there, with the token of `hf auth login` or
-    HF_TOKEN; returns its address. Raises AgentRLError where the hub does not take it."""
+    """Upload a model to a repository, which is created if it is missing, with the token of `hf auth
+    login` or HF_TOKEN; returns its URL. Raises AgentRLError if the hub refuses."""
     import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
@@ -129,20 +128,21 @@ def push(directory: Path, repo: str, *, private: bool) -> str:
 
 
 def _of_policy(checkpoint: Path, policy: str | None) -> Path:
-    """Where in a checkpoint a policy is. Raises ConfigError for one it does not have, and where
-    there are several to choose from."""
+    """The directory of a policy in a checkpoint. Raises ConfigError for an unknown policy, or if
+    `policy` is None and there are several."""
     held = sorted(path.parent.name for path in checkpoint.glob("*/tokenizer_config.json"))
     if policy is None and not held:
         return checkpoint
     if policy not in held:
-        hint = f"give --policy, one of {', '.join(held)}" if held else "leave --policy out"
+        hint = f"give --policy, one of {', '.join(held)}" if held else "remove --policy"
         what = f"{policy!r} is not in it" if policy else "it holds several policies"
         raise ConfigError(f"{checkpoint}: {what}; {hint}")
     return checkpoint / policy
 
 
 async def _last_checkpoint(store_url: str, run: str) -> Path:
-    """Beside the store's file, wherever that was moved, or in the folder that the run began in."""
+    """The last committed checkpoint of a run: next to the store's file, which may have been moved,
+    or in the run's original output folder."""
     from agentrl.store import open_store
 
     async with open_store(store_url, readonly=True) as store:
@@ -154,16 +154,16 @@ async def _last_checkpoint(store_url: str, run: str) -> Path:
         url = store.url
     scheme, _, file = url.partition(":///")
     output, name = Path(state.config["output"]), Path(state.checkpoint).name
-    places = [Path(file.partition("?")[0]).parent] if scheme == "sqlite" else []
-    found = (place / "checkpoints" / name for place in (*places, output))
-    return next((place for place in found if place.is_dir()), output / state.checkpoint)
+    folders = [Path(file.partition("?")[0]).parent] if scheme == "sqlite" else []
+    found = (folder / "checkpoints" / name for folder in (*folders, output))
+    return next((path for path in found if path.is_dir()), output / state.checkpoint)
 
 
 async def send(
     store_url: str, run: str, rollouts: Sequence[str], url: str, headers: Mapping[str, str]
 ) -> tuple[int, int]:
-    """Attempts and spans sent. Raises NotFound for an unknown run or rollout, Unavailable when the
-    receiver cannot be reached, AgentRLError when it refuses something."""
+    """Send traces; returns the numbers of attempts and spans. Raises NotFound for an unknown run or
+    rollout, Unavailable if the receiver is unreachable, AgentRLError if it refuses spans."""
     import httpx
 
     from agentrl import otlp as wire
@@ -221,7 +221,7 @@ async def _post(client: httpx.AsyncClient, url: str, body: bytes) -> None:
         wait = answer.headers.get("retry-after", "")
         pause = float(wait) if wait.isdigit() else pause
     raise Unavailable(
-        f"nothing takes traces at {url} ({failure}); start the receiver, and try again"
+        f"nothing receives traces at {url} ({failure}); start the receiver and try again"
     )
 
 
@@ -240,7 +240,7 @@ def _accept(answer: httpx.Response) -> None:
             response = trace_service_pb2.ExportTraceServiceResponse.FromString(answer.content)
         except DecodeError:
             raise AgentRLError(
-                f"{answer.url} answered what is no OTLP; is it the URL of an OTLP/HTTP receiver?"
+                f"{answer.url} did not answer with OTLP; is it the URL of an OTLP/HTTP receiver?"
             ) from None
         partial = response.partial_success
         if partial.rejected_spans:

@@ -1,4 +1,4 @@
-"""`agentrl gateway serve`: the gateway before a deployed agent."""
+"""`agentrl gateway serve`: the gateway in front of a deployed agent's model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ READ = {"name", "root", "output", "store", "runner", "upstreams", "roles", "role
 
 @click.group()
 def gateway() -> None:
-    """The model's API before an agent that is in use."""
+    """Serve the model API of a deployed agent."""
 
 
 @gateway.command()
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 def serve(run_file: Path, overrides: tuple[str, ...]) -> None:
-    """Answer an agent's calls by [upstreams] of RUN_FILE and record its sessions, until SIGTERM.
+    """Forward an agent's calls to [upstreams] of RUN_FILE and record its sessions, until SIGTERM.
 
-    People's feedback is posted to /v1/feedback; `agentrl data mine` makes data sets of both."""
+    Users' feedback is posted to /v1/feedback; `agentrl data mine` makes data sets of both."""
     from agentrl.runners.gateway.sessions import serve as serve_sessions
     from agentrl.trainer import hide_secrets
 
@@ -44,14 +44,15 @@ def serve(run_file: Path, overrides: tuple[str, ...]) -> None:
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError for settings that nothing reads, and for what nobody may be served."""
+    """Raises ConfigError for settings without effect, for missing or ambiguous upstreams, and for a
+    public address without a key."""
     plain, host = RunConfig(), config.runner.host
     unread = [t for t in RunConfig.__struct_fields__ if getattr(config, t) != getattr(plain, t)]
     if left := [f"[{table}]" for table in unread if table not in READ]:
-        raise ConfigError(f"{left[0]} means nothing to `agentrl gateway serve`; remove it")
+        raise ConfigError(f"{left[0]} has no effect on `agentrl gateway serve`; remove it")
     if replace(config.runner, host=plain.runner.host, port=0) != plain.runner:
-        raise ConfigError("[runner]: `agentrl gateway serve` reads host and port alone")
+        raise ConfigError("[runner]: `agentrl gateway serve` reads only host and port")
     if not config.upstreams or (len(config.upstreams) > 1 and not config.roles):
-        raise ConfigError("[upstreams.NAME] says who answers; of several, [roles] say which one")
+        raise ConfigError("set [upstreams.NAME], which answers; with several, set [roles] too")
     if not (is_loopback(host) or config.sessions.key_env):
         raise ConfigError(f"runner.host = {host!r}: anybody could call; set sessions.key_env")

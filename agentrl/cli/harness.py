@@ -11,12 +11,12 @@ import click
 
 @click.group()
 def harness() -> None:
-    """Coding harnesses that run as agents by `agent.harness`."""
+    """Coding harnesses for `agent.harness`."""
 
 
 @harness.command("list")
 def list_presets() -> None:
-    """Print the presets there are, the versions they were tested with and how to install them."""
+    """Print the presets, the versions they were tested with and how to install them."""
     from agentrl.runners.harnesses.preset import HARNESSES, load_preset
 
     for name in HARNESSES:
@@ -26,10 +26,10 @@ def list_presets() -> None:
 
 @harness.command("check")
 @click.argument("name")
-@click.option("--program", default="", help="Where its program is; default: looked up in PATH.")
+@click.option("--program", default="", help="Path of its program; default: searched in PATH.")
 def check_harness(name: str, program: str) -> None:
-    """Run the harness NAME, or your own preset, against a scripted model, and print what it calls,
-    sends and needs. The exit status is 1 where it could not be trained."""
+    """Run the harness NAME, or your own preset, against a scripted model, and print its calls, the
+    fields of its requests and its needs. The exit status is 1 if it could not be trained."""
     from agentrl.runners.harnesses.check import check
     from agentrl.runners.harnesses.preset import load_preset
 

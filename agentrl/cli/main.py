@@ -1,4 +1,4 @@
-"""The command line. Every error a user can cause is one sentence and exit code 2."""
+"""The command line. Every user error is one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ for command in (
 
 def _log_level(context: click.Context, option: click.Parameter, value: str | None) -> None:
     if value is not None:
-        os.environ[LOG_LEVEL] = value  # the processes of a run are started with it
+        os.environ[LOG_LEVEL] = value  # the processes of a run inherit it
 
 
 log_level = click.option(
@@ -65,10 +65,10 @@ log_level = click.option(
     type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
     callback=_log_level,
     expose_value=False,
-    help="Of the log files of a run's processes; default: INFO.",
+    help="Level of the log files of a run's processes; default: INFO.",
 )
-quiet = click.option("--quiet", "-q", is_flag=True, help="Show warnings and the result alone.")
-verbose = click.option("--verbose", "-v", is_flag=True, help="Show what the processes log, too.")
+quiet = click.option("--quiet", "-q", is_flag=True, help="Show only warnings and the result.")
+verbose = click.option("--verbose", "-v", is_flag=True, help="Also show the processes' logs.")
 
 
 def _console_level(*, quiet: bool, verbose: bool) -> int:
@@ -85,16 +85,14 @@ def _console_level(*, quiet: bool, verbose: bool) -> int:
 @log_level
 @click.option("--seed", type=int, help="Seed of model building, task order and sampling.")
 @click.option("--steps", type=int, help="Training steps.")
-@click.option("--fresh", is_flag=True, help="Delete what an earlier run of this name left.")
+@click.option("--fresh", is_flag=True, help="Delete the outputs of an earlier run of this name.")
 @click.option(
     "--from",
     "start",
     metavar="STEPS|PATH",
-    help="Go on from this checkpoint of the run; the steps after it are trained again.",
+    help="Resume from this checkpoint of the run; the steps after it are trained again.",
 )
-@click.option(
-    "--dry-run", is_flag=True, help="Check and print every setting and what the run needs."
-)
+@click.option("--dry-run", is_flag=True, help="Check and print all settings and the run's needs.")
 def train(
     run_file: Path,
     overrides: tuple[str, ...],
@@ -106,14 +104,14 @@ def train(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Train the agent of RUN_FILE, or continue where an earlier start was stopped.
+    """Train the agent of RUN_FILE, or resume a stopped run.
 
     OVERRIDES are settings such as `algorithm.lr=1e-4`."""
     level = _console_level(quiet=quiet, verbose=verbose)
     named = {"seed": seed, "steps": steps}
     extra = [f"{key}={value}" for key, value in named.items() if value is not None]
     if fresh and start:
-        raise click.UsageError("--fresh deletes every checkpoint: leave it or --from out")
+        raise click.UsageError("--fresh deletes every checkpoint: remove it or --from")
     config = load(run_file, [*overrides, *extra])
     if dry_run:
         show_settings(config)
@@ -133,17 +131,13 @@ def train(
 @cli.command("eval")
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.argument("rest", nargs=-1, metavar="[CHECKPOINT] [KEY=VALUE]...")
-@click.option("--tasks", help="Task file to score on; default: the run file's held-out tasks.")
+@click.option("--tasks", help="Task file; default: the run file's held-out tasks.")
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder of <component>.txt to play with; default: what `agentrl prompts` has found.",
+    help="Folder of <component>.txt to use; default: the result of `agentrl prompts`.",
 )
-@click.option(
-    "--samples",
-    type=click.IntRange(1),
-    help="Of each task, for pass@k: eval.samples.",
-)
+@click.option("--samples", type=click.IntRange(1), help="Rollouts per task: eval.samples, pass@k.")
 @quiet
 @verbose
 @log_level
@@ -158,7 +152,7 @@ def evaluate(
 ) -> None:
     """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE.
 
-    Of a RUN_FILE without a model of its own, score what its [upstreams] answer."""
+    For a RUN_FILE without a model of its own, score its [upstreams]."""
     from agentrl.evaluation import core as evaluation
 
     checkpoints = [Path(argument) for argument in rest if "=" not in argument]
@@ -175,9 +169,9 @@ def evaluate(
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option("--checkpoints", multiple=True, type=click.Path(path_type=Path), help="Repeatable.")
-@click.option("--every", type=click.IntRange(1), default=None, help="Of the run's, in steps.")
-@click.option("--games", type=click.IntRange(1), default=20, help="Of each against each other.")
-@click.option("--fresh", is_flag=True, help="Play again what has been played.")
+@click.option("--every", type=click.IntRange(1), help="Only the run's checkpoints every N steps.")
+@click.option("--games", type=click.IntRange(1), default=20, help="Games per pair.")
+@click.option("--fresh", is_flag=True, help="Play all games again.")
 @click.option("--json", "plain", is_flag=True, help="JSON instead of a table.")
 def crossplay(
     run_file: Path,
@@ -190,7 +184,7 @@ def crossplay(
 ) -> None:
     """Play checkpoints of RUN_FILE's policy, by default all on disk, against each other.
 
-    Prints the return of each against each, with seats swapped, and Elo ratings."""
+    Prints the mean return of each pair, with seats swapped, and Elo ratings."""
     from agentrl.evaluation import crossplay as commands
 
     config = load(run_file, overrides)
@@ -202,8 +196,10 @@ def crossplay(
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option("--role", "roles", multiple=True, help="Repeatable; default: each in turn.")
-@click.option("--with", "replacement", type=click.Path(path_type=Path), help="A checkpoint.")
-@click.option("--fresh", is_flag=True, help="Play again what has been played.")
+@click.option(
+    "--with", "replacement", type=click.Path(path_type=Path), help="Replace by this checkpoint."
+)
+@click.option("--fresh", is_flag=True, help="Play all games again.")
 @click.option("--json", "plain", is_flag=True, help="JSON instead of a table.")
 def ablate(
     run_file: Path,
@@ -213,7 +209,7 @@ def ablate(
     fresh: bool,
     plain: bool,
 ) -> None:
-    """Score RUN_FILE's team with one role played by the first version of its policy."""
+    """Score RUN_FILE's team with one role played by its untrained policy."""
     from agentrl.evaluation import ablation
     from agentrl.evaluation.core import as_json
 
@@ -223,7 +219,7 @@ def ablate(
 
 @cli.command()
 @click.argument("rollout")
-@click.option("--store", help="Store URL; default: the one of the run the rollout names.")
+@click.option("--store", help="Store URL; default: the store of the rollout's run.")
 def show(rollout: str, store: str | None) -> None:
     """Print the trace of ROLLOUT: every message, tool call, reward and failure."""
     from agentrl.telemetry.show import show_rollout
@@ -234,9 +230,9 @@ def show(rollout: str, store: str | None) -> None:
 @cli.command()
 @click.argument("rollout")
 @click.option("--tokens", is_flag=True, help="Every token instead of every call.")
-@click.option("--store", help="Store URL; default: the one of the run the rollout names.")
+@click.option("--store", help="Store URL; default: the store of the rollout's run.")
 def explain(rollout: str, tokens: bool, store: str | None) -> None:
-    """Print how the tokens of ROLLOUT got their numbers: from reward rows to psi."""
+    """Print how the credit of ROLLOUT's tokens was computed, from rewards to psi."""
     from agentrl.cli.algorithms import explain_rollout
 
     url = store or store_of(rollout)
@@ -245,11 +241,11 @@ def explain(rollout: str, tokens: bool, store: str | None) -> None:
 
 @cli.command()
 @click.argument("run")
-@click.option("--csv", "form", flag_value="csv", help="A line for each step.")
-@click.option("--json", "form", flag_value="json", help="A JSON object for each step.")
-@click.option("--store", help="Store URL; default: the one that `agentrl train` makes for RUN.")
+@click.option("--csv", "form", flag_value="csv", help="A line per step.")
+@click.option("--json", "form", flag_value="json", help="A JSON object per step.")
+@click.option("--store", help="Store URL; default: the store in runs/RUN.")
 def metrics(run: str, form: str | None, store: str | None) -> None:
-    """Print what the steps of RUN measured: the first and last of each, or all."""
+    """Print the metrics of RUN: the first and last value of each, or all."""
     from agentrl.cli import metrics as commands
 
     show = {"csv": commands.as_csv, "json": commands.as_json}.get(form or "", commands.table)
@@ -257,7 +253,7 @@ def metrics(run: str, form: str | None, store: str | None) -> None:
 
 
 @cli.group(invoke_without_command=True)
-@click.option("--for", "file", type=click.Path(path_type=Path), help="Those that fit this run.")
+@click.option("--for", "file", type=click.Path(path_type=Path), help="Only those for this run.")
 @click.pass_context
 def algorithms(context: click.Context, file: Path | None) -> None:
     """List the presets and modifiers of `algorithm.preset`."""
@@ -275,7 +271,7 @@ def algorithms(context: click.Context, file: Path | None) -> None:
 @algorithms.command("show")
 @click.argument("name")
 def show_algorithm(name: str) -> None:
-    """Print the record of NAME, such as gspo or grpo+tis, and its options."""
+    """Print the components and options of NAME, such as gspo or grpo+tis."""
     from agentrl.cli.algorithms import record
 
     click.echo("\n".join(record(name)))
@@ -283,7 +279,7 @@ def show_algorithm(name: str) -> None:
 
 @cli.group()
 def runner() -> None:
-    """The agents' side."""
+    """Processes that run agents."""
 
 
 @runner.command("start")
@@ -291,19 +287,18 @@ def runner() -> None:
 @click.option("--run", "run", required=True, help="Name of the run.")
 @click.option(
     "--key",
-    help="Key of a store over HTTP, of scope runner; better in the variable AGENTRL_STORE_KEY, for "
+    help="API key of a store over HTTP, with scope runner. Prefer the variable AGENTRL_STORE_KEY: "
     "every user of a machine can read its command lines.",
 )
 @click.option(
     "--root",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder of the agent's files here; default: where they are on the machine that trains.",
+    help="Folder of the agent's files here; default: the path on the machine that trains.",
 )
 @log_level
 def start_runner(store: str, run: str, key: str | None, root: Path | None) -> None:
-    """Run rollouts of a run until it has ended, or until SIGTERM, on any machine that reaches its
-    store and policy."""
-    own = PARENT not in os.environ  # else it is the front that knows when to stop
+    """Run rollouts until the run ends or SIGTERM, on a machine that reaches store and policy."""
+    own = PARENT not in os.environ  # otherwise the front decides when to stop
     die_with_parent()
     if key is not None:
         os.environ["AGENTRL_STORE_KEY"] = key
@@ -314,7 +309,7 @@ def start_runner(store: str, run: str, key: str | None, root: Path | None) -> No
 
 @cli.group(hidden=True)
 def algorithm() -> None:
-    """The learning side; `agentrl train` starts it."""
+    """The algorithm process; `agentrl train` starts it."""
 
 
 def _config(context: click.Context, option: click.Parameter, file: Path) -> RunConfig:
@@ -391,7 +386,7 @@ def main() -> None:
 
 
 def _print(result: RenderableType) -> None:
-    """A table fits the terminal; text is printed as it is."""
+    """Print text unchanged, and a table to fit the terminal."""
     if isinstance(result, str):
         click.echo(result, nl=result[-1:] not in ("", "\n"))
     else:

@@ -1,4 +1,4 @@
-"""`agentrl metrics`: what the steps of a run measured."""
+"""`agentrl metrics`: the metrics of a run's steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names(rows: list[StepRow]) -> list[str]:
 
 
 def table(rows: list[StepRow]) -> RenderableType:
-    """Every metric with its first and last value, and the steps of these."""
+    """Every metric with its first and last value and their steps."""
     found = Table("metric", title=f"{sum(row.committed for row in rows)} steps")
     found.title_justify = "left"
     for column in ("first", "step", "last", "step"):
@@ -42,7 +42,7 @@ def table(rows: list[StepRow]) -> RenderableType:
 
 
 def as_csv(rows: list[StepRow]) -> str:
-    """A line for each step and a column for each metric, empty where it is not known."""
+    """A line per step and a column per metric; unknown values are empty."""
     columns = names(rows)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -55,5 +55,5 @@ def as_csv(rows: list[StepRow]) -> str:
 
 
 def as_json(rows: list[StepRow]) -> str:
-    """A JSON object for each step, one to a line."""
+    """A line with a JSON object per step."""
     return "".join(msgspec.json.encode(row).decode() + "\n" for row in rows)

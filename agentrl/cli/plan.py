@@ -1,4 +1,4 @@
-"""`agentrl plan`: how far a run should sample ahead, predicted from what its parts take."""
+"""`agentrl plan`: predict the best `max_staleness` of a run from the durations of its parts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from agentrl.errors import ConfigError
 from agentrl.simulation import Simulation, Workload
 
 SIZES = {
-    "calls": (1.0, "Model calls of a rollout."),
-    "tokens": (None, "Tokens of a call's answer, mean."),
+    "calls": (1.0, "Mean number of model calls per rollout."),
+    "tokens": (None, "Mean number of completion tokens per call."),
     "token-sigma": (0.0, "Sigma of their lognormal distribution."),
-    "tool": (0.0, "Seconds of a tool between two calls, mean."),
+    "tool": (0.0, "Mean seconds of a tool between two calls."),
     "tool-sigma": (0.0, "Sigma of their lognormal distribution."),
     "decode": (None, "Seconds of one decode step of an engine."),
     "per-call": (0.0, "Seconds that each call adds to it."),
-    "prompt": (0.0, "Seconds to read what is new in a call's prompt."),
-    "update": (None, "Seconds of the learner for a step."),
+    "prompt": (0.0, "Seconds to prefill the new part of a call's prompt."),
+    "update": (None, "Seconds of the learner per step."),
     "publish": (0.0, "Seconds to send new weights to the engines."),
 }
 
@@ -46,9 +46,9 @@ def _sizes(command: Any) -> Any:
 def plan(
     run_file: Path, overrides: tuple[str, ...], engines: int, ahead: list[float], **sizes: float
 ) -> None:
-    """Predict how long a step of RUN_FILE takes by algorithm.max_staleness and overlap.
+    """Predict the step time of RUN_FILE for values of algorithm.max_staleness and overlap.
 
-    Simulates rollouts, engines and learner from what each takes; nothing is run."""
+    Simulates rollouts, engines and learner from the given durations; nothing is run."""
     config = load(run_file, overrides)
     algorithm, slots = config.algorithm, config.runner.processes * config.runner.concurrency
     for key in ("close_at", "group_deadline"):
@@ -80,6 +80,6 @@ def plan(
     if best.sampler_idle > best.learner_idle:
         idle, more = "sampler", "learner GPUs, or fewer engines"
     click.echo(
-        f"Best: max_staleness = {k:g}, overlap = {way!r}: the least that is within 5 % of the "
-        f"fastest. There the {idle} is idle more; {more} would use that."
+        f"Best: max_staleness = {k:g}, overlap = {way!r}, the smallest within 5 % of the fastest. "
+        f"There the {idle} is idle more; {more} would use that time."
     )

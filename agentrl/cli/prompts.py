@@ -1,4 +1,4 @@
-"""`agentrl prompts`: search for better texts, and find those of an agent."""
+"""`agentrl prompts`: search for better texts, and list those of an agent."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from agentrl.telemetry.console import console_level
 @click.command()
 @click.argument("run_file")
 @click.argument("overrides", nargs=-1)
-@click.option("--fresh", is_flag=True, help="Delete what an earlier search left.")
-@click.option("--quiet", "-q", is_flag=True, help="Show warnings and the result alone.")
-@click.option("--store", help="With find: store URL; default: the one that `agentrl train` makes.")
+@click.option("--fresh", is_flag=True, help="Delete the outputs of an earlier search.")
+@click.option("--quiet", "-q", is_flag=True, help="Show only warnings and the result.")
+@click.option("--store", help="With find: store URL; default: the store in runs/RUN.")
 def prompts(
     run_file: str, overrides: tuple[str, ...], fresh: bool, quiet: bool, store: str | None
 ) -> None:
-    """Search for better texts for the agent of RUN_FILE, or go on where a search was stopped.
+    """Search for better texts for the agent of RUN_FILE, or resume a stopped search.
 
-    `agentrl prompts find RUN` prints the texts that the calls of a run have, by role."""
+    `agentrl prompts find RUN` prints the prompt texts in the calls of a run, by role."""
     from agentrl.evaluation import prompts as commands
 
     if run_file == "find" and not Path("find").is_file():

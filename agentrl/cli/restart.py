@@ -1,6 +1,6 @@
-"""`agentrl train --from`: continue a run from one of its earlier checkpoints.
+"""`agentrl train --from`: resume a run from one of its earlier checkpoints.
 
-The store takes back the steps after it, so their groups are trained again.
+The store takes back the steps after the checkpoint, so their groups are trained again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from agentrl.types import RunState
 
 
 def go_back(config: RunConfig, start: str) -> None:
-    """Make the run's next step the one after `start`, a number of steps or a checkpoint's path.
+    """Take a run back to `start`, a number of steps or a checkpoint's path.
 
-    Raises ConfigError for a checkpoint that is not of this run and DamagedError for a damaged one,
-    with nothing changed."""
+    Changes nothing and raises ConfigError for a checkpoint of another run, DamagedError for a
+    damaged one."""
     run_blocking(_go_back(trainer.hide_secrets(config), start))
 
 
@@ -33,10 +33,11 @@ async def _go_back(config: RunConfig, start: str) -> None:
     async with open_store(config.store, create=False) as store:
         state = await store.run(config.name)
         if state is None:
-            raise ConfigError(f"--from {start}: run {config.name!r} has no steps yet; leave it out")
+            raise ConfigError(f"--from {start}: run {config.name!r} has no steps yet; remove it")
         await trainer.refuse_changes(store, config)
         found = None if start == "0" else _chosen(config, state, start)
-        state = await store.open_run(config.name, msgspec.to_builtins(config))  # fences who is live
+        # Fences a live algorithm process.
+        state = await store.open_run(config.name, msgspec.to_builtins(config))
         name = None if found is None else _kept(config, found, state.epoch)
         steps = found.steps if found else 0
         await store.rewind(config.name, state.epoch, steps, name)
@@ -51,8 +52,8 @@ def _chosen(config: RunConfig, state: RunState, start: str) -> SavedCheckpoint:
         if found is None:
             there = ", ".join(sorted({str(one.steps) for one in own})) or "none"
             raise ConfigError(
-                f"--from {start}: there is no checkpoint of {start} steps in {config.output}, which"
-                f" has those of {there}; choose one of them, or 0 for the start"
+                f"--from {start}: there is no checkpoint after {start} steps in {config.output},"
+                f" only after {there}; choose one of them, or 0 for the start"
             )
     else:
         found = checkpoint_at(Path(start))
@@ -61,15 +62,15 @@ def _chosen(config: RunConfig, state: RunState, start: str) -> SavedCheckpoint:
         raise ConfigError(f"--from {start}: it is a checkpoint of another run than {state.run!r}")
     if found.steps > state.step:
         raise ConfigError(
-            f"--from {start}: run {state.run!r} has {state.step} steps, and the checkpoint is of"
-            f" {found.steps}; choose an earlier one"
+            f"--from {start}: run {state.run!r} has {state.step} steps, but the checkpoint is from"
+            f" step {found.steps}; choose an earlier one"
         )
     digests.check(found.path)
     return found
 
 
 def _kept(config: RunConfig, found: SavedCheckpoint, epoch: int) -> str:
-    """Its name relative to the run's folder, into which a checkpoint from elsewhere is copied."""
+    """The checkpoint's name relative to the run's folder; copies one from elsewhere into it."""
     folder = Path(config.output, "checkpoints")
     if found.path.parent == folder.resolve():
         return f"checkpoints/{found.path.name}"

@@ -1,4 +1,4 @@
-"""`agentrl rm`: reward models from pairs and labels."""
+"""`agentrl rm`: train reward models on pairs and labels, and evaluate them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ plain = click.option("--json", "plain", is_flag=True, help="JSON instead of line
 
 @click.group()
 def rm() -> None:
-    """Reward models: train one on a data set, and see how good it is."""
+    """Reward models: train one on a data set, and evaluate it."""
 
 
 @rm.command()
@@ -48,9 +48,9 @@ def train(run_file: Path, overrides: tuple[str, ...], plain: bool) -> None:
 @click.option("--model", type=click.Path(path_type=Path), help="Default: the run's own.")
 @click.option(
     "--best-of", "sizes", callback=numbers(int),
-    help="Numbers with commas: best of n stored rollouts.",
+    help="Comma-separated values of n, for best of n stored rollouts.",
 )  # fmt: skip
-@click.option("--run", help="Whose rollouts; default: the run of RUN_FILE.")
+@click.option("--run", help="The run with these rollouts; default: the run of RUN_FILE.")
 @plain
 def evaluate(
     run_file: Path,
@@ -60,8 +60,8 @@ def evaluate(
     run: str | None,
     plain: bool,
 ) -> None:
-    """Print how well the reward model orders held-out items, and what the best of n stored
-    rollouts by its score is worth by the verifier."""
+    """Print the reward model's accuracy on held-out items, and the verifier's outcome of the best
+    of n stored rollouts by its score."""
     from agentrl.algorithms.learners.reward_training import preference_metrics
     from agentrl.algorithms.train import reward_model
 
@@ -87,7 +87,7 @@ def evaluate(
 def _config(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
     config = load(run_file, overrides)
     if not config.data.name:
-        raise ConfigError("data.name is missing: the data set to learn from, see `agentrl data`")
+        raise ConfigError("data.name is missing: name the data set to learn from (`agentrl data`)")
     return config
 
 

@@ -1,4 +1,4 @@
-"""Commands about run files: their JSON Schema, and a first one to change."""
+"""Commands about run files: print their JSON Schema, and write a first one."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ SECTIONS = {name: value for part in PARTS for name, value in vars(part).items()}
 
 @click.group()
 def config() -> None:
-    """The run file."""
+    """Commands about the run file."""
 
 
 @config.command("schema")
 def print_schema() -> None:
-    """Print the JSON Schema of the run file, by which editors check and complete it."""
+    """Print the JSON Schema of the run file, with which editors validate and complete it."""
     click.echo(msgspec.json.format(msgspec.json.encode(run_file_schema())).decode())
 
 
@@ -49,7 +49,7 @@ def print_schema() -> None:
 def init(folder: Path) -> None:
     """Write a commented run file with agent, tasks, verifier and a tiny model into FOLDER.
 
-    No file is overwritten."""
+    Overwrites no file."""
     present = [name for name in FILES if (folder / name).exists()]
     if present:
         raise ConfigError(f"{folder} has {', '.join(present)} already; name another folder")
@@ -63,8 +63,8 @@ def init(folder: Path) -> None:
 
 
 def show_settings(config: RunConfig) -> None:
-    """Print a run file with every setting and, as comments, the memory and time it needs. Raises
-    ConfigError for what does not go together."""
+    """Print a run file with every setting and, as comments, estimates of memory and time. Raises
+    ConfigError for settings that contradict each other."""
     lines: list[str] = []
     if find_spec("torch") and find_spec("transformers"):  # the extra `train`
         from agentrl.algorithms.train.build import group_requirements, load_algorithms
@@ -86,19 +86,17 @@ def _estimates(config: RunConfig) -> list[str]:
     views = (view(config, name) for name in trained_policies(config))
     for source, own in {each.model_path(): each for each in views}.items():
         if own.policy.build and not Path(source or "?").is_dir():
-            return ["memory and time are estimated as the run begins, when policy.build has run"]
+            return ["memory and time are estimated at the start of the run, after policy.build"]
         try:
             found += describe(own, source) if source else []
-        except (OSError, ValueError):  # it is of the hub
-            found.append(
-                f"memory and time of {source}: not known here; agentrl doctor asks the hub"
-            )
+        except (OSError, ValueError):  # it is on the hub
+            found.append(f"memory and time of {source} are unknown; agentrl doctor asks the hub")
     return found
 
 
 def run_file_schema() -> dict[str, Any]:
-    """A table with several kinds may leave out its tag, for the default kind, or have the tag of a
-    kind from outside the library."""
+    """The JSON Schema of the run file. A table with several kinds may omit its tag, for the default
+    kind, or have the tag of a kind from outside the library."""
     made, config = msgspec.json.schema(RunConfig), RunConfig()
     tables = (config.engine, config.learner, config.runner, config.selfplay)
     defaults = {*map(type, tables), rewards.RewardModelConfig}
@@ -121,13 +119,13 @@ def run_file_schema() -> dict[str, Any]:
         inner = [one.get("additionalProperties") for one in table["properties"].values()]
         for one in [*table["properties"].values(), *(one for one in inner if one)]:
             if isinstance(one, dict):
-                one.pop("discriminator", None)  # OpenAPI's, which does not know external kinds
+                one.pop("discriminator", None)  # OpenAPI's; it does not know external kinds
     return made
 
 
 def comments(section: type[msgspec.Struct]) -> dict[str, str]:
-    """What each setting of a class and its bases does: the comments above and beside its field, or
-    what the docstring says of the table that it is."""
+    """The description of each setting of a class and its bases: the comments above and beside its
+    field, or the first sentence of the docstring if it is a table."""
     config, found = section.__struct_config__, dict[str, str]()
     for base in section.__mro__:
         if base.__module__.startswith("agentrl.") and issubclass(base, msgspec.Struct):
@@ -146,5 +144,5 @@ def comments(section: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def _summary(table: type) -> str:
-    """The first sentence of its docstring."""
+    """The first sentence of a table's docstring."""
     return " ".join(inspect.cleandoc(table.__doc__ or "").split()).partition(". ")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""`agentrl store`: the command line of whoever keeps a store."""
+"""`agentrl store`: commands for the maintenance of a store."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 @click.group()
 def store() -> None:
-    """Serve, inspect and tidy a store."""
+    """Serve, inspect and maintain a store."""
 
 
 def age(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
-    """Seconds, from a number with a unit: 90s, 30m, 12h, 7d, 2w."""
+    """A click callback: seconds from a number with a unit, such as 90s, 30m, 12h, 7d or 2w."""
     if value is None:
         return None
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value)
@@ -42,19 +42,19 @@ def age(_: click.Context, __: click.Parameter, value: str | None) -> float | Non
 @store.command()
 @click.argument("url")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=7411, show_default=True, help="0 for any free one.")
+@click.option("--port", default=7411, show_default=True, help="0 for any free port.")
 @click.option(
     "--keys",
     "file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="File with a line for each key: admin:KEY, runner:KEY or reader:KEY, for one run only"
-    " runner@RUN:KEY or reader@RUN:KEY, with ;until=YYYY-MM-DD if it expires. Changes hold without"
-    " a restart.",
+    help="File with a line per key: admin:KEY, runner:KEY or reader:KEY; for one run only"
+    " runner@RUN:KEY or reader@RUN:KEY; with ;until=YYYY-MM-DD if it expires. Changes take effect"
+    " without a restart.",
 )
 @click.option("--max-body", default=64, show_default=True, help="MiB of one request.")
-@click.option("--keep-last", type=int, metavar="N", help="Prune every hour, but the last N steps.")
+@click.option("--keep-last", type=int, metavar="N", help="Prune hourly, keep the last N steps.")
 @click.option(
-    "--older-than", callback=age, metavar="AGE", help="Prune every hour what ended before 7d ago."
+    "--older-than", callback=age, metavar="AGE", help="Prune hourly what ended before AGE, as 7d."
 )
 def serve(
     url: str,
@@ -65,13 +65,13 @@ def serve(
     keep_last: int | None,
     older_than: float | None,
 ) -> None:
-    """Give the store at URL to other machines, over HTTP, until SIGTERM.
+    """Serve the store at URL to other machines over HTTP, until SIGTERM.
 
     Keys come from --keys or the variable AGENTRL_STORE_KEYS, never from the command line, which
-    every user of the machine can read. Without keys only this machine can be served. A key of
-    scope runner claims, records and ends rollouts; reader only reads; admin may do everything.
-    Clients open http://KEY@HOST:PORT, or http://HOST:PORT with the key in AGENTRL_STORE_KEY.
-    With --keep-last, --older-than or both, it prunes by itself, as `agentrl store prune` would."""
+    every user of the machine can read. Without keys only this machine is served. A key with scope
+    runner may claim, record and end rollouts; reader may only read; admin may do everything.
+    Clients open http://KEY@HOST:PORT, or http://HOST:PORT with the key in AGENTRL_STORE_KEY. With
+    --keep-last or --older-than, the server prunes like `agentrl store prune`."""
     try:
         from agentrl.store.http.keys import VARIABLE, KeyFile, Keys
         from agentrl.store.http.serve import Retention, run
@@ -79,7 +79,7 @@ def serve(
         raise ConfigError(f"{error.name} is missing: pip install 'agentrl[server]'") from None
 
     if url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url} is served already: give the URL of the store behind it")
+        raise ConfigError(f"{url} is a server already: give the URL of the store behind it")
     if file is not None:
         keys: Keys | KeyFile = KeyFile(file)
     else:
@@ -99,7 +99,7 @@ store_option = click.option(
 @store_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def stats(url: str | None, as_json: bool) -> None:
-    """Print how many rows of each table the store holds, and its size."""
+    """Print the number of rows in each table of the store, and its size."""
     url = url or only_store()
     found = asyncio.run(_with(url, lambda store: store.stats()))
     if as_json:
@@ -116,7 +116,7 @@ def stats(url: str | None, as_json: bool) -> None:
 @store.command()
 @store_option
 def vacuum(url: str | None) -> None:
-    """Give the space of what was pruned back to the file system. Writers wait for it."""
+    """Return the space of pruned rows to the file system. Writers wait for it."""
 
     async def tidy(store: Store) -> tuple[int, int]:
         before = await store.stats()
@@ -131,10 +131,10 @@ def vacuum(url: str | None) -> None:
 @click.argument("url")
 @click.argument("file", type=click.Path(path_type=Path))
 def backup(url: str, file: Path) -> None:
-    """Copy the store at URL, an SQLite file or a PostgreSQL database, to FILE while runs write."""
+    """Copy the store at URL, an SQLite file or a PostgreSQL database, to FILE; runs may be live."""
     scheme = scheme_of(url) or "sqlite"
     if file.exists() or scheme.startswith("http"):
-        raise StoreError(f"Name a new file, and the store behind a server: not {file}, {url}.")
+        raise StoreError(f"Name a new file and the store behind a server, not {file} and {url}.")
     if scheme == "sqlite":
         from agentrl.store.sqlite.connection import Location
 
@@ -151,19 +151,17 @@ def backup(url: str, file: Path) -> None:
 
 @store.command()
 @store_option
-@click.option("--run", help="Only this run; default: all of the store.")
-@click.option("--keep-last", type=int, metavar="N", help="Keep what the last N steps used.")
-@click.option(
-    "--older-than", callback=age, metavar="AGE", help="Keep what ended later than 7d ago."
-)
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--run", help="Only this run; default: the whole store.")
+@click.option("--keep-last", type=int, metavar="N", help="Keep traces of the last N steps.")
+@click.option("--older-than", callback=age, metavar="AGE", help="Keep what ended after AGE, as 7d.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 def prune(
     url: str | None, run: str | None, keep_last: int | None, older_than: float | None, dry_run: bool
 ) -> None:
-    """Remove the traces of trained groups and of evaluations that no step will read again.
+    """Remove traces of trained groups and evaluations that no step will read again.
 
-    With both limits, what either protects stays. Steps, metrics, checkpoints and whatever is not
-    trained yet always stay. The file shrinks with `agentrl store vacuum`."""
+    With both limits, traces that either of them keeps stay. Steps, metrics, checkpoints and
+    untrained groups always stay. `agentrl store vacuum` shrinks the file."""
 
     async def tidy(store: Store) -> Pruned:
         return await store.prune(

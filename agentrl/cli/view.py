@@ -1,4 +1,4 @@
-"""`agentrl view`: a browser window on the runs of a store, or one run as an HTML file."""
+"""`agentrl view`: the runs of a store in a browser, or one run as an HTML file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from agentrl.store import open_store
 
 @click.command()
 @click.argument("store", required=False)
-@click.option("--run", metavar="NAME", help="Begin at this run; also the one to export.")
+@click.option("--run", metavar="NAME", help="Run to open first, or to export.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=7412, show_default=True, help="0 for any free one.")
+@click.option("--port", default=7412, show_default=True, help="0 for any free port.")
 @click.option("--open", "browse", is_flag=True, help="Open the page in the browser.")
 @click.option(
     "--export",
@@ -29,7 +29,7 @@ from agentrl.store import open_store
 @click.option(
     "--rollouts", default="all", show_default=True, help="To export: all, failures or sample:N."
 )
-@click.option("--redact", default="", metavar="REGEX", help="Hide what matches in the export.")
+@click.option("--redact", default="", metavar="REGEX", help="Hide matches in the export.")
 def view(
     store: str | None,
     run: str | None,
@@ -40,18 +40,17 @@ def view(
     rollouts: str,
     redact: str,
 ) -> None:
-    """Show the runs of STORE, a URL or the path of a file, in the browser, while they train too.
+    """Show the runs of STORE, a URL or a file, in the browser, also during training.
 
-    STORE is by default the store of --run, else the only one below runs/. It is only read. Other
-    machines than this one are asked for a key: the variable AGENTRL_VIEW_KEY, or a new one, which
-    is part of the address that is printed."""
+    STORE defaults to the store of --run, else the only one below runs/. It is only read. Other
+    machines need a key: that of the variable AGENTRL_VIEW_KEY, or a new one in the printed URL."""
     try:
         from agentrl.view import export, server
     except ImportError as error:
         raise ConfigError(f"{error.name} is missing: pip install 'agentrl[view]'") from None
 
     if file is None and (rollouts != "all" or redact):
-        raise click.UsageError("--rollouts and --redact are about --export FILE")
+        raise click.UsageError("--rollouts and --redact need --export FILE")
     if store is None:
         own = Path("runs", run or "", "store.db")
         store = store_in(own.parent.resolve()) if run and own.exists() else only_store()

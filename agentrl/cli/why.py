@@ -1,4 +1,4 @@
-"""`agentrl why`: the likeliest reasons that a run does not learn."""
+"""`agentrl why`: the most likely reasons that a run does not learn."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from agentrl.config import store_of
 
 @click.command()
 @click.argument("run")
-@click.option("--store", help="Store URL; default: the one that `agentrl train` makes for RUN.")
+@click.option("--store", help="Store URL; default: the store in runs/RUN.")
 def why(run: str, store: str | None) -> None:
-    """Say why RUN does not learn: the likeliest reasons first, each with the setting to change."""
+    """Print why RUN does not learn: most likely reasons first, with the settings to change."""
     from agentrl.algorithms.diagnostics import why as rules
     from agentrl.store import open_store
 

@@ -1,7 +1,7 @@
-"""Settings: the run file as typed, checked values.
+"""Settings: the run file as typed, validated values.
 
-`schema` and `infrastructure` hold the tables, `validate` checks them together, `load` reads the
-file; other packages import from here.
+`schema` and `infrastructure` define the tables, `validate` checks combinations of settings, `load`
+reads the file; other packages import from here.
 """
 
 from agentrl.config.agents import AgentConfig as AgentConfig

@@ -1,7 +1,7 @@
-"""Values of `agent.env`: the store and files of a run hold only their names.
+"""Keep the values of `agent.env` out of a run's store and files, which contain only the names.
 
-The values are passed on in the environment, from the front to the runners that it starts; a runner
-elsewhere has them in its own. Settings without values stay the same when hidden again.
+The front passes the values to its runners in the environment; runners on other machines read them
+from their own. `without_values` is idempotent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VARIABLE = "AGENTRL_AGENT_ENV"  # JSON object of the values
 
 
 def without_values(config: RunConfig) -> RunConfig:
-    """The settings with empty values, which this process and its children can look up."""
+    """The settings with empty values; moves the values to this process's environment."""
     known = _known()
     values = {name: value for name, value in config.agent.env.items() if value or name not in known}
     if values:
@@ -26,14 +26,14 @@ def without_values(config: RunConfig) -> RunConfig:
 
 
 def with_values(config: RunConfig) -> RunConfig:
-    """The settings with the values. Raises ConfigError for a variable that has none here."""
+    """The settings with the values. Raises ConfigError for a variable without a value here."""
     given = {name: value for name, value in config.agent.env.items() if value}
     known = os.environ | _known() | given
     for name in config.agent.env:
         if name not in known:
             raise ConfigError(
-                f"agent.env: {name} has no value on this machine, as values are not kept in the"
-                " store; set it in the environment of the runner"
+                f"agent.env: {name} has no value on this machine, because the store does not keep"
+                " values; set it in the environment of the runner"
             )
     return _with(config, {name: known[name] for name in config.agent.env})
 

@@ -1,7 +1,7 @@
-"""The infrastructure settings: learner (trains), engine (serves the policy), runner (runs agents).
+"""Infrastructure settings: learner (trains), engine (serves the policy), runner (runs agents).
 
-A table of several kinds has one class per kind, named by its tag (`kind` or `executor`), with only
-the settings that this kind reads. Their base has those that all read.
+A table with several kinds has one class per kind, selected by its tag (`kind` or `executor`), with
+only the settings of this kind. Their base class has the settings of all kinds.
 """
 
 from __future__ import annotations
@@ -29,60 +29,60 @@ LEARNERS = ("torch", "verl")
 
 
 class VerlConfig(Section, frozen=True):
-    """Where verl's workers run, for `learner.kind = "verl"`."""
+    """Settings of verl's workers, for `learner.kind = "verl"`."""
 
-    address: str = ""  # of a Ray cluster; empty: one is started here
+    address: str = ""  # of a Ray cluster; empty: start one on this machine
     nodes: Count = 1  # machines of the cluster that train
-    gpus_per_node: Count = 1  # one worker on each
-    attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"  # sdpa: rows are padded
-    offload: bool = False  # weights and optimizer state to the host between calls
+    gpus_per_node: Count = 1  # one worker per GPU
+    attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"  # sdpa: pads rows
+    offload: bool = False  # move weights and optimizer state to the host between calls
     timeout: Seconds = 1800.0  # of one call: an update, or loading the model
-    # verl's own settings of its model, engine and optimizer, by part: any key that it knows and no
-    # setting of agentrl decides, such as engine = {ulysses_sequence_parallel_size = 2}.
+    # verl's own settings of its model, engine and optimizer, by part: any of its keys that no
+    # setting of agentrl determines, such as engine = {ulysses_sequence_parallel_size = 2}.
     options: dict[Literal["model", "engine", "optimizer"], dict[str, Any]] = {}
 
 
 class LearnerConfig(KindSection, frozen=True, tag_field="kind"):
     """Settings of every learner."""
 
-    token_budget: Count = 4096  # tokens forwarded at once; gradients of all are summed
+    token_budget: Count = 4096  # tokens per forward pass; gradients accumulate over passes
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
-    # Common prefixes of branches are computed once (trie) or again for each (rows). auto: trie, but
+    # Compute common prefixes of branches once (trie) or for each branch (rows). auto: trie, but
     # rows with verl
     packing: Literal["auto", "rows", "trie"] = "auto"
 
     @property
     def packed(self) -> Literal["rows", "trie"]:
-        """How models in the algorithm process pack their rows."""
+        """How models in the algorithm process pack rows."""
         return "trie" if self.packing == "auto" else self.packing
 
 
 class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
     """Training in the algorithm process."""
 
-    fp32_head: bool = False  # logits of a bfloat16 policy in float32
-    # of 8 bits: moments in a quarter of the memory, on CUDA
+    fp32_head: bool = False  # compute logits of a bfloat16 policy in float32
+    # 8-bit optimizers keep moments in a quarter of the memory; they need CUDA
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
-    threads: Natural = 0  # 0: all cores, or one where a measurement finds that faster
-    # The optimizer's state is in host memory between updates, and the GPU memory of the update is
-    # free for a policy server on the same GPU.
+    threads: Natural = 0  # 0: all cores, or one if a measurement shows that it is faster
+    # Keep the optimizer state in host memory between updates, and free the update's GPU memory for
+    # a policy server on the same GPU.
     offload: bool = False
 
     def __post_init__(self) -> None:
         if self.offload and self.optimizer == "paged_adamw8bit":
             raise ValueError(
-                "learner.offload: a paged optimizer moves its state itself; leave it out"
+                "learner.offload: a paged optimizer moves its state itself; remove learner.offload"
             )
 
 
 class VerlLearnerConfig(LearnerConfig, frozen=True, tag="verl"):
-    """Training by verl's workers, on many GPUs."""
+    """Training with verl's workers, on many GPUs."""
 
     verl: VerlConfig = VerlConfig()
 
 
 class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERNAL):
-    """A learner of the user's."""
+    """A custom learner."""
 
     factory: str  # "file.py:name", "package.module:name" or the name of an entry point
     options: dict[str, Any] = {}  # any keys, for the factory
@@ -97,23 +97,23 @@ OF_A_CHILD: tuple[tuple[str, object], ...] = (
 
 
 class VllmConfig(Section, frozen=True):
-    """A vLLM child process, or servers that run already, for `engine.kind = "vllm"`."""
+    """A vLLM child process or running vLLM servers, for `engine.kind = "vllm"`."""
 
-    urls: list[str] = []  # http://HOST:PORT of servers that run already; none: a child process
+    urls: list[str] = []  # http://HOST:PORT of running servers; none: start a child process
     key_env: str = ""  # environment variable with the API key of those servers, if they have one
-    start_timeout: Seconds = 300.0  # until it must answer
+    start_timeout: Seconds = 300.0  # for the start of a server
     timeout: Seconds = 60.0  # for calls in flight to end before an update, and for the update
-    # How new weights are transferred; auto: the fastest way that works here.
+    # How new weights are transferred; auto: the fastest method that works here.
     sync: Literal["auto", "adapter", "ipc", "nccl", "shared_memory", "reload"] = "auto"
-    max_adapters: Count = 8  # that a child serves at once, frozen ones too
-    # Share of the GPU's memory that a child takes; 0: what the learner leaves, by its model.
+    max_adapters: Count = 8  # adapters that a child serves at once, including frozen ones
+    # Fraction of the GPU's memory for a child; 0: what the learner leaves, estimated by model size.
     gpu_memory: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    # During updates a child frees its GPU memory. 1: its weights wait in host memory; 2: they are
-    # dropped and sent anew, which takes no host memory; 0: it keeps all.
+    # vLLM's sleep mode: free the child's GPU memory during updates. 1: keep its weights in host
+    # memory; 2: drop its weights and send them again, without host memory; 0: off.
     sleep: Literal[0, 1, 2] = 0
     tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, or 0.1 in bfloat16
-    tool_parser: str = "hermes"  # of vLLM, for the model's format of tool calls
-    arguments: list[str] = []  # more arguments of `vllm serve`
+    tool_parser: str = "hermes"  # vLLM's parser for the model's format of tool calls
+    arguments: list[str] = []  # additional arguments of `vllm serve`
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -122,41 +122,41 @@ class VllmConfig(Section, frozen=True):
         for name, default in OF_A_CHILD:
             if self.urls and getattr(self, name) != default:
                 raise ValueError(
-                    f"engine.vllm.{name} is for a vLLM child, and engine.vllm.urls are servers that"
-                    " run already; start those with it"
+                    f"engine.vllm.{name} is for a vLLM child, but engine.vllm.urls are servers that"
+                    " run already; set it when you start them"
                 )
 
 
 class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     """Settings of every policy server."""
 
-    host: str = "127.0.0.1"  # where it listens, and where runners call it
-    port: Port = 0  # 0: any free one
-    advertise: str = ""  # the address by which runners elsewhere call it, where that is not `host`
-    # Environment variable with the keys of which callers must send one, separated by spaces;
-    # runners send the first. Empty: anybody who can connect, which is then this machine alone.
+    host: str = "127.0.0.1"  # address on which it listens and at which runners call it
+    port: Port = 0  # 0: any free port
+    advertise: str = ""  # address for runners on other machines, if not `host`
+    # Environment variable with the API keys that callers may send, separated by spaces; runners
+    # send the first. Empty: no keys, which is allowed only on this machine's loopback address.
     key_env: str = ""
-    ssl_certfile: str = ""  # PEM, for https; SSL_CERT_FILE names its authority to the runners
-    ssl_keyfile: str = ""  # PEM, of the key of that certificate
+    ssl_certfile: str = ""  # PEM certificate for https; runners find its CA in SSL_CERT_FILE
+    ssl_keyfile: str = ""  # PEM key of that certificate
     max_batch: Count = 64  # calls decoded together
     max_context: Count = 2048  # tokens of prompt and completion
-    threads: Count = 1  # of the CPU that the embedded engine decodes with
-    # Keys and values of calls that run while their weights change, with algorithm.overlap =
-    # "in_flight". recompute: log-probs are exactly those of a version. keep: faster.
+    threads: Count = 1  # CPU threads of the embedded engine
+    # KV cache of calls that run during an update, with algorithm.overlap = "in_flight". recompute:
+    # log-probs are exactly those of one version. keep: faster.
     keys: Literal["recompute", "keep"] = "recompute"
 
     def __post_init__(self) -> None:
         if self.host in ("0.0.0.0", "::") and not self.advertise:
             raise ValueError(
-                f"engine.host = {self.host!r} listens everywhere and is no address that a runner "
-                "could call; set engine.advertise to this machine's"
+                f"engine.host = {self.host!r} listens on all interfaces and is not an address that "
+                "runners can call; set engine.advertise to this machine's address"
             )
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ValueError("engine.ssl_certfile and engine.ssl_keyfile belong together")
 
     @property
     def access(self) -> Access:
-        """Raises ConfigError where the environment lacks the key."""
+        """Keys and certificate. Raises ConfigError if the environment has no key."""
         keys = read_key(self.key_env, "engine.key_env", "the policy server's").split()
         return Access(tuple(keys), self.ssl_certfile, self.ssl_keyfile)
 
@@ -166,13 +166,13 @@ class EmbeddedEngineConfig(EngineConfig, frozen=True, tag="embedded"):
 
 
 class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
-    """vLLM beside the algorithm process."""
+    """A vLLM policy server."""
 
     vllm: VllmConfig = VllmConfig()
 
 
 class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL):
-    """A policy server of the user's."""
+    """A custom policy server."""
 
     factory: str  # "file.py:name", "package.module:name" or the name of an entry point
     options: dict[str, Any] = {}  # any keys, for the factory
@@ -184,30 +184,30 @@ Engine = EmbeddedEngineConfig | VllmEngineConfig | ExternalEngineConfig
 class PoolConfig(Section, frozen=True):
     """Warm processes, for `executor = "pool"`."""
 
-    processes: Natural = 0  # 0: one for each core
-    rollouts: Count = 1  # at a time in one process
-    recycle_after: Count = 1000  # rollouts of a process until it is replaced
-    recycle_mb: Natural = 0  # resident size after a rollout at which a process ends; 0: any
+    processes: Natural = 0  # 0: one per core
+    rollouts: Count = 1  # concurrent rollouts per process
+    recycle_after: Count = 1000  # rollouts after which a process is replaced
+    recycle_mb: Natural = 0  # resident size (MB) above which a process is replaced; 0: unlimited
     start: Literal["fork", "spawn"] = "fork"  # fork: import the agent once; spawn: in each process
 
 
 class ContainerConfig(Section, frozen=True):
     """A container for each rollout, for `executor = "container"`."""
 
-    image: str  # that holds the agent
-    network: str = ""  # of `docker run`; with "host" the gateway's loopback address is reached
-    options: list[str] = []  # more arguments of `docker run`
+    image: str  # image with the agent
+    network: str = ""  # of `docker run`; "host" gives access to the gateway's loopback address
+    options: list[str] = []  # additional arguments of `docker run`
     cli: str = "docker"  # or podman
 
 
 class KubernetesConfig(Section, frozen=True):
     """A Job for each rollout, for `executor = "kubernetes"`."""
 
-    image: str = ""  # that holds the agent; default: that of the template
+    image: str = ""  # image with the agent; default: the template's
     namespace: str = "default"  # of the Jobs
-    context: str = ""  # of the kubeconfig; default: its current one, or that of the own pod
-    template: str = ""  # YAML or JSON file of a Job to add to, relative to the run file
-    ttl: Natural = 300  # seconds a finished Job is kept
+    context: str = ""  # of the kubeconfig; default: the current one, or the runner's own pod
+    template: str = ""  # YAML or JSON file of a Job to start from, relative to the run file
+    ttl: Natural = 300  # seconds for which a finished Job is kept
 
 
 EXECUTORS = ("auto", "async", "threads", "pool", "command", "container", "kubernetes")
@@ -216,19 +216,19 @@ EXECUTORS = ("auto", "async", "threads", "pool", "command", "container", "kubern
 class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
     """Settings of runners with every executor. auto: command if the agent is one, else async."""
 
-    processes: Natural = 1  # 0: runners are started elsewhere
-    concurrency: Count = 64  # rollouts at a time in one process, of which agents run
-    prepare: Natural = 0  # more rollouts that are claimed, and whose workspaces are made, ahead
-    # Rollouts that are scored at a time beside those that run; should the runner die, the next one
-    # only scores them. 0: each is scored in the place in which it ran.
+    processes: Natural = 1  # 0: start none here
+    concurrency: Count = 64  # running rollouts per process
+    prepare: Natural = 0  # additional rollouts that are claimed early and whose workspaces are made
+    # Rollouts scored concurrently, in addition to the running ones; if the runner dies, another one
+    # only scores them. 0: a rollout keeps its slot of `concurrency` while it is scored.
     score: Natural = 0
-    lease: Seconds = 15.0  # without a heartbeat, until a rollout is given to another runner
+    lease: Seconds = 15.0  # without a heartbeat, after which another runner gets the rollout
     drain: NonNegative = 5.0  # seconds that rollouts have to finish when their runner is stopped
-    memory_mb: Natural = 0  # of one process (pool, command) or of all of a rollout; 0: no limit
-    host: str = "127.0.0.1"  # where the gateway listens
-    port: Port = 0  # of the gateway; 0: any free one
-    advertise: str = ""  # how a container or a job calls the gateway's host
-    framework_spans: bool = False  # record steps by OpenInference, with inputs and outputs: slower
+    memory_mb: Natural = 0  # of one process (pool, command) or of a whole rollout; 0: no limit
+    host: str = "127.0.0.1"  # address on which the gateway listens
+    port: Port = 0  # of the gateway; 0: any free port
+    advertise: str = ""  # address of the gateway's host for containers and Jobs
+    framework_spans: bool = False  # trace steps with OpenInference, inputs and outputs: slower
 
     @property
     def executor(self) -> str:
@@ -244,7 +244,7 @@ class ThreadsRunnerConfig(RunnerConfig, frozen=True, tag="threads"):
 
 
 class CommandRunnerConfig(RunnerConfig, frozen=True, tag="command"):
-    """`agent.command` runs as a process for each rollout."""
+    """`agent.command` runs in a process for each rollout."""
 
 
 class PoolRunnerConfig(RunnerConfig, frozen=True, tag="pool"):
@@ -256,7 +256,7 @@ class PoolRunnerConfig(RunnerConfig, frozen=True, tag="pool"):
 class ContainerRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag="container"):
     """The agent runs in a container for each rollout."""
 
-    container: ContainerConfig  # its image and how it is started
+    container: ContainerConfig  # image and options
 
 
 class KubernetesRunnerConfig(RunnerConfig, frozen=True, tag="kubernetes"):
@@ -266,7 +266,7 @@ class KubernetesRunnerConfig(RunnerConfig, frozen=True, tag="kubernetes"):
 
 
 class ExternalRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag=EXTERNAL):
-    """An executor of the user's."""
+    """A custom executor."""
 
     factory: str  # "file.py:name", "package.module:name" or the name of an entry point
     options: dict[str, Any] = {}  # any keys, for the factory
@@ -285,18 +285,18 @@ Runner = (
 
 
 class SessionsConfig(Section, frozen=True):
-    """What `agentrl gateway serve` records of a deployed agent."""
+    """How `agentrl gateway serve` records the sessions of a deployed agent."""
 
-    header: str = "x-session-id"  # names the session of a request, where it is sent
-    # Where it is not: the conversation that a request goes on with, or all requests of a key.
+    header: str = "x-session-id"  # request header with the id of the session
+    # Session of a request without the header: the conversation that it continues, or one per key.
     by: Literal["conversation", "key"] = "conversation"
-    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # share of sessions that are recorded
-    idle: Seconds = 1800.0  # without a call, until a session has ended
+    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # fraction of sessions to record
+    idle: Seconds = 1800.0  # without a call, after which a session ends
     timeout: Seconds = 600.0  # of one call
-    # Regular expressions; what they match is stored as [redacted], without the tokens of the call.
+    # Regular expressions. Matches are stored as [redacted], and such calls without their tokens.
     redact: list[str] = []
-    # Environment variable with the keys that callers may send, as a bearer token or x-api-key,
-    # separated by spaces. Empty: anybody who can connect, which is then this machine alone.
+    # Environment variable with the API keys that callers may send as a bearer token or x-api-key,
+    # separated by spaces. Empty: no keys, which is allowed only on this machine's loopback address.
     key_env: str = ""
 
     def __post_init__(self) -> None:

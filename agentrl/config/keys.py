@@ -1,4 +1,4 @@
-"""Keys of the run file: which of them a table has, and errors that name them."""
+"""Check the keys of run files against the tables, with errors that name the key."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from agentrl.errors import ConfigError, nearest
 
 Struct = type[msgspec.Struct]
 Structs = tuple[Struct, ...]
-PLUGINS = {"engine": "engines", "learner": "learners", "runner": "executors"}  # their kinds
+PLUGINS = {"engine": "engines", "learner": "learners", "runner": "executors"}  # table -> plugins
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, with dotted keys."""
+    """Nested tables as a single one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -32,11 +32,11 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def check_keys(
     section: Struct, data: Mapping[str, Any], *, source: str, prefix: str = "", stored: bool = False
 ) -> dict[str, Any]:
-    """The table in the form that its type reads: every table of several kinds names its kind, and
-    settings of other kinds are left out if they are at their defaults.
+    """The table in the form that msgspec can convert to `section`: adds the tags of kinds, and
+    removes settings of other kinds that have their default values.
 
-    stored: leave all of them out, because earlier versions stored them. Raises ConfigError for a
-    key that a table, or one inside it, does not have."""
+    stored: remove all settings of other kinds, which earlier versions stored. Raises ConfigError
+    for an unknown key in the table or a nested one."""
     return _Reader(source, stored).table((section,), data, prefix)
 
 
@@ -49,7 +49,7 @@ class _Reader:
         self.source, self.stored = source, stored
 
     def table(self, kinds: Structs, data: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """kinds: the type of the table, or one for each of its kinds, the default first."""
+        """kinds: the types of the table, one per kind, the default first."""
         section, table = self._choose(kinds, dict(data), path)
         types = field_types(section)
         for key, value in list(table.items()):
@@ -75,8 +75,8 @@ class _Reader:
     def _choose(
         self, kinds: Structs, data: dict[str, Any], path: str
     ) -> tuple[Struct, dict[str, Any]]:
-        """The type of a table of several kinds. The table of a kind's own settings may be left
-        out."""
+        """The type of a table, by its tag, and the table with that tag and with the optional table
+        of the kind's own settings."""
         field = kinds[0].__struct_config__.tag_field
         if field is None:
             return kinds[0], data
@@ -97,8 +97,8 @@ class _Reader:
     def _check_other(
         self, kinds: Structs, section: Struct, data: dict[str, Any], key: str, path: str
     ) -> None:
-        """Raises ConfigError for a key that a table does not have, unless it belongs to another of
-        its kinds and is at its default."""
+        """Raises ConfigError for a key that this kind of table does not have, unless the key
+        belongs to another kind and has its default value."""
         others = [kind for kind in kinds if key in field_types(kind)]
         if not others:
             where = f" in [{path.rstrip('.')}]" if path else ""
@@ -118,7 +118,7 @@ class _Reader:
 
 
 def _default_of(section: Struct, name: str) -> Any:
-    """The default of a field, as JSON has it; NODEFAULT where it must be set."""
+    """The default of a field as JSON; NODEFAULT for a required field."""
     field = next(field for field in msgspec.structs.fields(section) if field.name == name)
     if field.default_factory is not msgspec.NODEFAULT:
         return field.default_factory()
@@ -126,7 +126,7 @@ def _default_of(section: Struct, name: str) -> Any:
 
 
 def format_validation_error(message: str) -> str:
-    """A message of msgspec with the key as it is in the run file, and with the allowed words."""
+    """A message of msgspec with the run file's name of the key, and with the allowed values."""
     message = message.replace("$.role_rules", "$.roles.match")
     missing = re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.(.*)`)?", message)
     if missing is not None:
@@ -134,7 +134,7 @@ def format_validation_error(message: str) -> str:
     wrong = re.fullmatch(r"Invalid enum value '(.*)' - at `\$\.(.*)`", message, re.DOTALL)
     if wrong is None:
         return message.replace("`$.", "`").replace("`$`", "the top level")
-    kinds: list[Any] = [RunConfig]  # types of the key, found along its path
+    kinds: list[Any] = [RunConfig]  # possible types of the key, followed along its path
     for name, inner in re.findall(r"(\w+)(\[\.\.\.\])?", wrong[2]):
         tables = [field_types(struct) for kind in kinds for struct in _structs(kind)]
         kinds = [table[name] for table in tables if name in table]
@@ -144,6 +144,6 @@ def format_validation_error(message: str) -> str:
 
 
 def _structs(kind: Any) -> Structs:
-    """The struct that a type is, or those of a union."""
+    """The structs in a type, which may be a union."""
     every = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return tuple(one for one in every if isinstance(one, type) and issubclass(one, msgspec.Struct))

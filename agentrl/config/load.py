@@ -1,4 +1,4 @@
-"""The run file: TOML into typed settings. An unknown key is an error with its path."""
+"""Load run files: TOML to typed settings. An unknown key is an error with its path."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
-    """Typed settings from a mapping, with every path absolute."""
+    """Typed, validated settings from a mapping, with absolute paths."""
     roles = data.get("roles")
     if isinstance(roles, dict) and isinstance(rules := roles.get("match"), list):
         named = {role: player for role, player in roles.items() if role != "match"}
@@ -56,19 +56,18 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
 
 
 def store_in(output: Path) -> str:
-    """URL of the store in a run's output folder, where it is by default."""
+    """URL of the default store, in a run's output folder."""
     return f"sqlite:///{output / 'store.db'}"
 
 
 def store_of(name: str) -> str:
-    """URL of the store that `agentrl train` makes in the working directory for a run, by the run's
-    name or the id of one of its rollouts."""
+    """URL of a run's default store below the working directory. name: of the run or a rollout."""
     return store_in(Path("runs", name.split("/")[0]).resolve())
 
 
 def from_store(data: Mapping[str, Any]) -> RunConfig:
-    """The settings of a run in its store, also if an earlier version wrote them. Raises ConfigError
-    where this version cannot read them."""
+    """The settings of a run from its store, which an earlier version may have written. Raises
+    ConfigError if this version cannot read them."""
     try:
         return msgspec.convert(check_keys(RunConfig, data, source="store", stored=True), RunConfig)
     except msgspec.ValidationError as error:
@@ -103,7 +102,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
     ignored |= {"metrics", "max_empty_steps"}
-    # Each learner can continue from the other's checkpoint, on any number of GPUs.
+    # Each learner can resume from the other's checkpoint, on any number of GPUs.
     placement = ("learner.kind", "learner.packing", "learner.verl.")
     base = flatten({"learner": msgspec.to_builtins(TorchLearnerConfig())})
     before, after = (
@@ -120,7 +119,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def _by_relative_path(config: RunConfig) -> dict[str, Any]:
-    """The settings with dotted keys, and with paths in the output folder relative to that."""
+    """The settings with dotted keys, and with paths below the output folder relative to it."""
     values = flatten(msgspec.to_builtins(config))
     for key, value in values.items():
         if isinstance(value, str) and Path(value).is_relative_to(config.output):
@@ -135,7 +134,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string: no quoting on the command line
+        value = text  # a bare word is a string, so the command line needs no quotes
     *parents, last = key.split(".")
     table = data
     for parent in parents:
@@ -157,6 +156,6 @@ def _toml_value(value: object) -> str:
     if isinstance(value, dict):
         items = (f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items() if v is not None)
         return f"{{{', '.join(items)}}}"
-    if isinstance(value, str):  # of control characters JSON alone allows this one
+    if isinstance(value, str):  # JSON allows the control character U+007F, TOML does not
         return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
     return repr(value)

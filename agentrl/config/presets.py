@@ -1,7 +1,7 @@
-"""Names and options of the library's presets, which the front checks without loading torch.
+"""Names and options of the built-in presets, so the front can check them without torch.
 
-The algorithm process also checks the values of options. `presets.json` is written by
-`python -m tests.algorithms.presets.test_names`, and a test compares it with the presets.
+The algorithm process also checks the values of options. `python -m
+tests.algorithms.presets.test_names` writes `presets.json`; a test compares it with the presets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TABLE = Path(__file__).with_name("presets.json")
 
 
 class PresetNames(msgspec.Struct, frozen=True):
-    """Options by name."""
+    """The options of each preset and of each modifier."""
 
     presets: dict[str, list[str]]
     modifiers: dict[str, list[str]]
@@ -33,8 +33,8 @@ def preset_names() -> PresetNames:
 
 
 def check_presets(config: RunConfig) -> None:
-    """Raises ConfigError for an unknown preset, modifier or option of a policy that learns. Presets
-    from outside the library are checked where they are loaded."""
+    """Raises ConfigError for an unknown preset, modifier or option of a trained policy. Presets
+    from outside the library are checked when they are loaded."""
     for name in trained_policies(config) if config.steps else []:
         try:
             _check(view(config, name).algorithm)
@@ -60,7 +60,7 @@ def _check(algorithm: AlgorithmConfig) -> None:
 def split_preset(
     name: str, presets: Iterable[str], modifiers: Collection[str]
 ) -> tuple[str, list[str]]:
-    """The preset and the modifiers of "grpo+tis" or "mine.py:lenient+tis"; a preset's own name may
+    """Split "grpo+tis" or "mine.py:lenient+tis" into preset and modifiers; a preset's own name may
     contain "+". Raises ConfigError for an unknown modifier."""
     source, colon, rest = name.rpartition(":")
     own = [host for host in presets if f"{name}+".startswith(f"{host}+")]

@@ -1,4 +1,4 @@
-"""The table [prompts]: which texts of the agent a search rewrites, and what it may spend."""
+"""The table [prompts]: the agent's texts that a search rewrites, and the budget of the search."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from agentrl.types import PromptText
 
 
 class PromptComponent(Section, frozen=True):
-    """A text of the agent. It stands in the system or developer message of a role's calls, or in
-    the description of a tool that they offer."""
+    """A text of the agent in the system or developer message of a role's calls, or in the
+    description of one of their tools."""
 
-    file: str  # with the text, as the agent sends it
+    file: str  # file with the text as the agent sends it
     role: str = ""  # default: the component's name
-    tool: str = ""  # whose description the text is; default: none's
-    insert: bool = False  # the agent has no such text: it becomes a system message of its own
+    tool: str = ""  # the tool whose description the text is; default: a message
+    insert: bool = False  # the agent has no such text; add it as a system message
 
 
 class PromptsConfig(Section, frozen=True):
-    """A search for better texts by rollouts on tasks of `tasks.train`: `agentrl prompts`."""
+    """A search for better texts with rollouts on `tasks.train`: `agentrl prompts`."""
 
     components: dict[Name, str | PromptComponent] = {}  # a file, or a table; none: no search
     algorithm: Literal["gepa", "apo"] = "gepa"  # arXiv 2507.19457, arXiv 2305.03495
     reflector: str = ""  # the upstream or policy that proposes texts
-    budget: Count = 400  # rollouts of a search; held-out scores are not in it
-    max_reflection_tokens: Natural = 0  # 0: any number
-    max_seconds: NonNegative = 0.0  # 0: any time
-    validation: Count = 12  # tasks, the last of tasks.train, that choose between candidates
-    minibatch: Count = 3  # tasks whose traces a proposal is made from
-    proposals: Count = 1  # at a time
+    budget: Count = 400  # rollouts of a search, without held-out evaluations
+    max_reflection_tokens: Natural = 0  # 0: unlimited
+    max_seconds: NonNegative = 0.0  # 0: unlimited
+    validation: Count = 12  # tasks (the last of tasks.train) on which candidates are compared
+    minibatch: Count = 3  # tasks whose traces the reflector reads for a proposal
+    proposals: Count = 1  # concurrent proposals
     max_length: Count = 4000  # characters of a text
-    directory: str = ""  # of the texts to train and evaluate with; default: what a search found
-    perfect: float = 1.0  # a mean score at which the search ends
-    show: list[str] = []  # fields of a task that the reflector reads; it never sees others
-    # With `agentrl train`. off: train with the texts that `agentrl prompts` found. before: search,
-    # then train. alternate: search again after every so many steps, with the policy of that step.
+    directory: str = ""  # folder of the texts to use; default: the result of the search
+    perfect: float = 1.0  # mean score at which the search ends
+    show: list[str] = []  # fields of a task that the reflector may read
+    # For `agentrl train`. off: train with the texts that `agentrl prompts` found. before: search,
+    # then train. alternate: search again after every `every` steps, with the current policy.
     schedule: Literal["off", "before", "alternate"] = "off"
     every: Count = 50  # steps between two searches, with schedule = "alternate"
 
 
 def prompt_texts(config: Any, directory: Path | None = None) -> list[PromptText]:
-    """The components of a run with the texts of their files, or of those in `directory`. Raises
-    ConfigError for files that are missing or empty, and for texts that cannot be told apart."""
+    """The components of a run with the texts of their files, or of the files in `directory`. Raises
+    ConfigError for missing or empty files, and for texts of which one contains another."""
     found: list[PromptText] = []
     for name, given in config.prompts.components.items():
         own = PromptComponent(file=given) if isinstance(given, str) else given
@@ -56,14 +56,14 @@ def prompt_texts(config: Any, directory: Path | None = None) -> list[PromptText]
             if known in other.seed or other.seed in known:
                 raise ConfigError(
                     f"prompts.components.{name}: {other.component} has the same role {role!r}, and "
-                    "one text is in the other; make them one component"
+                    "one text contains the other; make them one component"
                 )
         found.append(PromptText(component=name, role=role, seed=known, text=text, tool=own.tool))
     return found
 
 
 def found_texts(config: Any) -> Path | None:
-    """The folder of texts that a search has left, or that the settings name, if there is one."""
+    """The folder of texts from the settings or from a search; None if it does not exist."""
     folder = Path(config.prompts.directory or Path(config.output, "prompts"))
     return folder if folder.is_dir() else None
 
@@ -77,11 +77,11 @@ def _text(name: str, file: Path) -> str:
 
 
 def problems(config: Any) -> Iterator[str]:
-    """What is wrong with [prompts] in a run's settings."""
+    """Error messages about [prompts] in a run's settings."""
     prompts: PromptsConfig = config.prompts
     if not prompts.components:
         if prompts != PromptsConfig():
-            yield "[prompts] is nothing without prompts.components, the texts that it rewrites"
+            yield "[prompts] has no effect without prompts.components, the texts that it rewrites"
         return
     known = {*config.upstreams, *(config.policies or {"policy"})}
     if prompts.reflector not in known:
@@ -92,15 +92,15 @@ def problems(config: Any) -> Iterator[str]:
     if prompts.algorithm == "apo" and prompts.proposals != 1:
         yield "prompts.proposals is for algorithm = 'gepa'; apo asks for a whole beam at a time"
     if prompts.schedule != "alternate" and prompts.every != PromptsConfig().every:
-        yield "prompts.every means nothing without prompts.schedule = 'alternate'"
+        yield "prompts.every has no effect without prompts.schedule = 'alternate'"
     if prompts.schedule == "alternate" and config.algorithm.max_staleness:
         yield (
-            "prompts.schedule = 'alternate' with algorithm.max_staleness: rollouts that are asked "
-            "for ahead would have the texts of before; leave one of them out"
+            "prompts.schedule = 'alternate' with algorithm.max_staleness: rollouts requested ahead "
+            "would use the previous texts; remove one of them"
         )
     least = prompts.validation + 3 * (prompts.minibatch + prompts.validation)
     if prompts.budget < least:
         yield (
-            f"prompts.budget = {prompts.budget} rollouts evaluate next to nothing; give at least "
+            f"prompts.budget = {prompts.budget} rollouts are too few to evaluate; give at least "
             f"{least}, validation + 3 x (minibatch + validation)"
         )

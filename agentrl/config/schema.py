@@ -1,8 +1,8 @@
-"""The tables of the run file: every setting with its type, its default and what it means.
+"""The tables of the run file: every setting with its type, its default and its meaning.
 
 Types refuse impossible numbers, `__post_init__` refuses contradictions within a table, and
-`validate` checks settings of several tables together. Settings that do not change what a run learns
-are in `infrastructure`.
+`validate` checks settings of several tables together. `infrastructure` has the settings that do not
+change what a run learns.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ MODEL_LR = 1e-5  # default learning rate of a critic that is a model of its own
 
 
 class TasksConfig(Section, frozen=True):
-    """Each is a "file.jsonl", a "file.py:name": an iterable of tasks, such as a data set, or a
-    function for one, or a data set of the hub, "hf:owner/name[/config][@revision][:split]",
-    whose column input, prompt, question, problem or instruction is the input."""
+    """Tasks, as "file.jsonl"; as "file.py:name", an iterable of tasks or a function that returns
+    one; or as a data set of the hub, "hf:owner/name[/config][@revision][:split]", whose column
+    input, prompt, question, problem or instruction is the input."""
 
-    train: str = ""  # that the policy learns from
-    heldout: str = ""  # that it is only scored on; 50 or more make a curve worth reading
-    # Of training: each task once an epoch, or drawn by its success rate, most often tasks that are
-    # solved half of the time. Outcomes must be from 0 to 1 for this.
+    train: str = ""  # tasks of training
+    heldout: str = ""  # tasks of evaluation; at least 50 for a meaningful curve
+    # shuffle: each training task once per epoch. difficulty: sample by success rate, most often
+    # tasks that are solved half of the time; outcomes must be from 0 to 1.
     order: Literal["shuffle", "difficulty"] = "shuffle"
-    # Mean outcome from which a task is drawn no more (ScaleRL, arXiv 2510.13786).
-    solved: Positive | None = None  # none: every task is drawn again
+    # Mean outcome at which a task is dropped (ScaleRL, arXiv 2510.13786).
+    solved: Positive | None = None  # none: never
 
 
 class VerifierConfig(Section, frozen=True):
-    """What scores rollouts."""
+    """The functions that score rollouts."""
 
     path: str = ""  # "file.py:name"
-    rewards: dict[str, str] = {}  # more rewards: name -> "file.py:name" or an entry point
+    rewards: dict[str, str] = {}  # additional rewards: name -> "file.py:name" or an entry point
 
 
 class LoraConfig(Section, frozen=True):
-    """Train a low-rank adapter instead of the model. The default scale is that of
-    thinkingmachines.ai/blog/lora, with which the best learning rate does not depend on the rank."""
+    """Train a low-rank adapter instead of the model. With the default scale, from
+    thinkingmachines.ai/blog/lora, the best learning rate does not depend on the rank."""
 
-    rank: Natural = 0  # 0: no adapter, all weights are trained
-    alpha: Positive = 32.0  # what the adapter adds is scaled by alpha / rank
+    rank: Natural = 0  # 0: no adapter, train all weights
+    alpha: Positive = 32.0  # the adapter's output is scaled by alpha / rank
     targets: list[str] = []  # names of linear layers, such as "q_proj"; default: all but the head
     adapter: str = ""  # directory of an adapter to start from; default: one that changes nothing
 
@@ -75,14 +75,14 @@ class PolicyConfig(Section, frozen=True):
     """The model to train: a Hugging Face checkpoint directory or hub name."""
 
     model: str = ""  # default with `build`: <output>/policy
-    build: str = ""  # "file.py:name": called as (directory, seed) to make `model` if it is absent
+    build: str = ""  # "file.py:name", called as (directory, seed) to create `model` if it is absent
     # of weights and computation; bfloat16 takes half the memory, on GPUs
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # Weights under an adapter (policy.lora) in 4 or 8 bits each, by bitsandbytes; none: in `dtype`.
+    # Quantize the weights under an adapter (policy.lora) with bitsandbytes; none: keep `dtype`.
     quantize: Literal["", "4bit", "8bit"] = ""
     device: str = "auto"  # "cpu", "cuda" or "cuda:1"; auto: the GPU if there is one
-    # Its chat template may leave out messages of some roles. adapt: they are sent in roles that it
-    # shows, and a call of which it would lose text is refused. as_sent: the template decides.
+    # A chat template may drop messages of some roles. adapt: give them roles that the template
+    # renders, and refuse a call whose text would still be lost. as_sent: leave it to the template.
     messages: Literal["adapt", "as_sent"] = "adapt"
     lora: LoraConfig = LoraConfig()
 
@@ -90,75 +90,76 @@ class PolicyConfig(Section, frozen=True):
 class WarmupConfig(Section, frozen=True):
     """Supervised fine-tuning of all weights of the policy before the run's first step."""
 
-    data: str = ""  # "file.jsonl" or "file.py:name": {"messages": [...], "tools": [...]}; none: no
+    # "file.jsonl" or "file.py:name" of {"messages": [...], "tools": [...]}; empty: no fine-tuning
+    data: str = ""
     steps: Count = 100  # optimizer steps
-    batch: Count = 16  # conversations in an optimizer step, drawn at random
-    lr: Positive = 1e-5  # after a linear rise over a tenth of the steps it falls linearly to 0
+    batch: Count = 16  # conversations per optimizer step, drawn at random
+    lr: Positive = 1e-5  # peak: linear warm-up over 10 % of the steps, then linear decay to 0
 
 
 class MemberConfig(Section, frozen=True):
-    """One of several policies: its roles, its weights, and what differs from the run's tables."""
+    """One of several policies: its roles, its weights, and its overrides of the run's tables."""
 
-    roles: list[str] = []  # whose calls it answers and learns from
-    model: str = ""  # weights of its own; default: an adapter on those of policy.model
-    lora: dict[str, Any] = {}  # what differs from policy.lora
-    frozen: bool = False  # served from `model` or `lora.adapter` and never trained
-    algorithm: dict[str, Any] = {}  # what differs from [algorithm], such as its preset or lr
-    critic: dict[str, Any] = {}  # what differs from [critic]
-    reference: dict[str, Any] = {}  # what differs from [reference]
-    teacher: dict[str, Any] = {}  # what differs from [teacher]
+    roles: list[str] = []  # roles whose calls it answers and learns from
+    model: str = ""  # its own weights; default: an adapter on policy.model
+    lora: dict[str, Any] = {}  # overrides of policy.lora
+    frozen: bool = False  # serve `model` or `lora.adapter` without training it
+    algorithm: dict[str, Any] = {}  # overrides of [algorithm], such as preset or lr
+    critic: dict[str, Any] = {}  # overrides of [critic]
+    reference: dict[str, Any] = {}  # overrides of [reference]
+    teacher: dict[str, Any] = {}  # overrides of [teacher]
 
 
 class TeamConfig(Section, frozen=True):
     """Which of several policies learn in a step.
 
     together: all of them. alternating: in turn, in the order of the run file. sequence: the same,
-    but each has only one turn, and the last one's lasts to the end."""
+    but each policy has only one turn, and the last policy's turn lasts to the end."""
 
-    # who learns in a step: all, or one after the other
+    # the policies that learn in a step: all, or one after the other
     schedule: Literal["together", "alternating", "sequence"] = "together"
-    every: Count = 1  # steps of a policy before the next one's turn
+    every: Count = 1  # steps of each turn
 
 
 class BranchingConfig(Section, frozen=True):
-    """More rollouts for a group, queued when its own have ended. Each repeats the first calls of an
-    earlier one and is sampled from there.
+    """Additional rollouts of a group, queued when the group's own have ended. Each replays the
+    first calls of an earlier rollout and samples the rest.
 
-    mc: from the state before each call of every rollout. tree: from the calls of the group where
-    the policy is least certain."""
+    mc: branch before each call of every rollout. tree: branch before the calls of the group in
+    which the policy is least certain."""
 
-    kind: Literal["none", "mc", "tree"] = "none"  # which calls are continued otherwise
-    width: Count = 1  # branches from each call
-    calls: Natural = 0  # the most calls, least certain first: of a rollout (mc; 0: all), of a group
+    kind: Literal["none", "mc", "tree"] = "none"  # the calls that are sampled again
+    width: Count = 1  # branches per call
+    calls: Natural = 0  # most calls, least certain first: per rollout (mc; 0: all) or group (tree)
 
     def __post_init__(self) -> None:
         if self.kind == "none" and (self.width, self.calls) != (1, 0):
-            raise ValueError("width and calls mean nothing without kind = 'mc' or 'tree'")
+            raise ValueError("width and calls have no effect without kind = 'mc' or 'tree'")
         if self.kind == "tree" and not self.calls:
-            raise ValueError("kind = 'tree' needs to know from how many `calls` of a group")
+            raise ValueError("kind = 'tree' needs `calls`, the number of calls per group")
 
 
 class CounterfactualConfig(Section, frozen=True):
     """Replays of rollouts with other policies in some roles, queued when the rollouts have ended.
     They measure the contribution of a role: see `algorithms.multiagent.counterfactuals`."""
 
-    # Role -> who plays it instead: a policy or an upstream, or "first": the role's own policy as
-    # training began with it. The contributions of these roles are measured.
+    # Role -> its replacement: a policy, an upstream, or "first", the role's own policy before
+    # training. The contributions of these roles are measured.
     stand_ins: dict[str, str] = {}
-    # The reward of a role: the team's value less that of the team without the role, or the mean of
-    # what the role adds to coalitions of the others.
+    # Reward of a role: the value of the team minus that of the team without the role, or the role's
+    # mean marginal contribution to coalitions of the others.
     value: Literal["difference", "shapley"] = "difference"
-    orders: Natural = 0  # orders of joining to draw, for Shapley values of more than 4 roles
-    width: Count = 1  # replays of each coalition, whose mean is its value
+    orders: Natural = 0  # sampled orders of joining, for Shapley values of more than 4 roles
+    width: Count = 1  # replays per coalition, whose mean is its value
 
     def __post_init__(self) -> None:
         if not self.stand_ins and (self.value, self.orders, self.width) != ("difference", 0, 1):
-            raise ValueError("value, orders and width mean nothing without stand_ins")
+            raise ValueError("value, orders and width have no effect without stand_ins")
         many = self.value == "shapley" and len(self.stand_ins) > EXACT
         if many and not self.orders:
             raise ValueError(
                 f"{len(self.stand_ins)} roles can join in too many orders to take them all; set "
-                "how many `orders` are drawn"
+                "`orders`, the number to sample"
             )
         if self.orders and not many:
             raise ValueError(f"orders are for Shapley values of more than {EXACT} roles")
@@ -167,97 +168,97 @@ class CounterfactualConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """How a policy learns from a batch. `options` are arguments of the preset."""
 
-    # a name of `agentrl algorithms`, with modifiers as in "grpo+tis", or your own "file.py:name"
+    # a name from `agentrl algorithms`, with modifiers as in "grpo+tis", or your own "file.py:name"
     preset: str = "grpo"
     # arguments of the preset: `agentrl algorithms show NAME` lists them
     options: dict[str, Any] = {}
     groups: Count = 8  # per step
-    group_size: Count = 8  # rollouts of each task, which are compared with each other
-    min_group: Count = 2  # valid rollouts below which a group is dropped
+    group_size: Count = 8  # rollouts per task, which are compared with each other
+    min_group: Count = 2  # a group with fewer valid rollouts is dropped
     inexact: Literal["refuse", "retokenize"] = "refuse"  # calls whose token ids are unknown
-    # No token is trained that is older than this many updates of its policy, rounded up. Groups are
-    # asked for as early as this allows: 0.5 lets half a step be sampled ahead.
+    # Tokens are trained at most this many updates (rounded up) after their policy sampled them.
+    # Groups are requested as early as this allows: 0.5 lets half a step be sampled ahead.
     max_staleness: NonNegative = 0.0  # 0: sampling waits for every update
-    # While weights are updated. drained: calls in flight end first, and new ones wait. in_flight:
-    # calls go on, with the new weights from then on. one_step_off: they go on with the old ones,
-    # and the update waits until all groups of the next step have ended, so that a run can be
-    # repeated: the same tokens, and log-probs equal to rounding. None without max_staleness, else
-    # drained.
+    # Sampling during updates. drained: calls in flight end first, and new ones wait. in_flight:
+    # calls continue, with the new weights as soon as they arrive. one_step_off: calls continue with
+    # the old weights, and the update waits until all groups of the next step have ended, which
+    # makes a run repeatable: the same tokens, and log-probs equal up to rounding. Default: none
+    # without max_staleness, else drained.
     overlap: Literal["none", "drained", "in_flight", "one_step_off"] | None = None
-    order: Literal["asked", "ready"] = "asked"  # groups train as asked for, or as they end
-    # With order = "ready", of tokens that got too old: keep the reward for the group's baseline and
-    # learn nothing from the tokens, or cancel the whole group and ask for another.
+    order: Literal["asked", "ready"] = "asked"  # train groups as requested, or as they end
+    # Too old tokens with order = "ready". withhold: use the reward for the group's baseline but do
+    # not train the tokens. cancel: cancel the whole group and request another.
     stale: Literal["withhold", "cancel"] = "withhold"
     close_at: Count | None = None  # successful rollouts that end their group; none: group_size
-    # Seconds after a group's first rollout was claimed; then min_group successful ones end it.
+    # Seconds after the first claim in a group, from which min_group successful rollouts end it.
     group_deadline: Seconds | None = None
-    dynamic_sampling: bool | None = None  # replace groups of equal reward; none: as the preset does
-    max_rounds: Count | None = None  # of replacing; then the step has fewer groups. Default 10
-    store_credit: bool = True  # advantages, baselines and gates with each step, for `explain`
-    minibatches: Count = 1  # optimizer steps a batch is split into
+    dynamic_sampling: bool | None = None  # replace groups of equal reward; none: preset's default
+    max_rounds: Count | None = None  # of replacement; then the step has fewer groups. Default 10
+    store_credit: bool = True  # store advantages, baselines and gates of each step, for `explain`
+    minibatches: Count = 1  # optimizer steps per pass over a batch
     epochs: Count = 1  # passes over a batch
-    lr: Positive = 1e-6  # peak learning rate; about ten times as high for an adapter
-    # Effective sample size of the weights against the sampler, as a share of the tokens, below
-    # which lr falls in proportion (VCPO, arXiv 2602.17616); costs a forward of the batch.
-    lr_ess: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # none: lr does not fall
+    lr: Positive = 1e-6  # peak learning rate; use about ten times as much for an adapter
+    # If the effective sample size of the importance weights, as a fraction of the tokens, is below
+    # this, lr falls in proportion (VCPO, arXiv 2602.17616); costs a forward pass of the batch.
+    lr_ess: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # none: off
     warmup: Natural = 0  # steps of linear learning-rate warm-up
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after it
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
-    target_kl: Positive | None = None  # nats: a batch that moved the policy further is left early
-    max_bad_steps: Count = 3  # optimizer steps in a row that are not finite, until the run ends
+    target_kl: Positive | None = None  # nats: stop the batch early if the policy has moved further
+    max_bad_steps: Count = 3  # non-finite optimizer steps in a row that end the run
     weight_decay: NonNegative = 0.0  # of AdamW, per step and unit of lr
-    max_grad_norm: Positive = 1.0  # longer gradients are shortened to it
+    max_grad_norm: Positive = 1.0  # gradients are clipped to this norm
     branching: BranchingConfig = BranchingConfig()
     counterfactual: CounterfactualConfig = CounterfactualConfig()
 
     @property
     def samples_during_update(self) -> bool:
-        """Whether the sampler has a copy of the weights, and goes on while they are updated."""
+        """Whether the sampler has its own copy of the weights and continues during updates."""
         return self.overlap in ("in_flight", "one_step_off")
 
 
 class DataConfig(Section, frozen=True):
-    """A data set of the store to learn from, in place of agent, tasks and verifier: see
-    `agentrl data`. A step learns from `algorithm.groups` of its items."""
+    """Train on a data set of the store (see `agentrl data`) instead of agent, tasks and verifier. A
+    step trains on `algorithm.groups` items."""
 
-    name: str = ""  # of the data set; empty: the run learns from rollouts
-    version: Natural = 0  # 0: the newest when the run begins
-    split: str = "train"  # of items to learn from
-    heldout: str = "test"  # of items on which the loss is measured, by [eval]
+    name: str = ""  # of the data set; empty: train on rollouts
+    version: Natural = 0  # 0: the newest at the start of the run
+    split: str = "train"  # split for training
+    heldout: str = "test"  # split on which [eval] measures the loss
 
 
 class CriticConfig(Section, frozen=True):
     """The value model of presets such as ppo."""
 
-    # "shared": a head on the policy's hidden states; "copy": a model of its own that begins as the
-    # policy did; or a checkpoint directory or hub name of one with its vocabulary. Empty: none.
+    # "shared": a head on the policy's hidden states; "copy": a separate model that starts as the
+    # policy; or a checkpoint directory or hub name of a model with its vocabulary. Empty: none.
     model: str = ""
-    # Constant learning rate, of a shared critic that of its head, which begins at 0. None: for a
-    # head 0.05 / hidden size, so that values move as fast in any model; for a model 1e-5.
+    # Constant learning rate of the model, or of a shared critic's head, which starts at 0. None:
+    # 0.05 / hidden size for a head (so values move equally fast in any model), 1e-5 for a model.
     lr: Positive | None = None
     coefficient: Positive = 0.5  # of the value loss in the policy's loss, for a shared critic
-    clip: Positive = 0.2  # how far a value may move in one step, value clipping; inf: any
-    weight_decay: NonNegative = 0.0  # of AdamW, for a critic that is a model of its own
+    clip: Positive = 0.2  # value clipping: largest change of a value in one step; inf: off
+    weight_decay: NonNegative = 0.0  # of AdamW, for a separate model
 
 
 class ReferenceConfig(Section, frozen=True):
     """The reference policy of KL penalties."""
 
-    # A checkpoint directory or hub name; empty: the initial policy or, for an adapter, its model.
+    # A checkpoint directory or hub name; empty: the initial policy or, for an adapter, its base.
     model: str = ""
-    every: Natural = 0  # steps after which the current policy becomes the reference; 0: never
-    target: NonNegative = 0.0  # nats per token: adapts the penalty to keep their KL there; 0: fixed
-    horizon: Count = 10_000  # rollouts over which it adapts
+    every: Natural = 0  # steps between resets of the reference to the current policy; 0: never
+    target: NonNegative = 0.0  # KL in nats per token to which the penalty adapts; 0: fixed penalty
+    horizon: Count = 10_000  # rollouts over which the penalty adapts
 
 
 class TeacherConfig(Section, frozen=True):
-    """The model that `distill` and `+distill` imitate: in memory, or behind vLLM."""
+    """The model that `distill` and `+distill` imitate: in memory or served by vLLM."""
 
     model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
-    # Of [upstreams], in place of a model: a vLLM server, or another that answers `prompt_logprobs`,
-    # with the policy's vocabulary. Its log-probs are those at temperature 1.
+    # Instead of a model, one of [upstreams]: vLLM or another server with `prompt_logprobs` and the
+    # policy's vocabulary. Its log-probs are at temperature 1.
     upstream: str = ""
-    concurrency: Count = 8  # rows of a batch that the upstream reads at a time
+    concurrency: Count = 8  # rows of a batch that the upstream reads concurrently
 
     def __post_init__(self) -> None:
         if self.model and self.upstream:
@@ -266,59 +267,58 @@ class TeacherConfig(Section, frozen=True):
 
 class UpstreamConfig(Section, frozen=True):
     """An endpoint that answers calls and is not trained, such as a judge, an opponent or a tool's
-    model; or one `text` that is the answer to every call."""
+    model; or a `text` that answers every call."""
 
     base_url: Annotated[str, msgspec.Meta(pattern=r"^(https?://.*)?$")] = ""  # ends in /v1
-    model: str = ""  # the name it answers to; empty: the one the agent asks for
-    key_env: str = ""  # environment variable of the runner that holds its API key
-    text: str | None = None  # the answer to every call, in place of an endpoint
+    model: str = ""  # name of the model on the server; empty: the name in the agent's request
+    key_env: str = ""  # environment variable of the runner with its API key
+    text: str | None = None  # answer to every call, instead of an endpoint
 
     def __post_init__(self) -> None:
         if (self.text is None) != bool(self.base_url):
             raise ValueError("give either its base_url or the text that is its answer")
         if self.text is not None and (self.model or self.key_env):
-            raise ValueError("model and key_env are of a base_url, and text is the answer itself")
+            raise ValueError("model and key_env are of a base_url, not of a text; remove them")
 
 
 class EvalConfig(Section, frozen=True):
-    """Held-out evaluations before and after training, and every so many steps between."""
+    """Held-out evaluations before, during and after training."""
 
-    every: Natural = 0  # steps; 0: only before and after
-    tasks: Natural = 0  # before and after; 0: all held-out tasks
-    curve_tasks: Natural = 64  # in the evaluations between; 0: all
-    sampled: bool = True  # before and after, also at temperature 1
-    temperature: NonNegative = 0.0  # everything else is sampled as in training
-    # Of each task before and after, at temperature 1; more than 1 also gives pass@k.
+    every: Natural = 0  # steps between evaluations; 0: only before and after training
+    tasks: Natural = 0  # number of tasks before and after training; 0: all held-out tasks
+    curve_tasks: Natural = 64  # number of tasks during training; 0: all
+    sampled: bool = True  # before and after training, evaluate at temperature 1 too
+    temperature: NonNegative = 0.0  # other sampling parameters are those of training
+    # Rollouts per task before and after training, at temperature 1; more than 1 also give pass@k.
     samples: Count = 1
-    threshold: float = 0.5  # reward from which a sample counts as solved, for pass@k
-    # Each "file.py:name", called with a checkpoint's directory: a number, or several by name.
+    threshold: float = 0.5  # smallest reward of a solved sample, for pass@k
+    # "file.py:name" of functions of a checkpoint's directory, which return a number or a dict.
     functions: list[str] = []
-    # Score copies of the policies, each as large as the model, while training goes on; not before
-    # and after it.
+    # During training, evaluate copies of the policies, each as large as the model, without waiting.
     beside: bool = False
-    patience: Natural = 0  # evaluations without a better score until training ends; 0: it goes on
+    patience: Natural = 0  # evaluations without a better score that end training; 0: off
 
 
 class MetricsConfig(Section, frozen=True):
-    """Where metrics go besides the store. Each sink is an extra: `pip install 'agentrl[wandb]'`."""
+    """Sinks of metrics besides the store. Each is an extra: `pip install 'agentrl[wandb]'`."""
 
     sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio, or your own as "file.py:name"
-    options: dict[str, Any] = {}  # any keys, for sinks of your own
-    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # of a sink; MLflow: experiment
+    options: dict[str, Any] = {}  # any keys, for your own sinks
+    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # in MLflow: the experiment
 
 
 class RunConfig(Section, frozen=True):
-    """One training job. Files are looked up in `root`, the run file's folder; what the run writes
-    goes to `output`, relative to the working directory."""
+    """One training job. Paths of input files are relative to `root`, the run file's folder; outputs
+    go to `output`, relative to the working directory."""
 
-    name: Name = "run"  # of the run, in the store and in what is printed
-    root: str = "."  # folder of the files that the run file names; default: its own
+    name: Name = "run"  # of the run, in the store and in messages
+    root: str = "."  # folder of the files that the run file names; default: the run file's
     output: str = ""  # folder of store, checkpoints and figures; default runs/<name>
     store: str = ""  # store URL; default: SQLite in the output folder
-    seed: Natural = 0  # of the model's building, the order of tasks, and sampling
+    seed: Natural = 0  # of policy.build, the order of tasks, and sampling
     steps: Natural = 100  # updates of the policy; 0: only evaluate
-    keep_checkpoints: Count = 2  # the newest on disk, beside the best; older ones are deleted
-    max_empty_steps: Count = 3  # steps in a row without one usable rollout, until the run ends
+    keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best one
+    max_empty_steps: Count = 3  # steps in a row without a usable rollout that end the run
     agent: AgentConfig = AgentConfig()
     workspace: WorkspaceConfig = WorkspaceConfig()
     tasks: TasksConfig = TasksConfig()
@@ -326,7 +326,7 @@ class RunConfig(Section, frozen=True):
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()
     warmup: WarmupConfig = WarmupConfig()
-    policies: dict[str, MemberConfig] = {}  # by name; none: one, of the name "policy"
+    policies: dict[str, MemberConfig] = {}  # by name; none: a single policy, named "policy"
     team: TeamConfig = TeamConfig()
     sampling: Sampling = Sampling()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -334,8 +334,8 @@ class RunConfig(Section, frozen=True):
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
     reward_model: RewardModelTraining = RewardModelTraining()
-    reward_models: dict[Name, RewardModel] = {}  # by the name of their reward
-    judges: dict[Name, Judge] = {}  # by the name of their reward
+    reward_models: dict[Name, RewardModel] = {}  # by the name of the reward
+    judges: dict[Name, Judge] = {}  # by the name of the reward
     learner: Learner = TorchLearnerConfig()
     engine: Engine = EmbeddedEngineConfig()
     runner: Runner = RunnerConfig()
@@ -343,15 +343,15 @@ class RunConfig(Section, frozen=True):
     selfplay: Selfplay = SelfplayConfig()
     metrics: MetricsConfig = MetricsConfig()
     prompts: PromptsConfig = PromptsConfig()
-    upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
-    roles: dict[str, str] = {}  # role -> the upstream or policy that answers it
+    upstreams: dict[Name, UpstreamConfig] = {}  # by name, which agents may use as a model name
+    roles: dict[str, str] = {}  # role -> the upstream or policy that answers its calls
     sessions: SessionsConfig = SessionsConfig()
-    # [[roles.match]] in the run file: roles of calls that say none themselves. The first that holds
-    # counts; those of the harness come after.
+    # [[roles.match]] in the run file: rules for the roles of calls without one. The first matching
+    # rule counts; the harness's own rules come last.
     role_rules: list[RoleRule] = []
 
     def path(self, name: str) -> Path:
-        """A file named in the run file, relative to its folder."""
+        """The path of a file named in the run file, relative to its folder."""
         return Path(self.root, name)
 
     def model_source(self, name: str) -> str:
@@ -360,8 +360,7 @@ class RunConfig(Section, frozen=True):
         return str(directory) if directory.is_dir() else name
 
     def model_path(self) -> str:
-        """The policy's model: a directory, which `policy.build` or the warm-up may have made, or a
-        hub name."""
+        """The policy's model: a hub name or a directory, also of `policy.build` or the warm-up."""
         warmed = Path(self.output, "warmup")
         if self.warmup.data and warmed.is_dir():
             return str(warmed)
@@ -369,7 +368,7 @@ class RunConfig(Section, frozen=True):
         return str(own) if own.is_dir() else self.policy.model
 
     def checkpoint(self, name: str) -> Path:
-        """The directory of a checkpoint by its name in the store, relative to `output`. Earlier
-        versions stored absolute paths, and the folder may have been moved or copied since."""
+        """The directory of a checkpoint with this name in the store, which is relative to `output`.
+        Earlier versions stored absolute paths, but the folder may have moved since."""
         own = Path(self.output, "checkpoints", Path(name).name)
         return own if own.is_dir() else Path(self.output, name)

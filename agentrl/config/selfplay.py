@@ -1,6 +1,6 @@
-"""Self-play settings: which policy plays, what does not go together, and who has won a game.
+"""Self-play: the policy that plays, checks of its settings, and the score of a game.
 
-The games of a step are chosen in `agentrl.algorithms.sampling.selfplay`.
+`agentrl.algorithms.sampling.selfplay` chooses the games of a step.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from agentrl.types import POLICY, Rollout, RolloutState, Scope
 
 
 def learning_policy(config: RunConfig) -> str:
-    """The policy that plays against itself and its pool."""
+    """The policy that plays against itself and its snapshots."""
     return config.selfplay.policy or team.trained_policies(config)[0]
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """A sentence for each setting that makes no game together with others."""
+    """Error messages about [selfplay] in combination with other settings."""
     settings = config.selfplay
     if not settings.seats:
         return
     trained = team.trained_policies(config)
     if settings.policy and settings.policy not in trained:
         yield (
-            f"selfplay.policy = {settings.policy!r} is none of those that learn: "
+            f"selfplay.policy = {settings.policy!r} is not one of the policies that learn: "
             f"{', '.join(trained)}"
         )
     if len(trained) > 1 and not settings.policy:
@@ -41,7 +41,7 @@ def problems(config: RunConfig) -> Iterator[str]:
         if player.get(role, own) != own:
             yield (
                 f"selfplay.seats names {role!r}, which {player[role]!r} plays by [roles] or "
-                "[policies]; leave it out there"
+                "[policies]; remove it there"
             )
     if not isinstance(settings, SnapshotOpponents):
         return
@@ -58,13 +58,13 @@ def problems(config: RunConfig) -> Iterator[str]:
 def _vllm_problems(
     config: RunConfig, settings: SnapshotOpponents, vllm: VllmConfig
 ) -> Iterator[str]:
-    """vLLM serves the policy and its snapshots as adapters, up to a number of them."""
+    """Error messages if vLLM cannot serve the policy and its snapshots as adapters."""
     views = {name: team.view(config, name).policy for name in config.policies or [POLICY]}
     own = views[learning_policy(config)]
     if not own.lora.rank:
         yield (
             f"selfplay.opponents = {settings.opponents!r}: engine.kind = 'vllm' serves snapshots "
-            "that are adapters; set policy.lora.rank, or engine.kind = 'embedded'"
+            "only as adapters; set policy.lora.rank, or engine.kind = 'embedded'"
         )
     shared = sum(
         bool(one.lora.rank or one.lora.adapter) and one.model == own.model for one in views.values()
@@ -74,7 +74,7 @@ def _vllm_problems(
     if not vllm.urls and needed > vllm.max_adapters:
         yield (
             f"engine.vllm.max_adapters = {vllm.max_adapters}: selfplay.pool = {settings.pool} asks "
-            f"for {needed} at once; raise the one to that, or lower the other"
+            f"for {needed} at once; raise max_adapters to that, or lower the pool"
         )
 
 
@@ -90,7 +90,7 @@ def returns(rollout: Rollout, roles: Sequence[str]) -> dict[str, float] | None:
 
 
 def game_score(got: Mapping[str, float], role: str, roles: Sequence[str]) -> float:
-    """1 where a role's return is above the mean of the other roles', 1/2 where it is equal, else
-    0, so that it has a meaning in general-sum games too."""
+    """1 if a role's return is above the mean of the other roles' returns, 1/2 if equal, else 0.
+    Also meaningful in general-sum games."""
     rest = fmean(got[other] for other in roles if other != role)
     return (1 + (got[role] > rest) - (got[role] < rest)) / 2

@@ -1,4 +1,4 @@
-"""Who asks `[upstreams]` besides agents: judges, and learners for a teacher."""
+"""Checks of the other users of `[upstreams]` besides agents: judges and teachers."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from agentrl.types import POLICY
 
 
 def judge_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with [judges]."""
+    """Error messages about [judges]."""
     for name, judge in config.judges.items():
         known = _answering(config) | (set(config.policies) or {POLICY})
         if judge.upstream not in known:
             yield f"judges.{name}.upstream = {judge.upstream!r}; {nearest(judge.upstream, known)}"
         if name in config.reward_models:
-            yield f"judges.{name}: [reward_models] give a reward of that name; rename one"
+            yield f"judges.{name}: [reward_models] has a reward of that name; rename one"
 
 
 def teacher_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with [teacher], of the run or as one of its policies sees it."""
+    """Error messages about [teacher], of the run or of the view of one of its policies."""
     name, known = config.teacher.upstream, _answering(config)
     if name and name not in known:
         yield f"teacher.upstream = {name!r}; {nearest(name, known)}"
     if name and config.sampling.temperature not in (0, 1):
-        yield "sampling.temperature: teacher.upstream gives log-probs at 1; set it to 1"
+        yield "sampling.temperature: teacher.upstream returns log-probs at 1; set it to 1"
 
 
 def _answering(config: RunConfig) -> set[str]:

@@ -1,6 +1,6 @@
-"""Checks of settings together: combinations of a run file that no run can be made with.
+"""Checks of combinations of settings that no run can have.
 
-Every check yields sentences that name the key and say what to do.
+Every check yields error messages, which name the key and say what to do.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ SAMPLING = (
     "branching", "counterfactual", "close_at", "group_deadline",
 )  # fmt: skip
 SINKS = ("mlflow", "tensorboard", "trackio", "wandb")
-"""Each is the name of a sink, of its module in `agentrl.telemetry.sinks`, of the package that it
-needs and of the extra that installs that."""
+"""Each is the name of a sink, of its module in `agentrl.telemetry.sinks`, of its package and of the
+extra that installs the package."""
 
 
 def check(config: RunConfig, source: str) -> None:
-    """Raises ConfigError, naming `source` and the key, for a setting that has no effect or cannot
-    be."""
+    """Raises ConfigError with `source` and the key of a setting without effect or impossible."""
     for name, member in config.policies.items():
         tables: dict[str, type[msgspec.Struct]] = {"lora": LoraConfig, **team.TABLES}
         for key, kind in tables.items():
@@ -66,7 +65,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _schedule(config.algorithm)
     yield from _staleness(config)
     if config.tasks.solved is not None and config.tasks.order == "difficulty":
-        yield "tasks.solved leaves out what tasks.order = 'difficulty' draws seldom; choose one"
+        yield "tasks.solved leaves out tasks that order = 'difficulty' draws rarely; choose one"
     if config.eval.beside and not (config.eval.every and config.tasks.heldout):
         yield "eval.beside scores copies between steps: set eval.every and tasks.heldout"
     if config.eval.patience and not (config.eval.every and config.tasks.heldout):
@@ -94,13 +93,13 @@ def _problems(config: RunConfig) -> Iterator[str]:
 
 
 def _one_gpu(config: RunConfig) -> Iterator[str]:
-    """What learner and sampler do to fit into one GPU's memory."""
+    """Settings with which learner and sampler share one GPU's memory."""
     engine, policy = config.engine, config.policy
     sleep = engine.vllm.sleep if isinstance(engine, VllmEngineConfig) else 0
     if sleep and config.algorithm.overlap == "in_flight":
-        yield "engine.vllm.sleep: set algorithm.overlap to 'drained'; asleep no call is in flight"
+        yield "engine.vllm.sleep: set algorithm.overlap to 'drained'; vLLM asleep answers no calls"
     if sleep == 2 and policy.lora.rank:
-        yield "engine.vllm.sleep = 2 drops weights that nobody sends with policy.lora; set it to 1"
+        yield "engine.vllm.sleep = 2 drops weights that policy.lora never sends again; set it to 1"
     if policy.quantize and not (policy.lora.rank and config.learner.kind == "torch"):
         yield "policy.quantize: set policy.lora.rank too, and learner.kind = 'torch'"
     if policy.quantize and not is_installed("bitsandbytes"):
@@ -108,7 +107,7 @@ def _one_gpu(config: RunConfig) -> Iterator[str]:
 
 
 def _callers(engine: EngineConfig) -> Iterator[str]:
-    """A policy is sampled from by those who may."""
+    """A policy server that other machines can reach needs a key."""
     if not (is_loopback(engine.host) or engine.key_env or engine.kind == EXTERNAL):
         yield (
             f"engine.host = {engine.host!r}: whoever reaches it could sample from the policy; set "
@@ -117,7 +116,7 @@ def _callers(engine: EngineConfig) -> Iterator[str]:
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:
-    """Numbers that their types allow and that no run can be made with."""
+    """Impossible numbers that their types allow."""
     for key, value in flatten(msgspec.to_builtins(config)).items():
         free = key == "critic.clip" or ".options." in key
         if isinstance(value, float) and not math.isfinite(value) and not free:
@@ -134,36 +133,36 @@ def _numbers(config: RunConfig) -> Iterator[str]:
     if algorithm.branching.kind == "none" and algorithm.min_group > algorithm.group_size:
         yield (
             f"algorithm.min_group = {algorithm.min_group} drops every group of "
-            f"algorithm.group_size = {algorithm.group_size}; lower the one or raise the other"
+            f"algorithm.group_size = {algorithm.group_size}; lower min_group or raise group_size"
         )
 
 
 def _roles(config: RunConfig) -> Iterator[str]:
-    """Every role is played by one policy or upstream, and all of these have different names."""
+    """Every role has one policy or upstream, and all of these have different names."""
     policies = set(config.policies) or {POLICY}
     known = policies.union(config.upstreams)
     for role, target in config.roles.items():
         if target not in known:
             yield f"roles.{role} = {target!r}; {nearest(target, known)}"
     for name in sorted(policies.intersection(config.upstreams)):
-        yield f"[upstreams.{name}]: that is the name of a policy"
+        yield f"[upstreams.{name}] has the name of a policy; rename one"
     claimed = dict.fromkeys(config.roles, "[roles]")
     for name, member in config.policies.items():
         for role in member.roles:
             if role in claimed:
                 yield (
                     f"policies.{name}.roles names {role!r}, which {claimed[role]} has already; "
-                    "a role is played by one policy"
+                    "a role belongs to one policy"
                 )
             claimed[role] = f"policies.{name}.roles"
     for name in sorted(set(config.policies) - {POLICY, *team.policy_by_role(config).values()}):
-        yield f"policies.{name}.roles is empty: no call would be its; name the roles that it plays"
+        yield f"policies.{name}.roles is empty, so it would get no calls; name the roles it plays"
 
 
 def _workspace(config: RunConfig) -> Iterator[str]:
     if not config.workspace.source:
         if config.workspace != WorkspaceConfig():
-            yield "[workspace] is nothing without `source`, what it is a copy of"
+            yield "[workspace] has no effect without `source`, the files that it copies"
         return
     kind, sandbox = config.runner.executor, config.workspace.sandbox
     if config.agent.path or kind not in ("auto", "command", "container"):
@@ -173,35 +172,35 @@ def _workspace(config: RunConfig) -> Iterator[str]:
         )
     if (sandbox == "container") != (kind == "container"):
         yield (
-            f"workspace.sandbox = {sandbox!r} with runner.executor = {kind!r}: a container is the "
-            "sandbox of what runs in one, and of nothing else; set both or neither"
+            f"workspace.sandbox = {sandbox!r} with runner.executor = {kind!r}: the sandbox and the "
+            "executor 'container' need each other; set both or neither"
         )
 
 
 def _data(config: RunConfig) -> Iterator[str]:
-    """A run on a data set starts no agent and serves no policy."""
+    """A run on a data set runs no agent and serves no policy."""
     if not config.data.name:
         if config.data != DataConfig():
-            yield "[data] is nothing without `name`, a data set of the store"
+            yield "[data] has no effect without `name`, a data set of the store"
         return
     plain, own = RunConfig(), config.algorithm
     for table in PLAYING:
         if getattr(config, table) != getattr(plain, table):
-            yield f"[{table}] means nothing in a run on [data], which plays no rollouts; remove one"
+            yield f"[{table}] has no effect in a run on [data], which plays no rollouts; remove one"
     for key in SAMPLING:
         if getattr(own, key) != getattr(plain.algorithm, key):
-            yield f"algorithm.{key} means nothing in a run on [data], which plays no rollouts"
+            yield f"algorithm.{key} has no effect in a run on [data], which plays no rollouts"
 
 
 def _warmup(config: RunConfig) -> Iterator[str]:
     if not config.warmup.data:
         if config.warmup != WarmupConfig():
-            yield "[warmup] is nothing without `data`, the conversations to imitate"
+            yield "[warmup] has no effect without `data`, the conversations to imitate"
         return
     if config.policies or config.policy.lora.rank:
         yield (
-            "[warmup] trains all weights of the run's one policy, and this run trains adapters or "
-            "several; make a run of its own for it, whose <output>/warmup is their policy.model"
+            "[warmup] trains all weights of a run's only policy, but this run trains an adapter or "
+            "several policies; do it in another run and use its <output>/warmup as policy.model"
         )
 
 
@@ -209,8 +208,8 @@ def _member(name: str, member: MemberConfig) -> Iterator[str]:
     where = f"policies.{name}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
         yield (
-            f"[{where}]: a policy's name is letters, digits, - and _, because adapters, folders "
-            "and metrics are named by it"
+            f"[{where}]: a policy's name may have letters, digits, - and _, because adapters, "
+            "folders and metrics have this name"
         )
     for key in sorted(team.SHARED.intersection(member.algorithm)):
         yield (
@@ -220,36 +219,36 @@ def _member(name: str, member: MemberConfig) -> Iterator[str]:
         return
     for key in team.TABLES:
         if getattr(member, key):
-            yield f"{where}.{key}: it is frozen, so it learns nothing"
+            yield f"{where}.{key}: a frozen policy does not learn; remove it"
     if not (member.model or member.lora.get("adapter")):
-        yield f"{where}: it is frozen and has no weights; give model or lora.adapter"
+        yield f"{where}: a frozen policy needs weights; set model or lora.adapter"
     for key in sorted(set(member.lora) - {"adapter"}):
-        yield f"{where}.lora.{key}: the files of a frozen adapter say this; remove it"
+        yield f"{where}.lora.{key}: a frozen adapter's files determine this; remove it"
 
 
 def _policies(config: RunConfig) -> Iterator[str]:
-    """Settings of several policies together, and those of each as if it were alone."""
+    """Settings of several policies, and the view of each."""
     if not config.policies and config.team != TeamConfig():
-        yield "[team] is about several policies, and there is one"
+        yield "[team] has no effect without [policies]"
     if not config.policies:
         return
     names = team.trained_policies(config)
     if not names:
-        yield "[policies]: all of them are frozen; one must learn"
+        yield "[policies]: all of them are frozen; at least one must learn"
     if config.reward_models:
         yield (
-            "[reward_models] score the calls of one policy, and [policies] has several; let the "
-            "verifier return the reward"
+            "[reward_models] score the calls of a single policy, but the run has [policies]; let "
+            "the verifier return the reward"
         )
     if config.team.schedule == "together" and config.team.every != 1:
-        yield "team.every means nothing for team.schedule = 'together'"
+        yield "team.every has no effect for team.schedule = 'together'"
     for name in names:
         for problem in _view(config, name):
             yield f"policies.{name}{problem}"
 
 
 def _view(config: RunConfig, name: str) -> Iterator[str]:
-    """What is wrong with the run as one of its policies sees it."""
+    """Error messages about the view of one policy."""
     try:
         view = team.view(config, name)
     except msgspec.ValidationError as error:
@@ -259,7 +258,7 @@ def _view(config: RunConfig, name: str) -> Iterator[str]:
         yield from (f": {problem}" for problem in check)
     yield from (f": {problem}" for problem in upstreams.teacher_problems(view))
     if not view.policy.lora.rank and not config.policies[name].model:
-        yield ": give it lora.rank, for an adapter on policy.model, or a model of its own"
+        yield ": set lora.rank, for an adapter on policy.model, or a model of its own"
     if config.steps and not view.steps:
         yield (
             f" never learns: its turn would come after the last of steps = {config.steps}; lower "
@@ -268,18 +267,15 @@ def _view(config: RunConfig, name: str) -> Iterator[str]:
 
 
 def _stand_ins(config: RunConfig) -> Iterator[str]:
-    """Replays replace roles of policies that learn, by a policy or upstream that exists."""
+    """Counterfactual rollouts replace trained policies with known policies or upstreams."""
     given, ahead = config.algorithm.counterfactual.stand_ins, config.algorithm.max_staleness
     if given and (config.algorithm.branching.kind != "none" or config.selfplay.seats):
         other = "selfplay" if config.selfplay.seats else "algorithm.branching"
-        yield (
-            f"algorithm.counterfactual plays rollouts again that [{other}] asks for otherwise; "
-            "leave one of them out"
-        )
+        yield f"algorithm.counterfactual cannot replay rollouts of [{other}]; remove one of them"
     if given and ahead:
         yield (
-            f"algorithm.max_staleness = {ahead:g} lets a step take rollouts that are not played "
-            "again yet, which algorithm.counterfactual learns nothing from; leave one of them out"
+            f"algorithm.max_staleness = {ahead:g} lets a step train rollouts that have no replays "
+            "yet, from which algorithm.counterfactual learns nothing; remove one of them"
         )
     trained, others = team.trained_policies(config), {*config.policies, *config.upstreams}
     known = others | {team.INITIAL} | (set() if config.policies else {POLICY})
@@ -287,13 +283,13 @@ def _stand_ins(config: RunConfig) -> Iterator[str]:
         where = f"algorithm.counterfactual.stand_ins.{role}"
         if team.policy_of_role(config, role) not in trained:
             learning = {r for r, name in team.policy_by_role(config).items() if name in trained}
-            yield f"{where}: no policy that learns plays it; {nearest(role, learning)}"
+            yield f"{where}: no trained policy plays this role; {nearest(role, learning)}"
         if player not in known:
             yield f"{where} = {player!r}; {nearest(player, known)}"
         if player == team.INITIAL and player in others:
             yield (
-                f"{where} = {player!r} is the role's own policy as training began with it, and "
-                "there is another player of this name; rename that one"
+                f"{where} = {player!r} means the role's own policy before training, but another "
+                "player has this name; rename that one"
             )
 
 
@@ -306,26 +302,25 @@ def _lora(settings: LoraConfig) -> Iterator[str]:
 def _schedule(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.min_lr and algorithm.schedule == "constant":
         yield (
-            "algorithm.min_lr: a constant algorithm.schedule does not fall to it; choose linear "
-            "or cosine"
+            "algorithm.min_lr: a constant algorithm.schedule ignores it; choose linear or cosine"
         )
     if algorithm.min_lr > algorithm.lr:
         yield f"algorithm.min_lr: it is above algorithm.lr = {algorithm.lr}"
     if algorithm.target_kl is not None and algorithm.minibatches * algorithm.epochs == 1:
         yield (
-            "algorithm.target_kl: a batch is one optimizer step, so there is none to leave out; "
-            "raise algorithm.minibatches or algorithm.epochs, or remove it"
+            "algorithm.target_kl: a batch is one optimizer step, so it cannot stop early; raise "
+            "algorithm.minibatches or algorithm.epochs, or remove it"
         )
 
 
 def _staleness(config: RunConfig) -> Iterator[str]:
-    """What is sampled ahead of the updates, and which groups end early."""
+    """Sampling ahead of updates, and groups that end early."""
     algorithm, keys = config.algorithm, config.engine.keys
     ahead, overlap, size = algorithm.max_staleness, algorithm.overlap, algorithm.group_size
     if config.steps and ahead > config.steps:
         yield (
             f"algorithm.max_staleness = {ahead:g} is more than the run's steps = {config.steps}, "
-            "so it would bound nothing; lower it"
+            "so it would limit nothing; lower it"
         )
     if ahead and overlap == "none":
         yield (
@@ -340,29 +335,29 @@ def _staleness(config: RunConfig) -> Iterator[str]:
             )
     if overlap == "one_step_off" and (ahead != 1 or algorithm.order != "asked"):
         yield (
-            "algorithm.overlap = 'one_step_off' samples one step ahead and trains groups as "
-            "they were asked for; set algorithm.max_staleness = 1 and algorithm.order = 'asked'"
+            "algorithm.overlap = 'one_step_off' samples one step ahead and trains groups in the "
+            "order requested; set algorithm.max_staleness = 1 and algorithm.order = 'asked'"
         )
     if keys != "recompute" and overlap != "in_flight":
         yield (
-            f"engine.keys = {keys!r}: weights change while no call runs, unless algorithm.overlap "
-            "= 'in_flight'; remove it"
+            f"engine.keys = {keys!r} has no effect unless algorithm.overlap = 'in_flight', because "
+            "no call runs while weights change; remove it"
         )
     elif keys != "recompute" and config.engine.kind == "vllm":
         yield (
             f"engine.keys = {keys!r}: after every update vLLM's log-probs are compared with the "
-            "learner's, which keys of older weights would falsify; remove it"
+            "learner's, and a cache of older weights would falsify them; remove it"
         )
     grows = algorithm.branching.kind != "none" or algorithm.counterfactual.stand_ins
     for key in ("order", "close_at", "group_deadline"):
         if grows and getattr(algorithm, key) != getattr(AlgorithmConfig(), key):
             yield (
                 f"algorithm.{key}: rollouts join a group when all of its own have ended, with "
-                "algorithm.branching or counterfactual; leave one of them out"
+                "algorithm.branching or counterfactual; remove one of them"
             )
     if algorithm.order == "asked" and algorithm.stale != "withhold":
         yield (
-            f"algorithm.stale = {algorithm.stale!r}: groups that are trained in the order asked "
+            f"algorithm.stale = {algorithm.stale!r}: groups trained in the order requested "
             "never get too old; remove it, or set algorithm.order = 'ready'"
         )
     if algorithm.close_at is not None and not algorithm.min_group <= algorithm.close_at <= size:
@@ -385,6 +380,6 @@ def _sinks(names: list[str]) -> Iterator[str]:
 
 
 def is_installed(package: str) -> bool:
-    """A folder of that name in the working directory, which has no file of its own, is none."""
+    """Whether a package is installed, not just a folder of that name, which has no origin."""
     spec: Any = find_spec(package)
     return spec is not None and spec.origin is not None

@@ -1,1 +1,1 @@
-"""Data sets: pairs, labels and demonstrations of stored rollouts or of files."""
+"""Data sets: pairs, labels and demonstrations from stored rollouts or files."""

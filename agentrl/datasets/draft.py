@@ -1,4 +1,4 @@
-"""A data set that is being made: what is refused, what is the same, and what contradicts itself."""
+"""Build a version of a data set, without duplicate and contradictory items."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from agentrl.datasets.records import Dataset, Item, Kind, Side, digest_of
 from agentrl.store.base import Store
 from agentrl.types import Transition
 
-CHUNK = 500  # sides or items of one call to the store
+CHUNK = 500  # sides or items per call to the store
 Conflicts = Literal["drop", "keep"]
 
 
 @dataclass(slots=True)
 class Draft:
-    """Collects the items of one version. `counts`: what was left out, by the reason, and kept."""
+    """Collects the items of one version. `counts`: kept items by kind, others by reason."""
 
     store: Store
     name: str
     version: int
-    test: float  # share of prompts whose items are held out
+    test: float  # fraction of prompts whose items are held out
     conflicts: Conflicts = "drop"
     counts: Counter[str] = field(default_factory=Counter)
     items: dict[str, Item] = field(default_factory=dict)  # by id
@@ -33,7 +33,7 @@ class Draft:
     known: set[str] = field(default_factory=set)
 
     def side(self, made: Sequence[Transition], rollout: str | None = None, **part: Any) -> str:
-        """The digest of a side of these calls: its own or, of a rollout, `part` of it."""
+        """Add a side and return its digest. Its calls are copied, or are `part` of a `rollout`."""
         digest = digest_of(made)
         if digest not in self.known:
             self.known.add(digest)
@@ -42,7 +42,7 @@ class Draft:
         return digest
 
     def add(self, kind: Kind, prompt: bytes, chosen: str, **fields: Any) -> None:
-        """Add an item about this prompt, by which its split is drawn."""
+        """Add an item. A hash of the prompt decides its split."""
         if chosen == fields.get("rejected"):
             self.counts["identical sides"] += 1
             return
@@ -53,7 +53,7 @@ class Draft:
         self.items.setdefault(item.id, item)
 
     async def flush(self, *, least: int = CHUNK) -> None:
-        """Store the collected sides, once there are so many."""
+        """Store the collected sides if there are at least `least`."""
         if len(self.sides) >= least:
             for first in range(0, len(self.sides), CHUNK):
                 part = self.sides[first : first + CHUNK]
@@ -61,7 +61,7 @@ class Draft:
             self.sides.clear()
 
     async def commit(self) -> Dataset:
-        """Store the items, without those that say the opposite of another, and end the version."""
+        """Store the items, without contradictory ones, and complete the version."""
         pairs = {(item.chosen, item.rejected) for item in self.items.values()}
         kept = list(self.items.values())
         if self.conflicts == "drop":
@@ -72,6 +72,6 @@ class Draft:
         await self.flush(least=1)
         for first in range(0, len(kept), CHUNK):
             part = enumerate(kept[first : first + CHUNK], first)
-            placed = [replace(item, position=place) for place, item in part]
-            await self.store.add_items(self.name, self.version, placed, [])
+            numbered = [replace(item, position=position) for position, item in part]
+            await self.store.add_items(self.name, self.version, numbered, [])
         return await self.store.commit_dataset(self.name, self.version)

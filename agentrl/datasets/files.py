@@ -1,7 +1,7 @@
-"""Data sets from and to files: JSONL, parquet and Hugging Face data sets, in the usual formats.
+"""Import and export data sets: JSONL, parquet and Hugging Face data sets, in the usual formats.
 
-The format is recognised by the columns. What is imported has no tokens: a run renders it with the
-chat template of its policy and learns from what the template adds for each answer.
+The columns determine the format. Imported items have no tokens: a run renders them with its
+policy's chat template and learns from the tokens that the template adds for each answer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FORMATS = (
     "prompt, completions and labels; context and completions with ranks; messages; PRM800K's "
     "question and label; Math-Shepherd's input and label"
 )
-STEP = "ки"  # ends a step of Math-Shepherd's text
+STEP = "ки"  # ends a step in Math-Shepherd's text
 
 
 def read_rows(source: str) -> Iterator[dict[str, Any]]:
     """The rows of "file.jsonl", "file.parquet" or "hf:owner/name[/config][@revision][:split]".
 
-    Raises ConfigError for what cannot be read."""
+    Raises ConfigError if it cannot be read."""
     path = Path(source)
     try:
         if source.startswith("hf:"):
@@ -61,9 +61,9 @@ def read_rows(source: str) -> Iterator[dict[str, Any]]:
 
 
 def add_row(draft: Draft, row: dict[str, Any]) -> None:
-    """Add what a row says, or count why it says nothing that can be learned from.
+    """Add the items of a row, or count why it is unusable.
 
-    Raises ConfigError for columns of no known format."""
+    Raises ConfigError for columns of an unknown format."""
     row = {key: value for key, value in row.items() if value is not None}
     tools = row.get("tools") or []
     tools = msgspec.json.decode(tools) if isinstance(tools, str) else tools
@@ -84,7 +84,7 @@ def add_row(draft: Draft, row: dict[str, Any]) -> None:
         if len(texts) != len(labels):
             draft.counts["rows with more or fewer labels than steps"] += 1
             return
-        # A call for each label: the answer up to the end of its step.
+        # One call per label: the answer up to the end of its step.
         ends = ["\n".join(texts[:n]) for n in range(1, len(texts) + 1)]
         said = [{"role": "assistant", "content": text} for text in ends]
         add("steps", _messages(question, "user"), said, steps=list(map(float, labels)))
@@ -119,7 +119,7 @@ def add_row(draft: Draft, row: dict[str, Any]) -> None:
 
 
 async def export_rows(store: Store, items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The items in TRL's columns, with the exact tokens where they are known."""
+    """The items in TRL's columns, with exact token ids if they are known."""
     rows: list[dict[str, Any]] = []
     for item in items:
         names = {"chosen": item.chosen, "rejected": item.rejected}
@@ -142,7 +142,7 @@ async def export_rows(store: Store, items: Iterable[Item]) -> list[dict[str, Any
 
 
 def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """As parquet or JSONL, by the file's suffix."""
+    """Write rows as parquet or JSONL, depending on the file's suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix != ".parquet":
         path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
@@ -156,7 +156,7 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _labelled_steps(row: dict[str, Any]) -> tuple[Any, list[str], list[Any]] | None:
-    """Question, steps and whether each is right: TRL's, PRM800K's or Math-Shepherd's columns."""
+    """Question, steps and labels from TRL's, PRM800K's or Math-Shepherd's columns, or None."""
     if "completions" in row and "labels" in row:
         return row.get("prompt", []), list(map(_text, row["completions"])), row["labels"]
     if "question" in row and "label" in row:
@@ -166,7 +166,7 @@ def _labelled_steps(row: dict[str, Any]) -> tuple[Any, list[str], list[Any]] | N
     if "input" in row and "label" in row:
         first, *rest = row["input"].split(STEP)[:-1] or [row["input"]]
         question, _, start = first.partition(" Step 1:")
-        lines = [line.strip() for line in row["label"].split("\n")]  # a step has several, too
+        lines = [line.strip() for line in row["label"].split("\n")]  # a step may have several
         marks = [line[-1] == "+" for line in lines if line.endswith(("+", "-"))]
         return question, [part.strip() for part in (f"Step 1:{start}", *rest)], marks
     return None
@@ -183,7 +183,7 @@ def _text(said: Any) -> str:
 
 
 def _common(one: Sequence[Message], other: Sequence[Message]) -> int:
-    """How many messages two conversations have in common, their answers not counted."""
+    """The number of leading messages that two conversations share, without their last ones."""
     size = min(len(one), len(other)) - 1
     return next((i for i in range(size) if one[i] != other[i]), max(size, 0))
 
@@ -191,7 +191,7 @@ def _common(one: Sequence[Message], other: Sequence[Message]) -> int:
 def _calls(
     prompt: Sequence[Message], said: Sequence[Message], tools: list[dict[str, Json]], *, alone: bool
 ) -> list[Transition]:
-    """A call for each answer; unless each is `alone`, those before are context of the next."""
+    """A call for each answer, with the prompt and, unless `alone`, earlier messages as context."""
     return [
         Transition(
             id=f"{index}", attempt="import", index=index, exact=False, tools=tools,

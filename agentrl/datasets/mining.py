@@ -1,4 +1,4 @@
-"""Pairs and labels from the rollouts of a finished or running run, by their exact tokens."""
+"""Mine pairs and labels, with exact tokens, from the rollouts of a finished or running run."""
 
 from __future__ import annotations
 
@@ -26,39 +26,40 @@ from agentrl.types import (
     Transition,
 )
 
-PAGE = 256  # rollouts that are read at once
-Found = tuple[Rollout, float, list[Transition]]  # with its reward and the policy's calls
-Place = tuple[Found, int]  # one of its calls
+PAGE = 256  # rollouts per read
+Found = tuple[Rollout, float, list[Transition]]  # rollout, its reward, the policy's calls
+Place = tuple[Found, int]  # a rollout and the index of one of its calls
 
 
 class MineSpec(Record, frozen=True):
-    """What to look for.
+    """What to mine, by `how`.
 
-    extremes, all, best-of: pairs of rollouts of a group, see `choose_pairs`. expert: the best
-    rollout of the run `expert` on a task against worse ones on it. branch: calls at which branches
-    of a rollout part. turn: any calls of a group with the same prompt. label: every rollout, 1 from
-    `threshold` on, and every call with a reward of that name. mc: every rollout with the mean
-    reward of those that share each of its calls, arXiv 2312.08935. correction: what people wrote in
-    place of a call against it. demonstration: rollouts with `threshold` or more, to imitate."""
+    extremes, all, best-of: pairs of rollouts of a group, see `choose_pairs`. expert: pairs of the
+    best rollout of the run `expert` on a task and worse rollouts on it. branch: pairs of calls at
+    which branches of a rollout diverge. turn: pairs of calls of a group with the same prompt.
+    label: a label for every rollout, and for every call with a reward of that name: 1 if the reward
+    is at least `threshold`. mc: step labels, the mean reward of the rollouts that share each call,
+    arXiv 2312.08935. correction: pairs of a person's correction and the call. demonstration:
+    rollouts with a reward of at least `threshold`."""
 
     run: str
     how: How | Literal["expert", "branch", "turn", "correction", "label", "mc", "demonstration"] = (
         "extremes"
     )
     reward: str = "outcome"
-    least: float = 0.0  # difference of rewards
-    per_group: int = 0  # pairs; 0: all
-    steps: tuple[int, int] | None = None  # the first and the last that asked for the rollouts
+    least: float = 0.0  # smallest difference of rewards in a pair
+    per_group: int = 0  # most pairs per group; 0: all
+    steps: tuple[int, int] | None = None  # first and last step that requested the rollouts
     expert: str = ""
     threshold: float = 0.5
-    policy: str = POLICY  # whose calls are judged
-    since: float = 0.0  # unix seconds of the first call
-    least_version: int = 0  # of the policy, in every call
-    inexact: bool = False  # also calls without token ids, as text that is rendered by a run
+    policy: str = POLICY  # the policy whose calls are mined
+    since: float = 0.0  # unix seconds, the earliest start of a call
+    least_version: int = 0  # oldest policy version of a call
+    inexact: bool = False  # include calls without token ids, as text that a run renders
 
 
 async def mine(store: Store, draft: Draft, spec: MineSpec) -> None:
-    """Add what the spec finds in its run, group by group, in order."""
+    """Add the items that a spec describes, group by group in order."""
     experts: dict[bytes, Found] = {}
     if spec.expert:
         async for group in _groups(store, draft, spec, spec.expert):
@@ -90,7 +91,7 @@ async def mine(store: Store, draft: Draft, spec: MineSpec) -> None:
 async def _groups(
     store: Store, draft: Draft, spec: MineSpec, run: str
 ) -> AsyncIterator[list[Found]]:
-    """The rollouts of each group that can be judged."""
+    """The usable rollouts of each group; see `_judged`."""
     waiting: list[Rollout] = []
     after = None
     while True:
@@ -159,11 +160,11 @@ def _corrections(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
 def _rewarded(
     spec: MineSpec, row: Rollout, calls: Sequence[Transition]
 ) -> list[tuple[int, Reward]]:
-    """Calls, by index, with a reward of their own that the spec asks for."""
+    """(index, reward) of the calls with a reward of their own that the spec uses."""
     name = {"label": spec.reward, "correction": CORRECTION}.get(spec.how)
-    places = {call.id: index for index, call in enumerate(calls)}
+    indices = {call.id: index for index, call in enumerate(calls)}
     found = [r for r in row.rewards if r.name == name and r.scope is Scope.TRANSITION]
-    return [(places[r.target], r) for r in found if r.target in places]
+    return [(indices[r.target], r) for r in found if r.target in indices]
 
 
 def _side(draft: Draft, one: Place) -> str:
@@ -190,7 +191,7 @@ def _key(call: Transition) -> tuple[bytes, bytes]:
 
 
 def _calls(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
-    """Pairs of calls with the same prompt, each worth the mean of the rollouts that made it."""
+    """Add pairs of calls with the same prompt, valued by the mean over rollouts that share them."""
     values = _values(group)
     forks: dict[bytes, dict[bytes, Place]] = {}
     branched = set()
@@ -234,8 +235,8 @@ def _labels(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
 
 
 def _values(group: Sequence[Found]) -> Mapping[tuple[bytes, bytes], float]:
-    """Of each call, by its tokens: the mean over rollouts of the reward, and of the rewards of the
-    calls from this one on."""
+    """Call key -> mean, over the rollouts with this call, of the rollout's reward plus the rewards
+    of this and later calls."""
     found: dict[tuple[bytes, bytes], list[float]] = {}
     for row, value, calls in group:
         own = {r.target: r.value for r in row.rewards if r.scope is Scope.TRANSITION}

@@ -1,4 +1,4 @@
-"""Which rollouts of a group make a pair: one rule for stored groups and for those of a step."""
+"""Choose pairs of rollouts in a group, for stored groups and for those of a training step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from math import isnan
 from typing import Literal
 
 How = Literal["extremes", "all", "best-of"]
-LEAST = 1e-9  # difference of values that are not equal
+LEAST = 1e-9  # smaller differences count as ties
 
 
 def choose_pairs(
     values: Sequence[float], how: How, least: float, per_group: int, seed: str
 ) -> list[tuple[int, int]]:
-    """Indices (better, worse) of pairs whose values differ by `least` or more, and by more than 0.
+    """Indices (better, worse) of pairs whose values differ by at least `least`, and by more than 0.
 
-    extremes: the best and the worst. all: every two, the largest gap first. best-of: the best and a
-    random other, drawn by `seed`. per_group: at most so many; 0: all. NaN: in no pair."""
+    extremes: the best and the worst. all: all pairs, the largest gap first. best-of: the best and a
+    random other, drawn with `seed`. per_group: most pairs; 0: all. NaN values are in no pair."""
     known = [i for i, value in enumerate(values) if not isnan(value)]
-    order = sorted(known, key=lambda i: -values[i])  # of equal ones the first
+    order = sorted(known, key=lambda i: -values[i])  # ties in order of index
     if len(order) < 2:
         return []
     candidates = [(order[0], order[-1])]

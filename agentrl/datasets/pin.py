@@ -1,4 +1,4 @@
-"""The version of its data set that a run keeps from its first start to its end."""
+"""Pin the version of a run's data set from its first start to its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentrl.store.base import Store
 
 
 async def pin_dataset(store: Store, config: RunConfig) -> RunConfig:
-    """The settings with the version of the data set that the run began with, or the newest.
+    """The settings with a fixed version of the data set: that of a started run, or the newest.
 
     Raises ConfigError for a data set or version that the store does not have."""
     data = config.data

@@ -1,6 +1,6 @@
-"""The nouns of data sets: what is learned from besides the rollouts of a run.
+"""Records of data sets.
 
-A data set has versions, each a list of items that never changes once it is committed. An item names
+A data set has versions, each a list of items that never changes after its commit. An item refers to
 one or two sides by digest. A side of a stored rollout is a reference into its trace, not a copy.
 """
 
@@ -19,19 +19,19 @@ Kind = Literal["pair", "label", "steps", "demonstration"]
 
 
 class Dataset(Record, frozen=True):
-    """One version of a data set. `spec` says how it was made, so that it can be made again."""
+    """One version of a data set. `spec` describes how to make it again."""
 
     name: str
     version: int  # from 1
     spec: dict[str, Json]
-    digest: str | None  # of its items in order; none: it is still being made
+    digest: str | None  # of its items in order; none: not committed yet
     items: int
     created: float  # unix seconds
 
 
 class Side(Record, frozen=True):
-    """The calls that are judged as one: `calls` calls of a rollout (none: all) from its call
-    `first` on, or calls of its `own`, which were imported or copied. `digest`: see `digest_of`."""
+    """Calls that are judged as a unit: `calls` calls (none: all) of a rollout, starting at its call
+    `first`; or imported or copied calls in `own`. `digest`: see `digest_of`."""
 
     digest: str
     rollout: str | None = None
@@ -42,15 +42,15 @@ class Side(Record, frozen=True):
 
 class Item(Record, frozen=True):
     """A pair of sides, or one side (`chosen`) with a label, with labels of its calls, or as a
-    demonstration. Items of equal `id` are the same item, wherever they were found."""
+    demonstration. Items with equal `id` are the same item, whatever their source."""
 
     position: int
     kind: Kind
     chosen: str  # the digest of a side
     rejected: str | None = None
-    label: float | None = None  # 1: desirable, 0: not
-    steps: list[float | None] = []  # of each call of the side
-    margin: float | None = None  # by how much `chosen` is better
+    label: float | None = None  # 1: desirable, 0: undesirable
+    steps: list[float | None] = []  # a label for each call of the side
+    margin: float | None = None  # difference of rewards of `chosen` and `rejected`
     weight: float = 1.0
     split: str = "train"
     source: str = ""
@@ -67,11 +67,10 @@ class Item(Record, frozen=True):
 
 
 class Judgement(Record, frozen=True):
-    """What a judge said. `id` is a hash of everything that it was asked, so that the same question
-    is asked once."""
+    """A judge's verdict. `id` is a hash of the whole question, so no question is asked twice."""
 
     id: str
-    subject: str  # rollouts or item that it is about
+    subject: str  # ids of the judged rollouts or item
     judge: str
     verdict: Json
     reason: str = ""
@@ -81,15 +80,15 @@ class Judgement(Record, frozen=True):
 
 
 def without_tokens(call: Transition) -> Transition:
-    """The call as text, which a run renders by the chat template of its policy."""
+    """The call as text, which a run renders with its policy's chat template."""
     none = int32()
     fields = {"exact": False, "prompt": none, "completion": none, "logprobs": float32()}
     return replace(call, spans=[], **fields)
 
 
 def digest_of(calls: Iterable[Transition]) -> str:
-    """Of the content of a side: the tokens before and of each call or, of a call whose tokens are
-    not known, its messages, tools and answer. Who sampled them, and when, does not matter."""
+    """The digest of a side's content: prompt and completion tokens of each call, or messages, tools
+    and answer of a call without token ids. Independent of the policy and the time."""
     state = blake2b(digest_size=16)
     for call in calls:
         if call.exact:

@@ -1,7 +1,7 @@
-"""Sessions of a deployed agent, which `agentrl gateway serve` records, and what people say of them.
+"""Sessions of a deployed agent, recorded by `agentrl gateway serve`, and users' feedback on them.
 
-A session is a rollout of evaluation with the step `SESSION`: no step trains it, a prune may remove
-it once it has ended, and `agentrl data` mines and labels it.
+A session is an evaluation rollout with the step `SESSION`: it is never trained on, a prune may
+remove it after its end, and `agentrl data` mines and labels it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from agentrl.errors import Invalid, NotFound
 from agentrl.store.base import Store
 from agentrl.types import Record, Reward, Scope, StepReward
 
-SESSION = -1  # step of rollouts that are sessions
-FEEDBACK, CORRECTION = "feedback", "correction"  # rewards; the note of the second is the text
+SESSION = -1  # the step of rollouts that are sessions
+FEEDBACK, CORRECTION = "feedback", "correction"  # rewards; a correction's text is in its note
 
 
 class Feedback(Record, frozen=True):
-    """What is known of a session, or of its `call`: a number from 0, from the end if negative.
+    """Feedback on a session or on one `call`, an index that may be negative.
 
-    `value`: a thumb is 1 or 0, a rating from 0 to 1; an outcome that was seen, such as whether the
-    answer was used, has a `name` of its own. `correction`: what the answer should have been."""
+    `value`: 1 or 0 for a thumb, 0 to 1 for a rating; an observed outcome, such as whether the
+    answer was used, has its own `name`. `correction`: the answer that the agent should have
+    given."""
 
     session: str
-    call: int | None = None  # of a correction by default the last
+    call: int | None = None  # default: the session, or the last call for a correction
     name: str = FEEDBACK
     value: float | None = None
     correction: str | None = None
@@ -32,26 +33,23 @@ class Feedback(Record, frozen=True):
 
 
 def session_group(run: str, session: str) -> str:
-    """The group of the rollouts of a session, whose name may be private: it is hashed."""
+    """The group id of a session's rollouts. The session's name may be private, so it is hashed."""
     return f"{run}/{blake2b(session.encode(), digest_size=12).hexdigest()}"
 
 
 async def give_feedback(store: Store, run: str, said: Feedback) -> str:
-    """Reward a session of `run`, at any time; returns its rollout. A later value of the same name
-    takes the place of an earlier one. Raises NotFound for a session or call that was not recorded,
-    Invalid for feedback that says nothing."""
+    """Store feedback as rewards of a session, at any time; returns the session's rollout. A later
+    value replaces an earlier one of the same name. Raises NotFound for an unrecorded session or
+    call, Invalid for feedback without value and correction."""
     rows = await store.rollouts(run, group=session_group(run, said.session))
     calls = (await store.calls([rows[-1].id])).get(rows[-1].id, []) if rows else []
-    place = -1 if said.call is None else said.call
-    if not -len(calls) <= place < len(calls):
-        raise NotFound(f"run {run!r} has no call {place} of session {said.session!r}")
+    index = -1 if said.call is None else said.call
+    if not -len(calls) <= index < len(calls):
+        raise NotFound(f"run {run!r} has no call {index} of session {said.session!r}")
     if said.value is None and said.correction is None:
-        raise Invalid("feedback has a value, a correction or both")
-    about: dict[str, Any] = {
-        "scope": Scope.TRANSITION,
-        "target": calls[place].id,
-        "source": FEEDBACK,
-    }
+        raise Invalid("feedback needs a value, a correction or both")
+    target = calls[index].id
+    about: dict[str, Any] = {"scope": Scope.TRANSITION, "target": target, "source": FEEDBACK}
     given = []
     if said.value is not None:
         where: dict[str, Any] = {"source": FEEDBACK} if said.call is None else about

@@ -1,4 +1,4 @@
-"""`agentrl doctor`: checks of a machine and of a run, and proofs of what a run would rely on."""
+"""`agentrl doctor`: checks of a machine and of a run, and proofs on its hardware."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from agentrl.errors import AgentRLError
 from agentrl.threads import run_blocking
 
-Status = Literal["ok", "warn", "fail"]  # fail: a run would not work; warn: not as well as it could
+Status = Literal["ok", "warn", "fail"]  # fail: a run would not work; warn: it could work better
 
 
 class Finding(NamedTuple):
@@ -20,8 +20,9 @@ class Finding(NamedTuple):
 
 
 def run_check(check: Callable[..., Any], *given: object) -> Iterator[Finding]:
-    """The finding of a check, which may be async, under the name of its function. A check returns a
-    status and "sentence; cure", or None where it does not apply; an AgentRLError is a failure."""
+    """Yield the finding of a check, if any, under the name of its function, which may be async. A
+    check returns a status and "sentence; cure", or None if it does not apply; an AgentRLError is a
+    failure."""
     try:
         found = check(*given)
         found = run_blocking(found) if inspect.iscoroutine(found) else found

@@ -1,4 +1,4 @@
-"""Checks of the machine that load no model. Without a run file `config` is the default one."""
+"""Checks of the machine that load no model. Without a run file, `config` has the defaults."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ GPU_PATHS = (
     "8-bit optimizers, verl's workers, its Megatron engine and its options"
 )
 GIB = 2**30
-ANSWER = 15.0  # seconds in which a store must answer
-SKEW = 5.0  # seconds between two clocks
+ANSWER = 15.0  # seconds for a store to answer
+SKEW = 5.0  # largest difference of two clocks in seconds
 
 
 def packages(config: RunConfig) -> tuple[Status, str]:
@@ -47,7 +47,7 @@ def packages(config: RunConfig) -> tuple[Status, str]:
 
 
 def gpu(config: RunConfig) -> tuple[Status, str]:
-    """Whether torch is there and can use the GPUs that are there."""
+    """Whether torch is installed and can use the machine's GPUs."""
     if find_spec("torch") is None:
         return "fail", "torch is not installed; pip install 'agentrl[train]'"
     import torch
@@ -64,21 +64,21 @@ def gpu(config: RunConfig) -> tuple[Status, str]:
 
 
 async def store(config: RunConfig) -> tuple[Status, str] | None:
-    """Raises StoreError for a store that does not answer, or is of another version."""
+    """Whether the store answers. Raises StoreError for one of another version."""
     if not config.store:
         return None
     try:
         async with asyncio.timeout(ANSWER), open_store(config.store, readonly=True) as opened:
             await opened.run(config.name)
     except NotFound:
-        return "ok", "it will be made"
+        return "ok", "it will be created"
     except TimeoutError:
         return "fail", f"no answer within {ANSWER:g} s; start its server, or correct `store`"
     return "ok", "it answers"
 
 
 def clock(config: RunConfig) -> tuple[Status, str] | None:
-    """This machine's clock against that of a served store."""
+    """The difference between the clocks of this machine and a store server."""
     if not config.store.startswith("http"):
         return None
     with suppress(httpx.HTTPError, KeyError):
@@ -90,25 +90,25 @@ def clock(config: RunConfig) -> tuple[Status, str] | None:
 
 
 def disk(config: RunConfig) -> tuple[Status, str]:
-    """Room for the checkpoints that are kept, and one that is written."""
+    """Whether the disk has space for the checkpoints to keep and the one being written."""
     folder = Path(config.output or ".").absolute()
     while not folder.exists():
         folder = folder.parent
     free, files = shutil.disk_usage(folder).free, Path(config.model_path() or "?").glob("*.safe*")
-    # Weights, two float32 moments and, of bfloat16, a float32 master weight.
+    # Weights, two float32 moments and, for bfloat16, float32 master weights.
     times = 0 if config.policy.lora.rank else 3 if config.policy.dtype == "float32" else 7
     checkpoint = times * sum(file.stat().st_size for file in files)
     needed = GIB // 10 + checkpoint * (config.keep_checkpoints + 1)
     sentence = f"{free / GIB:.1f} GiB free in {folder}, {needed / GIB:.1f} for checkpoints"
-    cure = "free some, name another folder by output=, or lower keep_checkpoints"
+    cure = "free some, set another folder with output=, or lower keep_checkpoints"
     return ("ok", sentence) if free >= needed else ("fail", f"{sentence}; {cure}")
 
 
 def ports(config: RunConfig) -> tuple[Status, str] | None:
-    """Whether the ports that this machine is to listen on are free."""
+    """Whether the configured ports of this machine are free."""
     asked = {"engine": config.engine, "runner": config.runner if config.runner.processes else None}
     if isinstance(config.engine, VllmEngineConfig) or has_no_own_policy(config):
-        asked.pop("engine")  # vLLM's child keeps its port, and says so itself
+        asked.pop("engine")  # a vLLM child reports its own port
     for name, server in asked.items():
         if server is None or not server.port:
             continue
@@ -125,8 +125,7 @@ def ports(config: RunConfig) -> tuple[Status, str] | None:
 
 
 def keys(config: RunConfig) -> tuple[Status, str] | None:
-    """Whether the environment has all keys. Raises ConfigError for one that it lacks, and for
-    certificates that cannot be used."""
+    """API keys in the environment. Raises ConfigError for a missing key or unusable certificate."""
     asked = {f"upstreams.{name}": each.key_env for name, each in config.upstreams.items()}
     if isinstance(config.engine, VllmEngineConfig):
         asked["engine.vllm"] = config.engine.vllm.key_env
@@ -136,11 +135,11 @@ def keys(config: RunConfig) -> tuple[Status, str] | None:
     access.server_tls()
     found = [name for name, variable in asked.items() if variable]
     found += ["engine"] if access.keys else []
-    return ("ok", f"the environment has those of {', '.join(found)}") if found else None
+    return ("ok", f"the environment has the keys of {', '.join(found)}") if found else None
 
 
 def proxies(config: RunConfig) -> tuple[Status, str] | None:
-    """Upstreams are called directly, whatever the proxy; agents' clients use it."""
+    """Upstreams that a proxy would serve: agentrl calls them directly, unlike agents' clients."""
     hosts = {urlsplit(each.base_url).netloc for each in config.upstreams.values()} - {""}
     outside = ", ".join(sorted(host for host in hosts if not proxy_bypass(host)))
     if not outside or not getproxies().keys() - {"no"}:
@@ -153,7 +152,7 @@ CHECKS = (packages, gpu, store, *AT_START)
 
 
 def check_at_start(config: RunConfig) -> Iterator[str]:
-    """What `agentrl train` warns of. Raises ConfigError for what fails. Imports no torch."""
+    """Warnings at the start of `agentrl train`. Raises ConfigError for failures. Needs no torch."""
     for finding in (each for check in AT_START for each in run_check(check, config)):
         if finding.status == "fail":
             raise ConfigError(f"{finding.sentence}; {finding.cure}")

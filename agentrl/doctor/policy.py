@@ -1,4 +1,4 @@
-"""Checks of the model of a run."""
+"""Checks of a run's model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from agentrl.config import RunConfig
 from agentrl.doctor import Status
 from agentrl.types import Json
 
-PADDING = 1024  # rows of an embedding without a token, to make it a round number
+PADDING = 1024  # most rows of an embedding without a token, which pad its size
 
 
 def memory(config: RunConfig, source: str) -> tuple[Status, str]:
-    """Of a run at its peak. source: directory or hub name of the policy's model."""
+    """Whether a run's peak memory fits. source: directory or hub name of the policy's model."""
     fits, sentence = estimate.memory(config, estimate.shape_of(source))
     return ("ok" if fits else "fail"), sentence
 
 
 def tokenizer(model: LoadedModel) -> tuple[Status, str]:
-    """Whether the ids of the tokenizer are those of the model."""
+    """Whether the vocabulary of the tokenizer matches that of the model."""
     rows, tokens = vocabulary_size(model.model), len(model.tokenizer)
     sentence = f"{tokens} tokens for {rows} embeddings of {model.source}"
     if 0 <= rows - tokens <= PADDING:
@@ -31,7 +31,7 @@ def tokenizer(model: LoadedModel) -> tuple[Status, str]:
 
 
 def context(model: LoadedModel, config: RunConfig, task: Mapping[str, Json]) -> tuple[Status, str]:
-    """Whether a task and an answer fit."""
+    """Whether a task and an answer fit into the context."""
     limit, asked = context_length(model.model), config.engine.max_context
     room, answer = min(asked, limit or asked), config.sampling.max_tokens or 0
     size = len(Codec(model.tokenizer).encode(str(task.get("input", ""))))

@@ -1,4 +1,4 @@
-"""Proofs on this hardware of what a run relies on. They compute, serve and play for seconds."""
+"""Proofs that a run works on this hardware: they compute, serve and play for some seconds."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from agentrl.loading import task_file
 from agentrl.store import open_store
 from agentrl.types import Json, RolloutState
 
-TOKENS = 16  # of an answer
-HELD = 0.2  # seconds in which a call that does not wait would end
-LIMIT = 60.0  # seconds of a call
+TOKENS = 16  # tokens of an answer
+HELD = 0.2  # seconds after which a call that did not wait would have ended
+LIMIT = 60.0  # timeout of a call in seconds
 
 
 def trie(model: LoadedModel, config: RunConfig) -> tuple[Status, str] | None:
-    """Log-probs and gradients of branches with a common prefix, packed as a trie and as rows."""
+    """Compare log-probs and gradients of branches with a common prefix, packed as trie and rows."""
     gap = None if config.learner.packed == "rows" else trie_gap(model.model)
     if gap is None or gap.within(config.policy):
         return gap and ("ok", str(gap))
@@ -42,8 +42,8 @@ def trie(model: LoadedModel, config: RunConfig) -> tuple[Status, str] | None:
 
 
 async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
-    """Serves the policy: log-probs against the learner's, and a call that waits for new weights.
-    Raises PolicyError where the server does not come up, and as vLLM's own checks do."""
+    """Serve the policy, compare its log-probs with the learner's, and check that a call waits for
+    new weights. Raises PolicyError if the server does not start or vLLM's own checks fail."""
     server = policy_server(config, model.model, model.tokenizer, model.adapters, model.policies[0])
     await server.start()
     body = {"model": server.model, "messages": [QUESTION], "max_tokens": TOKENS}
@@ -62,7 +62,7 @@ async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
     finally:
         await server.close()
     allowed = tolerance(config.policy)
-    sentence = f"log-probs within {gap:.1g} of the learner's, of {allowed:g} that are allowed"
+    sentence = f"log-probs within {gap:.1g} of the learner's, {allowed:g} is allowed"
     sentence += f", new weights in {seconds:.2g} s"
     if not gap <= allowed or ended or version != "1":
         waits = "did not wait" if ended or version != "1" else "waited"
@@ -71,7 +71,7 @@ async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
 
 
 def _client(config: RunConfig) -> httpx.AsyncClient:
-    """Of the policy server."""
+    """A client of the policy server."""
     access = config.engine.access
     headers = {"authorization": f"Bearer {access.key}"} if access.key else {}
     tls = access.client_tls()
@@ -79,7 +79,7 @@ def _client(config: RunConfig) -> httpx.AsyncClient:
 
 
 def _gap(model: LoadedModel, answer: Any) -> float:
-    """The largest difference of the sampled tokens' log-probs."""
+    """The largest difference of the sampled tokens' log-probs from the learner's."""
     (choice,), prompt = answer["choices"], answer["prompt_token_ids"]
     row = one_row([*prompt, *choice["token_ids"]], len(prompt))
     told = torch.tensor([each["logprob"] for each in choice["logprobs"]["content"]])
@@ -90,7 +90,7 @@ def _gap(model: LoadedModel, answer: Any) -> float:
 
 
 async def rollout(config: RunConfig, task: dict[str, Json]) -> tuple[Status, str]:
-    """One task through agent, gateway, policy server, verifier and store, as an evaluation."""
+    """Run one task through agent, gateway, policy server, verifier and store, as an evaluation."""
     config = evaluation_run(config, "doctor", None)
     file = task_file([task], trainer.make_folder(Path(config.output)) / "task.jsonl")
     tasks, evals = replace(config.tasks, heldout=file), EvalConfig(tasks=1, sampled=False)

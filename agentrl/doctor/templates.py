@@ -1,4 +1,4 @@
-"""What the chat template of a policy does to the conversations of agents."""
+"""Checks of a policy's chat template with conversations of agents."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CALL: Json = {"id": "call00000", "type": "function", "function": FUNCTION}
 CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT: Message = {"role": "tool", "tool_call_id": "call00000", "content": "Antarctica"}
 TOOL: Json = {"type": "function", "function": {"name": "find_person", "parameters": {}}}
-ROWS = "so each call of a conversation is computed as a row of its own, in longer updates"
-CURE = "if the agent needs it, mend chat_template.jinja or choose a model with another template"
+ROWS = "so each call of a conversation is a separate row, which makes updates longer"
+CURE = "if the agent needs it, fix chat_template.jinja or choose a model with another template"
 
 
 def tool_calls(tokenizer: Tokenizer) -> tuple[Status, str]:
-    """Whether the model sees its tools, its calls and their results."""
+    """Whether the template renders tools, tool calls and their results."""
     try:
         _tokens(tokenizer, [QUESTION], [TOOL])
         shown = tokenizer.decode(_tokens(tokenizer, [QUESTION, CALLED, RESULT], [TOOL]))
@@ -43,7 +43,7 @@ def thinking(tokenizer: Tokenizer) -> tuple[Status, str]:
 
 
 def turns(tokenizer: Tokenizer) -> tuple[Status, str]:
-    """Whether the next prompt begins with the tokens of a turn's prompt and answer."""
+    """Whether the next turn's prompt begins with the tokens of this turn's prompt and answer."""
     answer: Message = {"role": "assistant", "content": "In the south."}
     sampled = (*Codec(tokenizer).encode("In the south."), tokenizer.eos_token_id)
     turn = _tokens(tokenizer, [QUESTION]) + sampled

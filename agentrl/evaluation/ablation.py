@@ -1,7 +1,7 @@
-"""`agentrl ablate`: how much of a team's score is due to what each role has learned.
+"""`agentrl ablate`: the contribution of each role's training to a team's score.
 
-Each lineup is the team with one role played by the first version of its policy, or by that of
-another checkpoint. All play the same held-out tasks, so the differences are paired by task.
+In each lineup, one role is played by its untrained policy, or by its policy in another checkpoint.
+All lineups play the same held-out tasks, so the differences are paired by task.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from agentrl.errors import ConfigError, nearest
 from agentrl.evaluation import core as evaluation
 from agentrl.types import POLICY, Rollout
 
-TEAM = "team"  # the lineup in which nobody is replaced
+TEAM = "team"  # the lineup without a replacement
 
 
 @dataclass(frozen=True, slots=True)
 class AblationRow:
-    """The score of the team with and without what one role has learned: mean outcomes."""
+    """Mean outcomes of the team with and without the training of one role."""
 
     role: str
-    player: str  # that plays it instead
+    player: str  # the policy that replaces the role's
     team: float
     without: float
     loss: float  # mean of team minus without, over the tasks with both outcomes
@@ -39,20 +39,19 @@ class AblationRow:
 def ablate(
     config: RunConfig, roles: Sequence[str], replacement: Path | None, *, fresh: bool = False
 ) -> list[AblationRow]:
-    """For each role, by default every one that a trained policy plays, how the team of the run's
-    last checkpoint scores with and without it. fresh: play again what has been played.
+    """Score the team of the run's last checkpoint with and without the training of each role, by
+    default of all roles of trained policies. fresh: play all games again.
 
-    Raises ConfigError for a role that nobody plays, and a checkpoint without its policy."""
+    Raises ConfigError for a role that no policy plays, or a checkpoint without its policy."""
     known = trained_roles(config)
     for role in roles:
         if config.policies and role not in known:
             raise ConfigError(f"--role {role}: no trained policy plays it; {nearest(role, known)}")
-    only = team.trained_policies(config)[0]  # plays the roles that the run file does not name
+    only = team.trained_policies(config)[0]  # plays roles that the run file does not name
     wanted = {role: known.get(role, only) for role in roles or known}
     if not wanted:
         raise ConfigError(
-            "the run file names no role that the policy plays: name one with --role, such as the "
-            "agent's --role agent"
+            "the run file names no role that the policy plays: name one, such as --role agent"
         )
     last = evaluation.checkpoint_at(evaluation.last_checkpoint(config))
     other = evaluation.checkpoint_at(replacement) if replacement else None
@@ -91,7 +90,7 @@ def trained_roles(config: RunConfig) -> dict[str, str]:
 def ablation_row(
     role: str, player: str, whole: Sequence[Rollout], without: Sequence[Rollout]
 ) -> AblationRow:
-    """The rollouts of `whole` and `without` are of the same tasks, in the same order."""
+    """Compare rollouts with and without one role, on the same tasks in the same order."""
     scores, rest = evaluation.outcomes(whole), evaluation.outcomes(without)
     gaps = [a - b for a, b in zip(scores, rest, strict=True)]
     loss, error = evaluation.mean_and_error(gaps)

@@ -1,8 +1,8 @@
 """A bench file: the tasks and presets that are compared, and the runs that this takes.
 
-Every run is a piece: a task, a preset, a learning rate and a seed. Learning rates are chosen by one
-rule for all: of `lrs` the one with the highest mean score over the evaluations (the area under the
-curve) of `tuning_seeds`, which are not among the `seeds` that are reported.
+Every run is a piece: a task, a preset, a learning rate and a seed. All presets of a task have the
+same learning rate: of `lrs` the one with which the baseline has the highest mean score over the
+evaluations (the area under the curve) of `tuning_seeds`, none of which is reported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BenchPreset(Section, frozen=True):
     """An algorithm by its settings."""
 
     settings: tuple[str, ...]
-    lrs: tuple[Positive, ...] = ()  # none: as the task says
+    seeds: tuple[Natural, ...] = ()  # none: as the task says
     cost: Positive = 1.0  # rollouts played for each of groups x group_size: branches and replays
 
 
@@ -65,12 +65,20 @@ class Bench(Section, frozen=True):
     def presets_of(self, task: str) -> tuple[str, ...]:
         return self.tasks[task].presets or tuple(self.presets)
 
-    def seeds_of(self, task: str) -> tuple[int, ...]:
-        return self.tasks[task].seeds or self.seeds
+    def seeds_of(self, pair: Pair) -> tuple[int, ...]:
+        """Those of the preset, else of the task, else of the bench."""
+        return self.presets[pair[1]].seeds or self.tasks[pair[0]].seeds or self.seeds
 
-    def lrs_of(self, pair: Pair) -> tuple[float, ...]:
-        """Those of the preset, else of the task, else of all."""
-        return self.presets[pair[1]].lrs or self.tasks[pair[0]].lrs or self.lrs
+    def lrs_of(self, task: str) -> tuple[float, ...]:
+        return self.tasks[task].lrs or self.lrs
+
+    def baseline_of(self, task: str) -> str:
+        """The bench's baseline, or the first preset of a task that does not have it."""
+        presets = self.presets_of(task)
+        return self.baseline if self.baseline in presets else presets[0]
+
+    def pairs(self) -> list[Pair]:
+        return [(task, preset) for task in self.tasks for preset in self.presets_of(task)]
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -128,29 +136,29 @@ class BenchPlan:
             settings.append(f"policy.model={model}")
         return Piece((*pair, lr, seed), load(path, settings), task.measure, digest)
 
-    def tuning(self, pairs: Iterable[Pair]) -> Iterator[Piece]:
-        """What chooses the learning rates; nothing where there is no choice."""
-        for pair in pairs:
-            grid = self.bench.lrs_of(pair)
+    def tuning(self, tasks: Iterable[str]) -> Iterator[Piece]:
+        """The runs that choose the learning rates of these tasks; none for a single rate."""
+        for task in tasks:
+            grid, baseline = self.bench.lrs_of(task), (task, self.bench.baseline_of(task))
             for seed in self.bench.tuning_seeds if len(grid) > 1 else ():
-                yield from (self.piece(pair, lr, seed) for lr in grid)
+                yield from (self.piece(baseline, lr, seed) for lr in grid)
 
-    def learning_rate(self, pair: Pair) -> float | None:
-        """The chosen one; None until all that chooses it is done."""
-        grid = self.bench.lrs_of(pair)
+    def learning_rate(self, task: str) -> float | None:
+        """The chosen one; None until every run that chooses it is done."""
+        grid = self.bench.lrs_of(task)
         areas = dict.fromkeys(grid, 0.0)
-        for one in self.tuning([pair]):
+        for one in self.tuning([task]):
             if one.digest not in self.done:
                 return None
             areas[one.name[2]] += fmean(score for _, score in self.done[one.digest].curve)
         return max(grid, key=areas.__getitem__)
 
     def reported(self, pairs: Iterable[Pair], seeds: Iterable[int]) -> Iterator[Piece]:
-        """A seed after the other, of all whose learning rate is chosen."""
-        chosen = {pair: self.learning_rate(pair) for pair in pairs}
+        """The runs of all pairs whose learning rate is chosen, one seed after the other."""
+        chosen = [(pair, lr) for pair in pairs if (lr := self.learning_rate(pair[0])) is not None]
         for seed in seeds:
-            for pair, lr in chosen.items():
-                if lr is not None and seed in self.bench.seeds_of(pair[0]):
+            for pair, lr in chosen:
+                if seed in self.bench.seeds_of(pair):
                     yield self.piece(pair, lr, seed)
 
 
@@ -164,7 +172,7 @@ def read_bench(file: Path) -> Bench:
     for name in [bench.baseline, *(name for task in bench.tasks.values() for name in task.presets)]:
         if name not in bench.presets:
             raise ConfigError(f"{file}: preset {name!r}; {nearest(name, bench.presets)}")
-    reported = {seed for task in bench.tasks for seed in bench.seeds_of(task)}
+    reported = {seed for pair in bench.pairs() for seed in bench.seeds_of(pair)}
     if both := reported & set(bench.tuning_seeds):
         raise ConfigError(f"{file}: seeds {sorted(both)} are tuned on, so they cannot be reported")
     return bench

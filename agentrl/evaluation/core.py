@@ -1,9 +1,8 @@
-"""Evaluation of a trained run: its held-out score, or the games of an evaluation plan.
+"""Evaluate a trained run: its held-out score, or the games of an evaluation plan.
 
-Every evaluation is a run of no steps in a folder next to that of the run it evaluates. The name of
-a plan's run has a hash of everything that decides its games. So the same command finds the games
-that have ended, also after `kill -9`, and plays the rest; other weights or settings are another
-run.
+Every evaluation is a run without steps in a folder next to the evaluated run's. The name of a
+plan's run has a hash of everything that affects its games. So the same command finds finished
+games, also after `kill -9`, and plays the rest; other weights or settings make another run.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ from agentrl.store.base import Store
 from agentrl.threads import run_blocking
 from agentrl.types import Json, Purpose, Rollout, RolloutState, RunState
 
-STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps, and its writer's epoch
+STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps and its writer's epoch
 GAMES = (
     "agent", "workspace", "verifier", "judges", "reward_models", "sampling", "policy", "policies",
     "upstreams", "roles", "role_rules", "prompts", "seed",
 )  # fmt: skip
-"""The settings that decide how games go."""
+"""The settings that affect games."""
 Played = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
 
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A directory that `agentrl train` wrote."""
+    """A checkpoint directory from `agentrl train`."""
 
     path: Path
     steps: int
@@ -62,17 +61,17 @@ def evaluate(
     prompts: Path | None = None,
     level: int = PHASE,
 ) -> trainer.TrainingResult:
-    """Score a checkpoint, by default the run's last, or the answers of `[upstreams]` where the run
-    has no model of its own. The evaluation is in the store that the run file names, if any.
-    prompts: folder of the texts to play with."""
+    """Score a checkpoint, by default the run's last one, or `[upstreams]` if the run has no model
+    of its own. Writes to the store that the run file names, if any. prompts: folder of prompt
+    texts."""
     if prompts and not config.prompts.components:
         raise ConfigError(f"--prompts {prompts}: [prompts.components] names no text to replace")
     config = trainer.hide_secrets(config)
     if team.has_no_own_policy(config):
         if checkpoint:
             raise ConfigError(
-                f"{checkpoint}: [upstreams] answer every call, so no checkpoint is played; leave "
-                "it out, or set policy.model"
+                f"{checkpoint}: [upstreams] answer every call, so a checkpoint has no effect; "
+                "remove it, or set policy.model"
             )
     else:
         checkpoint = checkpoint or last_checkpoint(config)
@@ -108,30 +107,30 @@ async def _score(config: RunConfig, level: int) -> trainer.TrainingResult:
 
 
 def check_any_succeeded(rows: Sequence[Rollout], name: str, option: str = "") -> None:
-    """Raises AgentRLError with the commonest cause where every rollout failed. option: what to add
-    to the command."""
+    """Raises AgentRLError, with the most frequent cause, if every rollout failed. option: an
+    addition to the command for the message."""
     failures = [row.failure for row in rows if row.failure]
     if failures and len(failures) == len(rows):
         cause = commonest_failure(failures, len(rows))
         raise AgentRLError(
-            f"{name}: every rollout failed, {cause}; correct that, and repeat the command{option}"
+            f"{name}: every rollout failed, {cause}; fix this and repeat the command{option}"
         )
 
 
 def scored_line(checkpoint: Path) -> str:
-    """Which weights are scored, for the console."""
+    """A line for the console that names the scored weights."""
     named = STEPS.match(checkpoint.name)
     after = f" after step {int(named[1])}" if named else ""
     return f"scoring the policy{after}: {checkpoint}"
 
 
 def checkpoint_at(path: Path) -> SavedCheckpoint:
-    """Raises ConfigError if it is no checkpoint of a run."""
+    """The checkpoint at a path. Raises ConfigError if there is none."""
     named = STEPS.match(path.name)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such checkpoint directory")
     if named is None or not (path / "state.json").is_file():
-        raise ConfigError(f"{path}: it is no checkpoint of a run; give <output>/checkpoints/...")
+        raise ConfigError(f"{path} is not a checkpoint of a run; give <output>/checkpoints/...")
     return SavedCheckpoint(path.resolve(), int(named[1]))
 
 
@@ -145,8 +144,8 @@ def checkpoints_of(config: RunConfig) -> list[SavedCheckpoint]:
 def frozen_policy(
     config: RunConfig, checkpoint: SavedCheckpoint, policy: str
 ) -> tuple[str, FrozenPolicy]:
-    """A policy of a checkpoint, and its name, with that of its run if this is another. Raises
-    ConfigError if the checkpoint has no such policy."""
+    """The served name and record of a policy in a checkpoint; the name of another run's policy
+    contains the run's. Raises ConfigError if the checkpoint has no such policy."""
     directory = checkpoint.path / policy if config.policies else checkpoint.path
     if not any((directory / f).is_file() for f in ("config.json", "adapter_config.json")):
         raise ConfigError(
@@ -155,12 +154,12 @@ def frozen_policy(
         )
     output = checkpoint.path.parent.parent
     who = policy if output == Path(config.output).resolve() else f"{output.name}-{policy}"
-    name = f"{who}@{checkpoint.path.name}".replace(".", "-")  # adapters have no dots in their names
+    name = f"{who}@{checkpoint.path.name}".replace(".", "-")  # adapters' names have no dots
     return name, FrozenPolicy(policy=policy, directory=str(directory), steps=checkpoint.steps)
 
 
 def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
-    """The held-out tasks, or else those of training; the first `limit`, 0: all."""
+    """The first `limit` (0: all) held-out tasks or, without any, training tasks."""
     key = "heldout" if config.tasks.heldout else "train"
     if not getattr(config.tasks, key):
         raise ConfigError("tasks.heldout is missing: there is nothing to play")
@@ -176,8 +175,8 @@ def run_plan(
     *,
     fresh: bool = False,
 ) -> Played:
-    """The games of a plan, by lineup. config: the trained run; checkpoint: of its policies that
-    are not players of the plan; fresh: play again what has been played. Raises AgentRLError where
+    """Play a plan and return its games by lineup. config: the trained run; checkpoint: of the
+    policies that are not players of the plan; fresh: play all games again. Raises AgentRLError if
     every game failed or a role made no call."""
     own = plan_run(config, checkpoint, plan, kind)
     trainer.check(own)
@@ -192,8 +191,8 @@ def plan_run(
     """The settings of the evaluation run."""
     settings = [getattr(config, key) for key in GAMES]
     directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
-    # With the newest modification time in ns, because another run may write other weights under the
-    # same name. 0: a hub name.
+    # The newest modification time (ns) tells apart weights that another run wrote to the same path.
+    # 0: a hub name.
     weights = [
         (name, max((file.stat().st_mtime_ns for file in Path(name).rglob("*")), default=0))
         for name in directories
@@ -211,7 +210,7 @@ def plan_run(
 
 
 def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfig:
-    """A run of no steps, of that name and in a folder beside, with a checkpoint's policies."""
+    """A run without steps, with this name and in a sibling folder, with a checkpoint's policies."""
     own = policies_at(config, checkpoint) if checkpoint else {}
     output = Path(config.output).with_name(name)
     own |= {"name": name, "output": str(output), "store": store_in(output), "steps": 0}
@@ -220,14 +219,14 @@ def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> Run
 
 
 def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
-    """Settings that load the policies of a checkpoint; those of frozen policies do not change."""
+    """Settings that load the policies of a checkpoint; frozen policies keep theirs."""
     if not config.policies:
         return {"policy": _policy_at(config.policy, checkpoint)}
     members = dict(config.policies)
     for name in team.trained_policies(config):
         folder = checkpoint / name
         if not folder.is_dir():
-            raise ConfigError(f"{checkpoint}: it has no policy {name!r}, which the run file trains")
+            raise ConfigError(f"{checkpoint} has no policy {name!r}, which the run file trains")
         found = _policy_at(team.view(config, name).policy, folder)
         members[name] = msgspec.structs.replace(
             members[name], model=found.model, lora=msgspec.to_builtins(found.lora)
@@ -252,7 +251,7 @@ def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
 
 
 def last_checkpoint(config: RunConfig) -> Path:
-    """The last checkpoint by a run's store. Raises ConfigError if it has none."""
+    """The last checkpoint in a run's store. Raises ConfigError if there is none."""
     untrained = f"run {config.name!r} has not been trained yet; train it first: agentrl train"
     file = Path(config.store.removeprefix("sqlite:///").partition("?")[0])
     if config.store.startswith("sqlite:///") and not file.is_file():
@@ -281,7 +280,7 @@ async def _played(config: RunConfig, plan: EvaluationPlan) -> Played:
             await trainer.supervise(store, config, play=file, console=console)
             found = await _ended(store, config, plan)
         if found is None:
-            raise AgentRLError(f"{output}: games are missing; give the same command again")
+            raise AgentRLError(f"{output}: games are missing; repeat the command")
         for name, seats in plan.lineups.items():
             await _check_heard(store, name, found[name], seats)
     return found
@@ -303,7 +302,7 @@ async def _ended(store: Store, config: RunConfig, plan: EvaluationPlan) -> Playe
 async def _check_heard(
     store: Store, lineup: str, rows: Sequence[Rollout], seats: Mapping[str, str]
 ) -> None:
-    """Raises ConfigError for a role that made no call in any game, which must be misspelled."""
+    """Raises ConfigError for a role without a call in any game, which is probably misspelled."""
     silent = set(seats)
     for row in rows:
         if not silent:
@@ -314,18 +313,18 @@ async def _check_heard(
         check_any_succeeded(rows, lineup, " with --fresh")
         raise ConfigError(
             f"nobody plays the role {sorted(silent)[0]!r} in {lineup}: no call of the agent has "
-            "it; name the roles of its calls (agentrl.role, graph nodes or model names), and "
+            "this role; use the roles of its calls (agentrl.role, graph nodes or model names), and "
             "repeat the command with --fresh"
         )
 
 
 def outcomes(rows: Iterable[Rollout]) -> list[float]:
-    """The outcome of each game; NaN where it is missing."""
+    """The outcome of each game; NaN if missing."""
     return [row.reward() if row.state is RolloutState.SUCCEEDED else float("nan") for row in rows]
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error, of the values that are known; NaN where there are too few."""
+    """Mean and standard error of the finite values; NaN if there are too few."""
     known = [value for value in values if isfinite(value)]
     mean = fmean(known) if known else float("nan")
     error = stdev(known) / sqrt(len(known)) if len(known) > 1 else float("nan")
@@ -333,5 +332,5 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def as_json(value: object) -> str:
-    """JSON for programs, with null for unknown numbers."""
+    """Formatted JSON, with null for NaN."""
     return msgspec.json.format(msgspec.json.encode(value)).decode()

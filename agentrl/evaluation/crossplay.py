@@ -1,8 +1,8 @@
-"""`agentrl crossplay`: checkpoints of a policy against each other, in every seat.
+"""`agentrl crossplay`: play checkpoints of a policy against each other, in every seat.
 
-A pair of players has one lineup for each seat, in which the first has that seat and the second all
-others. So both play every seat equally often, on the same tasks. In a game of two seats the pair
-(b, a) has the same lineups as (a, b), and they are played once.
+A pair of players has one lineup per seat, in which the first player has this seat and the second
+all others. So both play every seat equally often, on the same tasks. In a game with two seats the
+pairs (a, b) and (b, a) have the same lineups, which are played once.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from agentrl.types import Rollout
 class Matchup:
     """The result of the row's player against the column's, over all seats."""
 
-    games: int  # with a known return
+    games: int  # games with a known return
     missing: int  # games without
-    mean: float  # return
+    mean: float  # mean return
     error: float  # standard error of the mean
-    score: float  # 1 for each game won, 1/2 for each drawn
+    score: float  # sum over games: 1 for a win, 1/2 for a draw
 
 
 @dataclass(frozen=True, slots=True)
 class PayoffMatrix:
-    """Every player against every other. The diagonal is None."""
+    """Every player against every other; None on the diagonal."""
 
     players: list[str]
     meetings: list[list[Matchup | None]]
-    ratings: list[float]  # Elo, of mean 0
+    ratings: list[float]  # Elo, with mean 0
 
 
 def crossplay(
@@ -52,24 +52,24 @@ def crossplay(
     games: int = 20,
     fresh: bool = False,
 ) -> PayoffMatrix:
-    """Play checkpoints against each other: those at `paths` or, of the run, those of every `every`
-    steps (0: all on disk).
+    """Play checkpoints against each other: those at `paths` or the run's at every `every` steps (0:
+    all on disk).
 
-    games: of each pair; fresh: play again what has been played. Raises ConfigError where there is
-    nothing to compare."""
+    games: per pair; fresh: play all games again. Raises ConfigError for fewer than two
+    checkpoints."""
     roles = config.selfplay.seats
     if not roles:
         raise ConfigError(
-            "selfplay.seats is empty: nobody knows which roles of the agent play against each "
-            "other; name them, such as selfplay.seats = ['player_0', 'player_1']"
+            "selfplay.seats is empty: name the roles of the agent that play against each other, "
+            "such as selfplay.seats = ['player_0', 'player_1']"
         )
     chosen = chosen_checkpoints(config, paths, every)
     policy = selfplay.learning_policy(config)
     players = dict(evaluation.frozen_policy(config, checkpoint, policy) for checkpoint in chosen)
     if len(players) < len(chosen):
-        raise ConfigError("two of the checkpoints have one name: give each only once")
-    # Of the policies that are not compared: the run's last one or, if none is on disk, of those
-    # named.
+        raise ConfigError("two checkpoints have the same name: give each only once")
+    # The checkpoint for policies that are not compared: the run's last one on disk, else the last
+    # chosen one.
     last = (evaluation.checkpoints_of(config) or chosen)[-1]
     plan = EvaluationPlan(
         players=players,
@@ -85,9 +85,9 @@ def crossplay(
 def chosen_checkpoints(
     config: RunConfig, paths: Sequence[Path], every: int = 0
 ) -> list[SavedCheckpoint]:
-    """Raises ConfigError for fewer than two."""
+    """The checkpoints to compare. Raises ConfigError for fewer than two."""
     if paths and every:
-        raise ConfigError("--every chooses from the run's checkpoints: give it, or checkpoints")
+        raise ConfigError("--every chooses from the run's checkpoints: give --every or checkpoints")
     if paths:
         found = [evaluation.checkpoint_at(path) for path in paths]
     else:
@@ -96,25 +96,25 @@ def chosen_checkpoints(
     if len(found) < 2:
         kept = "" if paths else f"; the run keeps keep_checkpoints = {config.keep_checkpoints}"
         raise ConfigError(
-            f"cross-play is between two checkpoints or more, and there is {len(found)}{kept}"
+            f"cross-play needs at least two checkpoints, and there is {len(found)}{kept}"
         )
     return found
 
 
 def schedule(players: Sequence[str], roles: Sequence[str]) -> dict[str, Seats]:
-    """The lineups of all pairs, by name; each once."""
+    """Name -> lineup, for all pairs without duplicates."""
     pairs = permutations(players, 2)
     return dict(lineup(row, column, role, roles) for row, column in pairs for role in roles)
 
 
 def lineup(player: str, other: str, role: str, roles: Sequence[str]) -> tuple[str, Seats]:
-    """One player in a seat, the other in the rest; its name first."""
+    """Name and seats of a lineup with one player in a seat and the other in all others."""
     seats = {each: player if each == role else other for each in roles}
     return ",".join(f"{role}={player}" for role, player in seats.items()), seats
 
 
 def matrix(players: list[str], roles: Sequence[str], played: Played) -> PayoffMatrix:
-    """Raises AgentRLError where no game has a return for every seat."""
+    """The payoff matrix of games. Raises AgentRLError if none has a return for every seat."""
     meetings: list[list[Matchup | None]] = [[None] * len(players) for _ in players]
     for row, column in permutations(range(len(players)), 2):
         pair = players[row], players[column]
@@ -123,8 +123,8 @@ def matrix(players: list[str], roles: Sequence[str], played: Played) -> PayoffMa
         meetings[row][column] = matchup(games, roles)
     if not any(cell and cell.games for row in meetings for cell in row):
         raise AgentRLError(
-            f"no game gave a return to every seat ({', '.join(roles)}): the verifier gives one to "
-            "each, as Reward(value, scope='role', target=ROLE)"
+            f"no game gave a return to every seat ({', '.join(roles)}): the verifier must return "
+            "one for each, as Reward(value, scope='role', target=ROLE)"
         )
     scores = [[cell.score if cell else 0.0 for cell in row] for row in meetings]
     counts = [[float(cell.games) if cell else 0.0 for cell in row] for row in meetings]
@@ -132,7 +132,7 @@ def matrix(players: list[str], roles: Sequence[str], played: Played) -> PayoffMa
 
 
 def matchup(games: Sequence[tuple[str, Rollout]], roles: Sequence[str]) -> Matchup:
-    """The result of games, each given with the seat of the row's player."""
+    """The result of (seat of the row's player, game) pairs."""
     values, score = [], 0.0
     for role, rollout in games:
         got = selfplay.returns(rollout, roles)
@@ -145,7 +145,7 @@ def matchup(games: Sequence[tuple[str, Rollout]], roles: Sequence[str]) -> Match
 
 
 def table(found: PayoffMatrix) -> Table:
-    """The matrix as a table: mean return with its standard error, and the row's rating."""
+    """A table of mean returns with their standard errors, and of the ratings of the rows."""
     shown = Table("", *found.players, "Elo", title="return of the row against the column")
     shown.title_justify = "left"
     for name, row, rating in zip(found.players, found.meetings, found.ratings, strict=True):

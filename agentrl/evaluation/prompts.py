@@ -1,4 +1,4 @@
-"""The front of a prompt search, and what it leaves: texts as files, and how they came to be."""
+"""The front of a prompt search. It writes the best texts and their lineage to files."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ SYSTEM = ("system", "developer")
 
 
 def optimise(config: RunConfig, *, fresh: bool = False, level: int = PHASE) -> None:
-    """Search in a run of its own beside that of the run file, and write its best texts to
-    <output>/prompts."""
+    """Search in a separate run, and write the best texts to <output>/prompts."""
     config = trainer.hide_secrets(config)
     if not config.prompts.components:
         raise ConfigError("[prompts.components] is missing: name the texts to rewrite")
@@ -56,7 +55,7 @@ async def _optimise(config: RunConfig, folder: Path, level: int) -> None:
     console = Console()
     async with open_store(config.store) as store:
         if state := await store.run(config.name):
-            # A search that goes on has committed steps, a run without steps has none to go on with.
+            # `refuse_changes` refuses fewer steps than a resumed search has committed.
             config = msgspec.structs.replace(config, steps=state.step)
         await trainer.refuse_changes(store, config)
         config = msgspec.structs.replace(config, steps=0)
@@ -70,7 +69,7 @@ async def _optimise(config: RunConfig, folder: Path, level: int) -> None:
 
 
 async def write_texts(store: Store, config: RunConfig, folder: Path) -> Candidate:
-    """The chosen texts as <component>.txt, and every candidate in lineage.json."""
+    """Write the chosen candidate's texts and lineage.json to a folder; returns the candidate."""
     candidates = await store.candidates(config.name)
     best = next((c for c in reversed(candidates) if c.state == "chosen"), None)
     if best is None:
@@ -98,7 +97,7 @@ async def write_texts(store: Store, config: RunConfig, folder: Path) -> Candidat
 
 
 async def report(store: Store, config: RunConfig, best: Candidate) -> list[str]:
-    """What changed, and what came of it."""
+    """Lines with the diff of the texts, the held-out scores and the cost."""
     lines: list[str] = []
     for text in best.texts:
         old, new = prompt_lines(text.seed), prompt_lines(text.text)
@@ -119,20 +118,20 @@ async def report(store: Store, config: RunConfig, best: Candidate) -> list[str]:
 
 
 def prompt_lines(text: str) -> list[str]:
-    """Sentences, so that a diff shows which one is new."""
+    """The sentences of a text as lines, for a diff by sentence."""
     return [line for part in text.splitlines() for line in part.replace(". ", ".\n").split("\n")]
 
 
 async def find(store_url: str, run: str, rollouts: int = 20) -> str:
-    """What could be components, as a table of the run file: for each role the longest text with
-    which all its system messages begin, and its tools."""
+    """Possible components as a table of a run file: for each role, the longest common prefix of its
+    system messages, and its tools."""
     async with open_store(store_url, readonly=True) as store:
         calls: list[Transition] = []
         for row in await store.rollouts(run, limit=rollouts):
             trace = await store.trace(row.id)
             calls += trace.transitions if trace else []
     if not calls:
-        raise ConfigError(f"run {run!r} has no calls in {store_url}: play it first")
+        raise ConfigError(f"run {run!r} has no calls in {store_url}: run it first")
     return "\n\n".join(_component(role, calls) for role in sorted({call.role for call in calls}))
 
 

@@ -1,4 +1,4 @@
-"""Tasks about files: made here from bugs, or read from folders, and a verifier that runs their
+"""Tasks about files, generated from bugs or read from folders, and a verifier that runs their
 hidden tests in the workspace."""
 
 from agentrl.tasks.folders import harbor as harbor

@@ -1,4 +1,4 @@
-"""Tasks of other projects' formats, from files on this machine."""
+"""Load tasks in the formats of other projects from local files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TESTS = re.compile(r"(?<![\w./}])/tests\b")
 def harbor(folder: str) -> list[dict[str, Json]]:
     """The Harbor tasks in a folder: `instruction.md`, `task.toml`, `environment/`, `tests/test.sh`.
 
-    The files of the environment are the workspace; no image is built, so what its Dockerfile
-    installs must be on this machine. Paths /tests and /logs/verifier are made relative. Raises
-    ConfigError where there is no such task."""
+    The files of the environment become the workspace. No image is built, so this machine must have
+    what the Dockerfile installs. Paths /tests and /logs/verifier become relative. Raises
+    ConfigError if there is no such task."""
     found = sorted(Path(folder).glob("**/task.toml"))
     if not found:
         raise ConfigError(f"{folder} has no Harbor task: a folder with a task.toml")
@@ -54,13 +54,13 @@ def _texts(folder: Path) -> dict[str, str]:
 
 def swe(file: str, repositories: str, *, python: str = "python3") -> list[dict[str, Json]]:
     """The tasks of a JSONL file with the fields of SWE-bench (`instance_id`, `repo`, `base_commit`,
-    `problem_statement`, `test_patch`, `FAIL_TO_PASS`, `PASS_TO_PASS`), whose repositories are
-    `repositories`/OWNER__NAME on this machine. `python` runs pytest with what they need."""
-    lines = Path(file).read_bytes().splitlines()  # of a text it would also split at U+2028
+    `problem_statement`, `test_patch`, `FAIL_TO_PASS`, `PASS_TO_PASS`). Their repositories are in
+    `repositories`/OWNER__NAME on this machine; `python` runs pytest and has their dependencies."""
+    lines = Path(file).read_bytes().splitlines()  # str.splitlines would also split at U+2028
     try:
         return [_swe(json.loads(line), repositories, python) for line in lines if line.strip()]
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"{file} is no file of SWE-style tasks: {error!r}") from None
+        raise ConfigError(f"{file} is not a file of SWE-style tasks: {error!r}") from None
 
 
 def _swe(row: dict[str, Any], repositories: str, python: str) -> dict[str, Json]:
@@ -78,5 +78,5 @@ def _swe(row: dict[str, Any], repositories: str, python: str) -> dict[str, Json]
 
 
 def _listed(value: str | list[str] | None) -> list[str]:
-    """Some files have the list as JSON in a text."""
+    """A list, which some files encode as a JSON string."""
     return json.loads(value) if isinstance(value, str) else value or []

@@ -1,5 +1,6 @@
-"""Repositories with one bug, made without a network: a function is mutated in its module, and only
-bugs that a hidden check sees become tasks. `train` and `heldout` are of the standard library."""
+"""Generate repositories with one bug, without a network: a function is mutated in its module, and
+only bugs that a hidden test detects become tasks. `train` and `heldout` use the standard
+library."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.types import Json
 
-CALL_SECONDS = 0.2  # for all cases of one mutant: a loop without an end is a bug that is seen
+CALL_SECONDS = 0.2  # for all cases of one mutant; an endless loop counts as a detected bug
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.And: ast.Or, ast.Or: ast.And},
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
     **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
 }
-# Function -> arguments of its hidden calls. Of a function's bugs none is in both sets.
+# Function -> arguments of its hidden calls. No function is in both sets.
 TRAIN: dict[str, list[tuple[Any, ...]]] = {
     "colorsys:hls_to_rgb": [(0.6, 0.4, 0.5), (0, 1, 0), (0.1, 0.7, 1), (0.5, 0.5, 0.2)],
     "textwrap:dedent": [(" a\n  b",), ("\ta\n\tb\n",), ("x",), ("  a\n\n  b\n",)],
@@ -37,7 +38,7 @@ HELDOUT: dict[str, list[tuple[Any, ...]]] = {
     "string:capwords": [("a b",), (" x  y",), ("a-b", "-")],
     "calendar:monthrange": [(2024, 2), (2023, 12), (1900, 2), (2000, 2)],
 }
-# Reads a module, texts of one of its functions and calls as JSON; writes what each text answers.
+# Reads a module, variants of a function and its calls as JSON; writes the results of each variant.
 CHILD = f"""
 import json, resource, signal, sys
 def late(*_): raise TimeoutError
@@ -50,7 +51,7 @@ def answers(text, name, cases):
             raise
         except Exception as error:
             return "raises " + type(error).__name__
-    signal.setitimer(signal.ITIMER_VIRTUAL, {CALL_SECONDS})  # of its own time, on any machine
+    signal.setitimer(signal.ITIMER_VIRTUAL, {CALL_SECONDS})  # CPU time, whatever the load
     try:
         exec(text, space)
         return [call(case) for case in cases]
@@ -95,16 +96,15 @@ def heldout() -> list[dict[str, Json]]:
 
 
 def bugs(function: str, cases: Sequence[tuple[Any, ...]]) -> list[dict[str, Json]]:
-    """A task for each bug of one place in `function`, "module:name", that changes an answer to one
-    of the `cases`, tuples of arguments that Python literals can say. `files` has the module, under
-    another name, `tests` the hidden ones. Raises ConfigError for a function that is not written in
-    Python."""
+    """A task for each one-place bug in `function`, "module:name", that changes the result of one of
+    the `cases`, tuples of arguments that are Python literals. `files` has the module under another
+    name, `tests` the hidden tests. Raises ConfigError for a function without a Python source."""
     module, _, name = function.partition(":")
     try:
         whole = inspect.getsource(importlib.import_module(module))
         mutants = list(_mutants(whole, name))
     except (ImportError, TypeError, OSError) as error:
-        raise ConfigError(f"{function!r} is no function with a Python source: {error}") from None
+        raise ConfigError(f"{function!r} is not a function with a Python source: {error}") from None
     asked = {"whole": whole, "name": name, "cases": [repr(case) for case in cases]}
     asked["texts"] = ["", *(text for text, _ in mutants)]
     done = subprocess.run(
@@ -139,14 +139,14 @@ def bugs(function: str, cases: Sequence[tuple[Any, ...]]) -> list[dict[str, Json
 
 
 def _mutants(whole: str, name: str) -> Iterator[tuple[str, str]]:
-    """The function with one place changed, and its module with that: all other lines as they were.
-    Raises TypeError where the module has no such function."""
+    """Yield the function with one change, and its module with this function and all other lines
+    unchanged. Raises TypeError if the module has no such function."""
     nodes = [node for node in ast.parse(whole).body if isinstance(node, ast.FunctionDef)]
     function = next((node for node in nodes if node.name == name), None)
     if function is None:
         raise TypeError("its module does not define it")
-    lines = list(StringIO(whole))  # the lines that `ast` counts; str.splitlines knows more ends
-    first = min([function.lineno, *(place.lineno for place in function.decorator_list)]) - 1
+    lines = list(StringIO(whole))  # the lines that `ast` counts; str.splitlines splits more often
+    first = min([function.lineno, *(node.lineno for node in function.decorator_list)]) - 1
     head, tail = lines[:first], lines[function.end_lineno :]
     for node in list(ast.walk(function)):
         before = dict(vars(node))
@@ -157,7 +157,7 @@ def _mutants(whole: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _change(node: ast.AST) -> bool:
-    """Make a bug of a node by giving it other fields; False where it is no place for one."""
+    """Turn a node into a bug in place; False if its kind has no mutation."""
     if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPS:
         node.op = SWAPS[type(node.op)]()  # type: ignore[assignment]
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:

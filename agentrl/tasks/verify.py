@@ -1,4 +1,4 @@
-"""A verifier for tasks with hidden tests: they run in a fresh copy of the workspace."""
+"""A verifier for tasks with hidden tests, which run in a fresh copy of the workspace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from agentrl.errors import AgentRLError
 from agentrl.types import Task
 
-TIMEOUT = 60.0  # seconds, where a task has no `test_timeout`
+TIMEOUT = 60.0  # seconds, if a task has no `test_timeout`
 PATCH = ".agentrl-hidden.patch"
 SUMMARY = "short test summary info"
 PYTEST = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S+)", re.MULTILINE)
@@ -19,24 +19,24 @@ UNITTEST = re.compile(
 
 
 class TestsError(AgentRLError):
-    """The hidden tests say nothing of what the agent did."""
+    """The hidden tests cannot judge the agent's work."""
 
 
 async def run_tests(task: Task, workspace: Any) -> float:
     """1 if the hidden tests pass, else 0.
 
-    Of the task: `tests` (name -> text) and `test_patch` are put into a copy of what the agent left;
-    `test_command` (default: unittest on `tests`) runs there, confined as the agent was, for at most
-    `test_timeout` seconds; `must_pass` names the tests that count (default: all); `reward_file` is
-    where the command writes the reward itself. Raises TestsError where they do not end, delete
-    themselves, or are none."""
+    Keys of the task: `tests` (name -> text) and `test_patch` are added to a copy of the agent's
+    workspace; `test_command` (default: unittest on `tests`) runs there in the agent's sandbox, for
+    at most `test_timeout` seconds; `must_pass` names the tests that count (default: all); with
+    `reward_file`, the command writes the reward itself. Raises TestsError if the tests time out,
+    change during their run, or do not exist."""
     tests = dict(task.get("tests", {}))
     patch = {PATCH: task["test_patch"]} if "test_patch" in task else {}
     copy = await workspace.fresh({**tests, **patch})
     if patch:
         applied = await copy.run(["git", "apply", "--whitespace=nowarn", PATCH])
         if applied.status:
-            return 0.0  # the agent changed the lines that the tests are put beside
+            return 0.0  # the agent changed lines around the patch
     modules = [name.removesuffix(".py").replace("/", ".") for name in tests if name.endswith(".py")]
     command = task.get("test_command") or ["python3", "-m", "unittest", "-v", *modules]
     timeout = float(task.get("test_timeout", TIMEOUT))
@@ -59,8 +59,7 @@ async def run_tests(task: Task, workspace: Any) -> float:
 
 
 def parse_results(text: str) -> dict[str, bool]:
-    """Test -> whether it passed, from what `pytest -rA` or `unittest -v` prints. Skipped ones are
-    left out."""
+    """Test -> whether it passed, from `pytest -rA` or `unittest -v`, without skipped tests."""
     if SUMMARY in text:
         rows = [(name, said) for said, name in PYTEST.findall(text.rpartition(SUMMARY)[2])]
     else:

@@ -1,1 +1,1 @@
-"""Views of a run, for people and other tools: console, report, OpenTelemetry, metrics sinks."""
+"""Output of a run for people and other tools: console, report, OpenTelemetry, metrics sinks."""

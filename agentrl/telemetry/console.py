@@ -1,5 +1,4 @@
-"""What the front prints while a run goes on: progress and warnings, read from the store, and lines
-of the logs of its processes."""
+"""The console output of a run: progress and warnings from the store, and lines of its logs."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ from agentrl.telemetry import report
 from agentrl.types import EMPTY, Counts, ErrorKind, FailureCount, Purpose, StepRow
 
 REFRESH = 0.5  # seconds between redraws
-PLAIN_LINES = 20  # step lines of a whole run where there is no terminal to redraw
-LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # as `log_to_stderr` writes it
-POLL = 0.5  # seconds between looks at log files
+PLAIN_LINES = 20  # step lines of a whole run without a terminal to redraw
+LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # the format of `log_to_stderr`
+POLL = 0.5  # seconds between reads of log files
 PREPARING = "preparing the policy and starting the agents ..."
 UNSEEN_TOOLS = (
-    "tools are not seen: {:.0f} model calls sent tools, and no prompt has the name of one. The chat"
+    "tools are not seen: {:.0f} model calls sent tools, but no prompt has the name of one. The chat"
     " template of the policy's server renders none; choose a model or template that does"
 )
 UNTRAINED = (
@@ -41,26 +40,26 @@ UNTRAINED = (
     ' or set algorithm.inexact = "retokenize".'
 )
 DISCARDED = (
-    "{} groups were discarded: they have token ids that the policy does not have, or rewards or"
-    " log-probs that cannot be. Which, and why, is in {}."
+    "{} groups were discarded: they have unknown token ids, or impossible rewards or log-probs."
+    " For details see {}."
 )
 TAKEN_BACK = (
-    "{:.0f} steps were taken back, and are trained again from step {}: their checkpoint was"
-    " damaged, or --from said so"
+    "{:.0f} steps were taken back and are trained again from step {}, because of a damaged"
+    " checkpoint or --from"
 )
 
 
 async def show_progress(
     store: Store, config: RunConfig, console: Console | None = None, *, quiet: bool = False
 ) -> None:
-    """Show the run until cancelled: redrawn on a terminal, else in lines; quiet: warnings only."""
+    """Show a run until cancelled: live on a terminal, else in lines; quiet: warnings only."""
     console = console or Console()
     progress, warnings = Progress(config), RunWarnings(config, console)
     if not quiet:
         where = escape(config.output)
         console.print(f"[bold]{config.name}[/]: {config.steps} steps, {where}", highlight=False)
     try:
-        # A notebook sets that variable for its commands, and cannot move the cursor up.
+        # A notebook sets this variable for its commands; it cannot move the cursor up.
         if quiet or not console.is_terminal or "JPY_PARENT_PID" in os.environ:
             return await _print_lines(store, progress, warnings, quiet=quiet)
         with Live(progress.table(), console=console, refresh_per_second=4, transient=True) as live:
@@ -68,7 +67,7 @@ async def show_progress(
                 await _update(store, progress, warnings)
                 live.update(progress.table())
                 await _next_change(store)
-    finally:  # the last changes may be what ended the run
+    finally:  # the last changes may explain why the run ended
         await _update(store, progress, warnings)
 
 
@@ -107,7 +106,7 @@ async def _next_change(store: Store) -> None:
 
 @dataclass(slots=True)
 class Progress:
-    """A run as of the last read of the store."""
+    """The state of a run at the last read of the store."""
 
     config: RunConfig
     rows: list[StepRow] = field(default_factory=list)
@@ -115,7 +114,7 @@ class Progress:
     ready: bool = False
 
     async def update(self, store: Store) -> None:
-        """Reads only new steps: a committed one changes only when it is taken back."""
+        """Read new steps only: a committed step changes only if it is taken back."""
         state = await store.run(self.config.name)
         done = min(len(self.committed), state.step if state else 0)
         self.rows[done:] = await store.steps(self.config.name, after=done - 1)
@@ -127,7 +126,7 @@ class Progress:
         return [row for row in self.rows if row.committed]
 
     def seconds_left(self) -> float | None:
-        """From the mean of the last ten steps, evaluations included; None before the first."""
+        """Estimated from the mean of the last ten steps with evaluations; None before the first."""
         recent = self.committed[-10:]
         if not recent:
             return None
@@ -164,7 +163,7 @@ class Progress:
         return grid
 
     def line(self, row: StepRow) -> str:
-        """A committed step in one line."""
+        """A line about a committed step."""
         metrics, parts = row.metrics, [f"step {row.step + 1}/{self.config.steps}"]
         if EMPTY in metrics:
             failed, every = metrics.get("rollouts/failed", 0.0), metrics[EMPTY]
@@ -179,7 +178,7 @@ class Progress:
 
 
 def _reward_and_rates(metrics: dict[str, float]) -> tuple[str, str, str]:
-    if "data/epochs" in metrics:  # a run on a data set plays no rollouts
+    if "data/epochs" in metrics:  # a run on a data set has no rollouts
         names = {"loss": "preferences/loss", "accuracy": "rewards/accuracies"}
         loss, accuracy = (f"{word} {_number(metrics, name)}" for word, name in names.items())
         return loss, accuracy, f"chosen log-prob down by {_number(metrics, 'logps/chosen_drop')}"
@@ -198,8 +197,7 @@ def _number(metrics: dict[str, float], key: str) -> str:
 
 
 def _health(metrics: dict[str, float], policy: str = "") -> list[str]:
-    """Those metrics of the step that show first when training goes wrong. policy: which one, of
-    several."""
+    """The metrics of a step that show problems first. policy: the policy, if there are several."""
     prefix = f"{policy}/" if policy else ""
     names = {"entropy": "policy/entropy", "KL": "old/kl", "clipped": "policy/clip_fraction"}
     if metrics.get(f"{prefix}staleness/version_max"):
@@ -210,7 +208,7 @@ def _health(metrics: dict[str, float], policy: str = "") -> list[str]:
 
 
 def _idle(metrics: dict[str, float]) -> list[str]:
-    """The share of a step in which each side waited for the other."""
+    """The fractions of a step during which sampler and learner waited for each other."""
     whole = metrics.get("time/learner_idle", 0.0) + metrics.get("time/update", 0.0)
     sides = {side: metrics.get(f"time/{side}_idle", 0.0) for side in ("sampler", "learner")}
     return [f"{side} idle {idle / whole:.0%}" for side, idle in sides.items()] if whole else []
@@ -223,18 +221,18 @@ def _rate(metrics: dict[str, float], key: str) -> str:
 
 @dataclass(slots=True)
 class RunWarnings:
-    """Prints each warning of a run once. Failures before this start of the run are printed only if
-    one of the same kind follows."""
+    """Prints each warning of a run once. Failures from before this start are printed only if
+    another of the same kind follows."""
 
     config: RunConfig
     console: Console
     earlier_failures: dict[ErrorKind, int] | None = None  # attempts by kind, before this start
     roles_checked: bool = False
-    discarded: int = 0  # groups, as of the last warning
+    discarded: int = 0  # number of groups at the last warning
     printed: set[Hashable] = field(default_factory=set)
 
     async def print_new(self, store: Store, rows: Sequence[StepRow]) -> None:
-        """Print the warnings of these steps that were not printed before."""
+        """Print the new warnings of these steps."""
         committed = [row for row in rows if row.committed]
         for row in rows:
             if not row.committed and (steps := row.metrics.get("steps/taken_back")):
@@ -267,8 +265,7 @@ class RunWarnings:
 
 
 async def roles_without_calls(store: Store, config: RunConfig) -> str:
-    """A sentence that names the roles of the run file in which no call of the first trained step
-    was made; empty if there are none."""
+    """A sentence about the run file's roles without a call in the first trained step, or empty."""
     named = policy_by_role(config)
     if not (named and config.steps):
         return ""
@@ -282,13 +279,13 @@ async def roles_without_calls(store: Store, config: RunConfig) -> str:
     spoke = ", ".join(map(repr, sorted(seen))) or "none"
     return (
         f"no call was made in the first step in the role {', '.join(silent)}, which the run file "
-        f"names; the roles that spoke are {spoke}. Roles are graph nodes, agent names, model names "
-        "or what `with agentrl.role(...)` says"
+        f"names; the roles with calls are {spoke}. Roles are graph nodes, agent names, model names "
+        "or those of `with agentrl.role(...)`"
     )
 
 
 def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
-    """The kind of failure, how often it happened, an example, and the command that shows it."""
+    """The kind of a failure, how often it occurred, its message, and the command that shows it."""
     times = f"{failed.attempts} attempts" if failed.attempts > 1 else "an attempt"
     return (
         f"{failed.kind}: {times} failed so far: {brief(failed.message)}\n"
@@ -297,28 +294,28 @@ def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
 
 
 def console_level(*, quiet: bool, verbose: bool) -> int:
-    """The lowest level on the console."""
+    """The lowest log level that the console shows."""
     return logging.WARNING if quiet else logging.INFO if verbose else PHASE
 
 
 @dataclass(slots=True)
 class LogFollower:
-    """Prints the lines that the processes of a run add to these log files from now on.
+    """Prints new lines of the log files of a run's processes.
 
-    PHASE, between INFO and WARNING, says what a run is doing now. A sentence that several processes
-    log is printed once."""
+    Lines at PHASE, between INFO and WARNING, describe the run's current phase. A message that
+    several processes log is printed once."""
 
     console: Console
     level: int
     files: Sequence[Path]
-    _read: dict[Path, int] = field(default_factory=dict)  # bytes
+    _read: dict[Path, int] = field(default_factory=dict)  # bytes read
     _printed: set[tuple[str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._read = {file: file.stat().st_size for file in self.files if file.is_file()}
 
     async def follow(self) -> None:
-        """Until cancelled, and once more then: the last lines are the most important ones."""
+        """Print new lines until cancelled, and then once more: the last lines matter most."""
         try:
             while True:
                 self.look()

@@ -1,10 +1,10 @@
-"""A stored attempt as an OpenTelemetry trace that Phoenix, Langfuse and Jaeger understand.
+"""Convert a stored attempt to an OpenTelemetry trace for Phoenix, Langfuse and Jaeger.
 
-The attempt is the root. Below it are its recorded spans and one llm span for each transition, with
+The root is the attempt. Below it are its recorded spans and one llm span for each transition, with
 attributes of OpenTelemetry's semantic conventions for generative AI (`gen_ai.*`), of OpenInference,
-which Phoenix reads, and of agentrl (`agentrl.*`). If the agent's side recorded a span of the same
-model call, by a framework or of the HTTP request, the two are merged. The same attempt always gives
-the same ids, so sending it twice changes nothing.
+which Phoenix reads, and of agentrl (`agentrl.*`). If the agent recorded a span for the same model
+call (from a framework or the HTTP request), the two are merged. Ids are a function of the attempt,
+so sending it twice changes nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from msgspec.structs import asdict, replace
 from agentrl.otlp import DESCRIPTION
 from agentrl.types import Json, Reward, Scope, Span, Trace, Transition
 
-PROVIDER = "agentrl"  # of the answers, as the agent sees it
+PROVIDER = "agentrl"  # provider of the answers for the agent
 HTTP_ATTRIBUTES = {"url.full", "http.url", "http.method", "http.request.method"}  # of a client
-SLACK = 5_000_000  # ns between the clocks of agent and gateway
+SLACK = 5_000_000  # ns of difference between the clocks of agent and gateway
 Spans = Mapping[str, Span]  # by id
 
 
 def spans_of(trace: Trace) -> list[Span]:
-    """The whole attempt: its root first, then the other spans by their start."""
+    """All spans of the attempt: the root first, then the others by start."""
     spans = {span.id: span for span in trace.spans}
-    merged: dict[str, str] = {}  # id of a request's span -> that of its llm span
+    merged: dict[str, str] = {}  # id of a request's span -> id of its llm span
     llm_spans: dict[str, Span] = {}
     for transition in trace.transitions:
         about = call_attributes(transition)
@@ -46,8 +46,8 @@ def spans_of(trace: Trace) -> list[Span]:
 
 
 def _parents(spans: Spans, merged: Mapping[str, str], root: str) -> dict[str, str]:
-    """The parent of each span: the root where its own is missing. A client may send cycles of
-    parents; one span of each goes below the root."""
+    """The parent of each span; the root if it is missing. Clients may send cycles of parents; one
+    span of each cycle gets the root as its parent."""
     parents: dict[str, str] = {}
     for span in spans.values():
         parent = merged.get(span.parent or "") or span.parent
@@ -66,11 +66,11 @@ def _parents(spans: Spans, merged: Mapping[str, str], root: str) -> dict[str, st
 
 
 def _llm_span(call: Transition, spans: Spans, llm_spans: Spans, about: dict[str, Json]) -> Span:
-    """The span of a model call: the one that a framework recorded, or else a new one."""
+    """The span of a model call: a framework's recorded span, or else a new one."""
     request, id, parent = spans.get(call.span or ""), _id(call.id), call.span
     if request is not None and _is_request(request):
         id, parent = request.id, request.parent
-    elif request is None and call.span:  # its client sent its spans elsewhere
+    elif request is None and call.span:  # the client sent its spans to another receiver
         id, parent = call.span, None
     start = int(call.started * 1e9)
     made = Span(
@@ -88,8 +88,8 @@ def _llm_span(call: Transition, spans: Spans, llm_spans: Spans, about: dict[str,
 
 
 def _recorded_llm_span(request: Span, call: Span, spans: Spans, llm_spans: Spans) -> Span | None:
-    """The llm span that a framework recorded of the call: an ancestor of the request or, as
-    OpenInference records for LangChain, its shortest sibling that covers the call."""
+    """The llm span that a framework recorded for the call: an ancestor of the request or, for
+    OpenInference with LangChain, its shortest sibling that covers the call."""
     ancestor: Span | None = request
     passed = set[str]()
     while ancestor is not None and ancestor.kind == "internal" and ancestor.id not in passed:
@@ -111,8 +111,7 @@ def _is_request(span: Span) -> bool:
 
 
 def _root_span(trace: Trace, spans: list[Span]) -> Span:
-    """The span of the attempt, with the times of its `spans` where the agent ran in another process
-    and recorded none."""
+    """The recorded span of the attempt, or a new one that covers `spans`."""
     rollout = trace.rollout
     made = Span(
         id=_id(trace.attempt),
@@ -154,9 +153,9 @@ def _root_span(trace: Trace, spans: list[Span]) -> Span:
 
 
 def call_attributes(transition: Transition) -> dict[str, Json]:
-    """The attributes of one model call, by all conventions."""
+    """The attributes of one model call in all three conventions."""
     sampling, answer = transition.sampling, transition.answer or {}
-    limits = asdict(sampling) | {"top_k": sampling.top_k or None}
+    limits = asdict(sampling) | {"top_k": sampling.top_k or None, "force": None}
     given = {name: value for name, value in limits.items() if value is not None}
     read, written = len(transition.prompt), len(transition.completion)
     output = _message(answer) | {"finish_reason": transition.finish}
@@ -236,7 +235,7 @@ def _openinference(prefix: str, message: Mapping[str, Json]) -> dict[str, Json]:
 def _rewards(
     rewards: Iterable[Reward], scope: Scope, target: str | None, prefix: str = "agentrl.reward"
 ) -> dict[str, Json]:
-    """A reward's value by `prefix.NAME`; a list where there are several of one name."""
+    """`prefix.NAME` -> the value of the reward; a list if several have the same name."""
     attributes: dict[str, list[float]] = {}
     for row in rewards:
         if row.scope is scope and row.target == target:
@@ -264,5 +263,5 @@ def _json(value: Any) -> str:
 
 
 def _id(name: str) -> str:
-    """A span id that is always the same for `name`."""
+    """A deterministic span id for `name`."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]

@@ -18,8 +18,8 @@ from agentrl.store.base import Store
 from agentrl.telemetry.show import render_trace
 from agentrl.types import Purpose, Rollout, RolloutState, StepRow
 
-LOOK_BACK = 3  # evaluations among which examples are looked for
-NAMED = 1000  # failed rollouts whose kinds are counted
+LOOK_BACK = 3  # last evaluations to search for examples
+NAMED = 1000  # most failed rollouts whose kinds are counted
 WIN_RATE, ELO, FIRST = "selfplay/win_rate/", "selfplay/elo/", "@000000"
 FUNCTIONS = "eval/function/"  # metrics of `eval.functions`
 RETURN = "reward/role:outcome/"  # of a seat
@@ -62,13 +62,14 @@ async def print_report(
 
 
 def store_option(config: RunConfig) -> str:
-    """For a command about the run, which finds the default store from the working directory."""
+    """The --store option of a command about the run; empty for the default store, which commands
+    find from the working directory."""
     return "" if config.store == store_of(config.name) else f" --store {config.store}"
 
 
 def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
-    """Save reward per step, of each role too where there are several, and held-out score as
-    `curve.png`; None when nothing was trained."""
+    """Save reward per step (also per role, if there are several) and held-out scores as
+    `curve.png`; None if nothing was trained."""
     committed = [row for row in steps if row.committed and "reward/mean" in row.metrics]
     if not committed:
         return None
@@ -101,13 +102,13 @@ def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
 
 
 def function_names(steps: Sequence[StepRow]) -> dict[str, str]:
-    """The metrics that `eval.functions` measured, each with its label."""
+    """Metric -> label of the metrics of `eval.functions`."""
     names = {name for row in steps for name in row.metrics if name.startswith(FUNCTIONS)}
     return {name: name.removeprefix(FUNCTIONS) for name in sorted(names)}
 
 
 def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
-    """The learning curve of each role, as (step, mean reward); empty where there is one role."""
+    """Role -> learning curve as (step, mean reward); empty for a single role."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in steps:
         for name, value in row.metrics.items():
@@ -118,8 +119,8 @@ def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
 
 
 def score_table(steps: list[StepRow]) -> Table:
-    """Held-out scores before and after training, or of the only evaluation, also by role, and how
-    the games of the first and last step went."""
+    """A table of held-out scores before and after training (or of the only evaluation), also by
+    role, and of the games in the first and last step."""
     games = [found for row in steps if (found := game_figures(row.metrics))]
     steps = [row for row in steps if any(name.startswith("eval/") for name in row.metrics)] or steps
     shown = {"before": steps[0].metrics, "after": steps[-1].metrics}
@@ -145,9 +146,9 @@ def score_table(steps: list[StepRow]) -> Table:
 
 
 def game_figures(metrics: Mapping[str, float]) -> dict[str, str]:
-    """How the games of a step went, in words: what each seat got with its standard deviation, calls
-    and illegal moves in a game, and the share won against the first policy and the whole pool;
-    empty without self-play."""
+    """Label -> text about the games of a step: mean return of each seat with its standard
+    deviation, calls and illegal moves per game, and win rates against the first policy and the
+    whole pool. Empty without self-play."""
     if "selfplay/games" not in metrics:
         return {}
     seats = sorted(seat[1] for name in metrics if (seat := SEAT.fullmatch(name)))
@@ -165,7 +166,7 @@ def game_figures(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """A table whose first column, without a name, is left-aligned."""
+    """A table whose first column has no name and is left-aligned."""
     table = Table("", title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="right")
@@ -173,17 +174,17 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _score(metrics: Mapping[str, float], name: str) -> str:
-    """With its confidence interval, if it has one."""
+    """A metric as text, with its confidence interval if it has one."""
     known = [metrics[key] for key in (name, f"{name}_low", f"{name}_high") if key in metrics]
     if not known:
         return "-"
-    share = all(0.0 <= value <= 1.0 for value in known)
-    value, *bounds = (f"{x:.1%}" if share else f"{x:.3g}" for x in known)
+    fraction = all(0.0 <= value <= 1.0 for value in known)
+    value, *bounds = (f"{x:.1%}" if fraction else f"{x:.3g}" for x in known)
     return f"{value} ({' to '.join(bounds)})" if bounds else value
 
 
 async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> dict[str, Rollout]:
-    """A rollout that succeeded and one that did not, of the last evaluations, by title."""
+    """Title -> a successful and an unsuccessful rollout from the last evaluations."""
     found: dict[str, Rollout] = {}
     evaluated = [row.step for row in steps if any(name.startswith("eval/") for name in row.metrics)]
     for step in evaluated[: -LOOK_BACK - 1 : -1]:
@@ -196,7 +197,7 @@ async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> di
 
 
 async def _failures(store: Store, config: RunConfig) -> str:
-    """How many rollouts failed, of what the last of them did, and what the last one says."""
+    """A sentence with the number of failed rollouts, by kind, and the last message."""
     found = await store.search(config.name, state=RolloutState.FAILED, limit=NAMED, budget=5.0)
     if not found.rows:
         return ""
@@ -212,7 +213,7 @@ async def _failures(store: Store, config: RunConfig) -> str:
 
 
 def untrained_calls(steps: Iterable[StepRow]) -> tuple[int, int]:
-    """The numbers of untrained calls: those without token ids, those longer than the context."""
+    """The numbers of untrained calls without token ids, and of those longer than the context."""
     rows = [row.metrics for row in steps]
     long = sum(int(row.get("calls/too_long", 0.0)) for row in rows)
     return sum(int(row.get("calls/refused", 0.0)) for row in rows) - long, long
@@ -225,8 +226,8 @@ def untrained_sentences(steps: Iterable[StepRow]) -> list[str]:
 
 
 def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str, str]:
-    """The policies that had a turn to learn and no call to learn from, each with a sentence for the
-    user: the agent may use other names for its roles."""
+    """Policy -> a sentence for the user, for policies that should have learned but had no calls:
+    the agent may use other names for its roles."""
     found = {}
     for name in team.trained_policies(config) if config.policies else []:
         calls = [row.metrics[f"{name}/calls"] for row in steps if f"{name}/calls" in row.metrics]
@@ -235,7 +236,7 @@ def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str,
             heard = ", ".join(map(repr, sorted(reward_curves(steps)))) or "none of several"
             found[name] = (
                 f"the policy {name!r} has learned nothing: no call was made in its roles "
-                f"({', '.join(map(repr, own))}); the roles that spoke are {heard}"
+                f"({', '.join(map(repr, own))}); the roles with calls are {heard}"
             )
     return found
 
@@ -252,8 +253,9 @@ def _times(steps: list[StepRow], seconds: float) -> str:
 
 
 def win_rate_table(steps: Sequence[StepRow]) -> Table | None:
-    """The win rate of each snapshot of a self-play pool (row) against the others (column), as
-    estimated when it was taken, and final Elo ratings; None without a pool."""
+    """A table of the win rates of each snapshot of a self-play pool (row) against the others
+    (column), estimated when the snapshot was taken, and of final Elo ratings; None without a
+    pool."""
     known = {row.step + 1: row.metrics for row in steps if row.committed}
     last = known[max(known)] if known else {}
     pool = {_taken(key): last[key] for key in sorted(last) if key.startswith(ELO)}
@@ -273,5 +275,5 @@ def _rates(metrics: dict[str, float], columns: dict[int, float]) -> list[str]:
 
 
 def _taken(key: str) -> int:
-    """The number of steps after which the snapshot of a metric was taken."""
+    """The number of steps after which a metric's snapshot was taken."""
     return int(key.rpartition("@")[2])

@@ -1,4 +1,4 @@
-"""A rollout printed for a person to read."""
+"""Print a rollout on the console."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow
 
 
 async def show_rollout(store_url: str, rollout: str) -> None:
-    """Print one rollout of a store. Raises StoreError when it has none of that id."""
+    """Print a rollout of a store. Raises StoreError for an unknown id."""
     async with open_store(store_url, readonly=True) as store:
         trace = await store.trace(rollout)
     if trace is None:
@@ -29,9 +29,9 @@ async def show_rollout(store_url: str, rollout: str) -> None:
 
 
 def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
-    """The policies of roles that were set for this rollout, the rollout that it repeats, and then
-    every message once, or its first `longest` characters, and what changed in the workspace. Model
-    calls show role, policy, version, numbers of tokens and what was left out of their requests."""
+    """A rollout as a rich panel: its seats, the rollout that it repeats, every message once (its
+    first `longest` characters), and the diff of its workspace. Model calls show role, policy,
+    version, numbers of tokens and options without effect."""
     parts: list[RenderableType] = []
     shown: list[dict[str, Any]] = []
     if trace.rollout.seats:
@@ -44,7 +44,7 @@ def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
         messages = transition.messages
         known = len(shown) if messages[: len(shown)] == shown else 0
         if known and len(messages) > known and messages[known].get("role") == "assistant":
-            known += 1  # the last answer, as the agent wrote it down
+            known += 1  # the previous answer, in the agent's form
         parts += [_message(message, longest=longest) for message in messages[known:]]
         parts.append(_answer(transition))
         shown = messages

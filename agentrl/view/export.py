@@ -1,7 +1,7 @@
-"""One HTML file of a run, which opens from disk without a network and can be passed on.
+"""Export a run as one HTML file that needs no network and can be shared.
 
-It holds the pages that the server shows, as compressed chunks that the browser unpacks when a page
-is opened, with the same style and script.
+It contains the pages of the server, with the same style and script, as compressed chunks that the
+browser unpacks when a page is opened.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from agentrl.types import RolloutState
 from agentrl.view.pages import Pages
 from agentrl.view.templates import STATIC, environment, island, render
 
-CHUNK = 100  # pages that are compressed together
-GROUPS = 200  # groups that are read at once
+CHUNK = 100  # pages per compressed chunk
+GROUPS = 200  # groups per read
 HIDDEN = "█"
 TEXTS = {"task", "result", "messages", "answer", "failure", "message", "traceback", "transitions"}
 TEXTS |= {"rewards", "note", "texts", "text", "seed", "question"}
@@ -32,7 +32,7 @@ READ = {"trace", "rollouts", "failures", "attempts", "sides", "candidates", "ref
 
 
 class RedactedStore:
-    """A store that hides what matches a pattern in the texts of agents, tasks and failures."""
+    """A store that hides matches of a pattern in the texts of agents, tasks and failures."""
 
     def __init__(self, store: Store, pattern: re.Pattern[str]) -> None:
         self._store, self._pattern = store, pattern
@@ -40,8 +40,8 @@ class RedactedStore:
     def __getattr__(self, verb: str) -> Any:
         method = getattr(self._store, verb)
 
-        async def hidden(*place: Any, **named: Any) -> Any:
-            return self.hide(await method(*place, **named))
+        async def hidden(*args: Any, **named: Any) -> Any:
+            return self.hide(await method(*args, **named))
 
         return hidden if verb in READ else method
 
@@ -59,7 +59,7 @@ class RedactedStore:
         return self._pattern.sub(HIDDEN, value) if isinstance(value, str) else value
 
     def hide_tokens(self, values: dict[str, Any]) -> None:
-        """Hide the tokens that have a part in a match, and their ids."""
+        """Hide the text and ids of tokens that overlap with a match."""
         at, spans = 0, [one.span() for one in self._pattern.finditer("".join(values["text"]))]
         for i, piece in enumerate(values["text"]):
             if any(start < at + len(piece) and at < end for start, end in spans):
@@ -70,14 +70,14 @@ class RedactedStore:
 async def export(
     store: Store, run: str, file: Path, *, rollouts: str = "all", redact: str = ""
 ) -> str:
-    """Write a run to `file`; returns a sentence about what it holds. `rollouts`: all, failures or
+    """Write a run to `file`; returns a sentence about its content. `rollouts`: all, failures or
     sample:N; `redact`: a regular expression whose matches are hidden in texts and tokens.
 
-    Raises ConfigError where either is not understood, NotFound for an unknown run."""
+    Raises ConfigError for an invalid `rollouts` or `redact`, NotFound for an unknown run."""
     try:
         redacted = RedactedStore(store, re.compile(redact)) if redact else None
     except re.error as error:
-        raise ConfigError(f"--redact {redact!r} is no regular expression: {error}") from None
+        raise ConfigError(f"--redact {redact!r} is not a regular expression: {error}") from None
     pages = Pages(cast(Store, redacted or store))
     chosen, total = await _chosen(store, run, rollouts)
     note = f"{sum(map(len, chosen.values())):,} of {total:,} rollouts"
@@ -107,7 +107,7 @@ async def export(
 async def _pages(
     pages: Pages, redacted: RedactedStore | None, run: str, chosen: dict[str, list[str]]
 ) -> AsyncIterator[tuple[str, str]]:
-    """The address and content of every page of the file."""
+    """Yield the address and content of every page of the file."""
     front = await pages.run(run, {})
     yield f"/run/{run}", _content(front)
     for dataset in front.values["datasets"]:
@@ -128,7 +128,7 @@ async def _pages(
             try:
                 page = await pages.rollout(id)
             except NotFound:
-                continue  # nobody has claimed it yet
+                continue  # not claimed yet
             tokens = await pages.tokens(id, range(len(page.values["calls"])))
             for values in tokens.values() if redacted else ():
                 cast(RedactedStore, redacted).hide_tokens(values)
@@ -140,7 +140,7 @@ async def _pages(
 
 
 async def _chosen(store: Store, run: str, rollouts: str) -> tuple[dict[str, list[str]], int]:
-    """The rollouts to write by their group, and how many the run has."""
+    """Group -> rollouts to write, and the total number of rollouts."""
     sample = re.fullmatch(r"sample:(\d+)", rollouts)
     if not sample and rollouts not in ("all", "failures"):
         raise ConfigError(f"--rollouts {rollouts}: write all, failures or sample:N")

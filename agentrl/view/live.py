@@ -1,4 +1,4 @@
-"""Server-sent events: open pages hear that the store has changed, and ask for what they show."""
+"""Server-sent events that tell open pages to reload their data after changes of the store."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from agentrl.errors import StoreError
 from agentrl.store.base import Store
 
 QUIET = 15.0  # seconds after which a comment shows that the connection is alive
-PAUSE = 0.7  # seconds between two events of one stream: what pages draw costs a training time
-AGAIN = 2.0  # seconds until a store that cannot be read is asked again
+PAUSE = 0.7  # seconds between two events of a stream, because drawing slows down training
+AGAIN = 2.0  # seconds before another read of an unreadable store
 
 
 class ChangeFeed:
@@ -25,8 +25,7 @@ class ChangeFeed:
         self._ending.set()
 
     async def stream(self, last: str) -> AsyncIterator[str]:
-        """Events `change` whose id is the store's cursor. `last`: the id of the last event that the
-        client saw; '' for the present."""
+        """Events `change` with the store's cursor as id. `last`: the client's last id; '': now."""
         cursor = int(last) if last.isdecimal() else await self._store.cursor()
         yield f"retry: 2000\nid: {cursor}\nevent: hello\ndata: {cursor}\n\n"
         while not self._ending.is_set():
@@ -41,7 +40,7 @@ class ChangeFeed:
             await self._rest(PAUSE if changed else 0)
 
     async def _changed(self, cursor: int) -> int:
-        """The newest cursor: after a change, after QUIET, or at the end."""
+        """The newest cursor, after a change, after QUIET seconds, or at the end."""
         wait = asyncio.ensure_future(self._store.wait(cursor, timeout=QUIET))
         end = asyncio.ensure_future(self._ending.wait())
         try:

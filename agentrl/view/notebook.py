@@ -1,4 +1,4 @@
-"""A rollout or a run in Jupyter, drawn by the templates of the pages."""
+"""Show a rollout or a run in Jupyter, with the templates of the pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.view.templates import STATIC, render
 
 
 class Shown:
-    """What a notebook draws; `html` is the whole document."""
+    """An HTML document that notebooks render; `html` is its source."""
 
     def __init__(self, title: str, document: str, height: int) -> None:
         self.title, self.html, self._height = title, document, height
@@ -23,7 +23,7 @@ class Shown:
         return f"<{self.title}>"
 
     def _repr_html_(self) -> str:
-        """In a frame without scripts: its style stays inside, and so does what agents wrote."""
+        """An iframe without scripts, which isolates the style and the agents' texts."""
         return (
             f'<iframe sandbox srcdoc="{html.escape(self.html)}" title="{html.escape(self.title)}" '
             f'width="100%" height="{self._height}" style="border:0;resize:vertical"></iframe>'
@@ -31,10 +31,10 @@ class Shown:
 
 
 def show(name: str, *, store: str | None = None) -> Shown:
-    """A rollout by its id, such as staff/train/0000007/0003, or a run by its name, with its curves,
-    for a notebook. `store`: URL; default: the one that `agentrl train` makes for the run.
+    """Show a rollout, by an id such as staff/train/0000007/0003, or a run with its curves, by its
+    name, in a notebook. `store`: URL; default: the store in runs/RUN.
 
-    Raises StoreError where the store has neither."""
+    Raises StoreError if the store has neither."""
     url = store or store_of(name)
     with ThreadPoolExecutor(1) as pool:  # a notebook's own event loop is running in this thread
         page, values = pool.submit(asyncio.run, _read(url, name)).result()

@@ -1,4 +1,4 @@
-"""What each page shows: one method a page, from the address to a template and its values."""
+"""The content of each page: one method per page, from the address to a template and its values."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from agentrl.view.tokens import Spelling, spelling
 
 SHOWN = ["reward/mean", "eval/score", "policy/entropy", "sampler/kl", "grad_norm"]
 SHOWN += ["reward/outcome/frac_zero_std", "completion/length_mean", "time/rollouts"]
-RUNS, GROUPS, FOUND, ITEMS = 50, 30, 50, 10  # rows of one page
-EVALUATIONS = 500  # of prompts, the last ones, whose scores are shown
-POINTS = 400  # of a curve
-RECENT = 12  # steps of which notes are shown
-KEPT = 8  # rollouts that stay in memory until the store changes
+RUNS, GROUPS, FOUND, ITEMS = 50, 30, 50, 10  # rows per page
+EVALUATIONS = 500  # last groups of prompt searches whose scores are shown
+POINTS = 400  # per curve
+RECENT = 12  # last steps for which notes are shown
+KEPT = 8  # rollouts that are cached until the store changes
 Query = Mapping[str, str]
 Values = dict[str, Any]
 
 
 class Page(NamedTuple):
-    """A template and what it is filled with."""
+    """A template and its values."""
 
     template: str
     title: str
@@ -37,7 +37,7 @@ class Page(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What is stored of a rollout that has begun."""
+    """The stored records of a started rollout."""
 
     trace: Trace
     credits: list[Credit]
@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
 
 
 def _read(query: Query, name: str, kind: type[int] | type[float] = int) -> Any:
-    """A number of a form; None where the field is empty."""
+    """A number from a form; None for an empty field."""
     try:
         return kind(query[name]) if query.get(name) else None
     except ValueError:
@@ -61,7 +61,7 @@ def _choice(query: Query, name: str, kind: type[StrEnum]) -> Any:
 
 
 class Pages:
-    """The pages of one store. Remembers the last rollouts while the store is unchanged."""
+    """The pages of one store. Caches the last rollouts while the store is unchanged."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -103,7 +103,7 @@ class Pages:
         return Page("compare_runs.html", "Compare runs", values)
 
     async def run(self, run: str, query: Query) -> Page:
-        """With `live` in the query only the parts that change."""
+        """The page of a run; with `live` in the query only the parts that change."""
         state, live = await self._state(run), "live" in query
         recent = await self._recent(state, RECENT)
         values: Values = {"run": run, "state": state, "notes": _notes(state, recent)}
@@ -124,7 +124,7 @@ class Pages:
         return Page("run.html", run, values | await self._groups(run, {}, 12))
 
     async def series(self, run: str, query: Query, names: Sequence[str]) -> Values:
-        """The points of curves later than the step `after`."""
+        """The points of curves after the step `after`."""
         after = _read(query, "after")
         start = -1 if after is None else after
         found = await self.store.series(run, names, after=start, points=POINTS)
@@ -140,7 +140,7 @@ class Pages:
         return Page("step.html", f"{run} step {step}", values)
 
     async def policies(self, run: str) -> Page:
-        """Versions that are served and, of self-play, the ratings and who beats whom."""
+        """The served versions and, for self-play, ratings and win rates."""
         recent = await self._recent(await self._state(run), RECENT)
         last = {name: value for row in recent for name, value in row.metrics.items()}
         pool = [key.removeprefix(ELO) for key in last if key.startswith(ELO)]
@@ -149,7 +149,7 @@ class Pages:
         }
         pool = sorted(pool, key=lambda name: taken.get(name, 0))
         rows: list[tuple[str, dict[str, float], float | None]] = []
-        for name in pool:  # a snapshot's rates are those of the step that took it
+        for name in pool:  # a snapshot's rates are in the metrics of the step that took it
             at = await self.store.steps(run, after=taken.get(name, 0) - 2, limit=1)
             rows.append((name, at[0].metrics if at else {}, last[ELO + name]))
         rows += [("now", last, last.get("selfplay/elo"))] if pool else []
@@ -161,12 +161,12 @@ class Pages:
         return Page("policies.html", f"{run} policies", values)
 
     async def data(self, name: str, query: Query) -> Page:
-        """Items of a version of a data set, by default the newest."""
+        """The items of a data set's version, by default the newest."""
         versions = {one.version: one for one in await self.store.datasets(name)}
         version = _read(query, "version") or max(versions, default=0)
         after, split = _read(query, "after"), query.get("split") or None
-        place: Any = {"split": split, "after": -1 if after is None else after, "limit": ITEMS}
-        items = await self.store.items(name, version, **place)
+        given: Any = {"split": split, "after": -1 if after is None else after, "limit": ITEMS}
+        items = await self.store.items(name, version, **given)
         sides = await self.store.sides([name for item in items for name in item.sides])
         sources = {id for item in items for id in item.source.split()}
         traces = await asyncio.gather(*map(self.store.trace, sources))
@@ -177,17 +177,17 @@ class Pages:
         return Page("data.html", name, values | {"run": versions[version].spec.get("run")})
 
     async def _datasets(self, state: RunState | None = None) -> list[Dataset]:
-        """The newest version of each data set or, of a run, of those made of it or learned from."""
+        """The newest version of each data set, or of those made from a run or learned by it."""
         try:
             found = {one.name: one for one in await self.store.datasets()}.values()
-        except Forbidden:  # by a key for one run: data sets are of the whole store
+        except Forbidden:  # the key is for one run, and data sets belong to the whole store
             return []
         own = (state.config.get("data") or {}).get("name") if state else None
         made = [(one, (one.spec.get("run"), one.spec.get("expert"))) for one in found]
         return [x for x, runs in made if not state or x.name == own or state.run in runs]
 
     async def prompts(self, run: str) -> Page:
-        """The candidates of the run's prompt searches, each below the one that it was made from."""
+        """The candidates of the run's prompt searches, each below its parent."""
         state, candidates = await self._state(run), await self.store.candidates(run)
         rows = records.nested(candidates, lambda one: next(iter(one.parents), ""))
         values = {"run": run, "rows": rows, "known": {one.id: one for one in candidates}}
@@ -205,11 +205,11 @@ class Pages:
         return Page("prompt.html", f"prompt {id}", values | await self._evaluations(state))
 
     async def _evaluations(self, state: RunState) -> Values:
-        """The groups with which searches scored candidates, by candidate and kind."""
+        """(candidate, kind) -> the groups with which searches scored candidates."""
         prefix, settings = f"{state.run}/prompts/", state.config.get("prompts") or {}
-        place: Any = {"purpose": Purpose.EVAL, "before": f"{state.run}/prompts0"}
+        given: Any = {"purpose": Purpose.EVAL, "before": f"{state.run}/prompts0"}
         found: dict[tuple[str, str], list[GroupRow]] = {}
-        for group in await self.store.groups(state.run, limit=EVALUATIONS, **place):
+        for group in await self.store.groups(state.run, limit=EVALUATIONS, **given):
             if group.id.startswith(prefix):
                 search, _, name = group.id.removeprefix(prefix).partition("/")
                 kind = "validation" if group.n == settings.get("validation") else "minibatch"
@@ -223,9 +223,9 @@ class Pages:
         return Page("groups.html", f"{run} groups", values)
 
     async def _groups(self, run: str, query: Query, limit: int) -> Values:
-        place: Any = {"state": query.get("state") or None, "before": query.get("before") or None}
+        given: Any = {"state": query.get("state") or None, "before": query.get("before") or None}
         purpose, step = _choice(query, "purpose", Purpose), _read(query, "step")
-        rows = await self.store.groups(run, purpose=purpose, step=step, limit=limit, **place)
+        rows = await self.store.groups(run, purpose=purpose, step=step, limit=limit, **given)
         return {"groups": rows, "more": rows[-1].id if len(rows) == limit else None}
 
     async def group(self, run: str, group: str) -> Page:
@@ -271,12 +271,12 @@ class Pages:
         return Page("rollout.html", id, values)
 
     async def attempts(self, id: str) -> Page:
-        """Every try at a rollout, with what came late."""
+        """All attempts of a rollout, with late results."""
         values = {"id": id, "rows": await self.store.attempts(id)}
         return Page("attempts.html", f"{id} attempts", values)
 
     async def tokens(self, id: str, calls: Sequence[int]) -> dict[str, Any]:
-        """Every number of the tokens of some calls, by call: see `records.token_values`."""
+        """Call -> the values of its tokens, see `records.token_values`."""
         loaded = await self.load(id)
         trace, spell = loaded.trace, self._speller(loaded)
         by_call, found = records.credit_by_call(trace, loaded.credits), {}
@@ -289,13 +289,13 @@ class Pages:
         return found
 
     async def numbers(self, id: str, at: int) -> Page:
-        """One call as a table of its tokens, for readers without JavaScript."""
+        """A table of a call's tokens, for readers without JavaScript."""
         tokens, trace = await self.tokens(id, [at]), (await self.load(id)).trace
         values = {"id": id, "at": at, "tokens": tokens[str(at)], "call": trace.transitions[at]}
         return Page("numbers.html", f"{id} call {at}", values | {"run": trace.rollout.run})
 
     async def raw(self, id: str, query: Query) -> str:
-        """The whole of what a page cuts: the task, the result, or a message of a call."""
+        """The uncut text of the task, the result, or a message of a call."""
         trace = (await self.load(id)).trace
         if (what := query.get("what")) in ("task", "result"):
             return records.text_of(getattr(trace.rollout, str(what)))
@@ -313,14 +313,14 @@ class Pages:
         return Page("lanes.html", f"{id} lanes", values)
 
     async def compare(self, a: str, b: str) -> Page:
-        """Two rollouts call by call, by their tokens."""
+        """A diff of two rollouts by call and token."""
         left, right = await self.load(a), await self.load(b)
         rows = records.compared(left.trace, right.trace, self._speller(left), self._speller(right))
         values = {"a": left.trace.rollout, "b": right.trace.rollout, "rows": rows}
         return Page("compare.html", "Compare rollouts", values | {"run": left.state.run})
 
     async def load(self, id: str) -> Loaded:
-        """What is stored of a rollout. Raises NotFound where it has not begun."""
+        """The stored records of a rollout. Raises NotFound if it has not started."""
         key = (id, await self.store.cursor())
         if key not in self._kept:
             trace, credits = await asyncio.gather(self.store.trace(id), self.store.credits(id))
@@ -335,7 +335,7 @@ class Pages:
         return self._kept[key]
 
     def _speller(self, loaded: Loaded) -> records.Spell:
-        """The spelling of each policy of a rollout's run; looked up once for each owner of it."""
+        """A function from a policy of the rollout's run to its spelling, which is cached."""
         state = loaded.state
 
         def spell(policy: str) -> Spelling:
@@ -354,8 +354,8 @@ class Pages:
     async def _series(
         self, run: str, names: list[str], points: int = POINTS, known: list[str] | None = None
     ) -> Values:
-        """Curves; one that the run does not have costs nothing and is empty. `known`: the names
-        of the run's metrics, asked for if None."""
+        """Metric -> curve; empty, without a query, if the run does not have the metric. `known`:
+        the names of the run's metrics; None: read them."""
         if known is None:
             known = await self.store.metric_names(run)
         wanted = [name for name in names if name in known]
@@ -366,7 +366,7 @@ class Pages:
 
 
 def _notes(state: RunState, recent: list[StepRow]) -> list[str]:
-    """What a user should know of the last steps: calls that were not trained, policies unheard."""
+    """Notes on the last steps for the user: untrained calls, policies without calls."""
     found = untrained_sentences(recent)
     try:
         return found + list(policies_without_calls(from_store(state.config), recent).values())

@@ -1,4 +1,4 @@
-"""Stored records as plain values for templates. Pure functions; a missing number is None."""
+"""Convert stored records to values for templates. Pure functions; a missing number is None."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from agentrl.prompts import Candidate
 from agentrl.types import Credit, Json, Rollout, Trace, Transition
 from agentrl.view.tokens import Spelling
 
-CAP = 2000  # characters of a message, task or result on a page; the rest has a page of its own
+CAP = 2000  # characters of a message, task or result on a page; another page has all of it
 COLUMNS = ("advantage", "psi", "weight", "gate")
 T = TypeVar("T", Rollout, Candidate)
 Spell = Callable[[str], Spelling]
 
 
 def number(value: float | None) -> float | None:
-    """A float32 in as few digits as keep it exact; None for one that is missing."""
+    """A float32 with just enough digits to be exact; None if it is missing."""
     return float(f"{value:.9g}") if value is not None and math.isfinite(value) else None
 
 
 def finite(points: Iterable[tuple[int, float]]) -> list[tuple[int, float | None]]:
-    """A curve for JSON, which has no NaN."""
+    """A curve with None instead of NaN, which JSON does not have."""
     return [(step, y if math.isfinite(y) else None) for step, y in points]
 
 
@@ -40,7 +40,7 @@ def text_of(value: Json) -> str:
 
 
 def message(row: dict[str, Json], index: int) -> dict[str, Any]:
-    """One chat message, cut at CAP. `index` is its place in its call, -1 for the answer."""
+    """One chat message, cut at CAP characters. `index`: position in its call, -1: the answer."""
     calls = []
     for call in row.get("tool_calls") or []:
         function = call.get("function") or {}
@@ -52,9 +52,9 @@ def message(row: dict[str, Json], index: int) -> dict[str, Any]:
 
 
 def continues(calls: Sequence[Transition], at: int) -> tuple[int | None, int]:
-    """The earlier call whose conversation a call goes on with (None: it begins one), and how many
-    of its messages are shown there. The longest counts; the agent may have written the answer in
-    another form."""
+    """The earlier call whose conversation the call at index `at` continues (None: it starts one),
+    and the number of its messages that are shown there. The longest such conversation counts; the
+    agent may have changed the form of the answer."""
     messages = calls[at].messages
     for i in sorted(range(at), key=lambda i: (len(calls[i].messages), i), reverse=True):
         known = calls[i].messages
@@ -65,15 +65,15 @@ def continues(calls: Sequence[Transition], at: int) -> tuple[int | None, int]:
 
 
 def credit_by_call(trace: Trace, credits: Sequence[Credit]) -> dict[str, Credit]:
-    """The credit of each call by the step of its own policy, else of another one."""
+    """Call -> its credit from its own policy's training, else from another policy's."""
     own = {call.id: call.policy for call in trace.transitions}
     ordered = sorted(credits, key=lambda credit: credit.policy == own.get(credit.transition))
     return {credit.transition: credit for credit in ordered}
 
 
 def baseline_count(trace: Trace, credits: Mapping[str, Credit]) -> int:
-    """How many baselines the step compared with: a call stores all of them once, or once for each
-    of its tokens, and the number is the same for every call."""
+    """The number of baselines of the step. A call stores all of them once, or once per token, and
+    all calls have the same number."""
     found: set[int] = set()
     for call in trace.transitions:
         if (credit := credits.get(call.id)) and (n := len(call.completion)):
@@ -86,8 +86,8 @@ def baseline_count(trace: Trace, credits: Mapping[str, Credit]) -> int:
 def token_values(
     call: Transition, credit: Credit | None, spelling: Spelling, baselines: int
 ) -> dict[str, Any]:
-    """What is known of each token of a call: lists with one value for each, or a single one where
-    all are equal, or none. `logp` is of the sampler, `baseline` a list for each baseline."""
+    """The values of a call's tokens: lists with one value per token, a single value if all are
+    equal, or none. `logp` is the sampler's, `baseline` has one list per baseline."""
     ids = list(call.completion)
     found: dict[str, Any] = {"ids": ids, "text": spelling.pieces(ids)}
     found["logp"] = [number(x) for x in call.logprobs]
@@ -99,8 +99,7 @@ def token_values(
 
 
 def call_rows(trace: Trace, credits: Sequence[Credit], spell: Spell) -> list[dict[str, Any]]:
-    """The calls of a rollout in order, each with the messages that it adds to those shown before,
-    its text, its reward rows and what it was credited."""
+    """The calls of a rollout in order, each with its new messages, text, rewards and credit."""
     calls, by_call = trace.transitions, credit_by_call(trace, credits)
     rows: list[dict[str, Any]] = []
     for at, call in enumerate(calls):
@@ -124,7 +123,7 @@ def call_rows(trace: Trace, credits: Sequence[Credit], spell: Spell) -> list[dic
 
 
 def nested(rows: Sequence[T], origin: Callable[[T], str]) -> list[tuple[int, T]]:
-    """Rows with their depth, each after the one whose id is its origin."""
+    """(depth, row) of a tree, depth-first; `origin` is the id of a row's parent."""
     ids, below = {row.id for row in rows}, dict[str, list[T]]()
     for row in rows:
         below.setdefault(origin(row) if origin(row) in ids else "", []).append(row)
@@ -138,8 +137,8 @@ def nested(rows: Sequence[T], origin: Callable[[T], str]) -> list[tuple[int, T]]
 
 
 def compared(a: Trace, b: Trace, spell_a: Spell, spell_b: Spell) -> list[dict[str, Any]]:
-    """The calls of two rollouts in pairs; where their tokens differ, each side as (differs, text)
-    parts, compared token by token and not by characters."""
+    """The calls of two rollouts in pairs, with the text of each side as (differs, text) parts from
+    a diff of tokens, not of characters."""
     rows: list[dict[str, Any]] = []
     for at in range(max(len(a.transitions), len(b.transitions))):
         calls = [one.transitions[at] if at < len(one.transitions) else None for one in (a, b)]
@@ -158,7 +157,7 @@ def compared(a: Trace, b: Trace, spell_a: Spell, spell_b: Spell) -> list[dict[st
 
 
 def item_talks(item: Item, sides: Mapping[str, Sequence[Transition]]) -> tuple[Any, Any]:
-    """The messages with which both sides of an item begin, and of each side those after them."""
+    """The common first messages of an item's sides, and the remaining messages of each side."""
     talks = [_talk(sides.get(name, []), item.steps) for name in item.sides]
     both = zip(*(talk[:-1] for talk in talks), strict=False) if item.rejected else ()
     alike = len(list(takewhile(lambda two: two[0] == two[1], both)))
@@ -166,7 +165,7 @@ def item_talks(item: Item, sides: Mapping[str, Sequence[Transition]]) -> tuple[A
 
 
 def _talk(calls: Sequence[Transition], steps: Sequence[float | None]) -> list[dict[str, Any]]:
-    """Each message of some calls once; answers with their `label` of `steps`."""
+    """Each message of the calls once; answers have their `label` from `steps`."""
     rows: list[dict[str, Any]] = []
     for at, call in enumerate(calls):
         rows += [message(row, 0) for row in call.messages[continues(calls, at)[1] :]]
@@ -176,7 +175,7 @@ def _talk(calls: Sequence[Transition], steps: Sequence[float | None]) -> list[di
 
 
 def changes(old: str, new: str) -> list[tuple[str, str]]:
-    """The words of two texts as parts ("del", "ins" or "", text)."""
+    """A word diff of two texts, as parts ("del", "ins" or "", text)."""
     a, b = (re.findall(r"\s+|\S+", text) for text in (old, new))
     parts: list[tuple[str, str]] = []
     for tag, i, j, k, m in SequenceMatcher(None, a, b, False).get_opcodes():
@@ -186,7 +185,7 @@ def changes(old: str, new: str) -> list[tuple[str, str]]:
 
 
 def curve(points: Iterable[tuple[int, float]], width: int = 300, height: int = 90) -> Any:
-    """A metric as the path of an SVG, with its extremes; None without a finite value."""
+    """A curve as an SVG path with its extremes; None without a finite value."""
     known = [(x, y) for x, y in points if math.isfinite(y)]
     if not known:
         return None

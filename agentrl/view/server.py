@@ -1,4 +1,4 @@
-"""`agentrl view`: answers GET requests about a store that it only reads."""
+"""The server of `agentrl view`: it answers GET requests about a store, which it only reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from agentrl.view.pages import Page, Pages
 from agentrl.view.templates import STATIC, render
 
 KEY, COOKIE = "AGENTRL_VIEW_KEY", "agentrl-view"
-EXPLAIN = 120.0  # seconds that the explanation of a rollout may take
+EXPLAIN = 120.0  # timeout of a rollout's explanation in seconds
 STATUS = {NotFound: 404, Invalid: 400, KeyError: 400, Forbidden: 403, Unavailable: 503}
 SECURITY = {
     b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self'; img-src"
@@ -43,7 +43,7 @@ SECURITY = {
     b"cross-origin-resource-policy": b"same-origin",
 }
 
-# A path and what is shown there: a page, text as it is, or JSON of anything else.
+# Path -> function for its answer: a page, plain text, or any other value as JSON.
 Shown = Callable[[Pages, str, Request], Awaitable[Any]]
 PATHS: dict[str, Shown] = {
     "/": lambda pages, _, asked: pages.runs(asked.query_params),
@@ -75,8 +75,8 @@ PATHS: dict[str, Shown] = {
 
 
 class ViewApp:
-    """Pages, their data as JSON, and the stream of changes. Always true: only GET and HEAD are
-    answered, without a key only to requests that name this machine, and nothing is written."""
+    """Pages, their data as JSON, and the stream of changes. Invariants: it answers only GET and
+    HEAD, without a key only requests to this machine's name, and writes nothing."""
 
     def __init__(self, store: Store, keys: Keys, url: str) -> None:
         self._keys, self._url, self._pages = keys, url, Pages(store)
@@ -103,7 +103,7 @@ class ViewApp:
         await (self._refused(Request(scope)) or self._app)(scope, receive, secured)
 
     def _refused(self, request: Request) -> responses.Response | None:
-        """The answer to a request that may not see a page; None for one that may."""
+        """The response to a request that is refused; None for a permitted one."""
         if request.method not in ("GET", "HEAD"):
             return _sentence("Only GET is answered here: nothing can be written.", 405)
         if not self._keys:
@@ -133,8 +133,7 @@ class ViewApp:
         return answer
 
     async def _explain(self, pages: Pages, id: str, _: Request) -> Page:
-        """The chain behind a rollout's credit, by `agentrl explain` in a process of its own: it
-        needs torch, which this one does not load."""
+        """The output of `agentrl explain`, which needs torch, from a separate process."""
         url, secret = split_secret(self._url)
         run = (await pages.load(id)).state.run
         command = [sys.executable, "-m", "agentrl", "explain", "--store", url, "--", id]
@@ -159,7 +158,7 @@ class ViewApp:
 
 
 def _sentence(text: str, status: int) -> responses.Response:
-    """An error as a page: what is wrong, in words."""
+    """An error page with a message."""
     return responses.HTMLResponse(render(Page("error.html", "Not shown", {"text": text})), status)
 
 
@@ -172,18 +171,18 @@ async def _refusal(_: Request, error: Exception) -> responses.Response:
 
 
 def run(url: str, host: str, port: int, *, start: str = "/", browse: bool = False) -> None:
-    """The whole life of the server; prints its address. Raises ConfigError for a port in use and
-    StoreError for a store that cannot be read.
+    """Run the server until it is stopped; prints its address. Raises ConfigError for a port in use
+    and StoreError for an unreadable store.
 
-    Where other machines can reach it, it asks for a key: that of AGENTRL_VIEW_KEY, else a new one,
-    which is part of the address that it prints."""
+    If other machines can reach it, it requires a key: that of AGENTRL_VIEW_KEY, or a new one in the
+    printed address."""
     key = os.environ.get(KEY) or ("" if is_loopback_host(host) else secrets.token_urlsafe(24))
     keys = Keys.parse(f"admin:{key}", KEY) if key else Keys()
     query = f"?{urlencode({'key': key})}" if key else ""
 
     async def main() -> None:
         async with open_store(url, readonly=True) as store:
-            await store.cursor()  # a store that cannot be read is said before the address
+            await store.cursor()  # raises for an unreadable store before the address is printed
             where = f"[{host}]" if ":" in host else host
             address = f"http://{where}:{listening.getsockname()[1]}{start}{query}"
 

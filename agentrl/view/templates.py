@@ -1,4 +1,4 @@
-"""The templates, shared by the server, the export and notebooks."""
+"""The templates of the server, the export and notebooks, and their filters."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ STATIC = HERE / "static"
 
 
 def shown(value: float | None, form: str = ".4g") -> str:
-    """A number; a dash where it is missing, which is never 0."""
+    """A number as text; a dash, not 0, if it is missing."""
     return "–" if value is None or math.isnan(value) else format(value, form)  # noqa: RUF001
 
 
 def island(value: Any) -> str:
-    """JSON that can stand inside a script element whatever the texts in it contain."""
+    """JSON that is safe inside a script element, whatever its texts contain."""
     return encode(value).decode().replace("<", "\\u003c")
 
 
 def heat(logp: float | None) -> str:
-    """The class of a token that is coloured by its probability, as `view.js` does it."""
+    """The CSS class of a token coloured by its probability, as in `view.js`."""
     bin = 0 if logp is None else round((1 - math.exp(logp)) * 8)
     return f"d{bin}" if bin else ""
 
 
 @pass_context
 def ago(context: Context, at: float) -> str:
-    """How long ago a time was, by the clock of this machine; in a file, which is kept, the date."""
+    """The time since `at` by this machine's clock; in an exported file, the date."""
     if context.get("export"):
         return time.strftime("%Y-%m-%d", time.gmtime(at))
     seconds, units = max(time.time() - at, 0), ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -57,7 +57,7 @@ def environment() -> Environment:
 
 
 def render(page: Page, *, layout: str = "base.html", **more: Any) -> str:
-    """A page as HTML. `layout`: base.html, or bare.html for its content alone."""
+    """A page as HTML. `layout`: base.html, or bare.html for the content only."""
     values: dict[str, Any] = {"title": page.title, "run": None, "layout": layout}
     values |= {"export": False, "tokens_of": None, "values_of": None}
     return environment().get_template(page.template).render(values | page.values | more)

@@ -1,4 +1,4 @@
-"""The text of tokens, by the policy's own tokenizer and without torch."""
+"""Decode tokens with the policy's tokenizer, without torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from agentrl.config import policies as team
 from agentrl.errors import AgentRLError
 from agentrl.types import Json
 
-REPLACEMENT = "\ufffd"  # how a tokenizer decodes half a character
+REPLACEMENT = "\ufffd"  # the text of a token that is part of a character
 
 
 class Spelling:
-    """Decodes the tokens of one policy. `missing` says why it cannot; ids are shown then."""
+    """Decodes the tokens of one policy. `missing`: why it cannot, and shows ids instead."""
 
     def __init__(self, file: Path | None, missing: str = "") -> None:
         self._tokenizer, self.missing = None, missing
@@ -27,16 +27,17 @@ class Spelling:
                 self.missing = f"{file} cannot be read ({error})"
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of all tokens, special ones included; their ids without a tokenizer."""
+        """The text of all tokens, including special ones; their ids without a tokenizer."""
         if self._tokenizer is None:
             return " ".join(map(str, ids))
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token; together they are `text(ids)`. A token that is part of a
-        character gets '', and the one that completes it all of it.
+        """The text of each token; joined they are `text(ids)`. Tokens that end inside a character
+        have the text '', and the token that completes it has the whole character.
 
-        Each is decoded behind the one before it, so that the time is linear in their number."""
+        Each is decoded together with only the one before it, so the time is linear in their
+        number."""
         if self._tokenizer is None:
             return [f"{id} " for id in ids[:-1]] + [str(id) for id in ids[-1:]]
         found, start, read = list[str](), 0, 0
@@ -51,7 +52,7 @@ class Spelling:
 
 
 def spelling(config: dict[str, Json], policy: str) -> Spelling:
-    """How the tokens of a policy are spelt, from the settings that its run stored."""
+    """The spelling of a policy's tokens, from the settings that its run stored."""
     try:
         run = from_store(config)
         name = (team.view(run, policy) if policy in run.policies else run).model_path()
@@ -64,7 +65,7 @@ def spelling(config: dict[str, Json], policy: str) -> Spelling:
         from huggingface_hub import try_to_load_from_cache  # never downloads
 
         cached = try_to_load_from_cache(name, file.name)
-    except (ImportError, ValueError):  # no name of the hub
+    except (ImportError, ValueError):  # not a hub name
         cached = None
     if isinstance(cached, str):
         return Spelling(Path(cached))

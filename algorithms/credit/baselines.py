@@ -1,7 +1,6 @@
-"""Baselines and values that come from earlier steps.
+"""Baselines that are running means of earlier steps.
 
-The numbers that are remembered are in `data/state.py`; a record here says under which names, and as
-a column reads them from the batch.
+`data/state.py` stores the means; a record here defines their names and reads them as a column.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from agentrl.types import Rollout
 
 
 class RunningMean(RememberedColumn):
-    """Keeps a mean for each of several names."""
+    """A remembered column with one mean per name."""
 
     __slots__ = ()
 
     def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:
-        """Under which name each unit is remembered."""
+        """The name of each unit's mean."""
         raise NotImplementedError
 
     def observed(self, batch: Batch) -> Tensor:
-        """The number of each unit that its mean learns, float64, NaN = missing."""
+        """The number of each unit that updates its mean, float64, NaN = missing."""
         raise NotImplementedError
 
     def recall(
@@ -43,11 +42,11 @@ class RunningMean(RememberedColumn):
 
 @dataclass(frozen=True, slots=True)
 class Ema(RunningMean):
-    """The running mean of earlier rewards, as a baseline for the next: one for each role where the
-    reward is one of roles, and for each value of a field of the task. Rewards of one step come one
-    after the other, in the order of their rollouts. RAE of SPIRAL, arXiv 2506.24119.
+    """The running mean of earlier rewards as a baseline: one per role if compared per role or call,
+    and one per value of the task field `key`. The rewards of one step update it in the order of
+    their rollouts. RAE of SPIRAL, arXiv 2506.24119.
 
-    at: as in `GroupRelative`. key: the field of the task."""
+    at: as in `GroupRelative`."""
 
     reward: str | Column = "outcome"
     decay: float = 0.95
@@ -62,16 +61,16 @@ class Ema(RunningMean):
         return EmaMeans(self.decay)
 
     def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:
-        kinds = [_field(rollout, self.key) if self.key else "" for rollout in rollouts]
-        pairs = zip(kinds, rollouts, strict=True)  # other texts make another agent
-        kinds = [f"{row.candidate}/{kind}" if row.candidate else kind for kind, row in pairs]
+        keys = [_field(rollout, self.key) if self.key else "" for rollout in rollouts]
+        pairs = zip(keys, rollouts, strict=True)  # other prompt texts make another agent
+        keys = [f"{row.candidate}/{key}" if row.candidate else key for key, row in pairs]
         owners = rollout_of(batch, self.level).tolist()
         roles = [""] * len(owners)
         if self.level == "role":
             roles = batch.roles * len(rollouts)
         elif self.level == "transition":
             roles = [batch.roles[role] for role in batch.transition_role.tolist()]
-        return [f"{kinds[owner]}/{role}" for owner, role in zip(owners, roles, strict=True)]
+        return [f"{keys[owner]}/{role}" for owner, role in zip(owners, roles, strict=True)]
 
     def observed(self, batch: Batch) -> Tensor:
         return lift(batch, rewards(batch, self.reward), level_of(self.reward), self.level)
@@ -80,8 +79,8 @@ class Ema(RunningMean):
 def _field(rollout: Rollout, key: str) -> str:
     if key not in rollout.task:
         raise TrainingError(
-            f"algorithm.options: the task of group {rollout.group!r} has no field {key!r} to keep "
-            f"a baseline for; {nearest(key, rollout.task)}"
+            f"algorithm.options: the task of group {rollout.group!r} has no field {key!r}, "
+            f"which the option `key` names; {nearest(key, rollout.task)}"
         )
     value = rollout.task[key]
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -1,8 +1,8 @@
-"""Credit: what every action token is worth, from rewards to advantages.
+"""Credit: functions from the rewards of a batch to one advantage per action token.
 
-A credit is a function from a batch to advantages A, float64 [N]. NaN means *missing*: a rollout
-without a reward is in no statistic and not in the loss. 0 means *nothing to learn*: the rollout has
-none to be compared with, or did as well as the others; it counts in the denominators of the loss.
+A credit maps a batch to advantages A, float64 [N]. NaN means *missing*: a rollout without a reward
+enters no statistic and not the loss. 0 means *no gradient*: the rollout equals its baseline or has
+no others to be compared with; it counts in the denominators of the loss.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from agentrl.errors import TrainingError, nearest
 Credit = Callable[[Batch], Tensor]
 """Batch -> A [N]."""
 Column = Callable[[Batch], Tensor]
-"""Batch -> one number per unit of a level."""
+"""Batch -> one number per unit of a level [U]."""
 Base = Literal["none", "mean", "loo"]
 Norm = Literal["none", "std", "mean"]
 Options = ParamSpec("Options")
 
-SPREAD = 1e-6  # differences below this share of the largest reward are rounding, not information
+SPREAD = 1e-6  # differences below this fraction of the largest reward are rounding errors
 
 
 def column(
     level: Level = "rollout", **constants: object
 ) -> Callable[[Callable[Concatenate[Batch, Options], Tensor]], Callable[Options, Column]]:
-    """Turns a function of a batch and options into a frozen dataclass of the options. With
-    `def Returns(batch, reward, gamma)`, `Returns("outcome", 0.9)` is a function of the batch alone,
-    which can be compared, printed and searched by `parts_of`.
+    """Turn a function of a batch and options into a frozen dataclass of the options. With
+    `def Returns(batch, reward, gamma)`, `Returns("outcome", 0.9)` is a function of the batch alone
+    that can be compared, printed and searched by `parts_of`.
 
-    level: of the numbers that it gives. constants: further class attributes."""
+    level: the level of the returned values. constants: further class attributes."""
 
     def build(function: Callable[Concatenate[Batch, Options], Tensor]) -> Callable[Options, Column]:
         run = cast(Callable[..., Tensor], function)
@@ -81,22 +81,22 @@ def standardise(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Standardised:
-    """(x - baseline) / scale within units of equal id.
+    """(x - baseline) / scale among units of equal id.
 
-    x [U]: NaN = missing: in no statistic, result 0. by, norm_by (default `by`) int64 [U]: the ids
-    of the comparison group, and of the group whose scale divides. base: nothing, the mean, the mean
-    of the others, or given values [U]. norm: the standard deviation of x - baseline (plus eps), or
-    the mean of |x|, which is that of x where none is below 0, and keeps the result of n rewards
-    within n + 1 where those of both signs nearly cancel. w, bw [U]: frequency weights of all
-    statistics, and of the baseline alone.
+    x [U]: NaN = missing: enters no statistic, result 0. by, norm_by (default `by`) int64 [U]: ids
+    of the groups for the baseline, and for the scale. base: none, the mean, the mean of the others
+    (leave-one-out), or given values [U]. norm: the standard deviation of x - baseline (plus eps),
+    or the mean of |x|: the mean of x if none is negative, and with mixed signs that nearly cancel
+    it keeps the result of n rewards within n + 1. w, bw [U]: frequency weights of all statistics,
+    and of the baseline alone.
 
     The deviation is taken around the mean of x - baseline. That mean is 0 for the baselines "mean"
-    and "loo" without weights; given values (an EMA, a greedy rollout) may leave another one, which
-    stays in the result and does not enter the scale.
+    and "loo" without weights; with given values (an EMA, a greedy rollout) it may not be, and then
+    stays in the result but does not enter the scale.
 
-    The result is exactly 0, never rounding noise over eps, for a unit without others to compare
-    with, for one within SPREAD of its baseline (relative to the largest |x| of its id) and where
-    the mean or deviation that it is divided by is not positive."""
+    The result is exactly 0, not rounding noise divided by eps, for a unit without others to compare
+    with, for one within SPREAD of its baseline (relative to the largest |x| of its id), and if the
+    mean or deviation to divide by is not positive."""
     known = ~(x - base if isinstance(base, Tensor) else x).isnan()
     x = torch.where(known, x.double(), 0.0)
     weight = known.double() if w is None else known * w.double()
@@ -116,10 +116,10 @@ def standardise(
         scale = torch.where(positive, reduce_by(weight * x.abs(), by) / total, 0.0)[by]
     else:
         largest = reduce_by(x.abs(), by, how="amax")
-        # In shares of the largest, whose squares neither overflow nor vanish.
-        share = torch.where(centred == 0, 0.0, centred / largest[by])
-        mean = reduce_by(weight * share, by) / total
-        deviation = (reduce_by(weight * (share - mean[by]) ** 2, by) / (total - ddof)).sqrt()
+        # Relative to the largest, so that squares neither overflow nor underflow.
+        relative = torch.where(centred == 0, 0.0, centred / largest[by])
+        mean = reduce_by(weight * relative, by) / total
+        deviation = (reduce_by(weight * (relative - mean[by]) ** 2, by) / (total - ddof)).sqrt()
         scale = torch.where(deviation > SPREAD, largest * deviation + eps, 0.0)[by]
     return Standardised(torch.where(scale > 0, centred / scale, 0.0), baseline, scale)
 
@@ -131,13 +131,13 @@ def _baseline(x: Tensor, by: Tensor, base: Base | Tensor, weight: Tensor) -> Ten
         return torch.zeros_like(x)
     total = reduce_by(weight, by)[by]
     mean = reduce_by(weight * x, by)[by] / total
-    # Weights are frequencies: leaving one out takes away a whole unit of weight.
+    # Weights are frequencies: leave-one-out removes one whole unit of weight.
     return mean - (x - mean) / (total - 1).clamp(min=0) if base == "loo" else mean
 
 
 def gae(r: Tensor, v: Tensor, following: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantages and returns, float64 [U] each, along links (-1 ends a chain, after
-    which the value is 0). arXiv 1506.02438."""
+    """Generalised advantages and returns, float64 [U] each. following [U]: index of the next unit;
+    -1 ends a chain, with value 0 after it. arXiv 1506.02438."""
     after = torch.where(following >= 0, v.double()[following], 0.0)
     advantage = scan(r + gamma * after - v, gamma * lam, following)
     return advantage, advantage + v
@@ -145,11 +145,11 @@ def gae(r: Tensor, v: Tensor, following: Tensor, gamma: float, lam: float) -> tu
 
 @dataclass(frozen=True, slots=True)
 class GroupRelative:
-    """Rewards standardised among the units of a level, copied to their tokens: GRPO and relatives.
+    """Rewards standardised among the units of one level and copied to their tokens, as in GRPO.
 
-    reward: a reference, or a function of the batch. at: the level of comparison, by default the
-    reward's own (see `level_of`); a reward of a level above is copied down to it first. The rest as
-    in `standardise`; functions for it give values at the level of comparison."""
+    reward: a reference or a function of the batch. at: the level of comparison, by default the
+    reward's own (see `level_of`); a reward of a higher level is copied down to it first. The other
+    fields are those of `standardise`; functions among them return values at that level."""
 
     reward: str | Column = "outcome"
     at: Level | None = None
@@ -167,7 +167,7 @@ class GroupRelative:
         return self.at or level_of(self.reward)
 
     def standard(self, batch: Batch) -> tuple[Tensor, Standardised]:
-        """The rewards at the level of comparison, NaN = missing, and what comes of them."""
+        """Rewards at the level of comparison, NaN = missing, and their standardised values."""
         at = self.level
         x = lift(batch, rewards(batch, self.reward), level_of(self.reward), at)
         return x, standardise(
@@ -183,7 +183,7 @@ class GroupRelative:
         )
 
     def of_units(self, batch: Batch) -> Tensor:
-        """Advantages at the level, NaN = missing."""
+        """Advantages at the level of comparison, NaN = missing."""
         x, standard = self.standard(batch)
         return torch.where(x.isnan(), torch.nan, standard.advantage)
 
@@ -198,21 +198,21 @@ def RewardToGo(
     gamma: float = 1.0,
     token_cost: Column | None = None,
 ) -> Tensor:
-    """Discounted reward-to-go per token, the rollout's reward falling on its last action token.
+    """Discounted reward-to-go per token; the rollout's reward is at its last action token.
 
-    gamma counts action tokens only: a tool result in between costs nothing. token_cost: taken off
-    every token's reward [N]."""
+    gamma discounts per action token, not for tool results in between. token_cost [N]: subtracted
+    from every token's reward."""
     following = next_action(batch)
     return scan(terminal_rewards(batch, reward, following, token_cost), gamma, following)
 
 
 @dataclass(frozen=True, slots=True)
 class Gae:
-    """GAE over the action tokens of a rollout; `value` gives V [N]. PPO, arXiv 1707.06347.
+    """GAE over the action tokens of a rollout; `value` returns V [N]. PPO, arXiv 1707.06347.
 
-    A reward ends its rollout, also one that a token limit cut off: a value on top of it would make
-    the critic's target R + V, which no V meets. Where the cut came before any reward, the last V
-    stands for the return from there. token_cost: what every token costs [N]."""
+    A reward is terminal, even if a token limit truncated the rollout: bootstrapping on top of it
+    would make the critic's target R + V, which no V satisfies. A truncated rollout without a reward
+    bootstraps from its last V. token_cost [N]: subtracted from every token's reward."""
 
     value: Column
     reward: str | Column = "outcome"
@@ -239,8 +239,8 @@ class CriticValues:
         if batch.values.numel() != batch.n_tokens:
             raise TrainingError(
                 f"step {batch.step}: the algorithm needs the values of a critic for "
-                f"{batch.n_tokens} tokens (stream v), and there are none; choose a preset that "
-                "does without, or name a reward that holds the values of calls as its `value`"
+                f"{batch.n_tokens} tokens (stream v), and there are none; choose a preset without "
+                "a critic, or set its `value` to a reward that holds the values of calls"
             )
         if bad := int((~batch.values.isfinite()).sum()):
             raise TrainingError(
@@ -252,8 +252,8 @@ class CriticValues:
 
 @dataclass(frozen=True, slots=True)
 class Whiten:
-    """Mean 0 and standard deviation 1 over all tokens of the batch, or of each of its units.
-    REINFORCE++, arXiv 2501.03262."""
+    """A credit normalised to mean 0 and standard deviation 1 over the tokens of the batch, or of
+    each unit `by`. REINFORCE++, arXiv 2501.03262."""
 
     credit: Credit
     by: tuple[Unit, ...] = ("all",)
@@ -267,8 +267,8 @@ class Whiten:
 
 @dataclass(frozen=True, slots=True)
 class WeightedSum:
-    """Weighted sum of credits (or of columns of one level); a weight may be a column. What is
-    missing in one term counts as 0 there; what is missing in all of them is missing."""
+    """Weighted sum of credits (or of columns of one level); a weight may be a column. A value
+    missing in some terms counts as 0 in them; one missing in all terms is missing."""
 
     terms: tuple[tuple[Credit, float | Column], ...]
 
@@ -285,12 +285,12 @@ def weighted_sum(*terms: tuple[Credit, float | Column]) -> WeightedSum:
 
 @column()
 def ZeroAdvantage(batch: Batch) -> Tensor:
-    """No credit: the algorithm learns from its penalties alone."""
+    """Zero advantages: the algorithm learns from its penalties alone."""
     return torch.zeros(batch.n_tokens, dtype=torch.float64)
 
 
 def level_of(reward: str | Column) -> Level:
-    """The level of a reward's scope, or of a function: its `level`, by default rollout."""
+    """The scope of a reward reference, or a function's `level` (default: rollout)."""
     if isinstance(reward, str):
         return split_reference(reward)[0].value
     level: Level = getattr(reward, "level", "rollout")
@@ -298,9 +298,9 @@ def level_of(reward: str | Column) -> Level:
 
 
 def rewards(batch: Batch, reward: str | Column) -> Tensor:
-    """The values of a reward by reference or of a function of the batch: float64, NaN = missing.
+    """The values of a reward reference or of a function of the batch, float64, NaN = missing.
 
-    Raises TrainingError for a reward that the batch does not carry and for an infinite one."""
+    Raises TrainingError if the batch does not have the reward, and for infinite values."""
     if isinstance(reward, str) and reward not in batch.rewards:
         raise TrainingError(
             f"step {batch.step}: none of {len(batch.rollouts)} rollouts has a reward {reward!r}; "
@@ -315,9 +315,8 @@ def rewards(batch: Batch, reward: str | Column) -> Tensor:
 
 
 def rollout_rewards(batch: Batch, reward: str | Column) -> Tensor:
-    """[U] `rewards` of whole rollouts. One of roles or calls serves where each rollout has one.
-
-    Raises TrainingError for another one."""
+    """One reward per rollout, float64 [U]. Accepts a reward of roles or calls if there is exactly
+    one per rollout; raises TrainingError otherwise."""
     x, n = rewards(batch, reward), len(batch.rollouts)
     if x.numel() != n:
         raise TrainingError(
@@ -331,18 +330,18 @@ def rollout_rewards(batch: Batch, reward: str | Column) -> Tensor:
 def terminal_rewards(
     batch: Batch, reward: str | Column, following: Tensor, token_cost: Column | None = None
 ) -> Tensor:
-    """The rollout's reward at its last action token, else 0, less the token's cost: float64 [N]."""
+    """The rollout's reward at its last action token, else 0, minus token costs: float64 [N]."""
     r = torch.where(following < 0, rollout_rewards(batch, reward)[batch.token_rollout], 0.0)
     return r if token_cost is None else r - token_cost(batch)
 
 
 def next_action(batch: Batch) -> Tensor:
-    """int64 [N]: the next action token of the same rollout in order of its calls, -1 at its end."""
+    """Index of the rollout's next action token, in call order, int64 [N]; -1 at its end."""
     return next_same(batch.token_rollout, batch.token_transition)
 
 
 def was_truncated(batch: Batch) -> Tensor:
-    """bool [U]: whether the last call of the rollout was cut off by a token limit."""
+    """Whether a token limit truncated the last call of each rollout, bool [U]."""
     cut = torch.zeros(len(batch.rollouts), dtype=torch.bool)
     if batch.transition_truncated.numel():
         last = next_same(batch.transition_rollout) < 0
@@ -356,7 +355,7 @@ def response_lengths(batch: Batch) -> Tensor:
 
 
 def has_variance(batch: Batch, reward: str | Column = "outcome") -> Tensor:
-    """bool, one per unit of the reward: whether the known rewards of its group differ."""
+    """Whether the known rewards of each unit's group differ; bool, one per unit of the reward."""
     x, group = rewards(batch, reward), units(batch, level_of(reward), "group")
     high = reduce_by(x.nan_to_num(nan=-torch.inf), group, how="amax")
     low = reduce_by(x.nan_to_num(nan=torch.inf), group, how="amin")
@@ -366,15 +365,14 @@ def has_variance(batch: Batch, reward: str | Column = "outcome") -> Tensor:
 
 @column()
 def AllFilters(batch: Batch, keep: tuple[Column, ...]) -> Tensor:
-    """bool [N]: tokens that all filters keep."""
-    return torch.stack([one(batch) for one in keep]).all(0)
+    """Tokens that all filters keep, bool [N]."""
+    return torch.stack([filter_(batch) for filter_ in keep]).all(0)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenKLPenalty:
-    """[N] beta * (b - q): the price, in rewards, of leaving the reference. Its sum over a rollout
-    estimates beta times their KL without bias, because b is what was sampled from. arXiv
-    1909.08593."""
+    """KL penalty to the reference per token, in rewards: beta * (b - q), float64 [N]. Its sum over
+    a rollout is an unbiased estimate of beta * KL, as tokens come from b. arXiv 1909.08593."""
 
     beta: float
 

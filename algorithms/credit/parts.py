@@ -1,4 +1,4 @@
-"""The records that a credit is made of."""
+"""Search and change the nested records of a credit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def parts_of(part: object) -> Iterator[object]:
-    """A credit and every record inside it, outermost first."""
+    """Yield a credit and every record inside it, outermost first."""
     inside = part if isinstance(part, tuple) else ()
     if is_dataclass(part) and not isinstance(part, type):
         yield part
@@ -18,13 +18,13 @@ def parts_of(part: object) -> Iterator[object]:
 
 
 def rewards_read(*parts: object) -> tuple[str, ...]:
-    """The rewards that credits read: every `reward` field that is a reference, in order."""
+    """The reward references that credits read: every `reward` field that is a string, in order."""
     found = (getattr(record, "reward", None) for record in parts_of(parts))
     return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
 
 
 def map_parts(part: Any, change: Callable[[Any], Any]) -> Any:
-    """A credit with every record inside it changed, innermost first."""
+    """A copy of a credit with `change` applied to every record inside it, innermost first."""
     if isinstance(part, tuple):
         return tuple(map_parts(item, change) for item in part)
     if not is_dataclass(part) or isinstance(part, type):

@@ -1,6 +1,6 @@
-"""Means of narrow groups, drawn towards those of wider ones by measured variance (empirical Bayes).
+"""Statistics to shrink means of narrow groups towards those of wide groups (empirical Bayes).
 
-x [U] has no missing values here; ids are int64 [U].
+x [U] must have no missing values; ids are int64 [U].
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from agentrl.algorithms.data.ids import key, reduce_by
 
 
 def mean_by(x: Tensor, ids: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """[U] the mean of the x with the same id, and of how many; 0 where there is none. without: ids
-    of what does not count in its own mean."""
+    """Mean and count of the x with the same id, [U] each; 0 if there are none. without: ids; units
+    that share one with x, itself included, are excluded from its mean."""
     total, count = reduce_by(x, ids)[ids], reduce_by(torch.ones_like(x), ids)[ids]
     if without is not None:
         own = key(ids, without)
@@ -25,13 +25,14 @@ def mean_by(x: Tensor, ids: Tensor, without: Tensor | None = None) -> tuple[Tens
 def variance_components(
     x: Tensor, wide: Tensor, narrow: Tensor, by: Tensor | None = None, errors: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """[U] variance of x within narrow groups, and of their expected values within wide groups, from
-    the wide groups of several narrow ones: analysis of variance with random effects and unequal
-    sizes (Searle, Casella and McCulloch, Variance Components, 1992, 3.6), for each value of `by`,
-    which does not divide wide groups; none: for all. Where no such narrow group has two members,
-    the variance within is that of all, and without any all variance counts as that of expected
-    values. errors: the variance between is less by as many of the standard errors that it has where
-    it is 0."""
+    """Variance of x within narrow groups, and of their expected values within wide ones, [U] each.
+
+    Analysis of variance with random effects and unequal sizes (Searle, Casella and McCulloch,
+    Variance Components, 1992, 3.6), over wide groups with several narrow ones. by: ids to estimate
+    separately for, each wide group in one of them; default: one estimate. If no narrow group of an
+    id has two members, the variance within is the pooled one; if none at all has, it is 0. errors:
+    number of standard errors (under a true variance of 0) to subtract from the variance between.
+    """
     narrow, by = key(wide, narrow), key(torch.zeros_like(wide) if by is None else by)
     one = torch.ones_like(x)
     size, total = reduce_by(one, narrow)[narrow], reduce_by(one, wide)[wide]
@@ -53,6 +54,6 @@ def variance_components(
 
 
 def reliability(count: Tensor, within: Tensor, between: Tensor) -> Tensor:
-    """[U] how much of a mean of `count` values is signal, in [0, 1]."""
+    """Fraction of the variance of a mean of `count` values that is signal, in [0, 1], [U]."""
     signal = count * between
     return torch.where(signal > 0, signal / (signal + within), 0.0)

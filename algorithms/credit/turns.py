@@ -1,9 +1,8 @@
 """Credit over the calls of a rollout: returns, values, potentials and generalised advantages.
 
-A column here gives one number per call, float64 [S]; NaN = missing. `GroupRelative(column)`
-compares it with others and copies it to the call's tokens. Time is counted in calls of the batch. A
-call without a row of a reward adds nothing to a sum over time, and a call that no known reward
-follows is missing itself.
+A column returns one number per call, float64 [S]; NaN = missing. `GroupRelative(column)` compares
+calls and copies the result to their tokens. Time is counted in calls of the batch. A call without a
+reward adds nothing to a sum over time; it is missing if no known reward follows it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from agentrl.errors import TrainingError
 
 
 def call_rewards(batch: Batch, reward: str | Column) -> Tensor:
-    """[S] what each call received: a rollout's reward at its last call, a role's at the last call
-    of the role, a call's at itself."""
+    """The reward that each call received, [S]: a rollout's reward at its last call, a role's at the
+    role's last call, a call's own; NaN elsewhere."""
     x, level = rewards(batch, reward), core.level_of(reward)
     if level == "transition":
         return x
@@ -34,34 +33,33 @@ def call_rewards(batch: Batch, reward: str | Column) -> Tensor:
 
 
 def discounted_return(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
-    """Discounted sum of the known x along links; NaN where no known x follows with a weight above
-    0."""
+    """Discounted sum of the known x along `following`; NaN if no known x has a weight above 0."""
     known = scan((~x.isnan()).double(), decay, following) > 0
     return torch.where(known, scan(x.nan_to_num(nan=0.0), decay, following), torch.nan)
 
 
 @column("transition")
 def CallRewards(batch: Batch, reward: str | Column = "outcome") -> Tensor:
-    """[S] see `call_rewards`."""
+    """`call_rewards` as a column, [S]."""
     return call_rewards(batch, reward)
 
 
 @column("transition")
 def Returns(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) -> Tensor:
-    """[S] discounted sum of what a call and the later ones of its rollout received."""
+    """Discounted return of each call, from its own and the rollout's later rewards, [S]."""
     following = next_same(batch.transition_rollout)
     return discounted_return(call_rewards(batch, reward), gamma, following)
 
 
 @column("transition")
 def PotentialShaping(batch: Batch, reward: str, gamma: float = 1.0) -> Tensor:
-    """[S] gamma * phi(next state) - phi(state) of a potential phi, which `reward` gives per call.
-    Ng et al. 1999.
+    """Potential-based shaping: gamma * phi(next state) - phi(state) per call, [S]. `reward` is the
+    potential phi of the state before each call. Ng et al. 1999.
 
-    phi is 0 after the end, and an outcome ends its rollout, also one that a token limit cut off:
-    what a potential adds then depends on the first state alone, and the policy gradient stays what
-    it is. Where a limit came before any outcome, the last known phi stands for what would have
-    followed. Calls without phi are passed over."""
+    phi is 0 after the end, and an outcome is terminal even if a token limit truncated the rollout:
+    the shaping then adds a function of the first state alone and leaves the policy gradient
+    unchanged. A truncated rollout without an outcome uses its last known phi as the phi after the
+    end. Calls without phi are skipped."""
     phi = call_rewards(batch, reward)
     known = ~phi.isnan()
     following = next_same(torch.where(known, batch.transition_rollout, len(batch.rollouts)))
@@ -72,17 +70,15 @@ def PotentialShaping(batch: Batch, reward: str, gamma: float = 1.0) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StepGae:
-    """[S] generalised advantage with calls as actions: Agent-R1 (arXiv 2511.14460), Turn-PPO
-    (2512.17008), PSPO (2601.10029). `lam` = 0 with values from fresh continuations is VinePPO
-    (2410.01679).
+    """GAE with calls as actions, [S]: Agent-R1 (arXiv 2511.14460), Turn-PPO (2512.17008), PSPO
+    (2601.10029). `lam` = 0 with values from fresh continuations is VinePPO (2410.01679).
 
-    value: gives V of the state before each call. Where it is missing, what was received counts for
-    the call before, as if both were one, and the call itself is compared with `base`, which only
-    has to be a value that does not depend on it; without either, nothing is learned from it, and if
-    it has no tokens, it is missing itself.
+    value: returns V of the state before each call. A call without V is merged into the call before
+    it, which gets its reward. Its own baseline is `base`, which can be any value that does not
+    depend on the call; without `base` its advantage is 0, or missing if it has no tokens.
 
-    What was received ends a rollout, also one that a token limit cut off. Where that came before
-    anything was received, from the last call with a value on, this value stands for the return."""
+    A reward is terminal even if a token limit truncated the rollout. A truncated rollout without
+    rewards from its last call with a value on bootstraps from that value."""
 
     value: Column
     reward: str | Column = "outcome"
@@ -95,7 +91,7 @@ class StepGae:
         rollout, x = batch.transition_rollout, call_rewards(batch, self.reward)
         v = self.value(batch)
         valued, following = ~v.isnan(), next_same(rollout)
-        # Rewards and calls up to the next call that has a value, and which one that is.
+        # Rewards and number of calls up to the next call with a value, and the index of that call.
         inside = torch.where(valued[following], -1, following)
         known = ~discounted_return(x, 1.0, inside).isnan()
         r = scan(x.nan_to_num(nan=0.0), self.gamma, inside)
@@ -115,28 +111,27 @@ class StepGae:
         return torch.where(missing | ~(learned | has_tokens), torch.nan, advantage)
 
     def returns(self, batch: Batch) -> Tensor:
-        """The targets of `value` at the first token of each call, float64 [N], NaN at the others:
-        a call is one decision, judged before it is made."""
+        """The targets of `value` at the first token of each call, float64 [N], NaN elsewhere: the
+        value is that of the state before the call."""
         returns, call = self(batch) + self.value(batch), batch.token_transition
         return torch.where(is_first_token(batch), returns[call], torch.nan)
 
 
 @column("transition")
 def ValuesFromReward(batch: Batch, reward: str) -> Tensor:
-    """[S] the value of the state before each call, given as a reward that every call must have."""
+    """The value of the state before each call, [S], from a reward that every call must have."""
     v = call_rewards(batch, reward)
     if missing := int(v.isnan().sum()):
         raise TrainingError(
             f"step {batch.step}: {missing} of {v.numel()} calls have no value {reward!r}, "
-            "which the algorithm needs of every call"
+            "which the algorithm needs for every call"
         )
     return v
 
 
 @column("transition")
 def FirstTokenValues(batch: Batch, value: Column) -> Tensor:
-    """[S] what a function gives for the first token of each call; missing for calls without tokens,
-    before which there was no state to judge."""
+    """`value` [N] at the first token of each call, [S]; missing for calls without tokens."""
     starts = is_first_token(batch)
     out = torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64)
     out[batch.token_transition[starts]] = value(batch)[starts].double()
@@ -145,13 +140,12 @@ def FirstTokenValues(batch: Batch, value: Column) -> Tensor:
 
 @column()
 def TurnDiscount(batch: Batch, credit: Credit, gamma: float) -> Tensor:
-    """[N] a credit times gamma to the number of the rollout's calls still to come. SPIRAL, arXiv
-    2506.24119."""
+    """A credit [N] times gamma ** (number of later calls). SPIRAL, arXiv 2506.24119."""
     return credit(batch) * turn_discounts(batch, gamma)[batch.token_transition]
 
 
 def has_outcome(batch: Batch) -> Tensor:
-    """bool [U]: whether the batch has a reward of the whole rollout, or of one of its roles."""
+    """Whether the batch has a reward of each rollout or of one of its roles, bool [U]."""
     known = torch.zeros(len(batch.rollouts), dtype=torch.bool)
     for name, x in batch.rewards.items():
         if (level := core.level_of(name)) in ("rollout", "role"):
@@ -160,7 +154,7 @@ def has_outcome(batch: Batch) -> Tensor:
 
 
 def is_first_token(batch: Batch) -> Tensor:
-    """bool [N]: whether a token is the first of its call."""
+    """Whether each token is the first of its call, bool [N]."""
     call = batch.token_transition
     starts = torch.ones_like(call, dtype=torch.bool)
     starts[1:] = call[1:] != call[:-1]
@@ -168,12 +162,12 @@ def is_first_token(batch: Batch) -> Tensor:
 
 
 def turn_discounts(batch: Batch, gamma: float) -> Tensor:
-    """[S] gamma to the number of the rollout's calls still to come."""
+    """gamma ** (number of the rollout's later calls), [S]."""
     following = next_same(batch.transition_rollout)
     ones = torch.ones_like(following, dtype=torch.float64)
     return gamma ** (scan(ones, 1.0, following) - 1)
 
 
 def value_of(name: str) -> Column:
-    """Values of calls: a reward by name, or without one those of the critic."""
+    """The column of call values: reward `name`, or the critic's values if it is empty."""
     return ValuesFromReward(name) if name else FirstTokenValues(core.CriticValues())

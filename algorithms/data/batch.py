@@ -20,7 +20,7 @@ _unknown = partial(torch.empty, 0, dtype=torch.int64)
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One sequence to run through the model: a call, or calls merged by exact token prefix."""
+    """One sequence for a forward pass: a call, or several calls merged by exact token prefix."""
 
     tokens: Tensor  # int64 [L], context and actions in order
     actions: Tensor  # int64 [A], positions of action tokens in `tokens`, ascending, each >= 1
@@ -31,11 +31,11 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows and the level tables of one optimizer batch.
+    """Rows and level tables of one optimizer batch.
 
-    N action tokens, S transitions, R rows, U rollouts, K roles, M groups. Token columns are the
-    rows' action tokens concatenated in row order. The transitions of a rollout are neighbours, in
-    the order they were made. A column that is not known is empty; comparing by it is an error.
+    N action tokens, S transitions, R rows, U rollouts, K roles, M groups. Token columns concatenate
+    the rows' action tokens in row order. The transitions of a rollout are contiguous and in call
+    order. An unknown column is empty; comparing by it is an error.
     """
 
     rows: list[TokenRow]
@@ -46,32 +46,32 @@ class Batch:
     transition_role: Tensor  # int64 [S], index into `roles`
     row_rollout: Tensor  # int64 [R]
     rollout_group: Tensor  # int64 [U]
-    # Reference (see `rewards`) -> float64 at the level of its scope: rollouts [U], roles of
-    # rollouts [U * K], or transitions [S]; NaN = missing.
+    # By reward reference (see rewards.py), float64 at the level of its scope: rollouts [U], roles
+    # of rollouts [U * K] or transitions [S]; NaN = missing.
     rewards: dict[str, Tensor]
     roles: list[str]
     groups: list[str]  # ids [M]
     rollouts: list[str]  # ids [U]
     transitions: list[str]  # ids [S]
-    step: int = 0  # the training step that asked for the groups
-    transition_state: Tensor = field(default_factory=_unknown)  # int64 [S], equal: the same state
-    transition_action: Tensor = field(default_factory=_unknown)  # int64 [S], equal: the same answer
-    transition_prompt: Tensor = field(default_factory=_unknown)  # int64 [S], equal: the same tokens
-    # int64 [S], equal: the same tokens in and out, which makes branches of one tree of rollouts.
+    step: int = 0  # the training step that requested the groups
+    transition_state: Tensor = field(default_factory=_unknown)  # int64 [S], id of its state
+    transition_action: Tensor = field(default_factory=_unknown)  # int64 [S], id of its answer
+    transition_prompt: Tensor = field(default_factory=_unknown)  # int64 [S], id of prompt tokens
+    # int64 [S], id of prompt and completion tokens: a node in the tree of rollouts.
     transition_node: Tensor = field(default_factory=_unknown)
-    # bool [S], from the record of another rollout: without tokens here, as it is trained there.
+    # bool [S]: replayed from another rollout's record. It has no tokens here: it is trained there.
     transition_repeats: Tensor = field(default_factory=_unknown)
     transition_truncated: Tensor = field(default_factory=_unknown)  # bool [S], by a token limit
     rollout_greedy: Tensor = field(default_factory=_unknown)  # bool [U], all at temperature 0
-    values: Tensor = field(default_factory=_unknown)  # float64 [N], a critic's, before each token
-    reference: Tensor = field(default_factory=_unknown)  # float64 [N], log-probs of that model
+    values: Tensor = field(default_factory=_unknown)  # float64 [N], critic's, before each token
+    reference: Tensor = field(default_factory=_unknown)  # float64 [N], reference log-probs
     # int64 [N, K], tokens whose log-probs psi reads, the sampled one first: see `Psi`.
     symbols: Tensor = field(default_factory=_unknown)
-    # int64 [R]: psi needs the log-probs of all rows of one id at once. Empty: of each row alone.
+    # int64 [R]: psi needs the log-probs of all rows of one id at once. Empty: rows are independent.
     row_unit: Tensor = field(default_factory=_unknown)
-    # Remembered values of each unit, by name of the `RememberedColumn`: see `state`.
+    # Values of each `RememberedColumn`, by its name (state.py).
     memory: Mapping[str, Tensor] = field(default_factory=dict)
-    token_version: Tensor = field(default_factory=_unknown)  # int64 [N], that sampled it; -1: ?
+    token_version: Tensor = field(default_factory=_unknown)  # int64 [N], sampling policy; -1: ?
 
     @property
     def n_tokens(self) -> int:
@@ -87,7 +87,7 @@ class Batch:
 
     @property
     def transition_turn(self) -> Tensor:
-        """int64 [S]: how many calls of the rollout came before."""
+        """Number of earlier calls in the rollout, int64 [S]."""
         position = torch.arange(len(self.transitions))
         first = torch.full((len(self.rollouts),), len(self.transitions))
         first = first.scatter_reduce(0, self.transition_rollout, position, "amin")
@@ -95,6 +95,6 @@ class Batch:
 
     @property
     def row_offsets(self) -> Tensor:
-        """int64 [R + 1]: token range of each row."""
+        """Bounds of each row's token range, int64 [R + 1]."""
         sizes = torch.tensor([0, *(row.actions.numel() for row in self.rows)])
         return sizes.cumsum(0)

@@ -1,6 +1,6 @@
-"""Integer id vectors: who is compared, pooled or averaged with whom is a column, never a code path.
+"""Integer id vectors. Units with equal ids are compared, pooled or averaged together.
 
-All functions are pure and work on flat tensors of one level with U units.
+All functions are pure and work on flat tensors over the U units of one level.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.errors import TrainingError
 
 Level = Literal["token", "transition", "role", "rollout"]
-"""What has a number: a token, a call, a role of a rollout [U * K], a rollout."""
+"""The kind of unit that a value belongs to. "role": each role of each rollout, [U * K]."""
 Unit = Literal[
     "all", "transition", "row", "role", "turn", "state", "prompt", "node", "tree", "rollout",
     "group",
 ]  # fmt: skip
-"""What has an id. turn: number of calls before; state, prompt, node: see Batch; tree: the rollouts
-that share their first call."""
+"""A grouping of units. turn: number of earlier calls in the rollout; state, prompt, node: see
+Batch; tree: rollouts that share their first call."""
 How = Literal["sum", "mean", "amax", "amin"]
 
 
 def key(*columns: Tensor) -> Tensor:
-    """Dense ids int64 [U] of the tuples that one or more integer columns [U] spell out."""
+    """Dense ids of the tuples formed by one or more integer columns; all int64 [U]."""
     ids: Tensor = torch.unique(columns[0], return_inverse=True)[1]
     for column in columns[1:]:
         other: Tensor = torch.unique(column, return_inverse=True)[1]
@@ -35,7 +35,7 @@ def key(*columns: Tensor) -> Tensor:
 
 
 def reduce_by(x: Tensor, ids: Tensor, n: int | None = None, how: How = "sum") -> Tensor:
-    """Reduce x [U] to one value per id, float64 [n]; an id without members gets 0."""
+    """Reduce x [U] to one value per id, float64 [n]; 0 for an id without members."""
     size = n if n is not None else int(ids.max()) + 1 if ids.numel() else 0
     total = torch.zeros(size, dtype=torch.float64, device=x.device)
     if how == "sum":
@@ -44,15 +44,15 @@ def reduce_by(x: Tensor, ids: Tensor, n: int | None = None, how: How = "sum") ->
 
 
 def known_mean(x: Tensor, ids: Tensor, n: int | None = None) -> Tensor:
-    """Per id, the mean of the x [U] that are not NaN, float64 [n]; NaN where there is none."""
+    """Mean of the x [U] that are not NaN, per id, float64 [n]; NaN if all are missing."""
     return reduce_by(x.nan_to_num(nan=0.0), ids, n) / reduce_by(~x.isnan(), ids, n)
 
 
 def scan(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
-    """y_i = x_i + decay_i * y_following_i along links, float64 [U]; following_i = -1 ends a chain.
+    """Discounted sums along linked lists: y_i = x_i + decay_i * y[following_i], float64 [U].
 
-    Pointer jumping: log2(longest chain) vectorised rounds, for links in any order. Raises
-    TrainingError if the links form a cycle."""
+    following [U]: index of the next unit, in any order; -1 ends a chain. Pointer jumping takes
+    log2(longest chain) vectorised rounds. Raises TrainingError if the links form a cycle."""
     y, link = x.double().clone(), following.clone()
     factor = torch.as_tensor(decay, dtype=torch.float64, device=x.device).expand_as(y).clone()
     live = (link >= 0).nonzero().squeeze(1)
@@ -68,16 +68,14 @@ def scan(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
 
 
 def units(batch: Batch, at: Level, *names: Unit) -> Tensor:
-    """Ids [U] of the units that `names` together span, at a level: ("group", "role") compares
-    within one role of one group.
-
-    Raises TrainingError for a unit that is below the level or not known."""
+    """Ids [U], at level `at`, of the combination of `names`: ("group", "role") gives one id per
+    role of each group. Raises TrainingError for a name that is below the level or unknown."""
     columns = [_column(batch, at, name) for name in names]
     return columns[0] if len(columns) == 1 else key(*columns)
 
 
 def owner(batch: Batch, at: Level) -> Tensor:
-    """int64 [N]: the token's unit at a level."""
+    """Index of each token's unit at a level, int64 [N]."""
     if at == "token":
         return torch.arange(batch.n_tokens)
     if at == "transition":
@@ -88,9 +86,9 @@ def owner(batch: Batch, at: Level) -> Tensor:
 
 
 def lift(batch: Batch, x: Tensor, level: Level, at: Level) -> Tensor:
-    """Values of a level read at a lower one; a role without calls in a rollout has none (NaN).
+    """Copy values from `level` to a lower level `at`; NaN for a role that made no call.
 
-    Raises TrainingError where `at` is above `level`."""
+    Raises TrainingError if `at` is above `level`."""
     if level == at:
         return x
     if level == "rollout" and at == "role":
@@ -108,17 +106,19 @@ def lift(batch: Batch, x: Tensor, level: Level, at: Level) -> Tensor:
 
 
 def next_same(ids: Tensor, order: Tensor | None = None) -> Tensor:
-    """int64 [U]: the next unit with the same id, by `order` (default: position), -1 at the end."""
+    """Index of the next unit with the same id, int64 [U]; -1 for the last one.
+
+    order [U]: sort key, >= 0; default: position."""
     ranks = torch.arange(ids.numel()) if order is None else order
-    place = (ids * (int(ranks.max()) + 1 if ranks.numel() else 1) + ranks).argsort(stable=True)
-    following = torch.full_like(place, -1)
-    same = ids[place[1:]] == ids[place[:-1]]
-    following[place[:-1][same]] = place[1:][same]
+    index = (ids * (int(ranks.max()) + 1 if ranks.numel() else 1) + ranks).argsort(stable=True)
+    following = torch.full_like(index, -1)
+    same = ids[index[1:]] == ids[index[:-1]]
+    following[index[:-1][same]] = index[1:][same]
     return following
 
 
 def previous(following: Tensor) -> Tensor:
-    """int64 [U]: the unit before along links, -1 at the start."""
+    """Invert `following`: index of the unit before each one, int64 [U]; -1 for the first."""
     before = torch.full_like(following, -1)
     linked = following >= 0
     before[following[linked]] = linked.nonzero().squeeze(1)
@@ -148,7 +148,7 @@ def _column(batch: Batch, at: Level, name: Unit) -> Tensor:
 
 
 def rollout_of(batch: Batch, at: Level) -> Tensor:
-    """int64 [U]: the rollout that each unit of a level belongs to."""
+    """Index of the rollout that each unit of a level belongs to, int64 [U]."""
     if at == "token":
         return batch.token_rollout
     if at == "transition":
@@ -158,7 +158,8 @@ def rollout_of(batch: Batch, at: Level) -> Tensor:
 
 
 def of_calls(batch: Batch, name: str) -> Tensor:
-    """A column of calls [S] by its name. Raises TrainingError where the batch does not know it."""
+    """The column `transition_{name}` [S] of calls, or for "transition" their index. Raises
+    TrainingError if the batch does not have it."""
     if name == "transition":
         return torch.arange(len(batch.transitions))
     ids: Tensor = getattr(batch, f"transition_{name}")
@@ -171,7 +172,7 @@ def of_calls(batch: Batch, name: str) -> Tensor:
 
 
 def _trees(batch: Batch) -> Tensor:
-    """int64 [U]: the node of the first call; a rollout without calls is a tree of its own."""
+    """Tree id of each rollout, int64 [U]: the node of its first call, unique without calls."""
     nodes, first = of_calls(batch, "node"), batch.transition_turn == 0
     trees = len(batch.transitions) + torch.arange(len(batch.rollouts))
     trees[batch.transition_rollout[first]] = nodes[first]

@@ -1,9 +1,8 @@
-"""From stored model calls to rows: one row per branch of an attempt's token tree.
+"""Merge stored model calls to rows: one row per branch of an attempt's token tree.
 
-A call extends an earlier row when the row's tokens are an exact prefix of the call's prompt; the
-row then grows by what is new. Everything else (a sub-agent, a second sample of one prompt, a
-compacted history) starts a row of its own. Always true: each sampled token is an action exactly
-once, behind exactly the tokens it was sampled from; its other appearances are context.
+A call extends a row whose tokens are an exact prefix of its prompt. Every other call (a sub-agent,
+a second sample of one prompt, a compacted history) starts a new row. Invariant: each sampled token
+is an action exactly once, after exactly the tokens it was sampled from; elsewhere it is context.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from agentrl.types import POLICY, Group, Purpose, Rollout, RolloutState, Transit
 
 
 def trainable(transition: Transition, policy: str = POLICY) -> bool:
-    """Whether `policy` sampled it and its tokens and log-probs are known, after at least one prompt
-    token."""
+    """Whether `policy` sampled the call, with known tokens and log-probs and a nonempty prompt."""
     return (
         transition.policy == policy
         and transition.exact
@@ -42,8 +40,8 @@ def trainable(transition: Transition, policy: str = POLICY) -> bool:
 def valid(
     rollout: Rollout, reward_names: Sequence[str] = ("outcome",), policy: str = POLICY
 ) -> bool:
-    """Whether `policy` may learn from a rollout: a training rollout, not a counterfactual one, with
-    a trainable call, that succeeded, or failed with a reward (`agent.error_reward`)."""
+    """Whether `policy` may learn from a rollout: it is a training rollout and not counterfactual,
+    has a trainable call, and succeeded or has a reward (`agent.error_reward`)."""
     return valid_for_any(rollout, (policy,), reward_names)
 
 
@@ -54,8 +52,8 @@ def valid_for_any(
     *,
     retokenized: bool = False,
 ) -> bool:
-    """Whether one of the policies may learn from a rollout. retokenized: inexact calls count too,
-    which get token ids before they are trained (`algorithm.inexact`)."""
+    """Whether any of the policies may learn from a rollout. retokenized: count inexact calls too,
+    which get token ids before training (`algorithm.inexact`)."""
     return (
         rollout.purpose is Purpose.TRAIN
         and not rollout.counterfactual
@@ -69,13 +67,13 @@ def valid_for_any(
 
 
 def merge(transitions: Sequence[Transition]) -> list[TokenRow]:
-    """Rows of one attempt. `TokenRow.transition` indexes `transitions`; all must be `trainable`.
+    """Rows of one attempt, in the order of their first call. `TokenRow.transition` indexes
+    `transitions`, which must all be `trainable`.
 
-    Calls are taken by length of prompt and each continues the longest row that is a prefix of it,
-    which forwards the fewest tokens: the rows that a call can continue are prefixes of one another,
-    so the others stay free for every call that could have used them. A call without sampled tokens
-    is in no row; nor is one that repeats another rollout's call, which is trained there. Rows come
-    in the order of their first call."""
+    Each call, shortest prompt first, continues the longest row that is a prefix of it. This
+    forwards the fewest tokens: the rows that a call can continue are prefixes of one another, so
+    every call that could have continued one of the others still can. A call without sampled tokens
+    is in no row, nor is one that repeats another rollout's call, which is trained there."""
     branches: list[_Branch] = []
     by_length = sorted(range(len(transitions)), key=lambda i: (len(transitions[i].prompt), i))
     for index in by_length:
@@ -101,13 +99,13 @@ def build_batch(
     policy: str = POLICY,
     state: Callable[[Transition], Hashable] = last_observation,
 ) -> Batch:
-    """The batch of one training step of `policy`, with everything that it may learn from.
+    """The batch of one training step of `policy`.
 
-    reward_names: references of its rewards; none: rollouts need no reward. state: what makes two
-    calls of a group start from the same state. Failed rollouts without a reward, inexact calls and
-    those of other policies are left out; a rollout whose reward is missing stays, with NaN, and one
-    without sampled tokens stays, without rows, because its reward counts. A group with fewer than
-    `min_group` scored rollouts is left out as a whole."""
+    reward_names: reward references; empty: rollouts need no reward. state: returns the state of a
+    call; calls with equal states are comparable. Leaves out failed rollouts without a reward,
+    inexact calls, calls of other policies, and groups with fewer than `min_group` scored rollouts.
+    Keeps rollouts with a missing reward (NaN), and rollouts without sampled tokens (no rows),
+    because their reward counts."""
     step, names, rollouts, rollout_group = 0, list[str](), list[Rollout](), list[int]()
     for group in groups:
         step = group.step
@@ -153,20 +151,20 @@ def build_batch(
 
 
 def _token_version(rows: Iterable[TokenRow], calls: Sequence[Transition]) -> Tensor:
-    """int64 [N]: of the tokens of all rows, see `token_versions`."""
+    """`token_versions` of all rows, int64 [N]."""
     in_order = [call for row in rows for call in dict.fromkeys(row.transition.tolist())]
     return _cat([token_versions(calls[call]) for call in in_order], torch.int64)
 
 
 def token_versions(call: Transition) -> Tensor:
-    """int64 [C]: the version of the policy that sampled each token; -1 where it is not known."""
+    """Version of the policy that sampled each token, int64 [C]; -1 if unknown."""
     spans = call.spans or [(0, -1 if call.version is None else call.version)]
     starts = _ids([*(start for start, _ in spans), len(call.completion)])
     return _ids(version for _, version in spans).repeat_interleave(starts.diff())
 
 
 def _merge_each(attempts: Sequence[Sequence[Transition]]) -> tuple[list[TokenRow], list[int]]:
-    """The rows of several attempts, whose calls are numbered through, and the attempt of each."""
+    """Rows of several attempts, with calls numbered consecutively, and the attempt of each row."""
     rows, numbers, first = list[TokenRow](), list[int](), 0
     for number, calls in enumerate(attempts):
         merged = merge(calls)

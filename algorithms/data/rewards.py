@@ -1,6 +1,6 @@
-"""From reward rows to columns: one number per rollout, role or call, NaN where there is no row.
+"""Reward rows to columns: one number per rollout, role or call; NaN if there is no row.
 
-A reward is referred to as `name` (of the rollout), `role:name` or `transition:name`.
+A reward reference is `name` (scope rollout), `role:name` or `transition:name`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentrl.types import POLICY, Group, Json, Reward, Rollout, RolloutState, Sc
 
 
 def split_reference(reference: str) -> tuple[Scope, str]:
-    """Scope and name of a reward reference; what does not begin with a scope is a rollout's."""
+    """Scope and name of a reward reference; the scope is rollout if none is given."""
     scope, colon, name = reference.partition(":")
     if colon and scope in (Scope.ROLLOUT, Scope.ROLE, Scope.TRANSITION):
         return Scope(scope), name
@@ -25,12 +25,12 @@ def split_reference(reference: str) -> tuple[Scope, str]:
 
 
 def reward_reference(reward: Reward) -> str:
-    """How a reward row is referred to."""
+    """The reference of a reward row."""
     return reward.name if reward.scope is Scope.ROLLOUT else f"{reward.scope}:{reward.name}"
 
 
 def has_reward(rollout: Rollout, references: Sequence[str]) -> bool:
-    """Whether any of the rewards is known."""
+    """Whether the rollout has any of the rewards, not NaN."""
     return any(
         reward_reference(row) in references and not isnan(row.value) for row in rollout.rewards
     )
@@ -43,9 +43,9 @@ def reward_column(
     roles: Sequence[str],
     policy: str = POLICY,
 ) -> Tensor:
-    """float64: a rollout's reward [U], a role's [U * K] (all roles of a rollout in a row) or a
-    call's [S]. Of two rows about the same target the first counts. A role's reward is missing if
-    another policy played it: an opponent's returns are nothing to compare with."""
+    """The values of a reward, float64: per rollout [U], role [U * K] (roles of one rollout are
+    contiguous) or call [S]. The first of several rows for one target counts. A role's reward is
+    missing if another policy played the role: an opponent's return is no baseline."""
     rows = [_rows(rollout, name) for rollout in rollouts]
     scope, _ = split_reference(name)
     values: Iterable[float]
@@ -65,15 +65,15 @@ def reward_column(
 
 
 def roles_of_others(rollout: Rollout, policy: str) -> set[str]:
-    """The roles of a rollout that others than `policy` played."""
+    """The roles of a rollout that were not played by `policy`."""
     own = {call.role for call in rollout.transitions if call.policy == policy}
     seated = {role for role, name in rollout.seats.items() if name != policy}
     return seated.union(call.role for call in rollout.transitions) - own
 
 
 def check_rewards(groups: Sequence[Group], references: Iterable[str]) -> None:
-    """Raises TrainingError for a reward that no rollout has although some succeeded, and for rows
-    about an unknown role or call. A reward that only some rollouts have is no error."""
+    """Raise TrainingError for a reward that no rollout has although some succeeded, and for rows
+    with an unknown role or call as target. A reward that only some rollouts have is no error."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     done = sum(rollout.state is RolloutState.SUCCEEDED for rollout in rollouts)
     where = f"of the {len(rollouts)} rollouts of step {groups[0].step}" if groups else ""
@@ -103,13 +103,13 @@ def _check_targets(rollouts: Sequence[Rollout], name: str, where: str) -> None:
         what = "role" if scope is Scope.ROLE else "call"
         hint = f"; {nearest(lost[0], roles)}" if what == "role" and roles else ""
         raise TrainingError(
-            f"{len(lost)} rewards {name!r} {where} are about a {what} that no transition carries, "
+            f"{len(lost)} rewards {name!r} {where} name a {what} that no transition has, "
             f"such as {lost[0]!r}{hint}"
         )
 
 
 def _rows(rollout: Rollout, name: str) -> dict[str, float]:
-    """Values by target."""
+    """Values of a reward by target."""
     rows: dict[str, float] = {}
     for row in rollout.rewards:
         if reward_reference(row) == name:
@@ -118,7 +118,7 @@ def _rows(rollout: Rollout, name: str) -> dict[str, float]:
 
 
 def new_messages(call: Transition) -> list[dict[str, Json]]:
-    """The messages after the agent's newest answer: what it saw last."""
+    """The messages after the agent's latest answer: its newest observation."""
     newest = len(call.messages)
     while newest and call.messages[newest - 1].get("role") != "assistant":
         newest -= 1
@@ -126,28 +126,24 @@ def new_messages(call: Transition) -> list[dict[str, Json]]:
 
 
 def last_observation(call: Transition) -> Hashable:
-    """A call's state: the messages after the agent's newest answer, or the whole prompt where the
-    messages are not known. Ids of tool calls are left out, because they differ between equal
-    states."""
+    """A call's state: the messages after the agent's latest answer, or the whole prompt if the
+    messages are unknown. Tool call ids are left out, because they differ between equal states."""
     seen = [(m.get("role"), m.get("content")) for m in new_messages(call)]
     return msgspec.json.encode(seen) if seen else call.prompt.tobytes()
 
 
 def chosen_action(call: Transition) -> Hashable:
-    """What a call did: its tools with their arguments, or its text where it called none, or its
-    tokens where the message is not known. Ids of tool calls are left out."""
+    """A call's action: its tool calls with their arguments but no ids, else its text, else (the
+    message is unknown) its tokens."""
     answer = call.answer or {}
-    called = answer.get("tool_calls")
-    tools = (
-        [one.get("function") for one in called if isinstance(one, dict)]
-        if isinstance(called, list)
-        else []
-    )
-    said = tools or answer.get("content")
-    return msgspec.json.encode(said) if said else call.completion.tobytes()
+    calls = answer.get("tool_calls")
+    items = calls if isinstance(calls, list) else []
+    tools = [item.get("function") for item in items if isinstance(item, dict)]
+    action = tools or answer.get("content")
+    return msgspec.json.encode(action) if action else call.completion.tobytes()
 
 
 def dense_ids(values: Iterable[Hashable]) -> Tensor:
-    """int64: equal values get equal ids."""
+    """Ids of the values, int64, numbered by first appearance."""
     ids: dict[Hashable, int] = {}
     return torch.tensor([ids.setdefault(value, len(ids)) for value in values], dtype=torch.int64)

@@ -1,9 +1,9 @@
-"""What a run remembers from step to step besides its weights: baselines, value tables, difficulty.
+"""Algorithm state that persists between steps: baselines, value tables, task difficulty.
 
-Owns one `StatePart` per name; `state.json` of a checkpoint holds them. Always true: a part changes
-once per trained step, after credit was computed from its earlier value, so a step that is repeated
-from the checkpoint before it gives the same psi, bit for bit. Credit itself stays pure: it reads
-the columns that `recall` puts into the batch.
+A checkpoint stores one `StatePart` per name in `state.json`. Invariant: a part changes once per
+trained step, after credit was computed from its earlier value, so repeating a step from the
+checkpoint before it gives the same psi bit for bit. Credit stays pure: it reads the columns that
+`recall` puts into the batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentrl.errors import PolicyError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
-# Names of parts contain class names; checkpoints of earlier versions contain the old ones.
+# Part names contain class names, and older checkpoints contain the old ones.
 RENAMED = {
     "BiLevel": "BiLevelGae",
     "Centred": "DiscountedAdvantages",
@@ -52,24 +52,24 @@ RENAMED = {
 
 
 class StatePart(Protocol):
-    """One thing that is remembered. JSON holds it exactly: floats are read again bit for bit."""
+    """One piece of state that JSON stores exactly: floats survive a round trip bit for bit."""
 
     def dump(self) -> Json: ...
 
     def restore(self, data: Json) -> None:
-        """Restore what `dump` wrote. Raises msgspec.ValidationError for anything else."""
+        """Load the output of `dump`. Raises msgspec.ValidationError for anything else."""
 
 
 @dataclass(slots=True)
 class EmaMeans:
-    """A running mean per name, b <- decay * b + (1 - decay) * x, which begins at 0."""
+    """One running mean per name, b <- decay * b + (1 - decay) * x, starting at 0."""
 
     decay: float
     values: dict[str, float] = field(default_factory=dict)
 
     def read(self, names: Sequence[str], x: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """The mean of its name before each x [U], float64 [U], and the means after all of them. An
-        x that is missing (NaN) changes nothing."""
+        """Mean of each name before its x [U], float64 [U], and the means after all updates.
+        Missing x (NaN) are skipped."""
         _, ids = _numbered(names)
         start = torch.tensor([self.values.get(name, 0.0) for name in names], dtype=torch.float64)
         known = (~x.isnan()).nonzero().squeeze(1)
@@ -90,13 +90,13 @@ class EmaMeans:
 
 @dataclass(slots=True)
 class CountedMeans:
-    """The mean of all values of a name, with their count."""
+    """Mean and count of all values of each name."""
 
     values: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def read(self, names: Sequence[str], x: Tensor) -> tuple[Tensor, dict[str, tuple[float, int]]]:
-        """The mean of each name [U], 0 if it was never seen, and the means with x [U] as well. An x
-        that is missing (NaN) changes nothing."""
+        """Mean of each name, float64 [U], 0 for a new name, and the means including x [U].
+        Missing x (NaN) are skipped."""
         index, ids = _numbered(names)
         count = reduce_by(~x.isnan(), ids, len(index)).tolist()
         total = reduce_by(x.nan_to_num(nan=0.0), ids, len(index)).tolist()
@@ -117,59 +117,59 @@ class CountedMeans:
 
 
 def _numbered(names: Sequence[str]) -> tuple[dict[str, int], Tensor]:
-    """A number for each different name, and the numbers int64 [U] of `names`."""
+    """The index of each distinct name, and the indices of `names`, int64 [U]."""
     index = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return index, torch.tensor([index[name] for name in names], dtype=torch.int64)
 
 
 class RememberedColumn:
-    """A part of a credit whose values come from earlier steps."""
+    """A column of a credit whose values come from earlier steps."""
 
     __slots__ = ()
 
     @property
     def name(self) -> str:
-        """Of its state part: equal columns share one."""
+        """Name of its state part; equal columns share one."""
         return repr(self)
 
     @property
     def level(self) -> Level:
-        """Of its values."""
+        """The level of its values."""
         raise NotImplementedError
 
     def part(self, seed: int) -> StatePart:
-        """Its state before the first step. seed: of random initial values."""
+        """Its state before the first step. seed: seeds random initial values."""
         raise NotImplementedError
 
     def recall(
         self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
     ) -> tuple[Tensor, StatePart]:
-        """The value of each unit, float64, and the state after the batch is trained; `part` itself
-        does not change. `rollouts` are those of the batch."""
+        """The value of each unit, float64, and the state after the batch is trained. Does not
+        change `part`. rollouts: those of the batch, in its order."""
         raise NotImplementedError
 
     def __call__(self, batch: Batch) -> Tensor:
-        """What `recall` put into the batch. Raises TrainingError where it was not called."""
+        """The values that `recall` put into the batch. Raises TrainingError without them."""
         if self.name not in batch.memory:
             raise TrainingError(
-                f"step {batch.step}: {self.name} remembers earlier steps, and this batch carries "
-                "nothing of it; put what `AlgorithmState.recall` says into its memory"
+                f"step {batch.step}: {self.name} reads values of earlier steps, and this batch has "
+                "none; set its `memory` to the `columns` that `AlgorithmState.recall` returns"
             )
         return batch.memory[self.name]
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """The remembered columns of a batch, and the state after the batch is trained."""
+    """The remembered columns of a batch, and the state after the batch is trained, by name."""
 
-    columns: dict[str, Tensor]  # by name of the memory: `Batch.memory`
-    after: dict[str, StatePart]  # by the same names
+    columns: dict[str, Tensor]  # for `Batch.memory`
+    after: dict[str, StatePart]
 
 
 @dataclass(slots=True)
 class AlgorithmState:
-    """Everything a run remembers. `memories` are those of its algorithm; other parts, such as the
-    KL controller, are added under names of their own. seed: the run's."""
+    """All state of a run. memories: the remembered columns of its algorithm; other parts, such as
+    the KL controller, are added to `parts` under their own names. seed: the run's seed."""
 
     memories: tuple[RememberedColumn, ...] = ()
     parts: dict[str, StatePart] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class AlgorithmState:
             self.parts.setdefault(memory.name, memory.part(self.seed))
 
     def recall(self, batch: Batch, groups: Sequence[Group]) -> Recalled:
-        """What to put into the batch. Pure: `adopt` changes the state."""
+        """Compute the columns for the batch and the next state. Pure: `adopt` changes the state."""
         found = {rollout.id: rollout for group in groups for rollout in group.rollouts}
         rollouts = [found[name] for name in batch.rollouts]
         read = {m.name: m.recall(self.parts[m.name], batch, rollouts) for m in self.memories}
@@ -188,37 +188,37 @@ class AlgorithmState:
         return Recalled(columns, {name: after for name, (_, after) in read.items()})
 
     def adopt(self, recall: Recalled) -> None:
-        """Change the state, once the batch is trained."""
+        """Replace the state after the batch is trained."""
         self.parts |= recall.after
 
     def dump(self) -> dict[str, Json]:
         return {name: part.dump() for name, part in self.parts.items()}
 
     def restore(self, data: Mapping[str, Json]) -> None:
-        """Restore the state of a checkpoint. A part that an older checkpoint does not have begins
-        anew, with a warning. Raises PolicyError for a part of another algorithm."""
+        """Restore the state of a checkpoint. A part missing from an older checkpoint keeps its
+        initial state, with a warning. Raises PolicyError for a part of another algorithm."""
         data = {_current_name(name): saved for name, saved in data.items()}
         for name in data:
             if name not in self.parts:
-                hint = nearest(name, self.parts) if self.parts else "this one remembers nothing"
+                hint = nearest(name, self.parts) if self.parts else "this algorithm has no state"
                 raise PolicyError(
-                    f"the checkpoint remembers {name!r} of another algorithm; {hint}. Continue "
+                    f"the checkpoint has state {name!r} of another algorithm; {hint}. Continue "
                     "with the algorithm that wrote it, or start a new run from its weights"
                 )
         for name, part in self.parts.items():
             if name not in data:
-                log.warning("The checkpoint does not have %s, which begins anew.", name)
+                log.warning("The checkpoint has no state of %s; starting it anew.", name)
                 continue
             try:
                 part.restore(data[name])
             except msgspec.ValidationError as error:
                 raise PolicyError(
-                    f"the checkpoint's {name!r} is damaged ({error}); resume from another"
+                    f"the checkpoint's state {name!r} is damaged ({error}); resume from another one"
                 ) from error
 
 
 def _current_name(name: str) -> str:
-    """A part's name with the class names of today; a change is logged."""
+    """A part's name with current class names; logs a change."""
     current = re.sub(r"\b([A-Z]\w*)(?=\()", lambda found: RENAMED.get(found[1], found[1]), name)
     if current != name:
         log.warning("The checkpoint's %s is now called %s.", name, current)

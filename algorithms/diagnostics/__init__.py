@@ -1,1 +1,1 @@
-"""What a step did: metrics, credit records, explanations."""
+"""Metrics, stored credit and explanations of training steps."""

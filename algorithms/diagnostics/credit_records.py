@@ -1,7 +1,7 @@
-"""The credit of each call in a step, in the form in which the store keeps it.
+"""Record the credit of each call in a step for the store, and read it back.
 
-Gates are those of a token's first optimizer step; in later ones the policy has moved away from the
-sampler on purpose. Values are float32; equal values of all tokens of a call are one value.
+Gates are those of a token's first optimizer step; in later ones the policy differs from the sampler
+on purpose. Values are float32; a value that is equal for all tokens of a call is stored once.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class CreditRecorder:
     credits: dict[str, Credit] = field(default_factory=dict)
 
     def open(self, algo: Algo, batch: Batch) -> None:
-        """Begin a step. batch: the whole of it, on which baselines are computed."""
+        """Begin a step. batch: the whole batch, from which baselines are computed."""
         values = call_values(batch, baselines(algo, batch))
         self.baselines = dict(zip(call_ids(batch), values, strict=True))
         self.credits = {}
 
     def record(self, algo: Algo, part: Batch, terms: Terms, logprobs: Tensor) -> None:
-        """One optimizer step, on the whole or a part. logprobs: of the policy before it, [N] or of
-        the symbols [N, K]."""
+        """Record an optimizer step on the batch or a part of it. logprobs: of the policy before the
+        step, [N], or of the symbols, [N, K]."""
         calls = call_ids(part)
         if all(call in self.credits for call in calls):
-            return  # in an epoch after the first
+            return  # not the first epoch
         psi = objective.psi(algo, terms, logprobs.double(), torch.arange(part.n_tokens))
         columns = (
             torch.where(terms.weight > 0, terms.advantage, torch.nan),
@@ -53,7 +53,7 @@ class CreditRecorder:
             psi if psi.dim() == 1 else psi[:, 0],  # of the sampled token
         )
         numbers = zip(calls, *(call_values(part, [x]) for x in columns), strict=True)
-        for call, advantage, gate, weight, pull in numbers:
+        for call, advantage, gate, weight, psi_values in numbers:
             if call not in self.credits:
                 self.credits[call] = Credit(
                     transition=call,
@@ -62,30 +62,30 @@ class CreditRecorder:
                     baseline=self.baselines[call],
                     gate=gate,
                     weight=weight,
-                    psi=pull,
+                    psi=psi_values,
                 )
 
     def stored(self) -> list[Credit]:
-        """The recorded credit, for the step's commit."""
+        """The recorded credit, for the commit of the step."""
         return list(self.credits.values())
 
 
 def call_ids(batch: Batch) -> list[str]:
-    """Ids of the calls that have tokens, in token order."""
+    """Ids of the calls with tokens, in token order."""
     found = torch.unique_consecutive(batch.token_transition).tolist()
     return [batch.transitions[call] for call in found]
 
 
 def has_baseline(part: object) -> bool:
-    """Whether a part of a credit has a baseline, is one, or is a penalty that is subtracted."""
+    """Whether a part of a credit has a baseline, is a baseline, or is a KL penalty."""
     return isinstance(part, CriticValues | RememberedColumn | TokenKLPenalty) or (
         isinstance(part, GroupRelative) and part.base != "none"
     )
 
 
 def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
-    """What rewards are compared with, float64 [N] each, in the order of the credit's parts: the
-    baseline of every group comparison, remembered values, the critic's, and KL penalties."""
+    """The baselines of group comparisons, remembered values, critic values and KL penalties,
+    float64 [N] each, in the order of the credit's parts."""
     found = []
     for part in parts_of(algo.credit):
         if isinstance(part, GroupRelative) and has_baseline(part):
@@ -98,8 +98,8 @@ def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
 
 
 def call_values(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
-    """The values of each call in token order, float32: of one column after the other, each in full
-    or, if every column is constant over the tokens of the call, once."""
+    """Yield the values of each call in token order, float32: the columns concatenated, each with
+    one value per token, or with one value if all columns are constant over the call."""
     _, call, sizes = torch.unique_consecutive(
         batch.token_transition, return_inverse=True, return_counts=True
     )
@@ -110,10 +110,10 @@ def call_values(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float
         differs = (x[1:] != x[:-1]) & ~(x[1:].isnan() & x[:-1].isnan())
         changes += reduce_by(differs & (call[1:] == call[:-1]), call[1:], sizes.numel())
     stops = torch.where(changes == 0, ends - sizes + 1, ends)
-    whole = [array("f", x.numpy().tobytes()) for x in flat]  # slices of it are cheap
+    arrays = [array("f", x.numpy().tobytes()) for x in flat]  # cheap to slice
     for first, stop in zip((ends - sizes).tolist(), stops.tolist(), strict=True):
         values = array("f")
-        for column in whole:
+        for column in arrays:
             values += column[first:stop]
         yield values
 
@@ -122,14 +122,14 @@ def call_values(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float
 class Stored:
     """The stored credit of a batch, float64 [N] per column; NaN = missing or not stored."""
 
-    known: Tensor  # bool [N]: of calls that the step stored
+    known: Tensor  # bool [N]: whether the step stored the token's call
     columns: dict[str, Tensor]
-    compared: list[Tensor]
+    compared: list[Tensor]  # see `baselines`
 
 
 def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
-    """Stored credit, by transition, at the tokens of a batch. `compared` is NaN if the number of
-    stored baselines is not that of the algorithm."""
+    """Expand stored credit, by transition, to the tokens of a batch. `compared` is NaN if the
+    number of stored baselines is not that of the algorithm."""
     kinds = sum(map(has_baseline, parts_of(algo.credit)))
     n = batch.n_tokens
     known = torch.zeros(n, dtype=torch.bool)
@@ -151,8 +151,8 @@ def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
 
 
 def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
-    """The batch with `memory`, `values` and `reference` as they were, at the units that have
-    tokens; NaN elsewhere. If the step stored nothing, the reference is the sampler."""
+    """The batch with the `memory`, `values` and `reference` of the step, NaN at units without
+    tokens. If the step stored nothing, the reference is the sampler."""
     memory: dict[str, Tensor] = {}
     values, reference = batch.values, batch.behaviour.double()
     parts = filter(has_baseline, parts_of(algo.credit))

@@ -1,10 +1,10 @@
-"""How a token got its number: reward rows -> stream -> baseline -> advantage -> psi.
+"""Explain the credit of a token: reward rows -> stream -> baseline -> advantage -> psi.
 
-The step stored the credit of each call, with the gates that applied. The chain that led to it is
-computed from the groups of the step and from stored values that cannot be recomputed: baselines of
-earlier steps, values of a critic, KL penalties. If the chain and the stored credit disagree, the
-report says so. Without stored credit, gates and penalties are shown for the start of the first
-optimizer step, where the policy is still the sampler.
+The step stored the credit and gates of each call. The chain that leads to it is recomputed from the
+groups of the step and from stored values that cannot be recomputed: baselines of earlier steps,
+critic values, KL penalties. The report says if chain and stored credit disagree. Without stored
+credit, gates and penalties are those at the start of the first optimizer step, where the policy
+equals the sampler.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The credit of a batch's tokens, step by step."""
+    """The credit of a batch's tokens with the chain of its parts."""
 
     algo: Algo
     batch: Batch
@@ -60,9 +60,8 @@ def explain(
     policy: str = POLICY,
     oldest: int = 0,
 ) -> Explanation:
-    """Explains the step of `algo` on `groups`, for a trained policy. `credits`: what the step
-    stored, by transition. `oldest`: the first version of which it trained tokens. Raises
-    TrainingError where the step itself would have."""
+    """Explain the step of `algo` on `groups` for a trained policy. credits: stored by the step, by
+    transition. oldest: first version whose tokens it trained. Raises TrainingError like a step."""
     check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
     algo = withhold(algo, batch, oldest)
@@ -82,7 +81,7 @@ def explain(
 
 
 def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Iterator[Link]:
-    """The parts of a credit with their values, each after those it is computed from."""
+    """Yield the parts of a credit with their values, each after the parts it is computed from."""
     label = text + brief(credit)
     if isinstance(credit, GroupRelative):
         x, standard = credit.standard(batch)
@@ -108,8 +107,8 @@ def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Itera
 
 
 def brief(record: object, leave_out: tuple[str, ...] = ()) -> str:
-    """A record with the fields that differ from their defaults: GroupRelative('outcome',
-    norm='std'); a record of numbers alone with all that are finite: Clip(0.2, hi=0.28)."""
+    """Format a record with the fields that differ from their defaults, GroupRelative('outcome',
+    norm='std'), or one with only numbers with all that are finite, Clip(0.2, hi=0.28)."""
     if isinstance(record, tuple):
         return f"({', '.join(map(brief, record))}{',' if len(record) == 1 else ''})"
     if not is_dataclass(record) or isinstance(record, type):
@@ -132,8 +131,8 @@ def report(
     tokens: bool,
     spelt: Callable[[int], str] | None = None,
 ) -> list[str]:
-    """Lines about one rollout: its reward rows, then each of its calls, or tokens. spelt: the text
-    of a token id; without, tokens are shown by their ids.
+    """Lines about one rollout: its reward rows, then its calls, with `tokens` also their tokens.
+    spelt: returns the text of a token id; default: show ids.
 
     Raises TrainingError for a rollout that is not in the batch."""
     batch = explanation.batch
@@ -165,7 +164,7 @@ def report(
 def _call(
     explanation: Explanation, at: Tensor, tokens: bool, spelt: Callable[[int], str] | None
 ) -> list[str]:
-    """Lines about one call. at: int64, its tokens."""
+    """Lines about one call. at: indices of its tokens, int64."""
     lines = []
     for link in explanation.chain:
         numbers = [
@@ -199,7 +198,7 @@ def _call(
 
 
 def _disagreement(explanation: Explanation, at: Tensor) -> list[str]:
-    """A line if the chain does not lead to the advantage that the step used."""
+    """A line if the chain does not result in the advantage that the step used."""
     stored = explanation.stored
     at = at[stored.known[at]]
     was = stored.columns["advantage"][at]
@@ -221,12 +220,12 @@ def _gates(explanation: Explanation) -> list[str]:
         return [title, *parts, note]
     start = [": factor 1 where p = o = b" for _ in algo.gates]
     start += [f": 0 where p = {penalty.den}" for penalty in algo.penalties]
-    note = "  psi is that of p = o = b; later log-probs are not stored and cannot be recomputed"
+    note = "  psi is that of p = o = b: later log-probs are neither stored nor recomputable"
     return [title, *(part + s for part, s in zip(parts, start, strict=True)), note]
 
 
 def _number(x: Tensor) -> str:
-    """One number, or the range of several."""
+    """The known value, or the range of the known values."""
     known = x[~x.isnan()]
     if not known.numel():
         return "missing"

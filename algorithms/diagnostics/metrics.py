@@ -1,10 +1,10 @@
 """The metrics of a training step: pure functions of its groups, batch, terms and reports.
 
-Always true: a metric that is not known is absent, never NaN and never 0 in its place. Standard
-deviations are those of the population. `algorithms/README.md` has the table of names.
+Invariant: an unknown metric is absent, never NaN or 0. Standard deviations are those of the
+population. `docs/reference/metrics.md` has the table of names.
 
-"Tokens in the loss" are those of an optimizer step's batch with a weight above 0: not those without
-a reward, filtered out or masked. A token that a gate clips is still one of them.
+"Tokens in the loss" are the tokens of an optimizer step with a weight above 0, without those whose
+reward is missing, filtered out or masked. A token that a gate clips is in the loss.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Metrics = dict[str, float]
 RULES: dict[str, Callable[[Sequence[float]], float]] = {
     "max": max, "peak": max, "min": min, "forwarded": sum, "retries": sum
 }  # fmt: skip
-"""How the optimizer steps of a training step are merged, by a word of the metric's last part."""
-LAGS = (0, 1, 2, 4, 8)  # where the classes of lag begin
+"""How to merge the optimizer steps of a training step, by a word of the metric's last part."""
+LAGS = (0, 1, 2, 4, 8)  # lower bounds of the lag classes
 COUNTS = frozenset(
     f"{noun}/{what}"
     for noun, whats in {
@@ -49,12 +49,11 @@ COUNTS = frozenset(
 """Metrics that are summed over the policies that learn in a step."""
 
 
-# -- what was collected ----------------------------------------------------------------------------
+# -- collected groups ------------------------------------------------------------------------------
 
 
 def group_metrics(groups: Sequence[Group]) -> Metrics:
-    """Counts of a step's groups and rewards of its rollouts, except counterfactual ones. They are
-    the same for every policy."""
+    """Counts of groups, and rewards without counterfactual rollouts; the same for every policy."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     played = [rollout for rollout in rollouts if not rollout.counterfactual]
     kinds = Counter(row.failure.kind for row in rollouts if row.failure)
@@ -71,7 +70,7 @@ def group_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 def batch_metrics(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -> Metrics:
-    """Counts, rewards and completions of a step's groups. batch: what the policy trains of them."""
+    """Counts, rewards and completions of a step's groups. batch: the policy's batch of them."""
     calls = own_calls(groups, policy)
     return {
         **group_metrics(groups),
@@ -89,7 +88,7 @@ def batch_metrics(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -
 
 
 def own_calls(groups: Iterable[Group], policy: str = POLICY) -> list[Transition]:
-    """Calls that `policy` sampled, except those that a branch repeats, which count where they were
+    """Calls that `policy` sampled, without those that a branch replays, which count where they were
     sampled, and those of counterfactual rollouts."""
     rows = [row for group in groups for row in group.rollouts if not row.counterfactual]
     calls = [call for row in rows for call in row.transitions]
@@ -97,7 +96,7 @@ def own_calls(groups: Iterable[Group], policy: str = POLICY) -> list[Transition]
 
 
 def rewards(rollouts: Sequence[Rollout]) -> Metrics:
-    """reward/mean, std: of the outcomes. reward/<reference>/mean, std: of every other reward, and
+    """reward/mean, std of the outcomes; reward/<reference>/mean, std of every other reward; and
     reward/<reference>/<role>/mean, std of rewards of roles and calls."""
     found: dict[str, list[float]] = {}
     for rollout in rollouts:
@@ -119,8 +118,8 @@ def rewards(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def agreement(groups: Sequence[Group]) -> Metrics:
-    """reward/<name>/agreement of rewards that a model or judge gave: of the pairs of rollouts of a
-    group with different outcomes, the share in the same order; equal rewards count half."""
+    """reward/<name>/agreement of rewards from a model or judge: the share of pairs of a group's
+    rollouts with different outcomes that the reward orders alike; equal rewards count half."""
     found: dict[str, list[float]] = {}
     for group in groups:
         known = [row for row in group.rollouts if not isnan(row.reward())]
@@ -139,9 +138,9 @@ def agreement(groups: Sequence[Group]) -> Metrics:
 
 
 def by_role(rollouts: Sequence[Rollout]) -> Metrics:
-    """role/<role>/reward, if there are several roles: the mean of the role's own outcome if the
-    verifier gives it one, else of the outcome of the rollouts in which it made a call. A role of a
-    game that ended before its first call counts; one that a snapshot played is left out."""
+    """role/<role>/reward, if there are several roles: the mean of the role's own outcome or, if the
+    verifier gives none, of the outcome of the rollouts in which it made a call. Includes roles of a
+    game that ended before their first call; excludes roles played by a snapshot."""
     found: dict[str, list[float]] = {}
     for rollout in rollouts:
         own = {
@@ -161,7 +160,7 @@ def by_role(rollouts: Sequence[Rollout]) -> Metrics:
 
 def comparisons(batch: Batch) -> Metrics:
     """reward/<reference>/frac_* of the rewards that the algorithm reads: the share of groups with
-    one known value (solo), of groups with several equal ones (zero_std), of values missing."""
+    one known value (solo), of groups with several equal values (zero_std), of missing values."""
     metrics: Metrics = {}
     if not batch.groups:
         return metrics
@@ -177,8 +176,8 @@ def comparisons(batch: Batch) -> Metrics:
 
 
 def replay_metrics(groups: Sequence[Group]) -> Metrics:
-    """branches, branches/diverged: rollouts that branch off another, and those of them that did not
-    repeat all calls before the fork, because the agent asked something else. replays,
+    """branches, branches/diverged: rollouts that branch from another, and those whose agent asked
+    something else before the fork, so not all earlier calls were replayed. replays,
     replays/missing: counterfactual rollouts, and those without an outcome. calls/repeated: calls
     answered from the record. Empty without branches and counterfactual rollouts."""
     rows = [row for group in groups for row in group.rollouts if row.branch is not None]
@@ -198,8 +197,8 @@ def replay_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 def completions(calls: Sequence[Transition]) -> Metrics:
-    """completion/length_mean, length_max in tokens and completion/truncated, the share that a token
-    limit cut off; with several roles also completion/<role>/*."""
+    """completion/length_mean, length_max in tokens, and completion/truncated, the share truncated
+    by a token limit; with several roles also completion/<role>/*."""
     roles = sorted({call.role for call in calls})
     parts = {"completion": list(calls)} if calls else {}
     if len(roles) > 1:
@@ -214,11 +213,11 @@ def completions(calls: Sequence[Transition]) -> Metrics:
 
 
 def call_tokens(groups: Iterable[Group], policy: str = POLICY) -> dict[str, int]:
-    """Tokens of each call, prompt and completion, by its id."""
+    """Number of prompt and completion tokens of each call, by id."""
     return {call.id: len(call.prompt) + len(call.completion) for call in own_calls(groups, policy)}
 
 
-# -- what an optimizer step did --------------------------------------------------------------------
+# -- one optimizer step ----------------------------------------------------------------------------
 
 
 def optimizer_step(
@@ -229,9 +228,8 @@ def optimizer_step(
     sizes: Mapping[str, int],
     lag: Tensor | None = None,
 ) -> Metrics:
-    """Metrics of one optimizer step. sizes: of `call_tokens`. lag: of `token_lag` [N].
-    policy/entropy is the mean over the tokens in the loss, policy/entropy_bonus what it subtracts
-    from the loss."""
+    """Metrics of one optimizer step. sizes: from `call_tokens`. lag: from `token_lag`, [N].
+    policy/entropy: mean over tokens in the loss. policy/entropy_bonus: subtracted from the loss."""
     metrics = {
         "loss": report.loss,
         "grad_norm": report.grad_norm,
@@ -254,16 +252,16 @@ def optimizer_step(
 def ratio_metrics(algo: Algo, terms: Terms, p: Tensor, lag: Tensor | None = None) -> Metrics:
     """Ratios and KL between the streams of log-probs. p: before the update, [N] or [N, K].
 
-    policy/clip_fraction: share of the tokens in the loss that have an advantage and a gate that is
-    neither 1 nor the plain ratio; _low, _high: of those, the ones whose ratio is below or above 1.
-    old/*: of the current policy to the one before the first update of the batch; reference/*: of
-    the current policy to the reference; sampler/*: of the policy before the first update to the
-    sampler's own. Of each the ratio's mean and maximum and the k1 and k3 estimates of the KL
+    policy/clip_fraction: share of the tokens in the loss with an advantage other than 0 and a gate
+    that is neither 1 nor the plain ratio; _low, _high: those with a ratio below, and above, 1.
+    old/*: current policy against the policy before the first update of the batch. reference/*:
+    current policy against the reference. sampler/*: policy before the first update against the
+    sampler. Each has the mean and maximum ratio and the k1 and k3 estimates of the KL
     (joschu.net/blog/kl-approx.html). sampler/ess: effective sample size, as a share, of the weights
-    that correct for the sampler, which are the plain ratios where the algorithm corrects nothing.
-    sampler/lag_<k>/*: the same, and the share of clipped tokens, over tokens whose lag is from k to
-    below the next of `LAGS`, if any is above 0.
-    logprob_difference/*: |trainer - sampler| over all tokens, before the first update."""
+    that correct for the sampler, or of the plain ratios without correction. sampler/lag_<k>/*: the
+    same and the share of clipped tokens, over tokens with a lag in [k, next of `LAGS`), if any lag
+    is above 0. logprob_difference/*: |trainer - sampler| over all tokens, before the first update.
+    """
     live, every = terms.weight > 0, torch.arange(len(p))
     streams = streams_at(terms, p.detach().double().cpu(), every)
     now = streams["p"]
@@ -315,8 +313,8 @@ def _sampler(streams: Mapping[str, Tensor], correction: Tensor, live: Tensor) ->
 def _distance(
     word: str, p: Tensor, other: Tensor | None, live: Tensor, *, sampled: bool = True
 ) -> Metrics:
-    """Ratio and KL of p to another stream over live tokens. sampled: by `other`, or a policy close
-    to it; if not, p sampled them, and the KL is that from p to `other`."""
+    """Ratio and KL of p to another stream over live tokens. sampled: `other`, or a policy close to
+    it, sampled the tokens; else p did, and the KL is KL(p || other)."""
     if other is None or not live.any():
         return {}
     d = (p - other)[live]
@@ -331,11 +329,11 @@ def _distance(
     }
 
 
-# -- over a whole step -----------------------------------------------------------------------------
+# -- a whole training step -------------------------------------------------------------------------
 
 
 def advantages(planned: Sequence[Terms]) -> Metrics:
-    """advantage/mean, std, min, max and frac_positive, over the tokens in the loss of all planned
+    """advantage/mean, std, min, max and frac_positive over the tokens in the loss of all planned
     optimizer steps."""
     live = [terms.advantage[terms.weight > 0] for terms in planned]
     x = torch.cat(live) if live else torch.empty(0)
@@ -351,8 +349,8 @@ def advantages(planned: Sequence[Terms]) -> Metrics:
 
 
 def merge_optimizer_steps(steps: Sequence[Metrics]) -> Metrics:
-    """One value per metric for all optimizer steps of a training step: by `RULES`, else the mean.
-    Steps that do not report it, or report NaN or an infinity, are left out."""
+    """Merge the metrics of a training step's optimizer steps: by `RULES`, else the mean. Steps in
+    which a metric is absent or not finite are left out."""
     found: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():
@@ -367,8 +365,8 @@ def merge_optimizer_steps(steps: Sequence[Metrics]) -> Metrics:
 
 
 def merge_policies(shared: Metrics, measured: Mapping[str, Metrics]) -> Metrics:
-    """The metrics of a step with several policies: `shared` ones, sums of counts, and everything
-    that was measured for one policy under `<policy>/`."""
+    """The metrics of a step with several policies: `shared` ones, sums of counts, and the metrics
+    of each policy under `<policy>/`."""
     metrics = dict(shared)
     for policy, own in measured.items():
         for name, value in own.items():
@@ -380,8 +378,8 @@ def merge_policies(shared: Metrics, measured: Mapping[str, Metrics]) -> Metrics:
 
 
 def throughput(metrics: Mapping[str, float]) -> Metrics:
-    """Tokens per second. throughput/update: tokens forwarded by optimizer steps, per second of the
-    update. throughput/step: tokens of all calls, prompts included, per second of the whole step."""
+    """Tokens per second. throughput/update: tokens forwarded by optimizer steps per second of the
+    update. throughput/step: prompt and completion tokens of all calls per second of the step."""
     update = metrics.get("time/update", 0.0)
     whole = update + metrics.get("time/rollouts", 0.0)
     calls = metrics.get("tokens/prompt", 0.0) + metrics.get("tokens/completion", 0.0)

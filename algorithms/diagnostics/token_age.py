@@ -1,4 +1,4 @@
-"""How old the tokens of a training step are."""
+"""Metrics of the age of a training step's tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from agentrl.types import POLICY, Group
 def staleness(
     step: int, groups: Sequence[Group], policy: str = POLICY, *, version: int | None = None
 ) -> Metrics:
-    """How old the data is that step `step` trains on. staleness/steps_mean, steps_max: steps since
-    a group was requested. staleness/version_mean, version_p95, version_max: updates of the policy
-    since a token was sampled, over tokens whose version is known. staleness/mixed: calls during
-    which weights changed. version: of the policy now, default `step`."""
+    """Age of the data of step `step`. staleness/steps_mean, steps_max: steps since a group was
+    requested. staleness/version_mean, version_p95, version_max: updates of the policy since a token
+    was sampled, over tokens with a known version. staleness/mixed: number of calls during which
+    weights changed. version: the policy's current version, default `step`."""
     now = step if version is None else version
     metrics: Metrics = {}
     if ages := [step - group.step for group in groups]:

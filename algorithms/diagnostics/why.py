@@ -1,6 +1,6 @@
-"""Why a run does not learn: rules that read what it stored, and name the setting to change.
+"""Rules that find reasons why a run does not learn, from its stored metrics and calls.
 
-Causes come before what they bring about, such as groups of equal rewards. Torch is not imported.
+Causes come before their effects, such as groups of equal rewards. Does not import torch.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from agentrl.failures import brief
 from agentrl.store.base import Store
 from agentrl.types import EMPTY, FailureCount, Purpose, StepRow
 
-SOME, MOST = 0.2, 0.5  # shares from which a reason is given, and comes before lesser ones
-CERTAIN = 0.02  # nats per token, of a policy that says one thing
-MOVED = 2e-5  # sum of the learning rates of a run that moved its weights; of an adapter ten times
-LOOKED_AT, BUDGET = 16, 5.0  # rollouts whose calls are read; seconds to look for a role
+SOME, MOST = 0.2, 0.5  # least shares to report a reason, and to rank it by the order of RULES
+CERTAIN = 0.02  # nats per token, entropy of a deterministic policy
+MOVED = 2e-5  # least sum of learning rates that moves weights; ten times that for an adapter
+LOOKED_AT, BUDGET = 16, 5.0  # number of rollouts to read; seconds to search for a role
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a policy does not learn. share: of the run that it concerns, from 0 (not at all) to 1."""
+    """A reason why a policy does not learn. share: the affected share of the run, 0 to 1."""
 
     share: float
     text: str  # with the evidence
-    change: str  # settings, and how
+    change: str  # settings, and how to change them
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRun:
-    """What a run stored about one of its policies."""
+    """The stored data of one policy of a run."""
 
-    config: RunConfig  # as that policy sees it
+    config: RunConfig  # the policy's view of it
     steps: Sequence[Mapping[str, float]]  # metrics of committed steps, the policy's own unprefixed
     scores: Sequence[float]  # held-out, from before the first step to after the last
-    failure: FailureCount | None  # of the commonest kind
-    silent: Sequence[str]  # roles that it plays and in which no call was made
-    logprobs: Sequence[float]  # of the tokens that it sampled last
+    failure: FailureCount | None  # the most frequent kind
+    silent: Sequence[str]  # roles of the policy without a call
+    logprobs: Sequence[float]  # of its most recently sampled tokens
 
     def values(self, name: str) -> list[float]:
         return [x for step in self.steps if math.isfinite(x := step.get(name, math.nan))]
 
     def mean(self, name: str) -> float:
-        """Over the steps that measured it; 0 if none did."""
+        """Mean of a metric over the steps that have it; 0 if none has."""
         return fmean(self.values(name) or [0.0])
 
     def share(self, name: str, of: str, without: str = "") -> float:
-        """A total, less another one, as a share of a third."""
+        """(total of `name` - total of `without`) / total of `of`, at most 1."""
         part = sum(self.values(name)) - sum(self.values(without))
         return part / max(part, sum(self.values(of)), 1.0)
 
 
 async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
-    """The record of each trained policy, of the last steps, 0: of all. Raises NotFound for an
+    """Read the record of each trained policy. last: number of steps; 0: all. Raises NotFound for an
     unknown run."""
     state = await store.run(run)
     if state is None:
@@ -88,21 +88,21 @@ async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
 
 
 def own_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
-    """The metrics of a step, those of the policy as if it were the only one."""
+    """The metrics of a step, those of the policy also without its prefix."""
     prefix = f"{policy}/"
     own = {key.removeprefix(prefix): x for key, x in metrics.items() if key.startswith(prefix)}
     return {**metrics, **own}
 
 
 def reasons(run: PolicyRun) -> list[Reason]:
-    """The likeliest first: those of most of the run in the order of the rules, then by share."""
+    """Reasons, likeliest first: shares above MOST in the order of RULES, then others by share."""
     found = [reason for rule in RULES if (reason := rule(run)).share >= SOME]
     return sorted(found, key=lambda reason: -min(reason.share, MOST))
 
 
 def has_improved(rows: Sequence[StepRow]) -> bool:
-    """Whether the mean of the last fifth of the held-out scores, or else of the rewards, is above
-    that of the first. True of games without held-out scores: what one seat wins another loses."""
+    """Whether the mean of the last fifth of the held-out scores, or without any of the rewards, is
+    above that of the first. True for games without scores: one seat's win is another's loss."""
     game = any("selfplay/games" in row.metrics for row in rows)
     for name in ("eval/score",) if game else ("eval/score", "reward/mean"):
         found = [row.metrics[name] for row in rows if name in row.metrics]
@@ -124,7 +124,7 @@ def failed_rollouts(run: PolicyRun) -> Reason:
     share, text = run.share("rollouts/failed", "rollouts", without="rollouts/cancelled"), ""
     if (last := run.failure) is not None:
         text = f"rollouts fail: {share:.0%}, as {last.rollout}: {last.kind}, {brief(last.message)}"
-    cure = "agent.timeout, agent.max_calls, agent.max_tokens: more; agent.path, verifier.path: mend"
+    cure = "agent.timeout, agent.max_calls, agent.max_tokens: more; agent.path, verifier.path: fix"
     return Reason(share if text else 0.0, text, cure)
 
 
@@ -143,18 +143,18 @@ def missing_rewards(run: PolicyRun) -> Reason:
     names = {name for step in run.steps for name in step if name.endswith("/frac_missing")}
     unused = run.share(EMPTY, "rollouts", without="rollouts/failed")
     share = max([0.0 if any(run.values("calls/refused")) else unused, *map(run.mean, names)])
-    text = f"rewards are missing: of {share:.0%} of the rollouts, or algorithm.min_group of others"
-    return Reason(share, text, "verifier.path: a number of the name that the algorithm reads")
+    text = f"rewards are missing: in {share:.0%} of rollouts, or groups lack algorithm.min_group"
+    return Reason(share, text, "verifier.path: return a number by the name the algorithm reads")
 
 
 def high_lr(run: PolicyRun) -> Reason:
     entropy, bad = run.values("policy/entropy"), run.share("update/bad", "update/steps")
-    if entropy and run.logprobs and "policy/entropy" not in run.steps[-1]:  # it changed no weight
+    if entropy and run.logprobs and "policy/entropy" not in run.steps[-1]:  # a step without update
         entropy.append(-fmean(run.logprobs))
     jumps = (abs(b - a) / max(entropy[0], 25 * CERTAIN) for a, b in pairwise(entropy))
     jump, what = max(jumps, default=0.0), f"{bad:.0%} of the optimizer steps were not finite"
     if jump > MOST:
-        bad, what = 1.0, f"in one step the entropy changed by {jump:.0%} of what it was at first"
+        bad, what = 1.0, f"in one step the entropy changed by {jump:.0%} of its first value"
     text = f"the learning rate is too high: {what}"
     return Reason(bad, text, "algorithm.lr: a tenth; algorithm.warmup: more steps")
 
@@ -170,7 +170,7 @@ def constant_verifier(run: PolicyRun) -> Reason:
     means, spread = run.values("reward/mean") or [0.0, 1.0], run.values("reward/std")
     text = f"the verifier gives one reward to all: {means[0]:g} in all {len(means)} steps"
     same = min(means) == max(means) and not any(spread)
-    return Reason(float(same), text, "verifier.path: what it compares; tasks.train: others")
+    return Reason(float(same), text, "verifier.path: its comparison; tasks.train: other tasks")
 
 
 def flat_groups(run: PolicyRun) -> Reason:
@@ -189,7 +189,7 @@ def lag(run: PolicyRun) -> Reason:
 
 def clipped_ratios(run: PolicyRun) -> Reason:
     share, kl = run.mean("policy/clip_fraction"), run.mean("old/kl")
-    text = f"ratios are clipped: of {share:.0%} of the tokens, at a KL divergence of {kl:.2g}"
+    text = f"ratios are clipped: for {share:.0%} of the tokens, at a KL divergence of {kl:.2g}"
     return Reason(share, text, "algorithm.epochs, algorithm.minibatches, algorithm.lr: less")
 
 
@@ -208,7 +208,7 @@ def unlike_heldout(run: PolicyRun) -> Reason:
     if now > first and now > held_out and not run.values("selfplay/games"):
         share = (now - held_out) / max(abs(now), abs(held_out))
     text = f"training rises, held-out does not: {now:.2f} in training, {held_out:.2f} held-out"
-    cure = "tasks.train: more, as those of tasks.heldout; policy.build: a model with their words"
+    cure = "tasks.train: more, like tasks.heldout; policy.build: a model that knows their words"
     return Reason(share, text, cure)
 
 

@@ -1,1 +1,1 @@
-"""Policy servers: what samples from the weights."""
+"""Policy servers, which sample from the weights."""

@@ -1,13 +1,13 @@
-"""What a policy server is, and what all of them share. Requests are OpenAI's chat completions with
-vLLM's additions:
+"""The `PolicyServer` protocol, and the code that all policy servers share. Requests are OpenAI's
+chat completions with vLLM's additions:
 
 request   `return_token_ids: true`, `logprobs: true`
 response  `prompt_token_ids`, `choices[].token_ids`, `choices[].logprobs.content[].logprob`
-          (streamed: the same fields in the chunks), header `x-policy-version`; where weights
-          changed during a call, `choices[].agentrl_spans: [[0, 7], [12, 8]]`, each version with
-          its first token (streamed: in the last chunk of the choice), else the field is absent
-Log-probs are of the distribution at the request's temperature, before top-p and top-k (vLLM's are
-after them); at temperature 0 they are those of the model itself.
+          (streamed: the same fields in the chunks), header `x-policy-version`; if weights changed
+          during a call, `choices[].agentrl_spans: [[0, 7], [12, 8]]`, pairs of first token and
+          version (streamed: in the last chunk of the choice)
+Log-probs are those of the distribution at the request's temperature, before top-p and top-k (vLLM:
+after them), and at temperature 0 those at temperature 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentrl.errors import PolicyError
 from agentrl.http_server import server_loop
 
 T = TypeVar("T")
-VERSION_HEADER = "x-policy-version"  # of every answer
+VERSION_HEADER = "x-policy-version"  # in every response
 
 
 class PolicyServer(Protocol):
@@ -33,44 +33,44 @@ class PolicyServer(Protocol):
     first token."""
 
     base_url: str  # ends in /v1
-    model: str  # the policy that requests without a name get
-    # One with a true attribute `in_flight` needs no `updating` for `publish`, `add` and `remove`:
-    # calls go on, and those of a whole model with the new weights from then on.
+    model: str  # the policy that answers requests without a model name
+    # If the server has a true attribute `in_flight`, `publish`, `add` and `remove` need no
+    # `updating`: calls continue, those of a whole model with the new weights.
 
     async def start(self) -> None:
         """Listen. Raises PolicyError when the port is taken."""
 
     def updating(self) -> AbstractAsyncContextManager[None]:
-        """Within this context weights may change: calls in flight have ended, new ones wait."""
+        """Context in which weights may change: no call is in flight, new ones wait."""
 
     async def publish(self, version: int, policy: str | None = None) -> None:
-        """Serve the current weights of a policy, default `model`, as `version`; the others keep
+        """Serve the current weights of a policy, default `model`, as `version`; other policies keep
         their versions. Call inside `updating`."""
 
     async def add(self, policy: str, version: int) -> None:
-        """Also serve an adapter of this name that the model has been given since. Call inside
-        `updating`. Raises PolicyError where adapters are not served by name."""
+        """Also serve an adapter of this name that was added to the model. Call inside `updating`.
+        Raises PolicyError if adapters are not served by name."""
 
     async def remove(self, policy: str) -> None:
-        """Stop serving a policy; later requests for it are refused. Call inside `updating`."""
+        """Stop serving a policy: later requests for it fail. Call inside `updating`."""
 
     async def wait_for_failure(self) -> PolicyError:
-        """Returns the reason once the server has failed for good; until then it waits."""
+        """Wait until the server has failed for good; returns the reason."""
 
     async def close(self) -> None: ...
 
 
 class RequestHold:
-    """The calls in flight of a policy server, and the hold that keeps new calls waiting.
+    """Counts the calls in flight of a policy server, and holds new calls while weights change.
 
-    Weights change only while requests are held, as they are at first, until `release`. Always true:
-    while they are held and `hold` has returned, no call is in flight, so every call is answered by
-    one version of its policy. Used on one event loop."""
+    New calls are held at first, until `release`. Always true: from the return of `hold` to
+    `release` no call is in flight, so one version of a policy answers a whole call. Used on one
+    event loop."""
 
     def __init__(self) -> None:
-        self.versions: dict[str, int] = {}  # by policy; the empty name: of every other name
+        self.versions: dict[str, int] = {}  # by policy; the empty name stands for all other names
         self.in_flight = 0
-        self.running: Counter[str] = Counter()  # of those inside `call`, by its name
+        self.running: Counter[str] = Counter()  # calls inside `call`, by its `name`
         self._released, self._drained = asyncio.Event(), asyncio.Event()
         self._drained.set()
 
@@ -88,7 +88,7 @@ class RequestHold:
         self._released.set()
 
     async def wait_released(self) -> None:
-        """Returns while calls are admitted. `begin` must follow before anything else is awaited."""
+        """Wait until calls are admitted. The caller must `begin` before it awaits anything else."""
         while not self._released.is_set():  # held again before this task woke up
             await self._released.wait()
 
@@ -104,7 +104,7 @@ class RequestHold:
 
     @contextmanager
     def call(self, name: str = "") -> Iterator[None]:
-        """One call is in flight while inside. Comes after `wait_released`."""
+        """Context of one call in flight. Enter it after `wait_released`."""
         self.begin()
         self.running[name] += 1
         try:
@@ -116,14 +116,14 @@ class RequestHold:
 
 
 def parse_versions(query: str) -> dict[str, int]:
-    """Versions by policy of a query such as `policy=3&other=0`."""
+    """Parse a query such as `policy=3&other=0` into versions by policy."""
     return {policy: int(version) for policy, version in parse_qsl(query, keep_blank_values=True)}
 
 
 class LoopThread:
-    """An event loop in a thread of its own, so that a server answers while the learner computes.
+    """An event loop in a thread of its own, on which a server answers while the learner computes.
 
-    Runs from `start` until `stop`; its other methods may be awaited from any loop."""
+    Runs from `start` until `stop`; the other methods may be awaited from any loop."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -140,12 +140,12 @@ class LoopThread:
         return self._thread is not None
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns, or raises, on the thread's loop."""
+        """Run a coroutine on the thread's loop; returns or raises what it does."""
         assert self._loop is not None, "start() comes first"
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What a plain function returns, or raises, on the thread's loop."""
+        """Call a plain function on the thread's loop; returns or raises what it does."""
 
         async def work() -> T:
             return function(*arguments)
@@ -153,12 +153,12 @@ class LoopThread:
         return await self.run(work())
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Have a plain function called on the thread's loop, without waiting for it."""
+        """Schedule a plain function on the thread's loop, without waiting for it."""
         assert self._loop is not None, "start() comes first"
         self._loop.call_soon_threadsafe(function, *arguments)
 
     async def stop(self) -> None:
-        """End the loop, with whatever it still runs. A second time does nothing."""
+        """Stop the loop and everything that it still runs. May be called again."""
         if self._loop is None or self._thread is None:
             return
         loop, thread = self._loop, self._thread
@@ -169,7 +169,7 @@ class LoopThread:
 
 
 def advertised_url(base_url: str, host: str) -> str:
-    """`base_url` with `host` in place of its host; unchanged where `host` is empty."""
+    """Replace the host of `base_url`, unless `host` is empty."""
     if not host:
         return base_url
     parts = urlsplit(base_url)
@@ -178,7 +178,7 @@ def advertised_url(base_url: str, host: str) -> str:
 
 
 def port_taken(host: str, port: int, error: OSError) -> PolicyError:
-    """The error of a policy server that cannot listen."""
+    """The error for a policy server that cannot listen."""
     reason = os.strerror(error.errno) if error.errno else error
     return PolicyError(
         f"policy server: cannot listen on {host}:{port}: {reason}; set engine.port to a free port, "
@@ -187,17 +187,17 @@ def port_taken(host: str, port: int, error: OSError) -> PolicyError:
 
 
 async def run_unless_failed(work: Coroutine[Any, Any, T], servers: Sequence[PolicyServer]) -> T:
-    """What `work` returns. If a server fails for good, `work` is cancelled and PolicyError raised:
-    what waits for an answer of the policy would wait for ever."""
-    doing = asyncio.ensure_future(work)
-    watching = [asyncio.ensure_future(server.wait_for_failure()) for server in servers]
+    """Run `work` and return its result. If a server fails for good, cancels `work`, which might
+    wait for its answer forever, and raises PolicyError."""
+    task = asyncio.ensure_future(work)
+    failures = [asyncio.ensure_future(server.wait_for_failure()) for server in servers]
     try:
-        await asyncio.wait([doing, *watching], return_when=asyncio.FIRST_COMPLETED)
-        for watch in watching:
-            if watch.done() and not doing.done():
-                raise watch.result()
-        return await doing
+        await asyncio.wait([task, *failures], return_when=asyncio.FIRST_COMPLETED)
+        for failure in failures:
+            if failure.done() and not task.done():
+                raise failure.result()
+        return await task
     finally:
-        for task in (doing, *watching):
-            task.cancel()
-        await asyncio.gather(doing, *watching, return_exceptions=True)
+        for each in (task, *failures):
+            each.cancel()
+        await asyncio.gather(task, *failures, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Makes the policy server that `[engine]` of the run file asks for."""
+"""Builds the policy server from `[engine]` of the run file."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ def policy_server(
     adapters: Adapters | None = None,
     name: str = POLICY,
 ) -> PolicyServer:
-    """A policy server, not yet started, of the model that is trained (as policy `name`) or of its
-    adapters.
+    """A policy server, not yet started, for the trained model (as policy `name`) or its adapters.
 
-    Raises PolicyError for a model it cannot serve, and where vLLM is asked for and missing."""
+    Raises PolicyError for a model that it cannot serve, and for a missing vLLM."""
     engine = config.engine
     if factory := engine_factory(config):
         server: PolicyServer = factory(config, model, tokenizer, adapters, name)
@@ -71,11 +70,11 @@ def policy_server(
 def vllm_server(
     config: RunConfig, model: Any, tokenizer: Tokenizer, adapters: Adapters | None = None
 ) -> VllmServer:
-    """vLLM, as a child process or at `engine.vllm.urls`, which gets the weights of `model` or its
-    adapters at every publish."""
+    """The server for vLLM, as a child process or at `engine.vllm.urls`. Every publish sends it the
+    weights of `model` or its adapters."""
     engine, dtype = config.engine, config.policy.dtype
     assert isinstance(engine, VllmEngineConfig)
-    learned = _learned(model, tokenizer, adapters, engine.threads)
+    learned = _trained_model(model, tokenizer, adapters, engine.threads)
     in_flight = config.algorithm.samples_during_update
     folder = Path(config.output, "vllm").absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,14 +87,14 @@ def vllm_server(
             api_key=read_key(engine.vllm.key_env, "engine.vllm.key_env", "the servers'"),
             access=engine.access,
             start_timeout=engine.vllm.start_timeout,
-            # A single server that hangs is found before the whole update times out.
+            # Less than the limit of the whole update, so one server that hangs is found first.
             timeout=0.9 * engine.vllm.timeout,
             adapters=bool(learned.adapters),
         )
     else:
-        most = min(engine.max_context, context_length(model) or engine.max_context)
+        context = min(engine.max_context, context_length(model) or engine.max_context)
         host = VllmProcess(
-            msgspec.structs.replace(engine, max_context=most),
+            msgspec.structs.replace(engine, max_context=context),
             folder / "vllm.log",
             secrets.token_hex(16),
             dtype=dtype,
@@ -103,7 +102,7 @@ def vllm_server(
             adapters=max(len(learned.adapters), engine.vllm.max_adapters) if adapters else 0,
             rank=learned.rank,
             side_by_side=in_flight,
-            memory=_share(config, model),
+            memory=_gpu_memory(config, model),
         )
     return VllmServer(
         learned,
@@ -117,36 +116,36 @@ def vllm_server(
     )
 
 
-def _share(config: RunConfig, model: Any) -> float:
-    """Of the GPU's memory, for a vLLM child; 0: there is no GPU. Raises PolicyError where the
-    learner leaves too little."""
+def _gpu_memory(config: RunConfig, model: Any) -> float:
+    """Fraction of the GPU's memory for a vLLM child; 0: vLLM's default. Raises PolicyError if the
+    learner leaves too little, and for settings that need a GPU without one."""
     assert isinstance(config.engine, VllmEngineConfig)
-    asked = config.engine.vllm
+    vllm = config.engine.vllm
     if model.device.type != "cuda":
-        if asked.sleep or asked.gpu_memory:
+        if vllm.sleep or vllm.gpu_memory:
             raise PolicyError(
-                "engine.vllm.sleep and engine.vllm.gpu_memory are of a GPU, and the policy is on "
+                "engine.vllm.sleep and engine.vllm.gpu_memory need a GPU, and the policy is on "
                 f"{model.device.type}; remove them"
             )
         return 0.0
-    if (model.device.index or 0) >= gpus_taken(asked.arguments):
-        return asked.gpu_memory  # vLLM computes on others, which it has for itself
+    if (model.device.index or 0) >= gpus_taken(vllm.arguments):
+        return vllm.gpu_memory  # vLLM has GPUs of its own
     total = torch.cuda.get_device_properties(model.device).total_memory
-    return asked.gpu_memory or vllm_share(config, model, total)
+    return vllm.gpu_memory or vllm_share(config, model, total)
 
 
-def _learned(
+def _trained_model(
     model: Any, tokenizer: Tokenizer, adapters: Adapters | None, threads: int
 ) -> TrainedModel:
     @torch.no_grad()
     def score(policy: str, tokens: Sequence[int]) -> list[float]:
         row = torch.tensor(tokens, device=model.device)
         applied = nullcontext() if adapters is None else adapters.using(policy)
-        # vLLM computes beside this: more threads than cores take a hundred times as long.
+        # vLLM computes at the same time, and more threads than cores are a hundred times slower.
         with computing_with(threads), applied:
             logprobs = model(row[None]).logits[0, :-1].float().log_softmax(-1)
-        found: list[float] = logprobs.gather(1, row[1:, None])[:, 0].tolist()
-        return found
+        scores: list[float] = logprobs.gather(1, row[1:, None])[:, 0].tolist()
+        return scores
 
     whole = TrainedModel(
         save=model.save_pretrained,

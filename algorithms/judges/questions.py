@@ -1,8 +1,8 @@
-"""What a judge is asked, and how its answer is read.
+"""The questions to judges, and the parsing of their answers.
 
-Always true: what an agent, a user or a tool wrote is one line of JSON between two marks that do not
-occur in it and cannot be foreseen, because they are a hash of it; instructions come after it. An
-answer counts only if it is one JSON object with exactly what was asked for.
+Always true: text from agents, users and tools is one line of JSON between two marks, which do not
+occur in it and cannot be guessed, because they are a hash of it; instructions come after it. An
+answer is valid only if it is one JSON object with exactly the requested fields.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentrl.config.rewards import PairwiseJudge, PointwiseJudge, PrincipleJudge
 from agentrl.types import Json, Rollout
 
 Verdict = dict[str, float]
-"""A number for each candidate, by id, or for each principle."""
+"""A number for each candidate, by its id, or for each principle."""
 Messages = list[dict[str, Json]]
 LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 DATA = (
@@ -32,13 +32,13 @@ ANSWER = "\n\nAnswer with one JSON object and nothing else: {form}"
 @dataclass(frozen=True, slots=True)
 class Question:
     text: str
-    read: Callable[[str], Verdict]  # raises ValueError for an answer that is none
+    read: Callable[[str], Verdict]  # parses an answer; raises ValueError for an invalid one
 
 
 def record_of(rollout: Rollout) -> Messages:
-    """What happened in a rollout: each conversation to its last answer, sub-agents' too."""
+    """The messages of a rollout: each conversation up to its last answer, sub-agents' included."""
     calls = rollout.transitions
-    ended = [
+    last_calls = [
         call
         for call in calls
         if not any(
@@ -47,11 +47,12 @@ def record_of(rollout: Rollout) -> Messages:
             for later in calls
         )
     ]
-    found: Messages = []
-    for number, call in enumerate(ended):
-        found += [{"conversation": number + 1, "role": call.role}] if len(ended) > 1 else []
-        found += [*call.messages, *([call.answer] if call.answer else [])]
-    return found
+    record: Messages = []
+    for number, call in enumerate(last_calls):
+        if len(last_calls) > 1:
+            record.append({"conversation": number + 1, "role": call.role})
+        record += [*call.messages, *([call.answer] if call.answer else [])]
+    return record
 
 
 def pointwise(settings: PointwiseJudge, record: Messages) -> Question:
@@ -60,13 +61,16 @@ def pointwise(settings: PointwiseJudge, record: Messages) -> Question:
         f"Judge the agent by this: {settings.rubric}.\nGive it a whole number from {low} (it could "
         f"not be worse) to {high} (it could not be better)."
     )
-    return _question(
-        {"record": record}, task, '{"reason": "...", "score": N}', _score_reader(settings)
-    )
+
+    def read(answer: str) -> Verdict:
+        return {"score": _in_range(settings, _object(answer, "score"))}
+
+    return _question({"record": record}, task, '{"reason": "...", "score": N}', read)
 
 
 def group(settings: PointwiseJudge, records: Sequence[Messages]) -> tuple[Question, list[str]]:
-    """One question about all of these, which are shown in an order of their own, and their ids."""
+    """One question about a whole group, in the order of ids, which are hashes; and the records'
+    ids."""
     shared = _common(records)
     whole = msgspec.json.encode(records)
     ids = [
@@ -82,11 +86,19 @@ def group(settings: PointwiseJudge, records: Sequence[Messages]) -> tuple[Questi
     )
     form = '{"reason": "...", "scores": {' + ", ".join(f'"{id}": N' for id in shown) + "}}"
     data = {"common": records[0][:shared], "candidates": shown}
-    return _question(data, task, form, _scores_reader(settings, set(ids))), ids
+
+    def read(answer: str) -> Verdict:
+        scores = _object(answer, "scores")
+        if not isinstance(scores, dict) or set(scores) != set(ids):
+            raise ValueError("scores are not about the ids that were shown, each once")
+        return {id: _in_range(settings, score) for id, score in scores.items()}
+
+    return _question(data, task, form, read), ids
 
 
 def pairwise(settings: PairwiseJudge, first: Messages, second: Messages) -> Question:
-    """Reads `first`: 1, or 0 where the second is better, 0.5 for a tie."""
+    """A comparison of two records. Verdict `first`: 1 if the first is better, 0 if the second is,
+    0.5 for a tie."""
     task = f"Which of the two agents is better by this: {settings.rubric}?"
 
     def read(answer: str) -> Verdict:
@@ -105,12 +117,12 @@ def principles(settings: PrincipleJudge, record: Messages) -> Question:
     task = f"Which of these is true of the agent? ({settings.rubric})\n{listed}"
 
     def read(answer: str) -> Verdict:
-        said = _object(answer, "verdicts")
-        if not isinstance(said, dict) or set(said) != set(numbers):
+        verdicts = _object(answer, "verdicts")
+        if not isinstance(verdicts, dict) or set(verdicts) != set(numbers):
             raise ValueError(f"verdicts are not about the principles {', '.join(numbers)}")
-        if wrong := [word for word in said.values() if word not in ("yes", "no")]:
+        if wrong := [word for word in verdicts.values() if word not in ("yes", "no")]:
             raise ValueError(f'{wrong[0]!r:.40} is neither "yes" nor "no"')
-        return {number: float(said[number] == "yes") for number in numbers}
+        return {number: float(verdicts[number] == "yes") for number in numbers}
 
     form = '{"reason": "...", "verdicts": {' + ", ".join(f'"{n}": "yes" | "no"' for n in numbers)
     return _question({"record": record}, task, form + "}}", read)
@@ -126,20 +138,6 @@ def _question(data: Json, task: str, form: str, read: Callable[[str], Verdict]) 
     return Question(f"{mark}\n{text}\n{mark}\n\n{asked}", read)
 
 
-def _score_reader(settings: PointwiseJudge) -> Callable[[str], Verdict]:
-    return lambda answer: {"score": _in_range(settings, _object(answer, "score"))}
-
-
-def _scores_reader(settings: PointwiseJudge, ids: set[str]) -> Callable[[str], Verdict]:
-    def read(answer: str) -> Verdict:
-        said = _object(answer, "scores")
-        if not isinstance(said, dict) or set(said) != ids:
-            raise ValueError("scores are not about the ids that were shown, each once")
-        return {id: _in_range(settings, score) for id, score in said.items()}
-
-    return read
-
-
 def _in_range(settings: PointwiseJudge, score: Json) -> float:
     low, high = settings.range
     if isinstance(score, bool) or not isinstance(score, int) or not low <= score <= high:
@@ -148,20 +146,20 @@ def _in_range(settings: PointwiseJudge, score: Json) -> float:
 
 
 def _object(answer: str, key: str) -> Json:
-    """The value of `key` in an answer that is one JSON object, a code block around it aside."""
+    """The value of `key` in an answer that is one JSON object, with or without a code fence."""
     text = answer.strip()
     if text.startswith("```") and text.endswith("```"):
         text = text.strip("`").removeprefix("json")
     try:
-        found: Mapping[str, Json] = msgspec.json.decode(text, type=dict)
+        fields: Mapping[str, Json] = msgspec.json.decode(text, type=dict)
     except msgspec.DecodeError as error:
         raise ValueError(f"the answer is no JSON object ({error})") from None
-    if set(found) - {"reason"} != {key}:
-        raise ValueError(f"the answer has {', '.join(found) or 'nothing'}, not reason and {key}")
-    return found[key]
+    if set(fields) - {"reason"} != {key}:
+        raise ValueError(f"the answer has {', '.join(fields) or 'nothing'}, not reason and {key}")
+    return fields[key]
 
 
 def _common(records: Sequence[Messages]) -> int:
-    """How many messages all records have in common at their start, without their last."""
+    """The number of messages in the common prefix of all records, without their last messages."""
     size = max(0, min(map(len, records)) - 1)
     return next((n for n in range(size) if any(r[n] != records[0][n] for r in records)), size)

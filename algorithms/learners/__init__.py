@@ -1,1 +1,1 @@
-"""Learners: what holds the weights and the optimizer."""
+"""Learners, which own the weights and the optimizer."""

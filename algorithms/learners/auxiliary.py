@@ -1,12 +1,12 @@
-"""Models beside the policy: the critic (stream v), and frozen ones that only score, the reference
-(q) and the teacher (t).
+"""Auxiliary models: the critic (stream v), and two frozen scorers, the reference (q) and the
+teacher (t).
 
-The critic is a linear head on hidden states: on those of the policy, which costs no forward pass of
-its own and trains the policy's layers too, or on those of a decoder of its own. Always true: a new
-head returns 0 everywhere, so the first advantages are the returns; the head is float32 or wider;
-the gradient of a shared head by the policy's weights is applied by the policy's optimizer, at its
-learning rate. The weights of a frozen model change in one case only: every `every` steps a
-reference becomes the current policy. Others are not in a checkpoint, for the run file names them.
+The critic is a linear head on the policy's hidden states, which costs no extra forward pass and
+trains the policy's layers too, or on those of a separate decoder. Always true: a new head returns 0
+everywhere, so the first advantages are the returns; the head is float32 or wider; the policy's
+optimizer, at its learning rate, applies the gradient of a shared head by the policy's weights. A
+frozen model changes in one case only: every `every` steps the reference becomes the current policy.
+Checkpoints hold no other frozen model, because the run file names it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ REFERENCE = "reference.safetensors"  # in a checkpoint
 
 
 class ValueGradient(NamedTuple):
-    """One micro-batch of the value loss."""
+    """The value loss of one micro-batch and its gradient."""
 
     values: Tensor  # [n], differentiable
-    gradient: Tensor  # [n], of the loss by them, times the coefficient
+    gradient: Tensor  # [n], d loss / d values, times the coefficient
     loss: float  # before the coefficient
     clipped: int  # tokens whose value is clipped
 
 
 class ValueModel:
-    """The critic. policy: whose hidden states it reads; decoder: whose instead, a model of the same
-    vocabulary without its language-model head. coefficient: of the value loss, beside that of the
-    policy."""
+    """The critic. It reads the hidden states of `decoder`, a model of the same vocabulary without
+    its language-model head, or by default those of `policy`. coefficient: weight of the value loss
+    relative to the policy's loss."""
 
     def __init__(
         self,
@@ -75,39 +75,38 @@ class ValueModel:
         self.lr = lr
         self.coefficient = coefficient
         self.max_grad_norm = max_grad_norm
-        own = dict(self.modules.named_parameters())
-        self.optimizer = Optimizer(own, weight_decay=weight_decay)
+        parameters = dict(self.modules.named_parameters())
+        self.optimizer = Optimizer(parameters, weight_decay=weight_decay)
 
     def values(self, pack: Pack, hidden_NH: Tensor | None) -> Tensor:
-        """V [n] of the states before the actions of a pack, differentiable. hidden: the policy's,
-        which only a shared critic reads."""
+        """Values [n] of the states before the actions of a pack, differentiable. hidden_NH: the
+        policy's hidden states, which only a shared critic reads."""
         if self.decoder is not None:
             hidden_NH = hidden_states(self.decoder, pack)
         assert hidden_NH is not None, "a shared critic reads the hidden states of the policy"
         values: Tensor = self.head(hidden_NH.to(self.head.weight.dtype)).squeeze(-1)
         return values
 
-    def pull(self, pack: Pack, hidden_NH: Tensor | None, terms: ValueTerms) -> ValueGradient:
-        """The value loss of a pack, and its gradient by the values."""
+    def loss(self, pack: Pack, hidden_NH: Tensor | None, terms: ValueTerms) -> ValueGradient:
+        """The value loss of a pack, and its gradient with respect to the values."""
         v = self.values(pack, hidden_NH)
         loss, gradient, clipped = value_loss(terms, v, pack.index)
-        return ValueGradient(
-            v, (self.coefficient * gradient).to(v), float(loss), int(clipped.sum())
-        )
+        scaled = (self.coefficient * gradient).to(v)
+        return ValueGradient(v, scaled, float(loss), int(clipped.sum()))
 
     def save(self, directory: Path) -> None:
-        """Write into a checkpoint."""
+        """Write weights and optimizer into a checkpoint."""
         save_trained(self.modules, self.optimizer, directory / CRITIC)
 
     def read(self, directory: Path) -> Callable[[], None]:
-        """What `save` wrote, to be restored by a call. Raises PolicyError if it does not fit."""
+        """Read a checkpoint; returns a function that restores it. Raises PolicyError."""
         return read_trained(self.modules, self.optimizer, directory / CRITIC)
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A frozen model that scores the tokens of `policy`. every: training steps after which it
-    becomes the current policy; 0: never."""
+    """A frozen model that scores the tokens of `policy`. every: number of training steps after
+    which `policy` is copied into it; 0: never."""
 
     model: PreTrainedModel
     policy: PreTrainedModel
@@ -117,25 +116,25 @@ class Reference:
         freeze(self.model)
 
     def finish(self, step: int) -> None:
-        """Training step number `step` is done."""
+        """Called after training step number `step`: copies the policy if it is time."""
         if self.every and (step + 1) % self.every == 0:
             copy_weights(self.model, dict(self.policy.named_parameters()))
 
     def save(self, directory: Path) -> None:
-        """Write weights that the run file does not name into a checkpoint."""
+        """Write the weights into a checkpoint, if they change during the run."""
         if self.every:
             save_weights(self.model, directory / REFERENCE)
 
     def read(self, directory: Path) -> Callable[[], None]:
-        """What `save` wrote, to be restored by a call. Raises PolicyError if it does not fit."""
+        """As `ValueModel.read`."""
         if not self.every:
             return lambda: None
         return partial(copy_weights, self.model, read_weights(self.model, directory / REFERENCE))
 
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, which computes without dropout and does not learn. Raises PolicyError if its
-    log-probs cannot be computed here."""
+    """Switch off dropout and gradients; returns the model. Raises PolicyError if its log-probs
+    cannot be computed here."""
     check_model(model)
     return model.eval().requires_grad_(False)
 
@@ -143,9 +142,9 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
 def load_auxiliary(
     key: str, name: str, policy: PreTrainedModel, tokenizer: Tokenizer, *, head: bool = True
 ) -> PreTrainedModel:
-    """A decoder that reads the token ids of the policy, on its device and in its dtype. key: the
-    setting that names it. head: see `load_model`. Raises PolicyError if it cannot be loaded or has
-    another vocabulary."""
+    """Load a decoder with the policy's vocabulary, on its device and in its dtype. key: the setting
+    that names it. head: see `load_model`. Raises PolicyError if it cannot be loaded or has another
+    vocabulary."""
     try:
         model, own = load_model(name, device="cpu", template=False, head=head)
     except PolicyError as error:
@@ -155,7 +154,7 @@ def load_auxiliary(
 
 
 def check_vocabulary(key: str, name: str, own: Tokenizer, tokenizer: Tokenizer) -> None:
-    """Raises PolicyError unless the same ids mean the same text."""
+    """Raise PolicyError unless both tokenizers have the same vocabulary."""
     if own.get_vocab() != tokenizer.get_vocab():
         raise PolicyError(
             f"{key} = {name!r}: its vocabulary ({len(own)} tokens) is not the policy's "

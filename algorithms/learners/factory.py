@@ -1,6 +1,6 @@
-"""Makes what the run file asks for: the learner of a policy and the models beside it.
+"""Builds the learner of a policy and its auxiliary models from the run file.
 
-Models that the algorithm does not read are not loaded; settings that have no effect are refused.
+Models that the algorithm does not read are not loaded; settings without effect are errors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from agentrl.failures import brief
 from agentrl.plugins import check_protocol
 from agentrl.types import POLICY, Float32, Scope
 
-HEAD_STEP = 0.05  # of a shared one, over its width: AdamW moves a value by the sum over all of it
+HEAD_STEP = 0.05  # a shared head's learning rate times its width: how far AdamW moves a value
 
 
 def make_learner(
@@ -67,11 +67,11 @@ def make_learner(
     trainers: tuple[ImplicitTrainer, ...] = (),
     policy: str = POLICY,
 ) -> Learner:
-    """A learner of `model`, which is loaded from `start`, or of its adapter `policy`; to be closed
-    if it has a method `close`.
+    """Build the learner of `model`, loaded from `start`, or of its adapter `policy`. The caller
+    closes it if it has a method `close`.
 
-    Raises PolicyError for models it cannot load, ConfigError for settings that it cannot follow,
-    where verl is asked for and missing, and for a plug-in that is no learner or lacks a stream."""
+    Raises PolicyError for models that cannot be loaded, ConfigError for unsupported settings, a
+    missing verl, and a plug-in that is no learner or lacks a stream."""
     own = config.learner
     if factory := learner_factory(config):
         _check_no_reward_model_learns(config)
@@ -81,18 +81,18 @@ def make_learner(
         return learner
     if own.kind == "verl":
         frozen = frozen_sources(config, algo, start)
-        asked = dict(frozen.values())
+        sources = dict(frozen.values())
         if config.critic.model and config.critic.model != "copy":
-            asked["critic.model"] = config.model_source(config.critic.model)
-        for key, name in asked.items():
-            _check_reads(key, name, tokenizer)
+            sources["critic.model"] = config.model_source(config.critic.model)
+        for key, name in sources.items():
+            _check_source_vocabulary(key, name, tokenizer)
         return VerlLearner(
             model,
             tokenizer,
             verl_settings(config, start),
             adapters=adapters,
             policy=policy,
-            frozen={letter: name for letter, (_, name) in frozen.items()},
+            frozen={stream: name for stream, (_, name) in frozen.items()},
             every=config.reference.every,
         )
     if not isinstance(own, TorchLearnerConfig):
@@ -119,10 +119,10 @@ def make_learner(
 
 
 def available_streams(config: RunConfig) -> frozenset[Supply]:
-    """The streams that a run can give its algorithm. There is always a reference: the initial
-    policy."""
+    """The streams that a run can provide to its algorithm. A reference is always among them: the
+    initial policy."""
     streams: set[Supply] = {"o", "b", "q"}
-    if config.learner.kind != "verl":  # what a plug-in lacks is refused once it is made
+    if config.learner.kind != "verl":  # `_check_streams` checks a plug-in once it is built
         streams |= {"k", "e"}
     if config.critic.model:
         streams.add("v")
@@ -132,7 +132,7 @@ def available_streams(config: RunConfig) -> frozenset[Supply]:
 
 
 def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
-    """Raises ConfigError for a setting without effect."""
+    """Raise ConfigError for a setting without effect."""
     for key, why in _unused_settings(config, algo):
         raise ConfigError(f"{key} is set, {why}; leave it out")
 
@@ -140,9 +140,9 @@ def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
 def make_critic(
     config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
 ) -> ValueModel | None:
-    """The critic of a run, if it has one. start: directory or hub name of the initial policy.
+    """Build the critic of a run, if it has one. start: directory or hub name of the initial policy.
 
-    Raises PolicyError for a model that cannot be loaded or reads other tokens."""
+    Raises PolicyError for a model that cannot be loaded or has another vocabulary."""
     settings = config.critic
     if not settings.model:
         return None
@@ -162,22 +162,21 @@ def make_critic(
 
 
 def caches_reference(config: RunConfig, algo: Algo) -> bool:
-    """Whether the log-probs of the reference come from the store instead of a model in memory."""
+    """Whether the reference's log-probs come from the store instead of a model in memory."""
     return bool(config.data.name) and "q" in algo.needs and not config.reference.every
 
 
 def frozen_sources(config: RunConfig, algo: Algo, start: str) -> dict[Frozen, tuple[str, str]]:
-    """The frozen models behind the streams that the algorithm reads: the setting that names each,
-    and its directory or hub name. The reference of an adapter is the model without it, which the
-    learner has, unless the run file names another."""
-    asked: dict[Frozen, tuple[str, str]] = {}
+    """The frozen models to load, by stream: the setting that names each, and its directory or hub
+    name. An adapter's default reference is the model without it, which is loaded already."""
+    sources: dict[Frozen, tuple[str, str]] = {}
     if "q" in algo.needs and not caches_reference(config, algo):
-        asked["q"] = "reference.model", config.reference.model
+        sources["q"] = "reference.model", config.reference.model
     if "t" in algo.needs and not config.teacher.upstream:
-        asked["t"] = "teacher.model", config.teacher.model
+        sources["t"] = "teacher.model", config.teacher.model
     return {
-        letter: (key, config.model_source(name) if name else start)
-        for letter, (key, name) in asked.items()
+        stream: (key, config.model_source(name) if name else start)
+        for stream, (key, name) in sources.items()
         if name or not config.policy.lora.rank
     }
 
@@ -185,25 +184,25 @@ def frozen_sources(config: RunConfig, algo: Algo, start: str) -> dict[Frozen, tu
 def make_frozen_models(
     config: RunConfig, algo: Algo, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
 ) -> dict[Frozen, Reference]:
-    """The frozen models that the algorithm reads. Raises PolicyError as `load_auxiliary` does."""
+    """Load the frozen models of `frozen_sources`. Raises PolicyError as `load_auxiliary` does."""
     return {
-        letter: Reference(
+        stream: Reference(
             load_auxiliary(key, name, policy, tokenizer),
             policy,
-            config.reference.every if letter == "q" else 0,
+            config.reference.every if stream == "q" else 0,
         )
-        for letter, (key, name) in frozen_sources(config, algo, start).items()
+        for stream, (key, name) in frozen_sources(config, algo, start).items()
     }
 
 
 def make_reward_models(
     config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
 ) -> tuple[tuple[RewardModel, ...], tuple[ImplicitTrainer, ...]]:
-    """The reward models, and the trainers of those that learn.
+    """Load the reward models, with the trainers of those that learn.
 
-    Raises PolicyError for a model that cannot be loaded, reads other tokens, or is of another kind.
+    Raises PolicyError for a model that cannot be loaded, has another vocabulary or the wrong kind.
     """
-    made: list[RewardModel] = []
+    models: list[RewardModel] = []
     trainers: list[ImplicitTrainer] = []
     packing, budget = config.learner.packed, config.learner.token_budget
     for name, settings in config.reward_models.items():
@@ -211,9 +210,9 @@ def make_reward_models(
         scope = Scope(settings.scope)
         if not isinstance(settings, ImplicitRewardModelConfig):
             model = load_scalar(f"{key}.model", source, policy, tokenizer)
-            packed, doubt = supported_packing(model, packing), settings.disagreement
-            scalar = ScalarScorer(model, packed, budget, doubt)
-            made.append(RewardModel(name, scalar, scope, context=context_length(model)))
+            packed = supported_packing(model, packing)
+            scalar = ScalarScorer(model, packed, budget, settings.disagreement)
+            models.append(RewardModel(name, scalar, scope, context=context_length(model)))
             continue
         other = config.model_source(settings.reference) if settings.reference else start
         model = freeze(load_auxiliary(f"{key}.model", source, policy, tokenizer))
@@ -222,13 +221,14 @@ def make_reward_models(
             model, against, settings.beta, supported_packing(model, packing), budget
         )
         limits = [limit for each in (model, against) if (limit := context_length(each)) is not None]
-        made.append(RewardModel(name, scorer, scope, sums=True, context=min(limits, default=None)))
+        context = min(limits, default=None)
+        models.append(RewardModel(name, scorer, scope, sums=True, context=context))
         if settings.train and isinstance(config.learner, TorchLearnerConfig):
             norm, kind = config.algorithm.max_grad_norm, config.learner.optimizer
             trainers.append(
-                ImplicitTrainer(made[-1], scorer, settings.lr, norm, kind, settings.loss)
+                ImplicitTrainer(models[-1], scorer, settings.lr, norm, kind, settings.loss)
             )
-    return tuple(made), tuple(trainers)
+    return tuple(models), tuple(trainers)
 
 
 def score_batch(
@@ -238,17 +238,17 @@ def score_batch(
     cached: Mapping[str, Float32] | None = None,
     taught: Callable[[Batch], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Batch, dict[str, Tensor]]:
-    """The batch with the critic's values and the reference's log-probs, where the algorithm reads
-    them, and the log-probs [N] of each frozen model by stream; to imitate a teacher at several
-    tokens, these are the batch's symbols, and t_K [N, K] its log-probs. cached: those of the
-    reference, by rollout. taught: what a teacher that the learner has not gives as `Learner.top`,
-    for as many tokens as the algorithm reads."""
+    """Compute the critic's values and the frozen models' log-probs that the algorithm reads.
+
+    Returns the batch with `values`, `reference` and the `symbols` of a distillation over several
+    tokens; and each frozen model's log-probs [N] by stream, with t_K [N, K] for the symbols.
+    cached: the reference's by rollout. taught: a teacher outside the learner, as `Learner.top`."""
     streams: dict[str, Tensor] = {}
     if "q" in algo.needs and cached is None:
         streams["q"] = learner.logprobs(batch, "q").double()
     if cached is not None:
-        known = [torch.tensor(cached[id], dtype=torch.float64) for id in batch.rollouts]
-        streams["q"] = torch.cat(known) if known else torch.empty(0)
+        logprobs = [torch.tensor(cached[id], dtype=torch.float64) for id in batch.rollouts]
+        streams["q"] = torch.cat(logprobs) if logprobs else torch.empty(0)
     if algo.distill is not None and batch.n_tokens:
         symbols, t_NK = taught(batch) if taught else _taught(algo.distill, learner, batch)
         batch = replace(batch, symbols=symbols)
@@ -261,7 +261,7 @@ def score_batch(
 
 
 def _taught(distill: TopKDistillation, learner: Learner, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The tokens [N, K] at which a teacher is imitated, and its log-probs."""
+    """The tokens [N, K] on which teacher and policy are compared, and the teacher's log-probs."""
     if distill.of == "teacher":
         return learner.top(batch, distill.k, "t")
     symbols, _ = learner.top(batch, distill.k)
@@ -269,19 +269,19 @@ def _taught(distill: TopKDistillation, learner: Learner, batch: Batch) -> tuple[
 
 
 def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]:
-    """Settings without effect, and why."""
-    none = f"and algorithm.preset = {algo.name!r}"
+    """Settings without effect, each with the reason."""
+    preset = f"and algorithm.preset = {algo.name!r}"
     critic, reference = config.critic, config.reference
     if critic.model and not algo.critic:
-        yield "critic.model", f"{none} reads no values of a critic"
+        yield "critic.model", f"{preset} reads no values of a critic"
     if not critic.model:
         for key in _changed_keys(critic):
             yield f"critic.{key}", "and there is no critic.model"
     elif critic.model != "shared" and "coefficient" in _changed_keys(critic):
-        # AdamW divides a loss of its own by its size again.
-        yield "critic.coefficient", "and weighs nothing in a model of the critic's own"
+        # AdamW is invariant to the scale of a loss that shares no parameter with another.
+        yield "critic.coefficient", "and has no effect on a critic with a model of its own"
     if "q" not in algo.needs:
-        why = f"{none} penalises no leaving of a reference; set the coefficient of its penalty"
+        why = f"{preset} has no penalty towards a reference; set the coefficient of its penalty"
         for key in _changed_keys(reference):
             yield f"reference.{key}", why
     if config.policy.lora.rank and reference.every:
@@ -292,26 +292,26 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
     for name, model in config.reward_models.items():
         reward = name if model.scope == "rollout" else f"{model.scope}:{name}"
         if reward not in algo.rewards:
-            why = f"{none} reads no reward {reward!r}; name it in algorithm.options, or"
+            why = f"{preset} reads no reward {reward!r}; name it in algorithm.options, or"
             yield f"reward_models.{name}", why
         if isinstance(model, ImplicitRewardModelConfig) and not model.train:
             for key in sorted(set(_changed_keys(model)) & {"lr", "loss"}):
                 yield f"reward_models.{name}.{key}", "and it does not learn without train"
     for name in config.judges if not config.policies else ():
         if name not in algo.rewards:
-            why = f"{none} reads no reward {name!r}; name it in algorithm.options, or"
+            why = f"{preset} reads no reward {name!r}; name it in algorithm.options, or"
             yield f"judges.{name}", why
     for key in _changed_keys(config.teacher) if "t" not in algo.needs else ():
-        yield f"teacher.{key}", f"{none} imitates none"
+        yield f"teacher.{key}", f"{preset} reads no teacher"
     if not config.teacher.upstream and "concurrency" in _changed_keys(config.teacher):
         yield "teacher.concurrency", "and there is no teacher.upstream"
     if config.teacher.upstream and algo.distill is not None and algo.distill.of == "policy":
-        why = "and says nothing of the policy's most probable tokens, which of = 'policy' compares"
+        why = "and has no log-probs of the policy's most probable tokens, which of = 'policy' reads"
         yield "teacher.upstream", f"{why} (a teacher.model does)"
 
 
 def _changed_keys(section: Section) -> list[str]:
-    """Keys that are not at their defaults."""
+    """Keys that differ from their defaults."""
     fields = msgspec.structs.fields(section)
     return [field.name for field in fields if getattr(section, field.name) != field.default]
 
@@ -326,7 +326,7 @@ def _check_no_reward_model_learns(config: RunConfig) -> None:
 
 
 def _check_streams(kind: str, algo: Algo, learner: Learner, given: set[str]) -> None:
-    """Raises ConfigError where a plug-in lacks what the algorithm reads and is not given to it."""
+    """Raise ConfigError if the algorithm reads a stream that is neither supplied nor given."""
     optional = {"v": algo.critic, "k": algo.symbols, "e": algo.entropy}
     needed = algo.needs | {stream for stream, is_read in optional.items() if is_read}
     if missing := sorted(needed - learner.supplies - given):
@@ -337,14 +337,14 @@ def _check_streams(kind: str, algo: Algo, learner: Learner, given: set[str]) -> 
 
 
 def _threads(number: int, model: PreTrainedModel) -> ThreadTuner:
-    """`learner.threads`, or all cores, or for small models what is measured to be faster."""
+    """`learner.threads`, or all cores, or for small models the number that measures faster."""
     if number or model.device.type != "cpu":
         return ThreadTuner(number or os.cpu_count() or 1)
     return thread_tuner(model.num_parameters(), "training computes", os.cpu_count() or 1)
 
 
-def _check_reads(key: str, name: str, tokenizer: Tokenizer) -> None:
-    """Raises PolicyError unless the model has the vocabulary of the policy."""
+def _check_source_vocabulary(key: str, name: str, tokenizer: Tokenizer) -> None:
+    """Raise PolicyError unless the model `name` has the policy's vocabulary."""
     try:
         own = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

@@ -19,7 +19,7 @@ MB = 10**6
 
 
 def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """The layers whose activations can be recomputed. Raises PolicyError if there are none."""
+    """The layers that support gradient checkpointing. Raises PolicyError if there are none."""
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     if not layers:
         raise PolicyError(
@@ -31,7 +31,7 @@ def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
 
 @contextmanager
 def recomputing(layers: list[GradientCheckpointingLayer]) -> Iterator[None]:
-    """Forward passes within keep only the input of each layer; backward passes recompute the rest.
+    """Context in which forward passes keep only each layer's input; backward recomputes the rest.
 
     Transformers' own switch works in training mode only, which would turn dropout on, and would
     take the cache from a policy server that shares the model."""
@@ -48,14 +48,14 @@ def recomputing(layers: list[GradientCheckpointingLayer]) -> Iterator[None]:
 
 
 def start_measuring(device: torch.device) -> None:
-    """Reset the peak of a CUDA device; that of a process on the CPU cannot be reset."""
+    """Reset the peak memory of a CUDA device; the peak of a CPU process cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak(device: torch.device) -> dict[str, float]:
-    """memory/peak_mb: most that torch allocated on the CUDA device since `start_measuring`.
-    memory/process_peak_mb, elsewhere: largest resident set of this process since its start."""
+    """memory/peak_mb: most that torch allocated on the CUDA device since `start_measuring`;
+    elsewhere memory/process_peak_mb: largest resident set of this process since its start."""
     if device.type == "cuda":
         return {"memory/peak_mb": torch.cuda.max_memory_allocated(device) / MB}
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -63,5 +63,5 @@ def peak(device: torch.device) -> dict[str, float]:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """torch has an error class for GPUs; on the CPU the message tells."""
+    """Whether memory ran out; torch has an error class for GPUs, and only a message on the CPU."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

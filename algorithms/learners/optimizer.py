@@ -1,8 +1,8 @@
-"""AdamW on named parameters, with float32 master weights where the model's own are narrower.
+"""AdamW on named parameters, with float32 master weights for bfloat16 and float16 parameters.
 
 Owns master weights and moments, and the gradients during a step. Always true: updates are computed
-in float32 or wider, gradients of bfloat16 weights are summed over micro-batches in float32, and the
-model's weight is its master weight rounded once.
+in float32 or wider, gradients of narrow weights are summed over micro-batches in float32, and a
+model weight is its master weight rounded once.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Optimizer:
         self.inner = _make(kind, list(self.masters.values()), weight_decay)
 
     def clip(self, limit: float) -> float:
-        """Scale the gradients down to this norm; returns the norm they had."""
+        """Clip the gradients to this norm; returns the norm before clipping."""
         return float(clip_grad_norm_(self.masters.values(), limit))
 
     def step(self, lr: float) -> None:
-        """Update weights and moments from the gradients. Raises TrainingError, with the weights as
-        they were, when there is no memory for the moments, which the first step makes."""
+        """Update weights and moments from the gradients. Raises TrainingError, with the weights
+        unchanged, if there is no memory for the moments, which the first step allocates."""
         for group in self.inner.param_groups:
             group["lr"] = lr
         try:
@@ -75,26 +75,25 @@ class Optimizer:
         self._round()
 
     def move(self, device: torch.device | None) -> None:
-        """Move moments and master weights; None: to the weights, before a backward pass."""
+        """Move moments and masters; None: to the weights' device, as a backward pass needs."""
         for name, parameter in self.parameters.items():
-            master, there = self.masters[name], device or parameter.device
+            master, target = self.masters[name], device or parameter.device
             if master is not parameter:
-                moved = Parameter(master.detach().to(there))
+                moved = Parameter(master.detach().to(target))
                 torch.utils.swap_tensors(master, moved)  # type: ignore[no-untyped-call]
             state = self.inner.state.get(master, {})
-            # Counts of steps are one number each: bitsandbytes has an int, and fused AdamW wants
-            # its tensor on the GPU.
+            # Step counts stay: ints in bitsandbytes, and fused AdamW needs its tensor on the GPU.
             large = {key: x for key, x in state.items() if isinstance(x, Tensor) and x.ndim}
-            state |= {key: value.to(there) for key, value in large.items()}
+            state |= {key: value.to(target) for key, value in large.items()}
 
     def zero_grad(self) -> None:
-        """Free the gradients, those of an interrupted backward pass as well."""
+        """Free all gradients, also those of an interrupted backward pass."""
         self.inner.zero_grad(set_to_none=True)
         for _, parameter in self._narrow():
             parameter.grad = None
 
     def save(self, directory: Path) -> None:
-        """Write FILE."""
+        """Write master weights and moments into FILE."""
         tensors = {f"{n}/{MASTER}": self.masters[n].detach() for n, _ in self._narrow()}
         state = self.inner.state_dict()["state"]
         for index, name in enumerate(self.parameters):
@@ -104,11 +103,11 @@ class Optimizer:
         save_file(tensors, directory / FILE, metadata={"optimizer": self.kind})
 
     def read(self, directory: Path) -> Callable[[], None]:
-        """What `save` wrote, to be restored by a call. Raises PolicyError if it does not fit."""
+        """Read FILE; returns a function that restores it. Raises PolicyError if it does not fit."""
         return partial(self._restore, read_state(directory, self.parameters, self.kind))
 
     def _restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Master weights, the model's weights, moments."""
+        """Set master weights, model weights and moments."""
         with torch.no_grad():
             for name, _ in self._narrow():
                 self.masters[name].copy_(saved[f"{name}/{MASTER}"])
@@ -125,7 +124,7 @@ class Optimizer:
         self.inner.load_state_dict({"state": state, "param_groups": groups})
 
     def _narrow(self) -> list[tuple[str, Parameter]]:
-        """Parameters that have a master."""
+        """Parameters that have a master weight."""
         return [(n, p) for n, p in self.parameters.items() if self.masters[n] is not p]
 
     def _round(self) -> None:
@@ -135,13 +134,13 @@ class Optimizer:
 
 
 def save_trained(module: Module, optimizer: Optimizer, file: Path) -> None:
-    """Write weights, which a policy's checkpoint does not hold, and their optimizer beside them."""
+    """Write a module's weights to `file`, and its optimizer beside it."""
     save_weights(module, file)
     optimizer.save(file.parent)
 
 
 def read_trained(module: Module, optimizer: Optimizer, file: Path) -> Callable[[], None]:
-    """What `save_trained` wrote, restored by a call. Raises PolicyError if it does not fit."""
+    """Read what `save_trained` wrote; returns a function that restores it. Raises PolicyError."""
     weights, restore_optimizer = read_weights(module, file), optimizer.read(file.parent)
 
     def restore() -> None:
@@ -154,7 +153,7 @@ def read_trained(module: Module, optimizer: Optimizer, file: Path) -> Callable[[
 def read_state(
     directory: Path, parameters: Mapping[str, Tensor], kind: OptimizerKind
 ) -> dict[str, Tensor]:
-    """FILE of an optimizer of these parameters. Raises PolicyError if it does not fit."""
+    """Read FILE for an optimizer of these parameters. Raises PolicyError if it does not fit."""
     try:
         with safe_open(directory / FILE, framework="pt") as file:
             found = (file.metadata() or {}).get("optimizer")
@@ -174,14 +173,15 @@ def read_state(
 
 
 def _check(directory: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Raises PolicyError unless every parameter has moments, or, before the first step, none."""
+    """Raise PolicyError unless all parameters have moments (before the first step: none has), all
+    narrow ones master weights, and the shapes fit."""
     moments = {key.rpartition("/")[0] for key in saved if not key.endswith(f"/{MASTER}")}
     masters = {key.rpartition("/")[0] for key in saved if key.endswith(f"/{MASTER}")}
     expected = [(moments, set(parameters) if moments else set())]
     expected.append((masters, {name for name, p in parameters.items() if p.dtype in NARROW}))
     for found, wanted in expected:
         for name in sorted(found ^ wanted):
-            where = "there, not in the policy" if name in found else "in the policy, not there"
+            where = "in the file, not in the policy" if name in found else "only in the policy"
             raise PolicyError(
                 f"checkpoint {directory}: {FILE} is of another model ({name} is {where}); "
                 "resume with the model and policy.dtype it was made with"
@@ -197,7 +197,7 @@ def _check(directory: Path, saved: Mapping[str, Tensor], parameters: Mapping[str
 
 
 def _move_gradient(master: Parameter, parameter: Tensor) -> None:
-    """Add the new gradient of a narrow weight to its master's."""
+    """Add a narrow parameter's gradient to that of its master weight, and free it."""
     assert parameter.grad is not None
     if master.grad is None:
         master.grad = parameter.grad.float()
@@ -223,7 +223,7 @@ def _make(
             f"learner.optimizer = {kind!r}: bitsandbytes cannot be imported ({error}); "
             "pip install 'agentrl[eight-bit]', or use 'adamw'"
         ) from None
-    made: torch.optim.Optimizer = getattr(library, _EIGHT_BIT[kind])(
+    optimizer: torch.optim.Optimizer = getattr(library, _EIGHT_BIT[kind])(
         weights, betas=BETAS, weight_decay=weight_decay
     )
-    return made
+    return optimizer

@@ -1,11 +1,11 @@
-"""Reward models, whose rewards are read by name like those of a verifier.
+"""Reward models. Algorithms read their rewards by name, like a verifier's.
 
-scalar: a checkpoint with one score (`AutoModelForSequenceClassification`), that of the state after
-the last token of a call; a Bradley-Terry model, arXiv 2203.02155. implicit: the sum over a call's
-tokens of beta * (log pi - log pi of a reference), which a model trained on outcomes alone gives;
-PRIME, arXiv 2502.01456, iStar, 2509.19199. Always true: a score depends on the call alone, not on
-what is scored beside it; only training rollouts that succeeded are scored, by their calls of which
-the policy sampled every token. A call longer than the model's context has no score: it is missing.
+scalar: a Bradley-Terry model, arXiv 2203.02155: a checkpoint of
+`AutoModelForSequenceClassification` with one label, the score of the state after a call's last
+token. implicit: the sum over a call's tokens of beta * (log pi - log pi of a reference), for a
+model trained on outcomes alone; PRIME, arXiv 2502.01456, iStar, 2509.19199. Always true: a score
+depends on its call alone; only training rollouts that succeeded are scored, on calls whose every
+token the policy sampled; a call longer than the model's context has no score (missing, not 0).
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from agentrl.errors import PolicyError, TrainingError
 from agentrl.failures import brief
 from agentrl.types import Group, Reward, Rollout, RolloutState, Scope, Transition
 
-SOURCE = "model:{}"  # of the rewards, with the name of the model
-ENSEMBLE = "reward_heads"  # in a checkpoint's configuration: that its labels are an ensemble's
+SOURCE = "model:{}"  # `Reward.source`, with the model's name
+ENSEMBLE = "reward_heads"  # in a checkpoint's configuration: number of labels of an ensemble
 Scorer = Callable[[Sequence[Transition]], Tensor]
-"""Scores calls: float64 [calls]."""
+"""Calls -> scores, float64 [calls]."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalarScorer:
-    """Reads the score of a call after its last token; of an ensemble the mean score less
+    """The score of the state after a call's last token. For an ensemble: the mean score less
     `disagreement` times the standard deviation, arXiv 2310.02743."""
 
     model: PreTrainedModel
@@ -74,7 +74,7 @@ class ScalarScorer:
         return scores
 
     def packs(self, texts: Sequence[Sequence[int]]) -> list[Pack]:
-        # A dummy action behind the last token asks for the state after it.
+        # A dummy action after the last token selects the state before it.
         rows = [_row([*tokens, 0], 1) for tokens in texts]
         return pack_rows(rows, self.packing, self.token_budget)
 
@@ -86,7 +86,7 @@ class ScalarScorer:
 
 @dataclass(frozen=True, slots=True)
 class ImplicitScorer:
-    """Scores a call by the log-ratio of its model to the reference, at temperature 1."""
+    """beta times the log-ratio of model and reference, summed over a call, at temperature 1."""
 
     model: PreTrainedModel
     reference: PreTrainedModel
@@ -111,20 +111,20 @@ class ImplicitScorer:
 
 @dataclass(frozen=True, slots=True)
 class RewardModel:
-    """One source of rewards: of rollouts, or of calls.
+    """A source of rewards for rollouts or calls.
 
-    A scalar model judges a rollout by its last call, which shows what came before; an implicit one
-    by the sum over its calls."""
+    A rollout's reward is the score of its last call, whose prompt contains the earlier ones, for a
+    scalar model, and the sum over its calls for an implicit one."""
 
     name: str
     scorer: Scorer
     scope: Scope = Scope.ROLLOUT
-    sums: bool = False  # a rollout is scored by the sum over its calls; false: by its last call
-    context: int | None = None  # tokens that the scorer can read
+    sums: bool = False  # a rollout's reward is the sum over its calls; false: that of the last
+    context: int | None = None  # most tokens that the scorer can read
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with its rewards in their rollouts. Raises TrainingError where a verifier gave
-        one of the same name, and for scores that are not finite."""
+        """Add this model's rewards to the rollouts of the groups. Raises TrainingError for rewards
+        of the same name from another source, and for scores that are not finite."""
         scored = {
             row.id: calls
             for group in groups
@@ -137,8 +137,8 @@ class RewardModel:
         of_call = dict(zip((call.id for call in calls), scores, strict=True))
 
         def completed(row: Rollout) -> Rollout:
-            own = self._rewards(scored[row.id], of_call) if row.id in scored else []
-            return replace(row, rewards=[*row.rewards, *own])
+            new = self._rewards(scored[row.id], of_call) if row.id in scored else []
+            return replace(row, rewards=[*row.rewards, *new])
 
         return [replace(group, rollouts=list(map(completed, group.rollouts))) for group in groups]
 
@@ -185,12 +185,11 @@ class RewardModel:
 class ImplicitTrainer:
     """Trains an implicit reward model while the policy learns.
 
-    The score s of a rollout is the sum over its calls. The model learns from outcomes, numbers from
-    0 to 1, by the cross-entropy of sigmoid(s) to them: PRIME, arXiv 2502.01456. Or from pairs of
-    rollouts of one group, the better of which is to have the larger s, by
-    -log sigmoid(s_better - s_worse): DPO of whole rollouts, as in iStar, arXiv 2509.19199, whose
-    reference is the policy of the step before, not a fixed one. Either loss reaches the log-probs
-    as one number per rollout, beta * d loss / d s.
+    The score s of a rollout is the sum over its calls. loss = "outcome": cross-entropy of
+    sigmoid(s) to outcomes between 0 and 1; PRIME, arXiv 2502.01456. loss = "pairs":
+    -log sigmoid(s_better - s_worse) over pairs of rollouts in one group, DPO of whole rollouts;
+    iStar, arXiv 2509.19199, whose reference is the policy of the previous step, not a fixed one.
+    Either gradient reaches the log-probs as one number per rollout, beta * d loss / d s.
 
     Owns the model's weights and their optimizer. Always true: a batch is scored before the model
     learns from it, so no reward depends on its own outcome; a gradient that is not finite changes
@@ -210,12 +209,11 @@ class ImplicitTrainer:
         self.optimizer = Optimizer(parameters, kind=self.kind)
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """One optimizer step on the rollouts that the source has scored and whose outcome is known.
+        """One optimizer step on the scored rollouts whose outcome is known.
 
-        Returns reward_models/<name>/loss, nats; accuracy, the share of rollouts that it put on the
-        right side of 1/2, or of pairs in the right order; grad_norm. Nothing where there is no such
-        rollout or pair. Raises TrainingError for an outcome to learn from that is no number from 0
-        to 1."""
+        Returns reward_models/<name>/loss, nats; accuracy, the fraction of rollouts predicted on the
+        right side of 1/2, or of pairs in the right order; grad_norm. Empty if there is no such
+        rollout or pair. Raises TrainingError for outcomes outside 0 to 1."""
         scored = [
             (group.id, row, calls)
             for group in groups
@@ -224,7 +222,7 @@ class ImplicitTrainer:
         ]
         y = torch.tensor([row.reward() for _, row, _ in scored], dtype=torch.float64)
         s = torch.tensor([self._score(row) for _, row, _ in scored], dtype=torch.float64)
-        # margin: logit of each judgement; target: its label
+        # margin: logits of the cross-entropy; target: their labels
         margin, target = s.requires_grad_(), y
         if self.loss == "pairs":
             better, worse = _pairs([id for id, _, _ in scored], y)
@@ -234,9 +232,9 @@ class ImplicitTrainer:
             return {}
         self._check(target)
         loss = binary_cross_entropy_with_logits(margin, target)
-        pull = self.scorer.beta * torch.autograd.grad(loss, s)[0]
+        gradient = self.scorer.beta * torch.autograd.grad(loss, s)[0]
         try:
-            self._backward([calls for _, _, calls in scored], pull)
+            self._backward([calls for _, _, calls in scored], gradient)
             norm = self.optimizer.clip(self.max_grad_norm)
             if math.isfinite(norm):
                 self.optimizer.step(self.lr)
@@ -250,28 +248,28 @@ class ImplicitTrainer:
         }
 
     def save(self, directory: Path) -> None:
-        """Write into a checkpoint."""
+        """Write weights and optimizer into a checkpoint."""
         save_trained(self.scorer.model, self.optimizer, self._file(directory))
 
     def read(self, directory: Path) -> Callable[[], None]:
-        """What `save` wrote, to be restored by a call. Raises PolicyError if it does not fit."""
+        """Read a checkpoint; returns a function that restores it. Raises PolicyError."""
         return read_trained(self.scorer.model, self.optimizer, self._file(directory))
 
     def _file(self, directory: Path) -> Path:
         return directory / "reward_models" / self.source.name / "model.safetensors"
 
     def _score(self, rollout: Rollout) -> float:
-        """The reward that the model has just given the rollout."""
-        mine = (row for row in rollout.rewards if row.name == self.source.name)
-        return sum(row.value for row in mine if row.source == SOURCE.format(row.name))
+        """The model's current score of the rollout, from its rewards."""
+        rows = (row for row in rollout.rewards if row.name == self.source.name)
+        return sum(row.value for row in rows if row.source == SOURCE.format(row.name))
 
-    def _backward(self, rollouts: Sequence[Sequence[Transition]], pull: Tensor) -> None:
-        """Accumulate the gradient of the loss, whose derivative by every log-prob of a rollout is
-        `pull` [rollouts]."""
+    def _backward(self, rollouts: Sequence[Sequence[Transition]], gradient: Tensor) -> None:
+        """Accumulate the weights' gradient. gradient [rollouts]: d loss / d log-prob, the same for
+        every token of a rollout."""
         model, scorer = self.scorer.model, self.scorer
         rows = [_row_of(call) for calls in rollouts for call in calls]
         counts = torch.tensor([sum(len(c.completion) for c in calls) for calls in rollouts])
-        of_token = pull.repeat_interleave(counts)
+        of_token = gradient.repeat_interleave(counts)
         for pack in pack_rows(rows, scorer.packing, scorer.token_budget):
             logprobs = forward_logprobs(model, pack)
             torch.autograd.backward(logprobs, of_token[pack.index].to(logprobs))
@@ -281,23 +279,23 @@ class ImplicitTrainer:
             raise TrainingError(
                 f"reward_models.{self.source.name}.train: {odd} of {len(outcomes)} outcomes are "
                 "not between 0 and 1, so they are no probability of success; let the verifier "
-                "give such a number, or leave train out"
+                "return such a number, or leave train out"
             )
 
 
 def _pairs(groups: Sequence[str], y: Tensor) -> tuple[Tensor, Tensor]:
-    """int64 [P] each: every two rollouts of one group, the first of which ended better."""
+    """Index pairs (better, worse) of rollouts in the same group, two int64 tensors [P]."""
     numbers = {id: number for number, id in enumerate(groups)}
-    of = torch.tensor([numbers[id] for id in groups], dtype=torch.int64)
-    better, worse = ((of[:, None] == of) & (y[:, None] > y)).nonzero(as_tuple=True)
+    group = torch.tensor([numbers[id] for id in groups], dtype=torch.int64)
+    better, worse = ((group[:, None] == group) & (y[:, None] > y)).nonzero(as_tuple=True)
     return better, worse
 
 
 def load_scalar(
     key: str, name: str, policy: PreTrainedModel, tokenizer: Tokenizer
 ) -> PreTrainedModel:
-    """A decoder with one score that reads the token ids of the policy, on its device and in its
-    dtype. Raises PolicyError for anything else."""
+    """Load a decoder with one score and the policy's vocabulary, on its device and in its dtype.
+    Raises PolicyError for anything else."""
     try:
         own = AutoTokenizer.from_pretrained(name)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
@@ -317,19 +315,19 @@ def load_scalar(
 
 def _head_problem(model: PreTrainedModel, missing: list[str]) -> str | None:
     if not hasattr(model, "score"):
-        return f"{type(model).__name__} is no decoder with a score"
+        return f"{type(model).__name__} is not a decoder with a score head"
     if model.config.num_labels != getattr(model.config, ENSEMBLE, 1):
         return f"it has {model.config.num_labels} labels"
     return f"it has no weights for {', '.join(missing)}" if missing else None
 
 
 def _row_of(call: Transition) -> TokenRow:
-    """A call as a row whose actions are its sampled tokens, at temperature 1."""
+    """The row of a call. Actions: its sampled tokens, at temperature 1."""
     return _row([*call.prompt, *call.completion], len(call.completion))
 
 
 def _row(tokens: list[int], actions: int) -> TokenRow:
-    """A sequence whose last `actions` tokens are actions."""
+    """A row whose last `actions` tokens are actions."""
     ids = torch.tensor(tokens)
     return TokenRow(
         tokens=ids,

@@ -1,9 +1,9 @@
-"""Training of reward models on pairs, labels and labels of steps.
+"""Training of reward models on preference pairs, labels and step labels.
 
-A decoder gets a linear head, which begins at 0: first scores are equal, and the first loss is ln 2.
-A text's score is that of the state after its last token, by position, whatever the padding token.
-Always true: the gradient does not depend on how texts are packed, because the loss of a step is
-differentiated by its scores first.
+A decoder gets a linear head initialised to 0, so the first scores are equal and the first loss is
+ln 2. The score of a text is that of the state after its last token, found by position, not by
+padding token. Always true: the gradient does not depend on packing, because the loss of a step is
+first differentiated with respect to all its scores.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from agentrl.algorithms.learners.reward_models import ENSEMBLE, ScalarScorer
 from agentrl.algorithms.model.load import Tokenizer, no_progress_bars
 from agentrl.errors import PolicyError, TrainingError
 
-Text = tuple[int, ...]  # token ids up to what is scored
+Text = tuple[int, ...]  # token ids; the state after the last is scored
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A pair of texts, the better one first, or one text whose label is 0 to 1."""
+    """A pair of texts, the better one first, or one text with a label from 0 to 1."""
 
     id: str
     texts: tuple[Text, ...]
     label: float = 1.0
     margin: float = 0.0
     weight: float = 1.0
-    length: int = 0  # tokens that `texts[0]` has more than the other, beside what both begin with
+    length: int = 0  # tokens of `texts[0]` minus those of the other text
 
 
 @dataclass(slots=True)
 class RewardTrainer:
-    """Owns the model's weights and their optimizer."""
+    """Trains a scalar reward model. Owns its weights and their optimizer."""
 
     scorer: ScalarScorer
     tokenizer: Tokenizer
@@ -56,16 +56,16 @@ class RewardTrainer:
         self.optimizer = Optimizer(dict(self.scorer.model.named_parameters()))
 
     def step(self, examples: Sequence[Example], lr: float) -> float:
-        """One optimizer step; returns the loss in nats. Raises TrainingError for one that is not
-        finite, with nothing changed."""
+        """One optimizer step; returns the loss in nats. Raises TrainingError, with nothing changed,
+        if loss or gradient is not finite."""
         texts = [text for example in examples for text in example.texts]
         scores = self.scorer.heads(texts).requires_grad_()
         loss = self.loss(examples, scores)
-        (pull,) = torch.autograd.grad(loss, scores)
+        (gradient,) = torch.autograd.grad(loss, scores)
         try:
             for pack in self.scorer.packs(texts):
                 score = self.scorer.score(pack)
-                torch.autograd.backward(score, pull[pack.index].to(score))
+                torch.autograd.backward(score, gradient[pack.index].to(score))
             if not isfinite(float(loss.detach()) + self.optimizer.clip(1.0)):
                 raise TrainingError("the reward model's loss is not finite; lower reward_model.lr")
             self.optimizer.step(lr)
@@ -74,8 +74,8 @@ class RewardTrainer:
         return float(loss.detach())
 
     def loss(self, examples: Sequence[Example], scores_TH: Tensor) -> Tensor:
-        """Mean over examples and heads of -log sigmoid(r_w - r_l - margin) + centre (r_w + r_l)^2,
-        arXiv 2203.02155, 2307.09288, 2312.09244, and of the cross-entropy to labels."""
+        """Weighted mean over examples and heads. Pairs: -log sigmoid(r_w - r_l - margin) +
+        centre (r_w + r_l)^2, arXiv 2203.02155, 2307.09288, 2312.09244; labels: cross-entropy."""
         paired, r, other = _of_texts(examples, scores_TH)
         margin = torch.tensor([self.margin * example.margin for example in examples])[:, None]
         label = torch.tensor([e.label for e in examples], dtype=torch.float64)[:, None]
@@ -86,33 +86,33 @@ class RewardTrainer:
         return (weight * each).sum() / weight.sum().clamp(min=1e-9)
 
     def save(self, directory: Path) -> None:
-        """An ordinary checkpoint of `AutoModelForSequenceClassification` with its tokenizer."""
+        """Write a checkpoint of `AutoModelForSequenceClassification` with its tokenizer."""
         with no_progress_bars():
             self.scorer.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
 
 def _of_texts(examples: Sequence[Example], scores_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which examples are pairs, and the scores [E, H] of the first and the last text of each."""
+    """Which examples are pairs, bool [E], and the scores [E, H] of their first and last texts."""
     first = torch.tensor([0, *(len(example.texts) for example in examples)]).cumsum(0)[:-1]
     paired = torch.tensor([len(example.texts) == 2 for example in examples])
     return paired, scores_TH[first], scores_TH[first + paired.long()]
 
 
 def bootstrap_weights(example: Example, heads: int) -> list[float]:
-    """How much an example counts for each head: of several, how often a sample with replacement
-    would have it (Poisson of mean 1), by its id."""
+    """The weight of an example for each head. With several heads: the number of times a bootstrap
+    sample contains it, Poisson(1), seeded by its id."""
     if heads == 1:
         return [example.weight]
-    dice = random.Random(example.id)
-    shares = (0.3679, 0.3679, 0.1839, 0.0613, 0.019)
-    return [example.weight * dice.choices(range(5), shares)[0] for _ in range(heads)]
+    rng = random.Random(example.id)
+    probabilities = (0.3679, 0.3679, 0.1839, 0.0613, 0.019)
+    return [example.weight * rng.choices(range(5), probabilities)[0] for _ in range(heads)]
 
 
 def make_scorer(
     policy: PreTrainedModel, tokenizer: Tokenizer, heads: int, token_budget: int
 ) -> ScalarScorer:
-    """The decoder of a policy with a new head that gives `heads` scores of 0."""
+    """A copy of a policy's decoder with a new head of `heads` scores, initialised to 0."""
     config = deepcopy(policy.config)
     config.num_labels, config.pad_token_id = heads, tokenizer.pad_token_id
     setattr(config, ENSEMBLE, heads)
@@ -125,11 +125,11 @@ def make_scorer(
 
 
 def preference_metrics(scorer: ScalarScorer, examples: Sequence[Example]) -> dict[str, float]:
-    """How well a model orders examples. accuracy: of pairs in the right order, ties count half,
-    or of labels on the right side of 1/2; accuracy_shorter: of pairs whose shorter text is better;
-    margin: mean difference; ece: expected calibration error of its sigmoid, in ten bins; length:
-    correlation of the difference in score with that in tokens; disagreement: of an ensemble, the
-    standard deviation of its differences."""
+    """Metrics of a reward model on examples. accuracy: fraction of pairs in the right order (ties
+    count half) or of labels on the right side of 1/2; accuracy_shorter: that of pairs whose shorter
+    text is better; margin: mean score difference; ece: expected calibration error of its sigmoid,
+    ten bins; length: correlation of score difference and length difference; disagreement: mean
+    standard deviation of the score difference over an ensemble's heads."""
     scores_TH = scorer.heads([text for example in examples for text in example.texts])
     paired, r, other = _of_texts(examples, scores_TH)
     gap_EH = r - torch.where(paired[:, None], other, 0.0)
@@ -148,18 +148,17 @@ def preference_metrics(scorer: ScalarScorer, examples: Sequence[Example]) -> dic
 
 
 def calibration_error(logit: Tensor, label: Tensor) -> Tensor:
-    """Mean |confidence - frequency| over ten bins of the probability of what is predicted."""
+    """Mean |confidence - accuracy| over ten bins of the predicted class's probability."""
     p = logit.sigmoid()
-    sure = torch.maximum(p, 1 - p)
+    confidence = torch.maximum(p, 1 - p)
     right = ((p > 0.5) == (label > 0.5)).double()
-    bins = ((sure - 0.5) * 20).long().clamp(max=9)
-    gap = torch.zeros(10, dtype=torch.float64).index_add(0, bins, sure - right)
+    bins = ((confidence - 0.5) * 20).long().clamp(max=9)
+    gap = torch.zeros(10, dtype=torch.float64).index_add(0, bins, confidence - right)
     return gap.abs().sum() / len(p)
 
 
 def best_of_n(scores: Sequence[float], truth: Sequence[float], n: int) -> float:
-    """The mean truth of the best-scored of n, over all subsets of n of these rollouts; of equal
-    scores any."""
+    """Expected truth of the best-scored rollout in a random subset of n, ties broken at random."""
     total, left = 0.0, len(scores)
     for score in sorted(set(scores), reverse=True):
         same = [value for own, value in zip(scores, truth, strict=True) if own == score]

@@ -1,9 +1,9 @@
 """The reference learner: one process, one device, torch.
 
-Owns the optimizer and, while `step` or `load` runs, the weights; between calls anybody may read
-them. Always true: the gradient is a sum over micro-batches of whole rows with weights fixed
-beforehand, so it does not depend on how rows are split; the model is in eval mode, since dropout
-would make the sampler and the learner disagree; no graph and no gradient outlives a call.
+Owns the optimizer and, during `step` and `load`, the weights; between calls anybody may read them.
+Always true: the gradient is a sum over micro-batches of whole rows with weights fixed beforehand,
+so it does not depend on the split into micro-batches; the model is in eval mode, since dropout
+would make sampler and learner disagree; no graph and no gradient outlives a call.
 """
 
 from __future__ import annotations
@@ -78,14 +78,13 @@ class TorchLearner(PolicyWeights):
         offload: bool = False,
         release: bool = False,
     ) -> None:
-        """packing: see `model.packing`. token_budget: tokens of one micro-batch; it is halved, and
-        stays so, when memory runs out. gradient_checkpointing: keep the input of each layer and
-        recompute the rest. fp32_head: see `model.lm_head`. adapters: train only the one named
-        `policy`; other learners may train others of the same model. threads: what a call computes
-        with, default what its thread already has. frozen: the reference (q), by default the model
-        without its adapters if it has any, and the teacher (t). trainers: reward models that are
-        saved with the policy. offload: the optimizer's state to the host, and release: unused GPU
-        memory to others, at every `rest`. Raises PolicyError for a model that it cannot train."""
+        """packing: see `model.packing`. token_budget: tokens of one micro-batch; halved for good
+        when memory runs out. gradient_checkpointing: see `memory.recomputing`. fp32_head: see
+        `model.lm_head`. adapters: train only the adapter `policy`; other learners may train the
+        others. threads: CPU threads of a call, default: those of its thread. frozen: the reference
+        (q), by default an adapter's base model, and the teacher (t). trainers: reward models saved
+        with the policy. offload: `rest` moves the optimizer's state to the host; release: `rest`
+        frees unused GPU memory. Raises PolicyError for a model that it cannot train."""
         check_model(model)
         self.critic, self.frozen, self.trainers = critic, dict(frozen or {}), tuple(trainers)
         values: tuple[Supply, ...] = () if critic is None else ("v",)
@@ -138,9 +137,8 @@ class TorchLearner(PolicyWeights):
         critic: ValueTerms | None = None,
         eta: Tensor | None = None,
     ) -> StepReport:
-        """As `Learner.step`, with memory/retries among the metrics: 1 if memory ran out once.
-
-        Raises TrainingError when memory runs out twice."""
+        """As `Learner.step`; metric memory/retries is 1 if memory ran out once. Raises
+        TrainingError when memory runs out twice."""
         learning = None if critic is None else self._critic()
         device, budget = self.model.device, self.token_budget
         if self._offload:
@@ -156,7 +154,7 @@ class TorchLearner(PolicyWeights):
                     report.metrics["critic/grad_norm"] = norm
                     finite &= math.isfinite(norm + report.metrics["critic/loss"])
                 report.applied = finite and batch.n_tokens > 0
-                # Where psi is 0 and only a critic learns, momentum would still move the policy.
+                # If psi is 0 and only the critic learns, momentum would still move the policy.
                 if report.applied and (report.grad_norm > 0 or not learning):
                     self.optimizer.step(lr)
                 if report.applied and learning:
@@ -168,14 +166,14 @@ class TorchLearner(PolicyWeights):
         return report
 
     def rest(self) -> None:
-        """The updates of a training step are done: until the next, memory is free for others."""
+        """Called after the updates of a training step: gives memory to other processes."""
         if self._offload:
             self.optimizer.move(torch.device("cpu"))
         if self._release and self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def save(self, directory: Path) -> None:
-        """Write a resumable checkpoint, also of the auxiliary models that change."""
+        """Write a resumable checkpoint, including the auxiliary models that change."""
         self.save_policy(directory)
         for part in self._saved_parts():
             part.save(directory)
@@ -193,12 +191,12 @@ class TorchLearner(PolicyWeights):
             restore()
 
     def _saved_parts(self) -> list[Optimizer | ValueModel | Reference | ImplicitTrainer]:
-        """The parts that are saved with the policy."""
+        """The parts of a checkpoint besides the policy."""
         critic = (self.critic,) if self.critic else ()
         return [self.optimizer, *critic, *self.frozen.values(), *self.trainers]
 
     def _adapted(self, *, base: bool = False) -> AbstractContextManager[None]:
-        """Within this context the model is the trained policy; base: without its adapter."""
+        """Context in which the model is the trained policy; base: the model without adapter."""
         if self.adapters is None:
             return nullcontext()
         return self.adapters.using(None if base else self.policy)
@@ -210,7 +208,7 @@ class TorchLearner(PolicyWeights):
         score: Callable[[PreTrainedModel, Pack], Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
-        """What `score` gives for the actions of each pack, [N] in token order, no graph."""
+        """`score` of every action, computed pack by pack, [N] in token order, no graph."""
 
         def compute(model: PreTrainedModel) -> Tensor:
             scores_N = torch.empty(batch.n_tokens, dtype=dtype)
@@ -223,23 +221,23 @@ class TorchLearner(PolicyWeights):
     def _symbols(
         self, batch: Batch, of: Scored, tokens: Callable[[PreTrainedModel, Pack, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """`tokens` [N, K] of every position and their log-probs, no graph."""
+        """`tokens` [N, K] at every action and their log-probs, in token order, no graph."""
 
         def compute(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-            places, ids, logprobs = [], [], []
+            index, ids, logprobs = [], [], []
             for pack in pack_rows(batch.rows, self.packing, self.token_budget):
                 p, _, hidden = self._forward(pack, model)
-                found = tokens(model, pack, hidden)
-                places.append(pack.index)
-                ids.append(found.cpu())
-                logprobs.append(self._others(model, pack, hidden, p, found).float().cpu())
-            order = torch.cat(places).argsort()
+                chosen = tokens(model, pack, hidden)
+                index.append(pack.index)
+                ids.append(chosen.cpu())
+                logprobs.append(self._others(model, pack, hidden, p, chosen).float().cpu())
+            order = torch.cat(index).argsort()
             return torch.cat(ids)[order], torch.cat(logprobs)[order]
 
         return self._without_graph(of, compute)
 
     def _without_graph(self, of: Scored, compute: Callable[[PreTrainedModel], T]) -> T:
-        """What `compute` returns for the model of a stream."""
+        """Call `compute` with the model of a stream."""
         self.check_supply(of)
         model = self.frozen[of].model if of in self.frozen else self.model
         base = of == "q" and of not in self.frozen
@@ -249,15 +247,17 @@ class TorchLearner(PolicyWeights):
     def _others(
         self, model: PreTrainedModel, pack: Pack, hidden: Tensor, logprobs: Tensor, ids: Tensor
     ) -> Tensor:
-        """Log-probs [n, K] of these tokens, the first of which are the actions."""
+        """Log-probs [n, K] of `ids` [n, K], whose first column is the actions."""
         head, device = model.get_output_embeddings(), hidden.device
-        given = (hidden, ids.to(device), logprobs, pack.temperature.to(device))
-        return other_logprobs(head, *given, fp32=self.fp32_head)
+        temperature = pack.temperature.to(device)
+        return other_logprobs(
+            head, hidden, ids.to(device), logprobs, temperature, fp32=self.fp32_head
+        )
 
     def _backward(
         self, batch: Batch, psi: Psi, terms: ValueTerms | None, eta: Tensor | None
     ) -> StepReport:
-        """Accumulate the gradient, until a log-prob is not finite: what comes after stays NaN."""
+        """Accumulate the gradient. Stops at a log-prob that is not finite; the rest stays NaN."""
         logprobs_N, entropy_N = torch.full((2, batch.n_tokens), math.nan)
         symbols = torch.full(batch.symbols.shape, math.nan) if batch.symbols.numel() else None
         report = StepReport(logprobs=logprobs_N, entropy=entropy_N, symbols=symbols)
@@ -276,15 +276,15 @@ class TorchLearner(PolicyWeights):
             if not current.isfinite().all():
                 report.loss = math.nan
                 break
-            shown, root = current, p
+            psi_input, root = current, p
             if symbols is not None:
-                seen = self.model, pack, hidden, p, batch.symbols[pack.index]
+                inputs = self.model, pack, hidden, p, batch.symbols[pack.index]
                 with torch.no_grad():  # its graph is large, and rarely needed
-                    shown = self._others(*seen).cpu()
-                symbols[pack.index] = shown.float()
-            psi_n = psi(shown, pack.index)
+                    psi_input = self._others(*inputs).cpu()
+                symbols[pack.index] = psi_input.float()
+            psi_n = psi(psi_input, pack.index)
             if psi_n.dim() == 2:
-                current, root = shown, self._others(*seen)
+                current, root = psi_input, self._others(*inputs)
             report.loss -= float((psi_n.double() * current.double()).sum())
             roots, gradients = [root], [-psi_n.to(root)]
             if eta is not None:
@@ -294,22 +294,22 @@ class TorchLearner(PolicyWeights):
                 gradients.append(-eta_n)
             if self.critic and terms is not None:
                 if self.critic.decoder is not None:
-                    # Its graph shares nothing with that of the policy, which is freed before it.
+                    # The critic has a graph of its own, so the policy's can be freed first.
                     torch.autograd.backward(roots, gradients)
                     roots, gradients = [], []
                 with memory.recomputing(self.recomputed):
-                    pull = self.critic.pull(pack, hidden, terms)
-                roots.append(pull.values)
-                gradients.append(pull.gradient)
-                value_loss += pull.loss
-                clipped += pull.clipped
+                    value = self.critic.loss(pack, hidden, terms)
+                roots.append(value.values)
+                gradients.append(value.gradient)
+                value_loss += value.loss
+                clipped += value.clipped
             torch.autograd.backward(roots, gradients)
         if terms is not None:
             report.metrics = critic_metrics(terms, value_loss, clipped, 0.0)
         return report
 
     def _psi_before(self, packs: Sequence[Pack], psi: Psi, n: int) -> Psi:
-        """psi of the current log-probs, by a pass of its own: packs may then split units."""
+        """psi of the current log-probs, from a forward pass of its own: packs may split units."""
         p_N = torch.empty(n, dtype=torch.float64)
         with torch.no_grad():
             for pack in packs:
@@ -343,14 +343,14 @@ class TorchLearner(PolicyWeights):
         return logprobs_N, entropy_N, hidden_NH
 
     def _within_memory(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns; if memory runs out, after one more try with half the budget. Only
-        gradients may have changed until then."""
+        """Call `compute`, and retry once with half the token budget if memory runs out. `compute`
+        may change nothing but gradients."""
         try:
             return compute()
         except RuntimeError as error:
             if not memory.is_out_of_memory(error):
                 raise
-        # Outside the handler: its traceback would keep the tensors of the failed try alive.
+        # Outside the handler, whose traceback would keep the tensors of the failed try alive.
         self._zero_grad()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -367,7 +367,7 @@ class TorchLearner(PolicyWeights):
             if not memory.is_out_of_memory(error):
                 raise
             raise TrainingError(
-                "the update ran out of memory, with learner.token_budget halved to "
-                f"{self.token_budget} as well ({str(error).splitlines()[0]}); set a smaller one, "
+                "the update ran out of memory, also with learner.token_budget halved to "
+                f"{self.token_budget} ({str(error).splitlines()[0]}); set a smaller one, "
                 "learner.gradient_checkpointing = true, or train a smaller model"
             ) from None

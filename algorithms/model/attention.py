@@ -1,16 +1,16 @@
-"""One attention function for the models of this package, chosen by what a forward pass carries.
+"""The attention function of all models of this package, controlled by a plan per forward pass.
 
-The policy server feeds rows of unequal length against cached keys, the learner feeds the branches
+The policy server attends from rows of unequal length to cached keys, the learner along the branches
 of a forest, and both use one model object. So one function is registered with transformers under
-`NAME`; a forward pass with `plan=` attends as its plan says, one without is ordinary SDPA.
+`NAME`; a forward pass with `plan=` follows the plan, one without is ordinary SDPA.
 
-In a forest in depth-first order (see `packing`), a node sees its ancestors and itself. On the CPU
-the keys are cut into blocks of neighbours. A block's own queries see it in one product, causal or
-under a small mask; of everything behind the block, the keys that are still open (their subtree goes
-on) are seen by one range of queries, all descendants at once. So no key is copied, no pair across
-branches is computed, and what a query sees arrives in parts that are put together by their
-log-sum-exp, forward and backward (as in ring attention, arXiv 2310.01889). On a GPU it is one
-FlexAttention kernel under a block mask.
+In a forest in depth-first order (see `packing`) a node attends to its ancestors and itself. On the
+CPU the nodes are cut into contiguous blocks. The queries of a block attend to its keys in one
+product, causal or with a small mask. Keys of a block whose subtree extends beyond it are attended
+to by one range of later queries, all their descendants. So no key is copied and no pair across
+branches is computed; the parts of a query's result are combined by their log-sum-exp, forward and
+backward (as in ring attention, arXiv 2310.01889). On a GPU it is one FlexAttention kernel with a
+block mask.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "agentrl"
-UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # given as mask, so that none is computed
+UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # passed as mask, so that none is computed
 
-# Neighbouring branches of at most so many tokens together are one product under a mask: it computes
-# pairs that nobody sees, but fewer products start. Also the side of tiles under a sliding window.
+# Adjacent branches of at most this many tokens are one product with a mask, which computes some
+# masked pairs but needs fewer products. Also the side of tiles with a sliding window.
 BLOCK = 128
 HIDDEN = torch.finfo(torch.float32).min / 2  # exp(HIDDEN + score) is 0; -inf would make 0 / 0
 
@@ -41,18 +41,18 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class AttentionPlan(Protocol):
-    """How the tokens of one forward pass attend, in every layer."""
+    """The attention pattern of one forward pass, for every layer."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """[1, heads, N, dim] queries -> [1, N, heads, value dim]. window: keys further back than
-        this many positions, itself included, are not seen (None: all are)."""
+        """[1, heads, N, dim] queries -> [1, N, heads, value dim]. window: number of last positions,
+        including the query's own, to attend to (None: all)."""
 
 
 def incompatibility(model: torch.nn.Module) -> str | None:
-    """Why this attention function would change what a model computes, as the predicate of a
-    sentence about the model; None: it would not."""
+    """The reason why this attention function cannot replace a model's own, as the predicate of a
+    sentence about the model; None if it can."""
     network: Any = model
     config = network.config.get_text_config()
     if not (network._supports_attention_backend and network._supports_sdpa):
@@ -64,14 +64,14 @@ def incompatibility(model: torch.nn.Module) -> str | None:
         return "caps its attention scores"
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        # positions of every call would move with the longest one
+        # the rotation of every call would depend on the longest one
         if each.get("rope_type") in ("dynamic", "longrope"):
             return f"has {each['rope_type']!r} rotary positions"
     return None
 
 
 def install(model: torch.nn.Module) -> None:
-    """Route the attention of a model without an `incompatibility` through `attention`."""
+    """Make a model without an `incompatibility` use `attention`."""
     network: Any = model
     if network.config._attn_implementation != NAME:
         network.set_attn_implementation(NAME)
@@ -89,7 +89,7 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface: [B, heads, N, dim] queries -> [B, N, heads, value dim]."""
+    """The function for transformers: [B, heads, N, dim] queries -> [B, N, heads, value dim]."""
     if plan is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -108,13 +108,13 @@ class Tile:
 
     queries: slice
     keys: slice
-    causal: bool = False  # the same range twice; a query sees the keys that are not behind it
+    causal: bool = False  # queries and keys are the same range, with a causal mask
     mask: Tensor | None = None  # [queries, keys], added to the scores
 
 
 @dataclass(frozen=True, slots=True)
 class TreePlan:
-    """One forward pass over a forest (see `packing`): columns of its nodes, on the CPU."""
+    """The plan of a forward pass over a forest (see `packing`): columns of its nodes on the CPU."""
 
     end: Tensor  # int64 [T], past the last node of the subtree
     depth: Tensor  # int64 [T]
@@ -130,7 +130,7 @@ class TreePlan:
         if query.is_cuda:
             return self.flex(query, key, value, scale, window)
         dim = value.shape[-1]
-        # The kernel wants one size of head, and reads the last axis as if it were dense.
+        # The kernel needs equal head sizes, and assumes that the last axis is contiguous.
         value = pad(value, (0, query.shape[-1] - dim))
         query, key, value = (
             x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
@@ -144,8 +144,7 @@ class TreePlan:
     def flex(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """`attend` as one kernel, which wants heads of 16 units or more; the tests run it
-        uncompiled."""
+        """`attend` as one kernel, for heads of size 16 or more; the tests run it uncompiled."""
         device, size = query.device, len(self.end)
         if (window, device) not in self.masks:
             end, depth = self.end.to(device), self.depth.to(device)
@@ -168,8 +167,8 @@ def _compiled_flex() -> Any:
 
 
 def tiles(end: Tensor, depth: Tensor, window: int | None, dtype: torch.dtype) -> list[Tile]:
-    """Tiles that hold every pair of a node and one that it sees once; masks of `dtype`. The blocks
-    come first and hold each query."""
+    """Tiles that contain every pair of a node and one that it attends to once, with masks of
+    `dtype`. The diagonal blocks come first and contain every query."""
 
     def mask(queries: slice, keys: slice) -> Tensor:
         seen = visible(end, depth, queries, keys, window)
@@ -179,8 +178,8 @@ def tiles(end: Tensor, depth: Tensor, window: int | None, dtype: torch.dtype) ->
     found = []
     for start, stop in blocks:
         own = slice(start, stop)
-        chain = window is None and int(end[start:stop].min()) >= stop
-        found.append(Tile(own, own, chain, None if chain else mask(own, own)))
+        one_branch = window is None and int(end[start:stop].min()) >= stop
+        found.append(Tile(own, own, one_branch, None if one_branch else mask(own, own)))
     for start, stop in blocks:
         for keys, last in _open(end, start, stop):
             if window is None:
@@ -194,8 +193,8 @@ def tiles(end: Tensor, depth: Tensor, window: int | None, dtype: torch.dtype) ->
 
 
 def _blocks(end: Tensor, window: int | None) -> list[tuple[int, int]]:
-    """Ranges of nodes. Each ends where a branch ends, and is one branch or at most BLOCK nodes;
-    under a window, branches too are cut after BLOCK nodes."""
+    """Ranges of nodes that end at the end of a branch and are one branch or at most BLOCK nodes.
+    With a window, branches are also cut after BLOCK nodes."""
     leaves = end == torch.arange(1, len(end) + 1)
     blocks: list[tuple[int, int]] = []
     start = previous = 0
@@ -215,7 +214,7 @@ def _blocks(end: Tensor, window: int | None) -> list[tuple[int, int]]:
 
 
 def _open(end: Tensor, start: int, stop: int) -> Iterator[tuple[slice, int]]:
-    """Runs of nodes of a block that the same later nodes see, and where those nodes end."""
+    """Yield runs of a block's nodes with the same later descendants, and the end of these."""
     values, counts = torch.unique_consecutive(end[start:stop], return_counts=True)
     for last, size in zip(values.tolist(), counts.tolist(), strict=True):
         if last > stop:
@@ -224,7 +223,7 @@ def _open(end: Tensor, start: int, stop: int) -> Iterator[tuple[slice, int]]:
 
 
 def visible(end: Tensor, depth: Tensor, queries: slice, keys: slice, window: int | None) -> Tensor:
-    """Bool [queries, keys]: which nodes see which."""
+    """Attention mask of nodes, bool [queries, keys]."""
     number = torch.arange(len(end))
     q, k = number[queries, None], number[None, keys]
     seen = (k <= q) & (q < end[None, keys])
@@ -267,7 +266,7 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[key heads, query heads per key head, T, dim] views; keys and values are not repeated."""
+    """Views [key heads, query heads per key head, T, dim], without repeating keys and values."""
     heads, shared = query.shape[1], key.shape[1]
     size = (shared, heads // shared)
     k, v = (x[0][:, None].expand(-1, size[1], -1, -1) for x in (key, value))

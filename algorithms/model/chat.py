@@ -1,4 +1,4 @@
-"""Chat messages into prompt tokens, through the chat template of the model."""
+"""Render chat messages to prompt tokens with the model's chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
 from agentrl.types import Json
 
-PROMPTS = 1024  # cached whole prompts: the rollouts of a group begin with the same request
+PROMPTS = 1024  # cached prompts: the rollouts of a group start with the same request
 
 
 class ErrorDetail(msgspec.Struct):
@@ -30,7 +30,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class RequestError(Exception):
-    """A request that a policy server refuses, with its HTTP status and OpenAI's error object."""
+    """An error response of a policy server: its HTTP status and OpenAI's error object."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
@@ -41,7 +41,7 @@ class RequestError(Exception):
 
 
 class Chat:
-    """Renders requests. Always true: the same bytes give the same tokens."""
+    """Renders requests. Invariant: equal bytes give equal tokens."""
 
     def __init__(self, tokenizer: Tokenizer, codec: Codec) -> None:
         self._tokenizer, self._codec = tokenizer, codec
@@ -51,14 +51,14 @@ class Chat:
     def encode(
         self, messages: list[dict[str, Json]], tools: Json = None, **options: Json
     ) -> tuple[int, ...]:
-        """`prompt` of a request that is decoded already. options: `chat_template_kwargs`."""
+        """`prompt` of an already decoded request. options: `chat_template_kwargs`."""
         encode = msgspec.json.encode
         return self.prompt(encode(messages), encode(tools or None), encode(options))
 
     def _prompt(self, messages: bytes, tools: bytes, options: bytes) -> tuple[int, ...]:
         """Token ids of a request's JSON `messages`, `tools` and `chat_template_kwargs`.
 
-        Raises RequestError when they are not what chat completions take."""
+        Raises RequestError if they are not valid for chat completions."""
         conversation = [template_message(item, index) for index, item in enumerate(_list(messages))]
         if not conversation:
             raise RequestError("messages is empty: send at least one", param="messages")
@@ -70,7 +70,7 @@ class Chat:
             )
         text = self._render(conversation, definitions, settings)
         if definitions and tools not in self._shown:
-            # Agents may describe tools in their own messages: then the names are in the text.
+            # An agent may describe its tools in a message instead: then the text has their names.
             without = self._render(conversation, None, settings)
             if text == without and not any(name in text for name in tool_names(definitions)):
                 raise RequestError(
@@ -117,7 +117,7 @@ def _list(raw: bytes, param: str = "messages") -> list[dict[str, Json]]:
 
 
 def template_message(message: dict[str, Json], index: int) -> dict[str, Json]:
-    """A message as templates expect it: text content, arguments as objects."""
+    """Convert a message to the form that templates expect: text content, arguments as objects."""
     where = f"messages[{index}]"
     if not isinstance(message.get("role"), str):
         raise RequestError(f"{where} has no role", param="messages")
@@ -143,8 +143,8 @@ def _call(call: Json, where: str) -> dict[str, Any]:
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise RequestError(f"{where}.tool_calls has an entry without a function", param="messages")
     function = dict(call["function"])
-    # Templates print objects: a string would be quoted a second time. Malformed arguments, which
-    # the model wrote itself, stay as they are.
+    # Templates serialise arguments: a string would be quoted twice. Malformed arguments, written by
+    # the model, are left unchanged.
     with suppress(msgspec.DecodeError, TypeError):
         function["arguments"] = msgspec.json.decode(function.get("arguments") or "{}")
     return {**call, "function": function}

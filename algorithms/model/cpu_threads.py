@@ -1,9 +1,9 @@
 """The number of torch threads for small models: one or all, whichever is measured to be faster.
 
-Threads synchronise after every operation. On cores that other programs use too, one of them is
-often not running, so a step of a small model takes several times as long with all threads as with
-one; on idle cores all are faster. Always true: the number is one or a power of two, which give the
-same results, bit for bit, with `MKL_CBWR=AUTO,STRICT`; without it, the number is the caller's.
+Threads synchronise after every operation. On cores shared with other programs one of them is often
+not running, and a step of a small model takes several times as long with all threads as with one;
+on idle cores all are faster. Invariant: the number is one or a power of two, which give bitwise
+equal results with `MKL_CBWR=AUTO,STRICT`; without that setting it is the caller's.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import torch
 from agentrl.processes import PHASE
 
 log = logging.getLogger("agentrl.algorithm")
-SMALL = 5_000_000  # parameters; in larger models waiting for threads does not matter
-EVERY = 150  # calls from one trial to the next
-PAIRS = 3  # of calls in a trial: with one thread, with all
-MUCH_SLOWER = 2.0  # ratio of times all / one above which a trial ends after its first pair
-WORTHWHILE = 0.9  # ratio below which all threads are used: other programs may use the cores too
+SMALL = 5_000_000  # parameters; synchronisation is negligible in larger models
+EVERY = 150  # calls between trials
+PAIRS = 3  # pairs of calls per trial: one thread, all threads
+MUCH_SLOWER = 2.0  # time ratio all / one above which a trial ends after its first pair
+WORTHWHILE = 0.9  # time ratio below which all threads are used: other programs need cores too
 
 
 @dataclass(slots=True)
 class ThreadTuner:
-    """Chooses the number of threads of repeated work. count: the current choice; most: the number
-    compared with one thread, 1 for no trials; name: of the work, in the log line of a choice."""
+    """Chooses the number of threads for repeated work. count: the current choice. most: the number
+    compared with one thread; 1 for no trials. name: the work, for the log."""
 
     count: int
     most: int = 1
     name: str = ""
     clock: Callable[[], float] = time.perf_counter
-    _until: int = 1  # calls before the next trial; the very first warms up
-    _times: list[float] = field(default_factory=list)  # per unit: with one, with all, by turns
+    _until: int = 1  # calls before the next trial; the first call warms up
+    _times: list[float] = field(default_factory=list)  # per unit of work: one, all, one, all ...
     _logged: int = 0
 
     def computing(self) -> AbstractContextManager[None]:
@@ -46,7 +46,7 @@ class ThreadTuner:
 
     @contextmanager
     def working(self, amount: float = 1.0) -> Iterator[None]:
-        """Compute with the current choice; in a trial, with one or all threads by turns, and
+        """Compute with the current choice, or in a trial alternately with one and all threads, and
         measure the time per `amount` of work."""
         trying = self.most > 1 and self._until <= 0
         started = self.clock()
@@ -73,8 +73,8 @@ class ThreadTuner:
 
 
 def thread_tuner(parameters: int, name: str, otherwise: int) -> ThreadTuner:
-    """A tuner for a model's work. Always `otherwise` threads, without trials, for a large model and
-    where results would depend on the number of threads."""
+    """A tuner for the work of a model. Without trials, always `otherwise` threads, for a large
+    model and if results would depend on the number of threads."""
     most = largest_power_of_two(os.cpu_count() or 1)
     # See `agentrl.processes.environment`.
     strict = os.environ.get("MKL_CBWR", "").endswith("STRICT")
@@ -89,7 +89,7 @@ def largest_power_of_two(most: int) -> int:
 
 @contextmanager
 def computing_with(number: int) -> Iterator[None]:
-    """Compute with so many threads in the calling thread; others keep theirs."""
+    """Set the number of torch threads of the calling thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -1,10 +1,9 @@
 """The language-model head on action positions: log-probs without a [T, V] tensor of logits.
 
-Always true: no more than two tensors of MAX_LOGITS elements exist at a time, forward or backward,
-whatever the batch. The backward pass recomputes a chunk's logits from the hidden states and the
-log-normaliser that the forward pass kept, and forms the gradients of hidden states and weight
-directly; a frozen weight (LoRA, a shared base) costs nothing. Cut Cross-Entropy, arXiv 2411.09009,
-does the same in one kernel.
+Invariant: at most two tensors of MAX_LOGITS elements exist at a time, forward or backward, for any
+batch. The backward pass recomputes a chunk's logits from the saved hidden states and log-normaliser
+and computes the gradients of hidden states and weight directly; a frozen weight (LoRA, a shared
+base) costs nothing. Cut Cross-Entropy, arXiv 2411.09009, does the same in one kernel.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ def action_logprobs(
     fp32: bool = False,
     learn_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(head(hidden) / temperature)[token] [N], differentiable in hidden states and head,
-    and the entropy of that distribution in nats [N], detached unless it is to be learned. float32;
-    float64 from float64.
+    """log softmax(head(hidden) / temperature)[token], and the entropy of that distribution in nats;
+    both [N], float32 (float64 for float64 inputs).
 
-    fp32: also multiply in float32 where hidden states and head are bfloat16, which keeps learner
-    and sampler closer. ScaleRL, arXiv 2510.13786."""
+    The log-probs are differentiable in hidden states and head, the entropy only if `learn_entropy`.
+    fp32: multiply bfloat16 hidden states and head in float32, which brings learner and sampler
+    closer. ScaleRL, arXiv 2510.13786."""
     if type(head) is Linear:
         given = (hidden_NH, head.weight, head.bias, tokens_N, temperature_N, fp32, learn_entropy)
         logprobs_N, entropy_N = _Head.apply(*given)  # type: ignore[no-untyped-call]
         return logprobs_N, entropy_N
-    # Something wraps the head, such as an adapter: only calling it gives its logits.
+    # A wrapped head (an adapter) must be called to get its logits.
     chunk = max(1, MAX_LOGITS // _vocabulary(head))
     parts = _chunks(chunk, hidden_NH, tokens_N, temperature_N)
     scored = [
@@ -57,8 +56,7 @@ def action_logprobs(
 def top_tokens(
     head: Module, hidden_NH: Tensor, tokens_N: Tensor, k: int, *, fp32: bool = False
 ) -> Tensor:
-    """The given token and the k - 1 most probable others, int64 [N, k]; all of a smaller
-    vocabulary."""
+    """The given token and the k - 1 most probable others, int64 [N, min(k, vocabulary size)]."""
     chunk, found = max(1, MAX_LOGITS // _vocabulary(head)), []
     for hidden_CH, tokens_C in _chunks(chunk, hidden_NH, tokens_N):
         logits_CV = _called(head, hidden_CH, fp32).scatter(1, tokens_C[:, None], torch.inf)
@@ -75,9 +73,10 @@ def other_logprobs(
     *,
     fp32: bool = False,
 ) -> Tensor:
-    """Log-probs [N, K] of several tokens at each position, from that of the first of them:
-    differences of logits are enough, and a plain head computes these alone. Finite: at least LEAST.
-    The graph, if there is one, keeps K rows of the head's weight for each position."""
+    """Log-probs [N, K] of the tokens `ids_NK`, given that of the first one, and at least LEAST.
+
+    They follow from differences of logits, so a plain head computes only these K logits. With
+    gradients the graph keeps K rows of the head's weight per position."""
     plain = type(head) is Linear  # not something that wraps one
     width = ids_NK.shape[1] * hidden_NH.shape[1] if plain else _vocabulary(head)
     logits = []
@@ -92,7 +91,7 @@ def other_logprobs(
 
 
 def _some_logits(head: Linear, hidden_CH: Tensor, ids_CK: Tensor, fp32: bool) -> Tensor:
-    """[C, K], in the dtype that all of them are computed in, so that they are rounded alike."""
+    """Logits [C, K], in the dtype in which the head computes all logits, for equal rounding."""
     bias = None if head.bias is None else head.bias[ids_CK]
     weight_CKH, bias_CK = _operands(head.weight[ids_CK], bias, fp32)
     hidden_CH1 = hidden_CH.to(weight_CKH.dtype)[:, :, None]
@@ -187,7 +186,7 @@ def _chunks(size: int, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _operands(weight: Tensor, bias: Tensor | None, fp32: bool) -> tuple[Tensor, Tensor | None]:
-    """What logits are multiplied with. Widened once, not once per chunk."""
+    """Weight and bias in the dtype of the multiplication, converted once for all chunks."""
     if not fp32 or weight.dtype == torch.float64:
         return weight, bias
     return weight.float(), None if bias is None else bias.float()
@@ -195,7 +194,7 @@ def _operands(weight: Tensor, bias: Tensor | None, fp32: bool) -> tuple[Tensor, 
 
 def _divided(logits_CV: Tensor, temperature_C: Tensor) -> Tensor:
     wide = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
-    # In place: neither the head nor the division needs the undivided logits again.
+    # In place: no backward pass needs the undivided logits.
     return wide.div_(temperature_C.to(wide.dtype)[:, None])
 
 
@@ -206,7 +205,7 @@ def _score(logits_CV: Tensor, tokens_C: Tensor) -> tuple[Tensor, Tensor, Tensor]
     total_C = exp_CV.sum(-1)
     normaliser_C = total_C.log() + peak_C1[:, 0]
     logprobs_C = logits_CV.gather(1, tokens_C[:, None])[:, 0] - normaliser_C
-    # In place: a third tensor of this size is not needed for sum(exp * logit).
+    # In place, to avoid a third tensor of this size for sum(exp * logit).
     entropy_C = normaliser_C - exp_CV.mul_(logits_CV).sum(-1) / total_C
     return logprobs_C, entropy_C, normaliser_C
 
@@ -221,8 +220,8 @@ def _call(
 ) -> tuple[Tensor, Tensor]:
     """`action_logprobs` of one chunk by calling the head."""
     logprobs_CV = _divided(_called(head, hidden_CH, fp32), temperature_C).log_softmax(-1)
-    judged = logprobs_CV if learn_entropy else logprobs_CV.detach()
-    entropy_C = -(judged.exp() * judged).sum(-1)
+    source = logprobs_CV if learn_entropy else logprobs_CV.detach()
+    entropy_C = -(source.exp() * source).sum(-1)
     return logprobs_CV.gather(1, tokens_C[:, None])[:, 0], entropy_C
 
 
@@ -237,5 +236,5 @@ def _called(head: Module, hidden_CH: Tensor, fp32: bool) -> Tensor:
 
 
 def _vocabulary(head: Module) -> int:
-    """Rows of the head's output: those of its widest parameter, whatever wraps it."""
+    """Number of logits: the rows of the largest parameter, also for a wrapped head."""
     return max(parameter.shape[0] for parameter in head.parameters())

@@ -1,8 +1,8 @@
-"""Loading a policy, a Hugging Face decoder and its tokenizer, and weights of checkpoints.
+"""Load policies (a Hugging Face decoder and its tokenizer) and weights of checkpoints.
 
-A policy's checkpoint is a Hugging Face directory. Models that are part of a run's state without
-being its policy (a critic, a reference that follows the policy, a reward model in training) are one
-safetensors file each. Weights are checked to fit before anything changes.
+A policy's checkpoint is a Hugging Face directory. Other trained models of a run (a critic, a
+reference that follows the policy, a reward model) are one safetensors file each. Weights are
+checked to fit before anything changes.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ def load_model(
     head: bool = True,
     quantize: str = "",
 ) -> tuple[Model, Tokenizer]:
-    """A checkpoint directory or hub name as (model in eval mode, tokenizer).
+    """Load a checkpoint directory or hub name as (model in eval mode, tokenizer).
 
-    `device` "auto" is the GPU if there is one. template, head: it must have a chat template, and
-    weights of the language-model head. quantize: "4bit" or "8bit", of a base under adapters. Raises
-    PolicyError when the directory, a weight of it or what it must have is missing or unreadable."""
+    device: "auto" is the GPU if there is one. template, head: require a chat template, and weights
+    of the language-model head. quantize: "4bit" or "8bit", for a base with adapters. Raises
+    PolicyError if the directory, a weight or a required part is missing or unreadable."""
     name = str(path_or_name)
     _check_directory(name)
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         packed: dict[str, Any] = {}
-        if quantize:  # what is packed on a device stays there
+        if quantize:  # quantised weights cannot be moved to another device
             packed["quantization_config"] = quantization(quantize, DTYPES[dtype])
             packed["device_map"] = {"": target}
         model, loading = AutoModelForCausalLM.from_pretrained(
             name, dtype=DTYPES[dtype], output_loading_info=True, **packed
         )
-    except Exception as error:  # transformers and safetensors document no types
+    except Exception as error:  # transformers and safetensors document no exception types
         raise PolicyError(f"model {name!r}: cannot be loaded: {brief(str(error))}") from error
     _check_weights(name, model, loading["missing_keys"], head)
     if template and not getattr(tokenizer, "chat_template", None):
@@ -72,13 +72,13 @@ def load_model(
     except (RuntimeError, AssertionError) as error:  # unknown name, or no such device here
         reason = str(error).splitlines()[0]
         raise PolicyError(f"policy.device = {device!r}: cannot be used: {reason}") from None
-    # Dropout would make the sampler and the learner disagree; eval mode switches it off for both.
+    # Eval mode turns off dropout, which would make sampler and learner disagree.
     return model.eval(), tokenizer
 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Hide the bars that transformers draws per file, which would disturb the live view."""
+    """Hide transformers' progress bars, which would disturb the live view."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -89,8 +89,8 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def checkpoint_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`weights`, a state of the model, by the names and in the shapes that `save_pretrained` gives
-    them in a file. Shared weights are there once."""
+    """Convert `weights`, a state of the model, to the names and shapes that `save_pretrained`
+    writes. Shared weights are included once."""
     own = {name: weights[name] for name in weights if name not in model.all_tied_weights_keys}
     written: Mapping[str, Tensor] = revert_weight_conversion(model, own)
     return {name: tensor.detach() for name, tensor in written.items()}
@@ -98,14 +98,14 @@ def checkpoint_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, T
 
 def save_weights(module: Module, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Parameters alone, each once: buffers are computed from the configuration, and tied weights
-    # are one parameter under two names.
+    # Only parameters, each once: buffers follow from the configuration, and tied weights are one
+    # parameter with two names.
     save_file({name: p.detach().contiguous() for name, p in module.named_parameters()}, file)
 
 
 def read_weights(module: Module, file: Path) -> dict[str, Tensor]:
-    """What `save_weights` wrote, for `copy_weights`. Raises PolicyError if it is missing, half
-    written or of another model."""
+    """Read a file of `save_weights`, for `copy_weights`. Raises DamagedError if it is missing or
+    incomplete, PolicyError if it is of another model."""
     try:
         saved: dict[str, Tensor] = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -122,8 +122,8 @@ def read_weights(module: Module, file: Path) -> dict[str, Tensor]:
 
 
 def read_policy(policy: Module, directory: Path) -> dict[str, Tensor]:
-    """Weights and buffers of a checkpoint of this policy, by name. Raises PolicyError for one of
-    another model or a half-written one."""
+    """Read weights and buffers of a checkpoint of this policy, by name. Raises PolicyError for an
+    incomplete one and one of another model."""
     with no_progress_bars():
         model, _ = load_model(directory, device="cpu")
     saved: dict[str, Tensor] = model.state_dict()
@@ -136,7 +136,7 @@ def read_policy(policy: Module, directory: Path) -> dict[str, Tensor]:
 
 
 def shape_mismatch(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
-    """The first name whose tensors differ in shape: "NAME is [2, 3] there and [3] (here)"."""
+    """Describe the first name whose shapes differ: "NAME is [2, 3] there and [3]"."""
     for name in sorted(saved.keys() | own.keys()):
         there, here = (list(of[name].shape) if name in of else None for of in (saved, own))
         if there != here:
@@ -145,14 +145,14 @@ def shape_mismatch(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> st
 
 
 def copy_weights(module: Module, saved: Mapping[str, Tensor]) -> None:
-    """Make these the weights of a module, by name."""
+    """Copy saved weights into a module, by name."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(saved[name])
 
 
 def context_length(model: Model) -> int | None:
-    """The context length of a model in tokens, if its configuration says."""
+    """The context length of a model in tokens, or None if its configuration has none."""
     config: Any = model.config
     tokens: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return tokens
@@ -165,7 +165,7 @@ def vocabulary_size(model: Model) -> int:
 
 
 def _check_directory(name: str) -> None:
-    """Refuse a missing path, which transformers would look up, and report, as a hub name."""
+    """Raise PolicyError for a missing path, which transformers would look up as a hub name."""
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -179,10 +179,10 @@ def _check_directory(name: str) -> None:
 
 
 def _check_weights(name: str, model: Model, missing: set[str], head: bool) -> None:
-    """Refuse a checkpoint without some weights, which transformers would draw at random."""
+    """Raise PolicyError for missing weights, which transformers would initialise at random."""
     network: Any = model
-    spared = set() if head else set(network.get_output_embeddings().parameters())
-    lost = sorted(key for key in missing if network.get_parameter_or_buffer(key) not in spared)
+    optional = set() if head else set(network.get_output_embeddings().parameters())
+    lost = sorted(key for key in missing if network.get_parameter_or_buffer(key) not in optional)
     if lost:
         raise PolicyError(
             f"model {name!r}: {len(lost)} of its weights are missing, such as {lost[0]}; give a "

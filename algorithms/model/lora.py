@@ -1,10 +1,10 @@
-"""Named LoRA adapters on one frozen base model, trained and served from the same process.
+"""Named LoRA adapters on one frozen base model, trained and served by one process.
 
-Owns the adapters' weights and the choice of the adapters that a forward pass applies. peft makes,
-initialises and describes the layers; they are applied here, because one packed sequence of the
-policy server holds tokens of several adapters, and because peft's own switch walks every layer and
-turns gradients off. Always true: the base is never written; a forward pass outside `using` and
-`routed` is that of the base; one thread at a time is inside either. LoRA: arXiv 2106.09685.
+peft creates, initialises and describes the layers. They are applied here, because one packed
+sequence of the policy server has tokens of several adapters, and because peft's own switch walks
+every layer and turns gradients off. Invariants: the base is never written; a forward pass outside
+`using` and `routed` is that of the base; only one thread at a time is inside either. LoRA: arXiv
+2106.09685.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from agentrl.errors import DamagedError, PolicyError, nearest
 from agentrl.files import atomic_directory
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-ALL = "all-linear"  # peft's word for every linear layer but the head
+ALL = "all-linear"  # peft's name for all linear layers but the head
 PREFIX = "base_model.model."  # of every name in WEIGHTS
 SAMPLES = 64  # elements of each weight in the fingerprint of a base
 
 Selection = Sequence[tuple[str, Tensor | None]]
-"""Adapters of one forward pass, each with the tokens it applies to: int64 indices into the
-second-last axis of activations, None for all."""
+"""Adapters of one forward pass, each with its tokens: int64 indices into the second-last axis of
+activations; None: all tokens."""
 
 
 class Adapters:
@@ -47,9 +47,9 @@ class Adapters:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.base = str(model.name_or_path)
-        # A base is the same whether it is quantised or not, and its weights are not.
+        # A quantised base has other weights than the same base without quantisation.
         self.fingerprint = "" if is_quantized(model) else fingerprint(model)
-        self._peft: Any = None  # peft's view of `model`, from the first adapter on
+        self._peft: Any = None  # peft's wrapper of `model`, set by the first adapter
         self._selection: Selection = ()
         self._lock = threading.RLock()
 
@@ -60,10 +60,10 @@ class Adapters:
     def add(
         self, name: str, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0
     ) -> None:
-        """A new adapter that changes nothing yet: scale * B A with scale = alpha / rank and B = 0.
+        """Add an adapter scale * B A with scale = alpha / rank and B = 0, which has no effect yet.
 
-        targets: names of linear layers, such as "q_proj"; none: every one but the head. The same
-        seed and name give the same A. Raises PolicyError for a target the model does not have."""
+        targets: names of linear layers, such as "q_proj"; empty: all but the head. The same seed
+        and name give the same A. Raises PolicyError for a target the model does not have."""
         if name in self.names or "." in name:
             raise PolicyError(f"adapter {name!r}: the name is taken, or has a dot in it")
         self._check_targets(targets)
@@ -83,40 +83,40 @@ class Adapters:
             else:
                 self._peft.add_adapter(name, settings)
         for layer in self._layers().values():
-            layer.enable_adapters(False)  # peft's forward is the base layer's; `_apply` adds to it
+            layer.enable_adapters(False)  # peft's forward is the base layer's; `_apply` adds delta
             if not layer._forward_hooks:
                 layer.register_forward_hook(self._apply)
         self._unfreeze()
         self.model.eval()
 
     def open(self, name: str, directory: Path) -> None:
-        """Add an adapter as `save`, or peft, wrote it. Raises PolicyError if it does not fit."""
+        """Add an adapter that `save` or peft wrote. Raises PolicyError if it does not fit."""
         digests.check(directory)
         self._add_like(name, _settings(directory))
         self.restore(name, self.read(name, directory))
 
     def copy(self) -> Adapters:
-        """The same adapters in modules of their own, on the same base weights: one thread may be
-        inside `using` and `routed` of each."""
+        """A copy of adapters and modules on the same base weights, so that another thread can be
+        inside `using` or `routed` of it."""
         own = {id(p) for name in self.names for p in self.parameters(name).values()}
         shared: dict[int, object] = {id(p): p for p in self.model.parameters() if id(p) not in own}
         return copy.deepcopy(self, shared | {id(self._lock): threading.RLock()})
 
     def duplicate(self, name: str, source: Adapters, original: str) -> None:
-        """Add an adapter with the settings and weights that `original` has in `source`."""
+        """Add a copy of the adapter `original` of `source`."""
         self._add_like(name, source._peft.peft_config[original])
         self.restore(name, source.parameters(original))
 
     def close(self, name: str) -> None:
-        """Remove an adapter, not the first: the model stays what adapters are applied to."""
+        """Remove an adapter. Raises PolicyError for the first one, which peft's wrapper needs."""
         self._check_name(name)
         if name == self.names[0]:
-            raise PolicyError(f"adapter {name!r}: it is the first one, which stays")
+            raise PolicyError(f"adapter {name!r}: it is the first one, which cannot be removed")
         self._peft.delete_adapter(name)
         self._unfreeze()
 
     def parameters(self, name: str) -> dict[str, Parameter]:
-        """The parameters of one adapter, by names that do not contain its own."""
+        """The parameters of one adapter, by names without the adapter's name."""
         self._check_name(name)
         return {
             f"{path}.{side}": getattr(layer, side)[name].weight
@@ -127,9 +127,9 @@ class Adapters:
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
-        """Forward passes within apply one adapter to every token; None: the base alone.
+        """Context in which forward passes apply one adapter to all tokens; None: the base alone.
 
-        The backward pass belongs inside as well: it may compute layers again."""
+        Run the backward pass inside as well: it may recompute layers."""
         if name is not None:
             self._check_name(name)
         with self.routed(() if name is None else ((name, None),)):
@@ -137,7 +137,7 @@ class Adapters:
 
     @contextmanager
     def routed(self, selection: Selection) -> Iterator[None]:
-        """Forward passes within apply these adapters, each to its tokens."""
+        """Context in which forward passes apply these adapters, each to its tokens."""
         with self._lock:
             before, self._selection = self._selection, selection
             try:
@@ -146,7 +146,7 @@ class Adapters:
                 self._selection = before
 
     def save(self, name: str, directory: Path) -> None:
-        """Write one adapter as peft does; the base's fingerprint is in the weights' metadata."""
+        """Write one adapter in peft's format, with the base's fingerprint in the metadata."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {
             f"{PREFIX}{key}.weight": parameter.detach().cpu().contiguous()
@@ -157,9 +157,8 @@ class Adapters:
         save_file(tensors, directory / WEIGHTS, metadata=metadata)
 
     def read(self, name: str, directory: Path) -> dict[str, Tensor]:
-        """The weights that `save` wrote, by names of `parameters`.
-
-        Raises PolicyError if they are of another base, rank, scale or target, or incomplete."""
+        """The weights that `save` wrote, by the names of `parameters`. Raises PolicyError for
+        another base, rank, scale or target, and DamagedError for incomplete files."""
         parameters, own = self.parameters(name), self._peft.peft_config[name]
         settings = _settings(directory)
         try:
@@ -171,7 +170,7 @@ class Adapters:
                 f"adapter {directory}: {WEIGHTS} is missing or incomplete ({error}); "
                 "resume from another checkpoint"
             ) from None
-        # Adapters of other tools and of quantised bases have the name of their base alone.
+        # Adapters of other tools and of quantised bases have no fingerprint, only a base name.
         known = bool(self.fingerprint) and "base" in metadata
         theirs = metadata["base"] if known else settings.base_model_name_or_path
         if theirs != (self.fingerprint if known else self.base):
@@ -191,7 +190,7 @@ class Adapters:
         if mismatch := shape_mismatch(found, parameters):
             raise PolicyError(
                 f"adapter {directory}: {mismatch} in the policy; "
-                "set policy.lora.targets and policy.model to what it was made with"
+                "set policy.lora.targets and policy.model to those of the adapter"
             )
         return found
 
@@ -202,11 +201,11 @@ class Adapters:
                 parameter.copy_(weights[key])
 
     def merge(self, name: str, directory: Path) -> None:
-        """Write base + adapter as an ordinary Hugging Face directory; in memory nothing changes."""
+        """Write base + adapter as an ordinary Hugging Face directory, without changing memory."""
         self._write(self.merged(name), directory)
 
     def merged(self, name: str) -> dict[str, Tensor]:
-        """Base + adapter, by the base's names; in memory nothing changes."""
+        """Weights of base + adapter, by the base's names, without changing memory."""
         self._check_name(name)
         weights = self._base()
         for path, layer in self._layers().items():
@@ -245,7 +244,7 @@ class Adapters:
     def _apply(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Forward hook of every adapted layer: [..., N, in] -> [..., N, out], in place."""
         if self._selection and is_quantized(self.model):
-            output = output.clone()  # of bitsandbytes' own function, which allows no change
+            output = output.clone()  # bitsandbytes' output cannot be changed in place
         for name, tokens in self._selection:
             if name not in layer.lora_A:  # adapters may have different targets
                 continue
@@ -259,14 +258,14 @@ class Adapters:
         return output
 
     def _layers(self) -> dict[str, Any]:
-        """The layers that have adapters, by the base's name for them."""
+        """The layers that have adapters, by their name in the base."""
         if self._peft is None:
             return {}
         named = self.model.named_modules()
         return {path: module for path, module in named if hasattr(module, "lora_A")}
 
     def _unfreeze(self) -> None:
-        """Undo that peft freezes all adapters but the one that it calls active."""
+        """Make all adapters trainable; peft freezes all but the active one."""
         for name in self.names:
             for parameter in self.parameters(name).values():
                 parameter.requires_grad_(True)
@@ -292,7 +291,7 @@ class Adapters:
 
 
 def fingerprint(model: Module) -> str:
-    """A digest of a model's weights, equal in float32 and bfloat16: shapes and a sample of each."""
+    """A digest of the shapes and a sample of each weight, equal in float32 and bfloat16."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
@@ -303,7 +302,7 @@ def fingerprint(model: Module) -> str:
 
 
 def base_of(directory: Path) -> str:
-    """Directory or hub name of the base model that an adapter's configuration names."""
+    """The base model, a directory or hub name, in an adapter's configuration."""
     return str(_settings(directory).base_model_name_or_path)
 
 
@@ -337,10 +336,11 @@ def _peft() -> Any:
 
 
 def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
-    """An adapter and its base as one new Hugging Face directory, float32, tokenizer included.
+    """Write an adapter merged with its base, and the tokenizer, to a new Hugging Face directory in
+    float32.
 
-    base: model to use in place of the one the adapter names. Raises PolicyError, with nothing
-    written, if they do not belong together or `directory` exists."""
+    base: model to use instead of the one that the adapter names. Raises PolicyError and writes
+    nothing if base and adapter do not match or `directory` exists."""
     if directory.exists():
         raise PolicyError(f"{directory} exists already; give the name of a new directory")
     settings = _settings(adapter)

@@ -1,5 +1,5 @@
-"""The memory that a model takes, by its shape and the settings of a run. An estimate: fragmentation
-and what libraries keep for themselves come on top."""
+"""Estimates of the memory of a run, from the model's shape and the settings, without fragmentation
+and libraries' own allocations."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from agentrl.config import RunConfig, TorchLearnerConfig, VllmEngineConfig
 from agentrl.errors import PolicyError
 
 GIB = 2**30
-USABLE = 0.9  # of the memory
-WIDTHS = {"4bit": 0.6, "8bit": 1.1}  # bytes of a weight, with embeddings and scales
-SERVING = 1.2  # times its weights are what vLLM takes before any key and value
+USABLE = 0.9  # fraction of the memory
+WIDTHS = {"4bit": 0.6, "8bit": 1.1}  # bytes per weight, including embeddings and scales
+SERVING = 1.2  # memory of vLLM without keys and values, as a multiple of its weights
 
 
 def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
-    """By purpose, of a policy that learns and, with the embedded engine, is served here."""
+    """Bytes by purpose, for training a policy and, with the embedded engine, serving it."""
     shape, learner, engine = network.config.get_text_config(), config.learner, config.engine
     width, bits = bytes_of_weight(config), config.policy.quantize
     weights, layers, hidden = network.num_parameters(), shape.num_hidden_layers, shape.hidden_size
     linear = [m for m in network.modules() if isinstance(m, torch.nn.Linear)]
     adapter = config.policy.lora.rank * sum(m.in_features + m.out_features for m in linear)
-    beside = sum(bool(own.model) for own in (config.reference, config.teacher, config.critic))
-    # Kept of each token and layer: about 14 vectors of the hidden size and 3 of the MLP's.
-    kept = 14 * hidden + 3 * getattr(shape, "intermediate_size", 4 * hidden)
-    of_layers = layers * hidden + kept if learner.gradient_checkpointing else layers * kept
+    auxiliary = sum(bool(own.model) for own in (config.reference, config.teacher, config.critic))
+    # Saved per token and layer: about 14 vectors of the hidden size and 3 of the MLP's.
+    saved = 14 * hidden + 3 * getattr(shape, "intermediate_size", 4 * hidden)
+    per_token = layers * hidden + saved if learner.gradient_checkpointing else layers * saved
     cached = engine.max_batch * engine.max_context if engine.kind == "embedded" else 0
     return {
-        "weights": weights * (WIDTHS[bits] if bits else width) + weights * width * beside,
-        # Gradient, two moments and, of bfloat16, a master weight, all of them float32.
+        "weights": weights * (WIDTHS[bits] if bits else width) + weights * width * auxiliary,
+        # Gradient, two moments and, for bfloat16, a master weight, all in float32.
         "optimizer": (adapter or weights) * (12 if width == 4 else 16),
         "KV cache": cached * bytes_of_token(config, network),
         # A chunk of logits, its softmax and gradient; the sampler's rows.
         "logits": 4 * (3 * MAX_LOGITS + 2 * engine.max_batch * shape.vocab_size),
-        "activations": learner.token_budget * of_layers * width,
+        "activations": learner.token_budget * per_token * width,
     }
 
 
@@ -46,7 +46,7 @@ def bytes_of_weight(config: RunConfig) -> int:
 
 
 def bytes_of_token(config: RunConfig, network: Any) -> int:
-    """Keys and values of one token."""
+    """Bytes of the keys and values of one token."""
     shape = network.config.get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -54,14 +54,14 @@ def bytes_of_token(config: RunConfig, network: Any) -> int:
 
 
 def vllm_share(config: RunConfig, network: Any, total: int) -> float:
-    """The share of a GPU of `total` bytes that vLLM may take beside the learner of `network`, which
-    keeps all that it needs, or less while it is asleep during updates.
+    """The fraction of a GPU of `total` bytes that the learner of `network` leaves to vLLM. If vLLM
+    sleeps during updates, memory that only updates need counts as free.
 
-    Raises PolicyError where that is too little for the weights and one call."""
+    Raises PolicyError if that is too little for the weights and one call."""
     engine = config.engine
     assert isinstance(engine, VllmEngineConfig)
     needs = bytes_needed(config, network)
-    if engine.vllm.sleep:  # what an update alone takes is free while calls run
+    if engine.vllm.sleep:
         del needs["activations"], needs["logits"]
         if isinstance(config.learner, TorchLearnerConfig) and config.learner.offload:
             del needs["optimizer"]
@@ -74,13 +74,13 @@ def vllm_share(config: RunConfig, network: Any, total: int) -> float:
             f"vLLM needs {least / GIB:.2g} GiB of the learner's GPU for weights and one call, and "
             f"{max(left, 0) / GIB:.2g} of {total / GIB:.2g} are left (the learner: {shown}); set "
             "engine.vllm.sleep=1 and learner.offload=true, policy.lora.rank, a smaller "
-            "learner.token_budget or engine.max_context, or give engine.vllm.gpu_memory yourself"
+            "learner.token_budget or engine.max_context, or engine.vllm.gpu_memory yourself"
         )
     return left / total
 
 
 def available(config: RunConfig) -> int:
-    """Bytes of the GPU or of this machine."""
+    """Total memory of the policy's GPU, or of this machine, in bytes."""
     if config.policy.device != "cpu" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,15 +1,15 @@
-"""Rows through the model: packs under a token budget, log-probs of action tokens only.
+"""Forward passes over rows: packs under a token budget, log-probs of action tokens only.
 
-A pack is the forest of some rows as one sequence without padding: linear layers see every token
-once, attention follows the branches. `rows` shares nothing between rows; `trie` makes what rows
-have in common one path, computed once, forward and backward. Whole rows are packed, and a row's
-result does not depend on the rows beside it. What comes after a row's last action, and that action
-itself, predict nothing and are left out. Hidden states are reduced to action positions before the
+A pack is a forest of rows as one sequence without padding: linear layers see every token once,
+attention follows the branches. With `rows` nothing is shared between rows; with `trie` a common
+prefix is one path, computed once, forward and backward. Rows are never split, and the result of a
+row does not depend on the other rows of its pack. A row's last action and the tokens after it
+predict nothing and are left out. Hidden states are reduced to action positions before the
 language-model head (see `lm_head`).
 
 In a forest equal prefixes are one path, and each distinct (prefix, token) is a node. Nodes are
-numbered depth first, so that a subtree is one range of numbers: "j is an ancestor of i, or i
-itself" is `j <= i < end[j]`, one number per node instead of a matrix.
+numbered depth first, so a subtree is a range of numbers: "j is i or an ancestor of i" is
+`j <= i < end[j]`, one number per node instead of a matrix.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ Packing = Literal["rows", "trie"]
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Rows that go through the model together as one sequence without padding: T tokens, n
-    actions. A token of several rows is there once; an action of several rows is there for each."""
+    """Rows of one forward pass, as one sequence of T tokens without padding, with n actions. A
+    token shared by several rows is present once, a shared action once per row."""
 
     tokens: Tensor  # int64 [T], distinct tokens, depth first
-    positions: Tensor  # int64 [T], depth of each in its own branch
+    positions: Tensor  # int64 [T], depth in the branch
     end: Tensor  # int64 [T], key j is visible to query i iff j <= i < end[j]
     states: Tensor  # int64 [n], the packed token whose hidden state predicts each action
-    actions: Tensor  # int64 [n], the token predicted
+    actions: Tensor  # int64 [n], the predicted token
     temperature: Tensor  # float32 [n]
-    index: Tensor  # int64 [n], place in the batch's token level
+    index: Tensor  # int64 [n], index in the batch's token level
 
 
 def pack_rows(
     rows: Sequence[TokenRow], packing: Packing, token_budget: int, unit: Tensor | None = None
 ) -> list[Pack]:
-    """Every row once, in packs of at most `token_budget` tokens each, or of one longer row: few
-    packs for `rows`, the fewest tokens twice for `trie`. The token level of `Pack.index` is the
-    rows' actions, one row after the other, as in a batch. unit: int64 [R], ids of rows that are in
-    one pack, however long; default: each is a unit of its own."""
+    """Pack every row once, with at most `token_budget` tokens per pack unless one unit is longer:
+    few packs for `rows`, the fewest duplicate tokens for `trie`.
+
+    `Pack.index` refers to the rows' actions concatenated in row order, as in a batch. unit: int64
+    [R], ids of rows that must be in one pack; default: each row is a unit."""
     sequences = [row.tokens[: int(row.actions[-1])].numpy() for row in rows]
     if packing == "trie":
         order, shared = depth_first(sequences)
@@ -69,7 +70,7 @@ def pack_rows(
     ids = np.arange(len(rows)) if unit is None or not len(unit) else unit.numpy()
     order, shared = _unit_by_unit(order, shared, ids, sequences, packing)
     lengths = np.array([len(sequences[i]) for i in order], np.int64)
-    first = np.flatnonzero(np.diff(ids[order], prepend=-1))  # of each unit, in this order
+    first = np.flatnonzero(np.diff(ids[order], prepend=-1))  # first row of each unit in `order`
     new = np.add.reduceat(lengths - shared, first) if len(first) else lengths
     bounds = np.append(first, len(order))
     offsets = np.cumsum(np.array([0, *(len(row.actions) for row in rows)], np.int64))
@@ -97,15 +98,17 @@ def pack_rows(
 
 
 def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
-    """[n, H]: the last hidden state before each action, on the device of the model and
-    differentiable in its weights. The model's attention is replaced by that of `attention`, which
-    without a pack is SDPA; a model that does not support this computes every branch alone.
-    Raises PolicyError for a row that is longer than the model's context."""
+    """The last hidden state before each action, [n, H], on the model's device and differentiable in
+    its weights.
+
+    Installs the attention function of `attention`, which without a pack is SDPA; for a model that
+    does not support it every branch is computed separately. Raises PolicyError for a row that is
+    longer than the model's context."""
     limit, longest = context_length(model), int(pack.positions.max()) + 1
     if limit and longest > limit:
         raise PolicyError(
             f"a row of {longest} tokens before its last action is longer than the context of model "
-            f"type {model.config.model_type!r}, {limit} tokens: serve it with that as limit"
+            f"type {model.config.model_type!r}, {limit} tokens: serve it with that context limit"
         )
     if incompatibility(model):
         return _padded_hidden_states(model, pack)
@@ -122,10 +125,9 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
 
 
 def forward_logprobs(model: PreTrainedModel, pack: Pack) -> Tensor:
-    """log pi(action | everything before it in its row) at each action's temperature.
+    """log pi(action | all tokens before it in its row) at each action's temperature, [n].
 
-    [n] as in the pack, float32 (float64 for a float64 model), on the device of the model and
-    differentiable in its weights."""
+    float32 (float64 for a float64 model), on the model's device, differentiable in its weights."""
     logprobs_n, _ = action_logprobs(
         model.get_output_embeddings(),
         hidden_states(model, pack),
@@ -136,17 +138,18 @@ def forward_logprobs(model: PreTrainedModel, pack: Pack) -> Tensor:
 
 
 def incompatibility(model: PreTrainedModel) -> str | None:
+    """`attention.incompatibility`, which also checks the device of the model."""
     if model.device.type not in ("cpu", "cuda"):
         return f"is on device {model.device.type!r}, for which there is no tree attention"
     return attention.incompatibility(model)
 
 
 def _padded_hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
-    """`hidden_states` of branches as right-padded batches. Padding comes after every real token and
-    attention is causal, so it is inert, for recurrent decoders as well."""
+    """`hidden_states` of branches in right-padded batches. Padding follows all real tokens and the
+    model is causal, so it has no effect, for recurrent decoders either."""
     number = torch.arange(len(pack.end))
     leaves = (pack.end == number + 1).nonzero().flatten()
-    # The first leaf from a token on is one that it leads to.
+    # The first leaf at or after a token is in the token's subtree.
     branch = torch.searchsorted(leaves, pack.states)
     parts, order = [], []
     for micro in _micro_batches((pack.positions[leaves] + 1).tolist(), len(pack.tokens)):
@@ -163,8 +166,8 @@ def _padded_hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
 
 
 def _micro_batches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
-    """Indices of sequences of similar length: each list, padded to its longest, has at most
-    `token_budget` tokens; a longer one goes alone."""
+    """Yield lists of indices of sequences of similar length. Each list, padded to its longest, has
+    at most `token_budget` tokens, or a single sequence."""
     micro: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if micro and (len(micro) + 1) * lengths[index] > token_budget:
@@ -176,7 +179,7 @@ def _micro_batches(lengths: Sequence[int], token_budget: int) -> Iterator[list[i
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raises PolicyError if the log-probs of `forward_logprobs` are not those of the model."""
+    """Raise PolicyError if `forward_logprobs` would not return the log-probs of the model."""
     head = model.get_output_embeddings()
     tokens = torch.arange(4, device=model.device)[None]
     with torch.no_grad():
@@ -187,12 +190,12 @@ def check_model(model: PreTrainedModel) -> None:
     if not same:
         raise PolicyError(
             f"{type(model).__name__}: its logits are not the output of its language-model head "
-            "alone (soft-capping or scaling after the head); choose a model without"
+            "(soft-capping or scaling follows the head); choose a model without that"
         )
 
 
 def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
-    """`packing`, or "rows", with a warning, where the model does not support it."""
+    """`packing`, or "rows" with a warning if the model does not support it."""
     reason = incompatibility(model)
     if reason and packing != "rows":
         warnings.warn(
@@ -206,7 +209,7 @@ def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """Token sequences as trees: nodes in depth-first order, and the path of each sequence."""
+    """Trees of token sequences: nodes in depth-first order, and the path of each sequence."""
 
     tokens: Ids  # [T]
     depth: Ids  # [T], roots: 0
@@ -215,9 +218,9 @@ class Forest:
 
 
 def depth_first(sequences: Sequence[Ids]) -> tuple[list[int], Ids]:
-    """An order in which sequences with a common prefix are neighbours, and int64 [n]: how many
-    tokens each shares with the one before it in that order (the first: 0)."""
-    keys = [sequence.tobytes() for sequence in sequences]  # any total order of tokens is right
+    """An order in which sequences with a common prefix are adjacent, and the length of the prefix
+    that each shares with the one before it (the first: 0), int64 [n]."""
+    keys = [sequence.tobytes() for sequence in sequences]  # any total order of tokens will do
     order = sorted(range(len(keys)), key=keys.__getitem__)
     shared = np.zeros(len(order), np.int64)
     for k in range(1, len(order)):
@@ -228,39 +231,39 @@ def depth_first(sequences: Sequence[Ids]) -> tuple[list[int], Ids]:
 def _unit_by_unit(
     order: list[int], shared: Ids, ids: Ids, sequences: Sequence[Ids], packing: Packing
 ) -> tuple[list[int], Ids]:
-    """The order, and what each shares with the one before, with the rows of each unit together."""
-    place: dict[int, int] = {}
+    """Reorder with the rows of each unit adjacent; returns the order and shared prefix lengths."""
+    rank: dict[int, int] = {}
     for i in order:
-        place.setdefault(int(ids[i]), len(place))
-    together = sorted(order, key=lambda i: place[int(ids[i])])
-    if together == order or packing == "rows":
-        return together, shared
-    prefixes = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(together)]
-    return together, np.array([0, *prefixes], np.int64)
+        rank.setdefault(int(ids[i]), len(rank))
+    grouped = sorted(order, key=lambda i: rank[int(ids[i])])
+    if grouped == order or packing == "rows":
+        return grouped, shared
+    prefixes = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(grouped)]
+    return grouped, np.array([0, *prefixes], np.int64)
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
-    """How many tokens two sequences have in common from their start."""
+    """Length of the common prefix of two sequences."""
     size = min(len(a), len(b))
     different = np.flatnonzero(a[:size] != b[:size])
     return int(different[0]) if len(different) else size
 
 
 def token_budget_ranges(lengths: Ids, shared: Ids, budget: int) -> list[tuple[int, int]]:
-    """Ranges [start, stop) of neighbours, each with at most `budget` distinct tokens or of one
-    sequence alone, with the fewest tokens in more than one range, and then the fewest ranges.
+    """Split sequences into ranges [start, stop) of at most `budget` distinct tokens, or of a single
+    sequence, with the fewest duplicate tokens, and among these the fewest ranges.
 
-    A range computes again only the tokens that its first sequence shares with the one before it, so
-    the cost of a cut depends on its place only: shortest path over places, O(n) numpy calls."""
+    A range duplicates only the prefix that its first sequence shares with the one before it, so the
+    cost of a cut depends only on its position: shortest path over positions, O(n) numpy calls."""
     n = len(lengths)
-    before = np.concatenate(([0], np.cumsum(lengths - shared)))  # new tokens before each place
-    alone = before[:-1] - shared  # tokens of range [i, j) = before[j] - alone[i]
-    cost = np.zeros(n + 1, np.int64)  # of the best cuts of the first j sequences ...
-    start = np.zeros(n + 1, np.int64)  # ... the last of which is here
+    before = np.concatenate(([0], np.cumsum(lengths - shared)))  # new tokens before each position
+    offset = before[:-1] - shared  # tokens of range [i, j) = before[j] - offset[i]
+    cost = np.zeros(n + 1, np.int64)  # minimal cost of splitting the first j sequences ...
+    start = np.zeros(n + 1, np.int64)  # ... and the start of the last range
     penalty = shared * (n + 1) + 1  # fewest tokens first, then fewest ranges
-    first = 0  # the widest range that ends at j; moves only forward, as ranges only grow
+    first = 0  # start of the widest range that ends at j; never moves back
     for j in range(1, n + 1):
-        while first < j - 1 and before[j] - alone[first] > budget:
+        while first < j - 1 and before[j] - offset[first] > budget:
             first += 1
         candidates = cost[first:j] + penalty[first:j]
         start[j] = first + int(candidates.argmin())
@@ -273,9 +276,8 @@ def token_budget_ranges(lengths: Ids, shared: Ids, budget: int) -> list[tuple[in
 
 
 def build_forest(sequences: Sequence[Ids], shared: Ids) -> Forest:
-    """The forest of sequences in depth-first order. `shared[k]`: tokens that sequence k has in
-    common with the one before it and that are to be one path (0: a tree of its own). That of the
-    first sequence does not count."""
+    """Build the forest of sequences in depth-first order. shared[k]: length of the prefix that
+    sequence k shares with the one before it (0: a new tree); ignored for the first sequence."""
     shared = np.where(np.arange(len(shared)), shared, 0)
     size = sum(map(len, sequences)) - int(shared.sum())
     tokens, depth = np.empty(size, np.int64), np.empty(size, np.int64)
@@ -284,7 +286,7 @@ def build_forest(sequences: Sequence[Ids], shared: Ids) -> Forest:
     path, first = np.empty(0, np.int64), 0
     for sequence, k in zip(sequences, shared.tolist(), strict=True):
         stop = first + len(sequence) - k
-        end[path[k:]] = first  # the part of the previous path that is not continued ends here
+        end[path[k:]] = first  # the rest of the previous path ends here
         tokens[first:stop], depth[first:stop] = sequence[k:], np.arange(k, len(sequence))
         path = np.concatenate((path[:k], np.arange(first, stop)))
         paths.append(path)

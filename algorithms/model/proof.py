@@ -1,4 +1,4 @@
-"""A proof, on this hardware, that branches packed as a trie compute what separate rows do."""
+"""Compare, on this hardware, log-probs and gradients of branches packed as a trie and as rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from agentrl.algorithms.model.packing import (
 )
 from agentrl.config import PolicyConfig
 
-TOKENS = 16  # of a prefix and of a branch
+TOKENS = 16  # in a prefix and in a branch
 BRANCHES = 4
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of log-probs
-QUANTIZED = {"4bit": 0.1, "8bit": 0.2}  # which kernels round, and 8bit depends on the batch
+QUANTIZED = {"4bit": 0.1, "8bit": 0.2}  # their kernels round, and 8bit depends on the batch
 
 
 class TrieGap(NamedTuple):
-    """The largest difference of a log-prob, and the relative one of the gradient; nan: it failed,
-    for the reason given."""
+    """The largest difference of log-probs, and the relative difference of the gradients; NaN if the
+    computation failed, with the reason."""
 
     logprobs: float
     gradient: float
@@ -33,21 +33,21 @@ class TrieGap(NamedTuple):
 
     def __str__(self) -> str:
         differences = f"{self.logprobs:.1g} and gradients within {self.gradient:.1g}"
-        return self.reason or f"log-probs within {differences} of those of rows"
+        return self.reason or f"log-probs within {differences} of separate rows"
 
     def within(self, policy: PolicyConfig) -> bool:
-        """Whether a learner of this policy may rely on it."""
+        """Whether the gap is within the tolerance of this policy."""
         allowed = tolerance(policy)
         return self.logprobs <= allowed and self.gradient <= 10 * allowed
 
 
 def tolerance(policy: PolicyConfig) -> float:
-    """Of the log-probs of one policy, computed in two ways."""
+    """Largest acceptable difference of a policy's log-probs between two ways to compute them."""
     return max(TOLERANCE[policy.dtype], QUANTIZED.get(policy.quantize, 0.0))
 
 
 def trie_gap(model: PreTrainedModel) -> TrieGap | None:
-    """How far a trie of branches with a common prefix is from rows; None: `model` packs none."""
+    """Difference between trie and rows for branches of one prefix; None if `model` has no tries."""
     if incompatibility(model):
         return None
     size = len(model.get_input_embeddings().weight)
@@ -55,14 +55,14 @@ def trie_gap(model: PreTrainedModel) -> TrieGap | None:
     rows = [one_row([token % size for token in row], TOKENS) for row in tokens]
     try:
         (found, gradient), (exact, wanted) = (_computed(model, rows, p) for p in ("trie", "rows"))
-    except RuntimeError as error:  # of a kernel that this hardware lacks
+    except RuntimeError as error:  # a kernel that this hardware lacks
         return TrieGap(torch.nan, torch.nan, str(error).splitlines()[0])
-    turned = float((gradient - wanted).norm() / wanted.norm())
-    return TrieGap(float((found - exact).abs().max()), turned)
+    relative = float((gradient - wanted).norm() / wanted.norm())
+    return TrieGap(float((found - exact).abs().max()), relative)
 
 
 def one_row(tokens: list[int], prompt: int) -> TokenRow:
-    """Tokens of which those after the prompt were sampled."""
+    """A row whose first `prompt` tokens are context and whose other tokens are actions."""
     actions = torch.arange(prompt, len(tokens))
     ones = torch.ones(len(actions))
     return TokenRow(torch.tensor(tokens), actions, ones, ones, torch.zeros_like(actions))
@@ -71,12 +71,12 @@ def one_row(tokens: list[int], prompt: int) -> TokenRow:
 def _computed(
     model: PreTrainedModel, rows: list[TokenRow], packing: Packing
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [n], and the gradient of their sum by the embeddings, which it reaches last."""
+    """Log-probs [n], and the gradient of their sum at the embeddings, which all layers affect."""
     (pack,), weight = pack_rows(rows, packing, 10**6), model.get_input_embeddings().weight
-    learned, weight.requires_grad = weight.requires_grad, True  # adapters freeze it
+    before, weight.requires_grad = weight.requires_grad, True  # adapters freeze it
     try:
         logprobs = forward_logprobs(model, pack)
         (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
     finally:
-        weight.requires_grad = learned
+        weight.requires_grad = before
     return logprobs.detach()[pack.index.argsort()].float(), gradient.float()

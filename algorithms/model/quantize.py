@@ -1,7 +1,7 @@
-"""A frozen base whose weights have 4 or 8 bits each: bitsandbytes, through transformers.
+"""A frozen base with 4-bit or 8-bit weights, by bitsandbytes through transformers.
 
-Adapters on it learn in the policy's dtype (QLoRA, arXiv 2305.14314). What is served, merged or
-exported elsewhere is the dense form of these very weights, so that it is the policy that learned.
+Adapters on it are trained in the policy's dtype (QLoRA, arXiv 2305.14314). Other servers, merges
+and exports get these weights dequantised, not the original ones, so that the policy is the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig
 
 
 def quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """bits: "4bit" (NF4, with scales that are quantised too) or "8bit" (LLM.int8())."""
+    """Settings for "4bit" (NF4, with quantised scales) or "8bit" (LLM.int8())."""
     if bits == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -34,8 +34,8 @@ def is_quantized(model: Any) -> bool:
 
 
 def dense_state(model: Any) -> dict[str, Tensor]:
-    """The model's state, quantised weights in the dtype of its embeddings, without their scales."""
-    state: dict[str, Tensor] = model.state_dict()  # which undoes what kernels for CPUs pack anew
+    """The model's state with weights dequantised to the dtype of its embeddings, without scales."""
+    state: dict[str, Tensor] = model.state_dict()  # also unpacks weights packed for CPU kernels
     if not is_quantized(model):
         return state
     from peft.utils.integrations import dequantize_bnb_weight
@@ -43,7 +43,7 @@ def dense_state(model: Any) -> dict[str, Tensor]:
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
     state = {name: state[name] for name, _ in tensors if name in state}
     for path, module in model.named_modules():
-        weight = module._parameters.get("weight")  # peft's layers name that of their base, too
+        weight = module._parameters.get("weight")  # `.weight` of a peft layer is its base's
         if weight is not None and not weight.is_floating_point():
             dense = dequantize_bnb_weight(weight, getattr(module, "state", None)).detach()
             state[f"{path}.weight"] = dense.to(model.get_input_embeddings().weight.dtype)
@@ -51,8 +51,7 @@ def dense_state(model: Any) -> dict[str, Tensor]:
 
 
 def save_dense(model: Any, directory: Path, weights: dict[str, Tensor]) -> None:
-    """Write weights of a quantised model, by the names of a checkpoint, as an ordinary Hugging Face
-    directory."""
+    """Write dense weights of a quantised model, by checkpoint name, to a Hugging Face directory."""
     directory.mkdir(parents=True, exist_ok=True)
     whole = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
     save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})

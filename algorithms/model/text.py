@@ -1,4 +1,4 @@
-"""Text to tokens and back: encoding in cached pieces, streaming decoding, stop strings."""
+"""Text to tokens and back: cached encoding, streaming decoding, stop strings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROBE = " a\n b "
 
 
 class Codec:
-    """One tokenizer. Always true: `encode` equals encoding the whole text at once."""
+    """A tokenizer with caches. Invariant: `encode` equals encoding the whole text at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -29,11 +29,11 @@ class Codec:
         self._special_tokens = self._special_token_pattern()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text, which spells its special tokens out."""
+        """Token ids of rendered text, in which special tokens are written out."""
         if self._special_tokens is None:
             return self._encode(text)
-        # Pieces between special tokens repeat in a conversation, and encoding is the largest cost
-        # of a request after the model.
+        # Texts between special tokens repeat in a conversation, and encoding is the largest cost
+        # of a request besides the model.
         return [
             token
             for piece in self._special_tokens.split(text)
@@ -42,7 +42,7 @@ class Codec:
         ]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a bare prompt, with the tokens the tokenizer puts around it."""
+        """Token ids of a plain prompt, with the special tokens that the tokenizer adds."""
         ids: list[int] = self._tokenizer(text)["input_ids"]
         return ids
 
@@ -64,7 +64,7 @@ class Codec:
         return ids
 
     def _special_token_pattern(self) -> re.Pattern[str] | None:
-        """Matches the added tokens; None if encoding piece by piece would give other tokens."""
+        """A pattern of the added tokens; None if separate encoding would change the tokens."""
         added = list(self._tokenizer.added_tokens_decoder.values())
         if not added or any(token.lstrip or token.rstrip or token.single_word for token in added):
             return None
@@ -76,23 +76,23 @@ class Codec:
 
 
 class TextStream:
-    """Text of one completion as its tokens arrive, in whole characters, up to a stop string."""
+    """Streams the text of one completion in whole characters, up to a stop string."""
 
     def __init__(self, codec: Codec, stop: Sequence[str] = ()) -> None:
         self._codec, self._stop = codec, stop
-        self._keep = max(map(len, stop), default=1) - 1  # might be the beginning of a stop string
+        self._keep = max(map(len, stop), default=1) - 1  # withheld: may start a stop string
         self._tokens: list[int] = []
-        self._read = 0  # tokens decoded so far
-        self._shown = 0  # of those, the ones that are not decoded again as context of the next
-        self._text = ""  # decoded and not yet returned
+        self._read = 0  # number of decoded tokens
+        self._shown = 0  # of these, the number not decoded again as context of the next ones
+        self._text = ""  # decoded, not yet returned
         self.stopped = False
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens."""
+        """Add tokens; returns the text that is final."""
         return self._add(tokens, last=False)
 
     def finish(self) -> str:
-        """The rest, incomplete characters included."""
+        """The remaining text, including incomplete characters."""
         return self._add((), last=True)
 
     def _add(self, tokens: Sequence[int], *, last: bool) -> str:
@@ -114,6 +114,6 @@ class TextStream:
 
 
 def text_before_stop(text: str, stop: Sequence[str]) -> str:
-    """Text before the first stop string."""
+    """The text before the first stop string."""
     ends = [at for at in (text.find(string) for string in stop) if at >= 0]
     return text[: min(ends)] if ends else text

@@ -1,8 +1,8 @@
-"""Tiny models, trained on the spot: a tokenizer and a Llama that imitate given conversations.
+"""Tiny models trained on given conversations: a tokenizer and a Llama of 0.1 M parameters.
 
-Examples and benchmarks use them so that nothing is downloaded: 0.1 M parameters that write one
-format fluently, as an ordinary Hugging Face checkpoint. They are trained by supervised fine-tuning
-on the assistant's turns: the one loss with psi = 1/N on each of the N action tokens of a batch.
+Examples and benchmarks use them to avoid downloads. They write one format fluently and are ordinary
+Hugging Face checkpoints. They are trained by supervised fine-tuning on the assistant's turns:
+psi = 1/N for each of the N action tokens of a batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""ChatML with the tool calls of Qwen and Hermes, and in the first message each tool in one line."""
+"""ChatML with the tool calls of Qwen and Hermes; the first message lists one tool per line."""
 WORDS_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<' + message.role + '>' }}
@@ -66,7 +66,7 @@ WORDS_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif -%}
 """
-"""A mark for each turn, of whose it is, and one where the model stops."""
+"""Each turn starts with a token of its role; the model's turns end with "<end>"."""
 
 
 def imitator(
@@ -82,16 +82,15 @@ def imitator(
     lr: float = 6e-3,
     heads: int = 4,
 ) -> float:
-    """Write a model that imitates the assistant of the conversations, its tokenizer and its chat
-    template into `directory`. Without a tokenizer, one is made of the conversations as `template`
-    words them. tools: those that the agent offers with each call, in the words of the OpenAI API.
-    Returns the last loss in nats per token that the assistant writes. Of one seed and the same
-    conversations comes the same model.
+    """Train a model to imitate the assistant of the conversations; write it, its tokenizer and its
+    chat template into `directory`. Returns the final loss in nats per assistant token.
 
-    Raises TrainingError when conversations call tools and none are given."""
-    if not tools and any(said.get("tool_calls") for each in conversations for said in each):
+    tokenizer: default: trained on the conversations rendered by `template`. tools: those that the
+    agent sends with each call, in the format of the OpenAI API. Deterministic for a seed. Raises
+    TrainingError if conversations call tools and none are given."""
+    if not tools and any(message.get("tool_calls") for each in conversations for message in each):
         raise TrainingError(
-            "the conversations call tools: give them to `imitator` as tools=[...], as the agent "
+            "the conversations call tools: pass them to `imitator` as tools=[...], as the agent "
             "sends them, so that the model learns from prompts like the agent's"
         )
     torch.manual_seed(seed)
@@ -111,10 +110,8 @@ def rows_of(
     conversations: Sequence[Conversation],
     tools: list[dict[str, Json]] | None = None,
 ) -> list[TokenRow]:
-    """One row per conversation, its actions being what stands between `{% generation %}` and
-    `{% endgeneration %}` in the chat template.
-
-    Raises TrainingError when the template marks nothing as generated."""
+    """One row per conversation. Its actions are the tokens between `{% generation %}` and
+    `{% endgeneration %}` in the chat template; raises TrainingError if there are none."""
     template = tokenizer.get_chat_template(None, tools)
     texts, marked = render_jinja_template(
         list(conversations),
@@ -145,10 +142,10 @@ def rows_of(
 def _tokens_within(
     offsets: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]]
 ) -> Iterator[int]:
-    """The tokens, except the first, of which a character is in one of the spans of the text."""
+    """Yield the tokens, except the first, that overlap one of the spans of the text."""
     before = 0
     for number, (start, end) in enumerate(offsets):
-        start = start if start < end else before  # a space, which some tokenizers leave out
+        start = start if start < end else before  # empty for a space in some tokenizers
         before = end
         if number and any(start < last and first < end for first, last in spans):
             yield number
@@ -165,16 +162,16 @@ def imitate(
     betas: tuple[float, float] = (0.9, 0.98),
     seed: int = 0,
 ) -> float:
-    """AdamW on random batches of `batch` rows, or of all where these are fewer, learning rate
-    rising for `warmup` steps and falling linearly to zero. Returns the mean loss in nats per action
-    token over the last tenth."""
-    dice = random.Random(seed)
+    """Train with AdamW on random batches of at most `batch` rows, with a learning rate that rises
+    for `warmup` steps and falls linearly to zero. Returns the mean loss in nats per action token
+    over the last tenth of the steps."""
+    rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=0.0, fused=True)
     threads = thread_tuner(model.num_parameters(), "imitation computes", torch.get_num_threads())
     losses = []
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min((step + 1) / warmup, 1 - step / steps)
-        (pack,) = pack_rows(dice.sample(rows, min(batch, len(rows))), "trie", sys.maxsize)
+        (pack,) = pack_rows(rng.sample(rows, min(batch, len(rows))), "trie", sys.maxsize)
         with threads.working(len(pack.tokens)):
             loss = -forward_logprobs(model, pack).mean()
             optimizer.zero_grad()
@@ -187,10 +184,10 @@ def imitate(
 
 
 def make_tokenizer(texts: Iterable[str], template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Byte-pair encoding in which every frequent word of the texts is one token."""
+    """Train a byte-pair encoding in which every frequent word of the texts is one token."""
     tokenizer = FastTokenizer(models.BPE())
-    # A word keeps the space after it, so a name is the same token in a question, in SQL and in a
-    # result: the model copies it instead of learning how each name is spelt in each place.
+    # A word includes the space after it, so that a name is the same token in a question, in SQL and
+    # in a result, and the model can copy it.
     words = pre_tokenizers.Split(Regex(r"\w+ ?|[^\w]+"), "isolated")
     spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, spelling])
@@ -215,8 +212,8 @@ def make_tokenizer(texts: Iterable[str], template: str = TEMPLATE) -> PreTrained
 def word_tokenizer(
     words: Sequence[str], roles: Sequence[str] = ("user", "assistant")
 ) -> PreTrainedTokenizerFast:
-    """For a language of few words between spaces, each of which is a token. Words that it does not
-    have are padding. roles: those of the messages."""
+    """A tokenizer for a small vocabulary separated by spaces, one token per word; unknown words
+    become padding. roles: of the messages."""
     marks = [f"<{role}>" for role in roles]
     vocabulary = {word: n for n, word in enumerate([*marks, "<end>", "<pad>", *words])}
     tokenizer = FastTokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -231,10 +228,10 @@ def word_tokenizer(
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, heads: int = 4) -> LlamaForCausalLM:
-    """0.1 M parameters; two heads each share their keys. A wide initialisation halves the steps
-    until it learns to copy.
+    """A Llama of 0.1 M parameters, in which two heads share their keys. The wide initialisation
+    halves the steps until it learns to copy.
 
-    A Llama, because transformers gives every Qwen2 directory Qwen2's own way to split words."""
+    Not a Qwen2: transformers would load its tokenizer with Qwen2's own way to split words."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,

@@ -1,4 +1,4 @@
-"""Tool calls as models of the Hermes and Qwen families write them.
+"""Parser of tool calls in the format of the Hermes and Qwen models.
 
 <tool_call>
 {"name": "query", "arguments": {"sql": "SELECT 1"}}
@@ -31,18 +31,18 @@ class _Written(msgspec.Struct):
 
 
 class ToolParser:
-    """Splits text, as it arrives, into content and tool calls.
+    """Splits streamed text into content and tool calls.
 
-    What is not a well-formed call is content, tags and all. White space around a call is dropped.
+    A malformed call is content, including its tags. White space around a call is dropped.
     """
 
     def __init__(self) -> None:
-        self._text = ""  # not decided yet
+        self._text = ""  # not yet classified
         self._after_call = False
         self.count = 0
 
     def push(self, text: str) -> list[str | ToolCall]:
-        """The content and calls that are certain after more text."""
+        """Add text; returns the content and calls that are final."""
         self._text += text
         found: list[str | ToolCall] = []
         while OPEN in self._text:
@@ -58,7 +58,7 @@ class ToolParser:
         return found
 
     def finish(self) -> list[str | ToolCall]:
-        """The rest. A call that only lacks its closing tag is a call."""
+        """The remaining content and calls. A call may lack its closing tag."""
         before, opened, inner = self._text.partition(OPEN)
         self._text = ""
         if opened:
@@ -92,7 +92,7 @@ def parse(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def _possible_tag_start(text: str) -> int:
-    """The position of a tail that may become a tag, white space before it included."""
+    """The position of a trailing part that may become a tag, including white space before it."""
     end = len(text)
     for size in range(min(len(OPEN) - 1, end), 0, -1):
         if text.endswith(OPEN[:size]):

@@ -1,1 +1,1 @@
-"""Credit in teams: counterfactuals, COMA, VDN and QMIX."""
+"""Value learning for teams: episodes of joint actions, VDN and QMIX."""

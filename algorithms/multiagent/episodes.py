@@ -1,11 +1,10 @@
-"""Episodes of a team: the joint actions that learners of its value read.
+"""Episodes of a team with discrete joint actions, from rollouts or any other source.
 
-A batch of episodes is padded to the longest. Padding is behind a mask in every statistic and
-target, so it changes nothing.
+A batch of episodes is padded to the longest; every statistic and target masks the padding.
 
-A rollout becomes an episode of enumerable actions. A joint step is a round: the k-th call of every
-role. An action is what a call answered, as one of a declared list of texts, or one more for any
-other answer. An observation is what the call saw last, as counts of words hashed into a vector.
+A rollout becomes an episode as follows. Joint step k is the k-th call of every role. The action of
+a call is the index of its answer in a declared list of texts, with one more for any other answer.
+Its observation is the vector of hashed word counts of the messages since the agent's last answer.
 """
 
 from __future__ import annotations
@@ -28,18 +27,16 @@ WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """T joint steps of n agents, and the observation after the last.
-
-    That observation is never read of an episode that terminated, and may be left out; one that was
-    cut off needs it."""
+    """T joint steps of n agents, and the observation after the last one, which is only read, and
+    required, if the episode was truncated."""
 
     observations: Tensor  # float32 [T + 1, n, o]
     states: Tensor  # float32 [T + 1, s]
     actions: Tensor  # int64 [T, n]
-    rewards: Tensor  # float32 [T], the team's
-    terminated: bool = True  # False: cut off
-    available: Tensor | None = None  # bool [T + 1, n, a]; None: every action always is
-    acting: Tensor | None = None  # bool [T + 1, n]: who acts in a step; None: all do
+    rewards: Tensor  # float32 [T], of the team
+    terminated: bool = True  # False: truncated
+    available: Tensor | None = None  # bool [T + 1, n, a]; None: all actions, always
+    acting: Tensor | None = None  # bool [T + 1, n]: the agents that act in a step; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +47,21 @@ class Episodes:
     states: Tensor  # float32 [B, T + 1, s]
     actions: Tensor  # int64 [B, T, n]
     rewards: Tensor  # float32 [B, T]
-    live: Tensor  # bool [B, T]: a step that was made
+    live: Tensor  # bool [B, T]: not padding
     last: Tensor  # bool [B, T]: the last step of its episode
-    terminated: Tensor  # bool [B, T]: the same, of an episode that was not cut off
+    terminated: Tensor  # bool [B, T]: the last step of an episode that was not truncated
     available: Tensor  # bool [B, T + 1, n, a]
     acting: Tensor  # bool [B, T + 1, n]
 
     @property
     def acted(self) -> Tensor:
-        """bool [B, T, n]: who acted in a step that was made."""
+        """The agents that acted, without padding, bool [B, T, n]."""
         return self.acting[:, :-1] & self.live[..., None]
 
 
 def pad_episodes(episodes: Sequence[Episode], actions: int) -> Episodes:
-    """`actions`: how many there are. Raises TrainingError for columns of different lengths."""
+    """Stack episodes with padding. actions: number of actions. Raises TrainingError for columns of
+    inconsistent length and for actions out of range."""
     for number, episode in enumerate(episodes):
         _check(number, episode, actions)
     count, longest = len(episodes), max(len(episode.rewards) for episode in episodes)
@@ -104,12 +102,12 @@ def _check(number: int, episode: Episode, actions: int) -> None:
                 f"{' or '.join(map(str, sorted(allowed)))}"
             )
     if steps and not 0 <= int(episode.actions.min()) <= int(episode.actions.max()) < actions:
-        raise TrainingError(f"episode {number}: an action that is none of the {actions} there are")
+        raise TrainingError(f"episode {number}: an action is not in [0, {actions})")
 
 
 @dataclass(frozen=True, slots=True)
 class JointActionSpace:
-    """The roles that act, and the answers that count as actions. width: of an observation."""
+    """The roles that act, the answers that count as actions, and the size of observations."""
 
     roles: tuple[str, ...]
     actions: tuple[str, ...]
@@ -120,36 +118,36 @@ class JointActionSpace:
         return len(self.actions) + 1
 
     def action(self, call: Transition) -> int:
-        """The index of the answer among the declared texts, ignoring case and surrounding spaces;
-        the last index: none of them."""
-        said = (call.answer or {}).get("content")
-        text = said.strip().casefold() if isinstance(said, str) else ""
+        """The index of the answer in the declared texts, ignoring case and surrounding spaces;
+        the last index for any other answer."""
+        content = (call.answer or {}).get("content")
+        text = content.strip().casefold() if isinstance(content, str) else ""
         known = [action.strip().casefold() for action in self.actions]
         return known.index(text) if text in known else len(known)
 
     def check(self, rollouts: Sequence[Rollout]) -> None:
-        """Raises TrainingError for a role that made no call."""
-        made = {call.role for rollout in rollouts for call in rollout.transitions}
+        """Raise TrainingError for a role that made no call."""
+        found = {call.role for rollout in rollouts for call in rollout.transitions}
         for role in self.roles:
-            if made and role not in made:
+            if found and role not in found:
                 raise TrainingError(
                     f"algorithm.options.roles: none of the calls of {len(rollouts)} rollouts was "
-                    f"made in the role {role!r}; {nearest(role, made)}"
+                    f"made in the role {role!r}; {nearest(role, found)}"
                 )
 
     def moves(self, rollout: Rollout) -> dict[str, tuple[int, int]]:
-        """The round and agent of every call of these roles, by id."""
-        made = dict.fromkeys(self.roles, 0)
+        """The joint step and agent of every call of these roles, by call id."""
+        counts = dict.fromkeys(self.roles, 0)
         found = {}
         for call in rollout.transitions:
-            if call.role in made:
-                found[call.id] = made[call.role], self.roles.index(call.role)
-                made[call.role] += 1
+            if call.role in counts:
+                found[call.id] = counts[call.role], self.roles.index(call.role)
+                counts[call.role] += 1
         return found
 
     def episode(self, rollout: Rollout, reward: float) -> Episode:
-        """The rollout with the team's reward at its end. It always counts as terminated, because
-        the reward is for how it ended. The state is the observations of all agents."""
+        """The rollout as an episode with the team's reward at its end. It is always terminated: the
+        reward is for its final state. The state is the observations of all agents."""
         moves = self.moves(rollout)
         steps, n = 1 + max((step for step, _ in moves.values()), default=-1), len(self.roles)
         observations = torch.zeros(steps, n, self.width)
@@ -166,13 +164,13 @@ class JointActionSpace:
 
 
 def observed_text(call: Transition) -> str:
-    """The text of the messages after the newest answer."""
+    """The text of the messages after the agent's latest answer."""
     contents = (message.get("content") for message in new_messages(call))
     return "\n".join(text for text in contents if isinstance(text, str))
 
 
 def hashed_words(text: str, width: int) -> Tensor:
-    """float32 [width] of length 1: signed counts of words, each in a place of its hash. arXiv
+    """Unit vector of signed word counts, each at the index of its hash, float32 [width]. arXiv
     0902.2206."""
     counts = [0.0] * width
     for word in WORD.findall(text.casefold()):

@@ -1,13 +1,13 @@
-"""The value of a team from the utilities of its agents, and Q-learning on it: VDN and QMIX.
+"""VDN and QMIX: mixers of agents' utilities into a team value, and Q-learning on it.
 
-A mixer turns utilities q [..., n], one of each agent, and the team's state [..., s] into the value
-of their joint action [...]. Each is monotone in every utility, so the joint action of the highest
-value is the one that every agent chooses for itself: agents that learned together can act apart.
+A mixer maps the agents' utilities q [..., n] and the team's state [..., s] to the value of the
+joint action [...]. It is monotone in every utility, so the best joint action consists of each
+agent's best action: agents trained together can act separately.
 
-The learner is for choosing among enumerable actions where no policy is trained, such as who talks
-to whom among frozen language models (Agent Q-Mix, arXiv 2604.00344). It owns utilities, mixer,
-target copies of both, the optimizer, and the count of learned episodes. Always true: two learners
-of the same seed that learned the same episodes are the same.
+The learner chooses among discrete actions without a trained policy, for example which frozen
+language models talk to each other (Agent Q-Mix, arXiv 2604.00344). It has utilities, mixer, target
+copies of both, optimizer, and a count of learned episodes. Invariant: learners with the same seed
+and episodes are equal.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class VdnMixer(nn.Module):
 
 
 class QmixMixer(nn.Module):
-    """Q_tot = w2^T elu(W1^T q + b1) + v, all of them functions of the state, W1 and w2 never
-    negative. QMIX, arXiv 1803.11485, with its single-layer hypernetworks."""
+    """Q_tot = w2^T elu(W1^T q + b1) + v with weights that are functions of the state, W1 and w2
+    nonnegative. QMIX, arXiv 1803.11485, with its single-layer hypernetworks."""
 
     def __init__(self, agents: int, state: int, embed: int = 32) -> None:
         super().__init__()
@@ -51,30 +51,28 @@ class QmixMixer(nn.Module):
 
 
 def qmix_value(q: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, v: Tensor) -> Tensor:
-    """QMIX's mixing of q [..., n] by w1 [..., n, e], b1 [..., e], w2 [..., e], v [...], the
-    weights by their absolute values."""
+    """QMIX's value of q [..., n] for |w1| [..., n, e], b1 [..., e], |w2| [..., e], v [...]."""
     hidden = functional.elu((q.unsqueeze(-1) * w1.abs()).sum(-2) + b1)
     return (hidden * w2.abs()).sum(-1) + v
 
 
 def build_mixer(kind: Kind, agents: int, state: int, embed: int = 32) -> VdnMixer | QmixMixer:
-    """state: its size."""
+    """The mixer of a kind. state: size of the state."""
     return VdnMixer() if kind == "vdn" else QmixMixer(agents, state, embed)
 
 
 def of_action(x: Tensor, actions: Tensor) -> Tensor:
-    """[..., n]: of the numbers x [..., n, a] those of the actions [..., n]."""
+    """The entries of x [..., n, a] at the actions [..., n]; [..., n]."""
     return x.gather(-1, actions[..., None]).squeeze(-1)
 
 
 def best_action(q: Tensor, available: Tensor) -> Tensor:
-    """int64 [...]: the action [..., a] of the highest value among those available."""
+    """The available action with the highest value q [..., a], int64 [...]."""
     return q.masked_fill(~available, -torch.inf).argmax(-1)
 
 
 def one_step_targets(reward: Tensor, following: Tensor, terminated: Tensor, gamma: float) -> Tensor:
-    """Targets r + gamma * (1 - terminated) * V(next). An episode that was cut off has not
-    terminated: what would have followed still counts."""
+    """Targets r + gamma * (1 - terminated) * V(next); a truncated episode is not terminated."""
     return reward + gamma * torch.where(terminated, 0.0, following)
 
 
@@ -83,20 +81,20 @@ def lambda_returns(
 ) -> Tensor:
     """TD(lambda) targets [B, T]: G_t = r_t + gamma * ((1 - lam) * V(next) + lam * G_{t+1}).
 
-    following [B, T]: V of the state after each step; terminated, last bool [B, T]: which steps end
-    an episode for good, and which are the last that were made. arXiv 1705.08926."""
+    following [B, T]: V of the state after each step. terminated, last: bool [B, T], steps at which
+    an episode terminates, and the last step of each episode. arXiv 1705.08926."""
     out = torch.zeros_like(reward)
     after = torch.zeros_like(reward[:, 0])
     for t in reversed(range(reward.shape[1])):
         v = torch.where(terminated[:, t], 0.0, following[:, t])
-        carried = torch.where(last[:, t], v, (1 - lam) * v + lam * after)
-        out[:, t] = after = reward[:, t] + gamma * carried
+        mixed = torch.where(last[:, t], v, (1 - lam) * v + lam * after)
+        out[:, t] = after = reward[:, t] + gamma * mixed
     return out
 
 
 class Utilities(nn.Module):
-    """q [B, T, n, a] of observations [B, T, n, o]: one recurrent network for all agents, which are
-    told apart by their number. As in pymarl."""
+    """A recurrent network from observations [B, T, n, o] to utilities [B, T, n, a], shared by all
+    agents, with the agent's index as input. As in pymarl."""
 
     def __init__(self, agents: int, observation: int, actions: int, hidden: int = 64) -> None:
         super().__init__()
@@ -109,17 +107,17 @@ class Utilities(nn.Module):
         count, steps, agents, _ = observations.shape
         names = torch.eye(agents).expand(count, steps, agents, agents)
         seen = self.enter(torch.cat([observations, names], -1)).relu()
-        each = seen.transpose(1, 2).flatten(0, 1)  # a sequence per agent [B * n, T, h]
+        each = seen.transpose(1, 2).flatten(0, 1)  # one sequence per agent, [B * n, T, h]
         kept = self.memory(each)[0].unflatten(0, (count, agents)).transpose(1, 2)
         out: Tensor = self.leave(kept)
         return out
 
 
 class FactoredQLearner:
-    """A team that learns by double Q-learning on its factored value, pymarl's settings.
+    """Double Q-learning on the factored value of a team, with pymarl's settings.
 
-    network: builds a module that gives the utilities [B, T, n, a] of observations [B, T, n, o];
-    default `Utilities`. every: episodes between copies of the target."""
+    network: builds the module from observations [B, T, n, o] to utilities [B, T, n, a]; default
+    `Utilities`. every: number of episodes between updates of the target."""
 
     kind: ClassVar[Kind]
 
@@ -133,8 +131,8 @@ class FactoredQLearner:
         self.gamma, self.max_grad_norm, self.every = gamma, max_grad_norm, every
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            made = network() if network else Utilities(agents, observation, actions, hidden)
-            parts = {"utilities": made, "mixer": build_mixer(self.kind, agents, state, embed)}
+            utilities = network() if network else Utilities(agents, observation, actions, hidden)
+            parts = {"utilities": utilities, "mixer": build_mixer(self.kind, agents, state, embed)}
         self.online = nn.ModuleDict(parts)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
         self.optimizer = torch.optim.RMSprop(self.online.parameters(), lr, alpha=0.99, eps=1e-5)
@@ -147,18 +145,17 @@ class FactoredQLearner:
         rng: random.Random,
         available: Tensor | None = None,
     ) -> list[int]:
-        """The action of every agent after the observations so far [t, n, o]: its best one, or with
-        probability epsilon any. available: bool [n, a], now; None: all are."""
+        """Epsilon-greedy actions of all agents after the observations so far, [t, n, o].
+        available: bool [n, a]; None: all actions."""
         allowed = torch.ones(self.agents, self.actions).bool() if available is None else available
         with torch.no_grad():
             q = self.online["utilities"](observations[None])[0, -1]
         chosen = best_action(q, allowed).tolist()
         explored = [rng.choice(row.nonzero().squeeze(1).tolist()) for row in allowed]
-        free = [rng.random() < epsilon for _ in chosen]
-        return [e if f else c for e, c, f in zip(explored, chosen, free, strict=True)]
+        return [e if rng.random() < epsilon else c for e, c in zip(explored, chosen, strict=True)]
 
     def learn(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """One optimizer step on all of the episodes; returns its metrics."""
+        """Take one optimizer step on the episodes; returns metrics."""
         data = pad_episodes(episodes, self.actions)
         value = self.value(self.online, data, data.actions)
         with torch.no_grad():
@@ -177,7 +174,8 @@ class FactoredQLearner:
         return {"loss": float(loss.detach()), "grad_norm": float(norm), "value": float(mean)}
 
     def targets(self, data: Episodes) -> Tensor:
-        """[B, T]: the online utilities choose the next actions, the target copy values them."""
+        """Double Q-learning targets [B, T]: the online utilities choose the next actions, the
+        target copy evaluates them."""
         chosen = best_action(self.online["utilities"](data.observations), data.available)
         following = self.value(self.target, data, chosen[:, 1:], first=1)
         return one_step_targets(data.rewards, following, data.terminated, self.gamma)
@@ -185,8 +183,8 @@ class FactoredQLearner:
     def value(
         self, parts: nn.ModuleDict, data: Episodes, actions: Tensor, first: int = 0
     ) -> Tensor:
-        """[B, T]: of the joint actions [B, T, n] in the states from `first` on. An agent that does
-        not act has utility 0."""
+        """Values [B, T] of the joint actions [B, T, n] in the states from step `first` on. An agent
+        that does not act has utility 0."""
         steps = slice(first, first + actions.shape[1])
         q = of_action(parts["utilities"](data.observations)[:, steps], actions)
         taken = torch.where(data.acting[:, steps], q, 0.0)
@@ -209,13 +207,13 @@ class FactoredQLearner:
 
 
 class VDN(FactoredQLearner):
-    """The team's value is the sum of its agents' utilities. arXiv 1706.05296."""
+    """Learner whose team value is the sum of the agents' utilities. arXiv 1706.05296."""
 
     kind = "vdn"
 
 
 class QMix(FactoredQLearner):
-    """The team's value is monotone in its agents' utilities, in a way that depends on its state.
+    """Learner whose team value is a state-dependent monotone function of the agents' utilities.
     arXiv 1803.11485."""
 
     kind = "qmix"

@@ -1,15 +1,14 @@
-"""The one objective: an algorithm is a record of six answers, from which psi follows.
+"""The objective shared by all algorithms: an `Algo` record defines psi, the weight of each token.
 
     c_t   = prod_g fn_g(pool(s_num - s_den))
     psi_t = u_t * (c_t * A_t - sum_r beta_r * kappa_r(p_t - s_r))
     loss  = - sum_t sg[psi_t] * log pi_t - sum_t eta_t * H_t,  eta_t = entropy * u_t
 
-H is the entropy of the distribution that token t was sampled from, with its exact gradient. A loss
-of sides (see `sides`) adds its own psi.
-Streams of log-probs, one number per action token: p current, o before the first update of the
-batch, b the sampler's own, q reference, t teacher. A `Terms` holds everything that is fixed during
-one optimizer step, counted over the whole of it, so the gradient does not depend on how the step is
-cut into micro-batches.
+H is the entropy of the current policy's distribution at token t, with its exact gradient. A
+preference loss (see `sides`) adds its own psi. Streams are log-probs per action token: p current, o
+before the first update of the batch, b of the sampler, q reference, t teacher. `Terms` holds the
+constants of one optimizer step, normalised over the whole step, so the gradient does not depend on
+how the step is cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -45,21 +44,21 @@ KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """One factor: fn of the log-ratio num - den, averaged or summed over a transition or row.
+    """A factor of the advantage: fn of the log-ratio num - den, pooled over a transition or row.
 
-    pre: changes a token's log-ratio before pooling; a token that it changes gets 0."""
+    pre: changes a token's log-ratio before pooling; a changed token gets factor 0."""
 
     fn: GateFn
     num: Stream = "p"
     den: Stream = "o"
-    by: Literal["transition", "row"] | None = None  # units that no micro-batch splits
+    by: Literal["transition", "row"] | None = None  # micro-batches do not split these units
     how: How = "mean"
     pre: GateFn | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KLPenalty:
-    """One penalty beta * k(p - den) on leaving a stream."""
+    """A penalty beta * k(p - den) on the divergence from a stream, in the loss."""
 
     kind: KLEstimator
     beta: float
@@ -68,8 +67,8 @@ class KLPenalty:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """How the sum over tokens is averaged: over units, within one over its `parts` (none: it is one
-    itself), and within a part by `inner`."""
+    """Aggregation of the token losses: mean over units, within a unit mean over its `parts` (empty:
+    the unit is one part), and within a part by `inner`."""
 
     unit: tuple[Unit, ...] = ("row",)
     inner: Inner = "mean"
@@ -83,10 +82,12 @@ ROW_SUMS = Average(("row",), "sum")
 
 @dataclass(frozen=True, slots=True)
 class Algo:
-    """An algorithm. `keep` (bool [N]): the tokens in the loss; default all. `rewards`: references
-    of the rewards that it reads; a batch may lack the `optional` ones. `resample`: groups in which
-    this reward is equal are replaced by other groups. `side`: a loss of whole rollouts or pairs of
-    them, beside the rest. `distill`: imitation of a teacher at several tokens."""
+    """An algorithm.
+
+    keep: bool [N], the tokens in the loss; default all. rewards: references of the rewards that it
+    reads; a batch may lack the `optional` ones. resample: replace groups in which all values of
+    this reward are equal. side: an additional loss of whole rollouts or pairs. distill: imitation
+    of a teacher over several tokens per position."""
 
     credit: Credit
     gates: tuple[Gate, ...] = ()
@@ -99,12 +100,12 @@ class Algo:
     rewards: tuple[str, ...] = ("outcome",)
     optional: tuple[str, ...] = ()
     resample: str | None = None
-    old_from_versions: bool = False  # o is not computed: see `staleness.old_policy_share`
+    old_from_versions: bool = False  # interpolate o: see `staleness.old_policy_share`
     name: str = "custom"
 
     @property
     def needs(self) -> frozenset[Stream]:
-        """The streams that it reads besides p."""
+        """The streams that it reads, without p."""
         read: set[Stream] = {s for gate in self.gates for s in (gate.num, gate.den)}
         read |= {reg.den for reg in self.penalties}
         if any(isinstance(part, TokenKLPenalty) for part in parts_of(self.credit)):
@@ -117,13 +118,13 @@ class Algo:
 
     @property
     def symbols(self) -> int:
-        """How many tokens' log-probs it reads at every position; 0: only the sampled one's."""
+        """Number of tokens whose log-probs it reads per position; 0: only the sampled one."""
         of_gates = max((getattr(gate.fn, "symbols", 0) for gate in self.gates), default=0)
         return of_gates if self.distill is None else self.distill.k
 
     @property
     def group(self) -> int:
-        """The least number of rollouts in a group that it can learn from."""
+        """The smallest group size that it can learn from."""
         return max(getattr(part, "min_group", 1) for part in (None, *parts_of(self.credit)))
 
     @property
@@ -133,25 +134,25 @@ class Algo:
 
     @property
     def memories(self) -> tuple[RememberedColumn, ...]:
-        """The statistics that it keeps from step to step."""
+        """The columns that it remembers between steps."""
         parts = parts_of((self.credit, self.keep))
         return tuple({p.name: p for p in parts if isinstance(p, RememberedColumn)}.values())
 
     @property
     def greedy(self) -> bool:
-        """Whether each group must hold a greedy rollout."""
+        """Whether each group must contain a greedy rollout."""
         return any(getattr(part, "needs_greedy", False) for part in parts_of(self.credit))
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Everything about the N tokens of one optimizer step that is fixed before it."""
+    """The constants of one optimizer step on N tokens."""
 
     advantage: Tensor  # float64 [N]
     weight: Tensor  # float64 [N], 0: not in the loss
     streams: dict[str, Tensor]  # float64 [N] each, o_K and t_K [N, K]
-    ids: dict[str, Tensor]  # int64 [N], units that gates pool over
-    skip: str | None  # why there is nothing to learn from this batch
+    ids: dict[str, Tensor]  # int64 [N] each, units that gates pool over
+    skip: str | None  # the reason why this batch has no gradient
     sides: SideTerms | None = None
 
 
@@ -165,14 +166,13 @@ def loss_terms(
 ) -> Terms:
     """Terms of one optimizer step on the whole of `batch`.
 
-    streams: log-probs [N] by letter, besides b which the batch carries; for an algorithm that has
-    `symbols`, also o_K [N, K], those of the batch's symbols before the first update, or t_K [N, K],
-    the teacher's, without which a `distill` teaches nothing. fresh: o need
-    not be given, as this is the only step on the batch, or o lies at `share` between b and p.
-    advantage [N]: from `compute_advantages` of a larger batch that this one was cut from; default:
-    computed here.
+    streams: log-probs [N] by letter, except b, which is in the batch; for an algorithm with
+    `symbols` also those of the batch's symbols, [N, K]: o_K before the first update, or t_K of the
+    teacher, without which `distill` has no effect. fresh: o is not needed, because this is the only
+    step on the batch or because o is interpolated between b and p (stream `share`). advantage [N]:
+    from `compute_advantages` of a larger batch that contains this one; default: computed here.
 
-    Raises TrainingError for a missing stream, log-probs that are not finite, infinite credit."""
+    Raises TrainingError for a missing stream, non-finite log-probs or infinite credit."""
     given = {"b": batch.behaviour, **streams}
     columns = {name: column.detach().double().cpu() for name, column in given.items()}
     who = f"algorithm {algo.name!r}, step {batch.step},"
@@ -182,7 +182,7 @@ def loss_terms(
         if name not in columns or known != batch.n_tokens:
             raise TrainingError(
                 f"{who} needs {batch.n_tokens} log-probs of the {STREAMS[name]} (stream {name}), "
-                f"and there are {known or 'none'}; choose a preset or options that do without"
+                f"and there are {known or 'none'}; choose a preset or options without this stream"
             )
         _check_finite(columns[name], name, who)
     credit = compute_advantages(algo, batch) if advantage is None else advantage
@@ -202,16 +202,16 @@ def loss_terms(
 
 
 def compute_advantages(algo: Algo, batch: Batch) -> Tensor:
-    """Advantages float64 [N], NaN for tokens that are missing or filtered out.
+    """Advantages float64 [N]; NaN for tokens that are missing or filtered out.
 
-    Raises TrainingError for a credit that is not one number per token, or infinite."""
+    Raises TrainingError for a credit that is infinite or not one number per token."""
     credit = algo.credit(batch)
     who = f"algorithm {algo.name!r}, step {batch.step}:"
     if not isinstance(credit, Tensor) or credit.shape != (batch.n_tokens,):
         found = f"{tuple(credit.shape)}" if isinstance(credit, Tensor) else type(credit).__name__
         raise TrainingError(
-            f"{who} {where(algo.credit)} gave {found}; return a tensor with one advantage for each "
-            f"of the {batch.n_tokens} tokens of the batch"
+            f"{who} {where(algo.credit)} returned {found}; return a tensor with one advantage for "
+            f"each of the {batch.n_tokens} tokens of the batch"
         )
     credit = credit.detach().double()
     if infinite := int(credit.isinf().sum()):
@@ -220,10 +220,10 @@ def compute_advantages(algo: Algo, batch: Batch) -> Tensor:
 
 
 def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
-    """psi [n] of a micro-batch of whole rows: p [n] are the current log-probs of tokens index [n],
-    or p [n, K] those of their symbols; of a `distill` psi is [n, K] then, else [n].
+    """psi of a micro-batch of whole rows, detached, with the dtype and device of p.
 
-    Detached, of the dtype and device of p. Raises TrainingError if p is not finite."""
+    p: current log-probs of the tokens `index` [n], or [n, K] of their symbols. Returns [n], or
+    [n, K] for a `distill` on symbols. Raises TrainingError if p is not finite."""
     now, index = p.detach().double().cpu(), index.cpu()
     _check_finite(now, "p", f"algorithm {algo.name!r}")
     streams = streams_at(terms, now, index)
@@ -243,12 +243,12 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
 
 
 def eta(algo: Algo, terms: Terms) -> Tensor | None:
-    """The coefficient of the entropy before each token, float64 [N]; None: it is not rewarded."""
+    """Coefficient of the entropy at each token, float64 [N]; None without an entropy bonus."""
     return algo.entropy * terms.weight if algo.entropy else None
 
 
 def gate_product(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
-    """c [N]: the product of all gates at log-probs p, [N] or [N, K], of the whole step, float64."""
+    """The product c of all gates, float64 [N]. p: log-probs of the whole step, [N] or [N, K]."""
     now, index = p.detach().double().cpu(), torch.arange(len(p))
     gates = gate_factors(algo, terms, streams_at(terms, now, index), index)
     start = torch.ones(len(p), dtype=torch.float64)
@@ -262,7 +262,7 @@ def psi_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
 
 
 def pool(lr: Tensor, ids: Tensor | None, how: How = "mean") -> Tensor:
-    """One value per unit, copied back to its tokens, float64 [n]; without ids lr itself."""
+    """lr [n] reduced per unit and copied back to the tokens, float64 [n]; lr itself without ids."""
     return lr if ids is None else reduce_by(lr, ids, how=how)[ids]
 
 
@@ -277,38 +277,38 @@ def weights(
     const).
 
     A unit or part is live if the mask keeps one of its tokens; the others are in no denominator.
-    part: ids of the parts that units consist of; default: each is one part."""
+    part: ids of the parts of the units; default: each unit is one part."""
     kept = torch.ones_like(unit, dtype=torch.bool) if mask is None else mask
     part = unit if part is None else part
     tokens = reduce_by(kept, part)[part].clamp(min=1)
-    parts = reduce_by(kept / tokens, unit).round()  # every live part adds up to 1
-    share = kept.double() / (parts > 0).sum().clamp(min=1) / parts[unit].clamp(min=1)
+    parts = reduce_by(kept / tokens, unit).round()  # every live part sums to 1
+    u = kept.double() / (parts > 0).sum().clamp(min=1) / parts[unit].clamp(min=1)
     if inner == "mean":
-        return share / tokens
-    return share / const if inner == "const" else share
+        return u / tokens
+    return u / const if inner == "const" else u
 
 
 def kappa(d: Tensor, kind: KLEstimator) -> Tensor:
-    """d k / d p [n] at d = p - s: the coefficient of the log-prob gradient of penalty k."""
+    """Derivative d k / d p [n] of penalty k at d = p - s."""
     d = d.clamp(-LOG_LIMIT, LOG_LIMIT)
     return {"k1": torch.ones_like(d), "k2": d, "k3": 1 - (-d).exp(), "abs": d.sign()}[kind]
 
 
 def kl_value(d: Tensor, kind: KLEstimator) -> Tensor:
-    """k [n] at d = p - s, for metrics: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, abs = |d|."""
+    """Penalty k [n] at d = p - s: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, abs = |d|."""
     d = d.clamp(-LOG_LIMIT, LOG_LIMIT)
     return {"k1": d, "k2": d.square() / 2, "k3": (-d).expm1() + d, "abs": d.abs()}[kind]
 
 
 def streams_at(terms: Terms, now: Tensor, index: Tensor) -> dict[str, Tensor]:
-    """Streams [n] of the tokens `index` [n] by letter; `now`: their current log-probs, [n] or those
+    """Streams [n] of the tokens `index` [n], by letter. now: their current log-probs [n], or those
     of their symbols [n, K]."""
     p, symbols = (now, {}) if now.dim() == 1 else (now[:, 0], {"p_K": now})
     if "o_K" in terms.streams and not symbols:
         raise TrainingError(
-            "the learner gave the current log-probs of the sampled tokens alone, not of the symbols"
+            "the learner returned the current log-probs of the sampled tokens, not of the symbols"
         )
-    # Terms without o are of the first step on their batch: o is p.
+    # Terms without o belong to the first step on their batch: o is p.
     found = {"p": p, "o": p} | symbols | {name: x[index] for name, x in terms.streams.items()}
     if "share" in found:
         found["o"] = found["b"] + found["share"] * (p - found["b"])
@@ -333,7 +333,7 @@ def gate_factors(
 def _check_finite(x: Tensor, stream: str, where: str) -> None:
     if bad := int((~x.isfinite()).sum()):
         raise TrainingError(
-            f"{where} cannot weigh its tokens: {bad} of {x.numel()} log-probs of the "
+            f"{where} cannot compute psi: {bad} of {x.numel()} log-probs of the "
             f"{STREAMS[stream]} (stream {stream}) are NaN or infinite"
         )
 
@@ -347,8 +347,8 @@ def _skip(
         return None
     if not live.any():
         return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"
-    # A critic learns from every known return, also where it was right or no rollout was better.
-    pulled = algo.penalties or algo.distill or algo.critic or algo.entropy
-    if not (pulled or credit.any()):
+    # A critic learns from every known return, even if all advantages are 0.
+    learns_without_credit = algo.penalties or algo.distill or algo.critic or algo.entropy
+    if not (learns_without_credit or credit.any()):
         return f"no rollout of {len(batch.groups)} groups did better or worse than the others"
     return None

@@ -1,4 +1,4 @@
-"""Distillation over several tokens at every place: less noise than the sampled one alone gives."""
+"""Distillation over several tokens per position, with less noise than the sampled token alone."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-LEAST_REST = 1e-6  # probability of all other tokens: below, it is what rounding leaves
+LEAST_REST = 1e-6  # probability of all other tokens; smaller values are rounding errors
 
 
 @dataclass(frozen=True, slots=True)
 class TopKDistillation:
-    """beta times the divergence between teacher and policy over k tokens and one symbol for all the
-    rest, without which the policy could leave the k tokens unseen. of: whose most probable tokens,
-    beside the sampled one. "teacher": KL(teacher || policy); "policy", before the first update of
-    the batch: KL(policy || teacher). GKD, arXiv 2306.13649."""
+    """beta times the KL divergence between teacher and policy over k tokens and one symbol for the
+    rest, without which leaving the k tokens would cost nothing. The k tokens are the sampled one
+    and the most probable ones of the teacher (of = "teacher": KL(teacher || policy)) or of the
+    policy before the first update (of = "policy": KL(policy || teacher)). GKD, arXiv 2306.13649."""
 
     k: int
     beta: float
     of: Literal["teacher", "policy"]
 
     def pull(self, p_K: Tensor, t_K: Tensor) -> Tensor:
-        """-d beta KL / d p_K [n, K], float64, of log-probs of the policy and of the teacher."""
+        """psi = -d beta KL / d p_K, float64. p_K, t_K: log-probs of policy and teacher, [n, K]."""
         with torch.enable_grad():
             leaf_K = p_K.detach().double().requires_grad_()
             policy, teacher = with_rest(leaf_K), with_rest(t_K.double())
@@ -33,6 +33,6 @@ class TopKDistillation:
 
 
 def with_rest(logprobs_K: Tensor) -> Tensor:
-    """Log-probs [n, K + 1], the last that of all other tokens."""
+    """Log-probs [n, K + 1] with that of all other tokens appended."""
     rest = (1 - logprobs_K.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST)
     return torch.cat((logprobs_K, rest.log()), -1)

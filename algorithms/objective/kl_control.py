@@ -1,8 +1,7 @@
-"""An adaptive coefficient of the KL penalty to the reference, which keeps their KL at a target.
+"""An adaptive coefficient of the KL penalty that keeps the KL to the reference at a target.
 
-beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * rollouts / horizon), arXiv 1909.08593; more
-rollouts than the horizon count as that many. The KL is the mean of b - q per token, which estimates
-it without bias for the policy that was sampled.
+beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * min(1, rollouts / horizon)), arXiv
+1909.08593. The KL is the mean of b - q per token, an unbiased estimate for the sampling policy.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from agentrl.types import Json
 
 @dataclass(slots=True)
 class KlController:
-    """Owns beta. target in nats per token, horizon in rollouts."""
+    """Adapts beta. target: nats per token. horizon: rollouts."""
 
     beta: float
     target: float
     horizon: int
 
     def observe(self, kl: float, rollouts: int) -> None:
-        """Adapt beta after a step on so many rollouts, which had this KL to the reference."""
+        """Adapt beta after a step on `rollouts` rollouts with this KL to the reference."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        # A larger share could make beta negative, which would pay for leaving the reference.
+        # A larger factor could make beta negative and so reward leaving the reference.
         self.beta *= 1 + error * min(1.0, rollouts / self.horizon)
 
     def tuned(self, algo: Algo) -> Algo:
-        """The algorithm with the present beta in its penalty."""
+        """The algorithm with the current beta in its penalty."""
 
         def change(part: Any) -> Any:
             return TokenKLPenalty(self.beta) if isinstance(part, TokenKLPenalty) else part
@@ -49,44 +48,45 @@ class KlController:
         return self.beta
 
     def restore(self, data: Json) -> None:
-        """Take over what `dump` wrote. Raises msgspec.ValidationError for anything else."""
+        """Load the output of `dump`. Raises msgspec.ValidationError for anything else."""
         self.beta = msgspec.convert(data, float)
 
 
 def make_kl_controller(algo: Algo, target: float, horizon: int) -> KlController:
-    """Begins with the beta of the algorithm. Raises ConfigError if it has none, or two."""
+    """A controller that starts at the algorithm's beta. Raises ConfigError unless it has one."""
     betas = [reg.beta for reg in algo.penalties if reg.den == "q"]
     betas += [part.beta for part in parts_of(algo.credit) if isinstance(part, TokenKLPenalty)]
     if len(betas) != 1:
         raise ConfigError(
-            f"reference.target: algorithm.preset = {algo.name!r} has {len(betas)} penalties on "
-            "leaving the reference, and one is adapted; set one of its coefficients"
+            f"reference.target: algorithm.preset = {algo.name!r} has {len(betas)} KL penalties to "
+            "the reference, and exactly one can be adapted; set one of its coefficients"
         )
     return KlController(betas[0], target, horizon)
 
 
 class UpdatableReference(Protocol):
-    """A reference model that may be replaced by a copy of the policy."""
+    """A reference model that can be replaced by a copy of the policy."""
 
     def finish(self, step: int) -> None:
-        """Training step number `step` is done."""
+        """Called after training step `step`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceControl:
-    """The reference, which may follow the policy, and the coefficient of its penalty."""
+    """The reference model and its KL coefficient, both possibly updated during the run."""
 
     reference: UpdatableReference | None = None  # None: not read, or the model without its adapter
-    kl: KlController | None = None  # None: the coefficient stays as it is
+    kl: KlController | None = None  # None: constant coefficient
 
     def tuned(self, algo: Algo) -> Algo:
-        """The algorithm with the present coefficient of its penalty."""
+        """The algorithm with the current coefficient of its penalty."""
         return algo if self.kl is None else self.kl.tuned(algo)
 
     def finish(self, step: int, batch: Batch | None, rollouts: int) -> dict[str, float]:
-        """Training step number `step` on so many rollouts is done; batch: with the log-probs of the
-        reference, None where the algorithm reads none. Returns reference/drift, where there are
-        tokens, and reference/beta, as it was in this step."""
+        """Update coefficient and reference after training step `step` on `rollouts` rollouts.
+
+        batch: with reference log-probs; None if the algorithm reads none. Returns the metrics
+        reference/drift (if the batch has tokens) and reference/beta (before the update)."""
         metrics = {}
         if batch is not None and batch.n_tokens:
             metrics["reference/drift"] = mean_kl(batch)
@@ -100,5 +100,5 @@ class ReferenceControl:
 
 
 def mean_kl(batch: Batch) -> float:
-    """Mean of b - q over the tokens of a batch that has some, nats."""
+    """Mean of b - q over the tokens of a nonempty batch, in nats."""
     return float((batch.behaviour.double() - batch.reference.double()).mean())

@@ -1,8 +1,8 @@
-"""Gate functions: how far a sample is trusted, as a factor >= 0 of its advantage.
+"""Gate functions: importance weights, clips and masks as a factor >= 0 of the advantage.
 
-Each is called with lr [n] (a pooled log-ratio of two streams, r = e^lr), the advantages [n] and the
-streams [n] by letter, and returns factors [n], detached. The loss -sg[factor * A] * log pi has the
-gradient of the published surrogate. At r = 1 every factor is 1.
+Each takes lr [n] (a pooled log-ratio of two streams, r = e^lr), the advantages [n] and the streams
+[n] by letter, and returns detached factors [n], which are 1 at r = 1. The loss
+-sg[factor * A] * log pi has the gradient of the published surrogate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-LOG_LIMIT = 20.0  # |log r| beyond which a ratio carries no information, only overflow
+LOG_LIMIT = 20.0  # |log r| is clamped to this against overflow
 
 
 class GateFn(Protocol):
@@ -74,7 +74,7 @@ class Truncate:
 class InRange:
     """1 where lo <= r <= hi, else 0: rejection."""
 
-    is_mask: ClassVar[bool] = True  # not a weight, so it may stand beside a correction
+    is_mask: ClassVar[bool] = True  # not a weight, so it can be combined with a correction
     lo: float
     hi: float
 

@@ -1,11 +1,11 @@
-"""Losses of sides: of the summed log-probs of whole rollouts, alone or in pairs.
+"""Preference losses: functions of the summed log-probs of whole rollouts, alone or in pairs.
 
     S_u = sum of log pi over the tokens of side u     h_u = S_u - S_ref,u     n_u tokens
     psi_t = -d L / d S_side(t)
 
-A side is a rollout of the batch; its tokens are its actions, so tool results and headers are in no
-sum. Means are over all pairs (or labelled sides) of an optimizer step, so the gradient does not
-depend on how rows are packed, as long as a pack has both sides of a pair: see `Batch.row_unit`.
+A side is a rollout of the batch; S sums over its action tokens only. Means are over all pairs (or
+labelled sides) of an optimizer step, so the gradient does not depend on how rows are packed, as
+long as both sides of a pair are in one pack: see `Batch.row_unit`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from agentrl.datasets.pairing import How, choose_pairs
 from agentrl.errors import TrainingError
 
 WEIGHT, MISMATCHED = "weight", "mismatched"
-"""Rewards beside the one that is compared: how much a pair or side counts (default 1), and 1 for
-rollouts whose completion is another prompt's, by which KTO estimates the KL divergence."""
+"""Names of two further rewards: the weight of a pair or side (default 1), and 1 for rollouts whose
+completion belongs to another prompt, from which KTO estimates the KL divergence."""
 
 
 class Sums(NamedTuple):
-    """Of some sides, float64 each: current and reference log-probs and numbers of tokens."""
+    """Summed current (S) and reference (q) log-probs and token counts (n) of sides, float64."""
 
     S: Tensor
     q: Tensor
@@ -45,11 +45,13 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SideLoss:
-    """A loss of sides. fn: of the better and the worse sides of P pairs, [P]; not paired: of U
-    sides, their labels and the mean KL estimate, [U]. reference: whether it reads q. whole: whether
-    it needs all sides of the step at once. nll: weight of the mean negative log-prob of the tokens
-    of better sides. share: of the whole in psi. how, least, per_group: see `choose_pairs`.
-    threshold: the reward from which on a side that is not in a pair is desirable."""
+    """A loss over sides.
+
+    fn: maps the `Sums` of the better and the worse sides of P pairs to losses [P]; not paired: maps
+    the `Sums` of U sides, their labels and the mean KL estimate to losses [U]. reference: whether
+    it reads q. whole: whether it needs all sides of the step at once. nll: weight of the mean
+    negative log-prob of the better sides' tokens. share: weight of the loss in psi. how, least,
+    per_group: see `choose_pairs`. threshold: least reward of a desirable side, if not paired."""
 
     fn: Callable[..., Tensor]
     options: Mapping[str, float]
@@ -67,26 +69,26 @@ class SideLoss:
 
 @dataclass(frozen=True, slots=True)
 class SideTerms:
-    """What is fixed about the U sides and P pairs of an optimizer step."""
+    """The constants of the U sides and P pairs of one optimizer step."""
 
-    side: Tensor  # int64 [N], of each token
+    side: Tensor  # int64 [N], the side of each token
     q: Tensor  # float64 [U]
     n: Tensor  # float64 [U]
     better: Tensor  # int64 [P]
     worse: Tensor  # int64 [P]
-    label: Tensor  # float64 [U], 1 or 0; NaN: not known
-    weight: Tensor  # float64 [U]; a pair has that of its better side
+    label: Tensor  # float64 [U], 1 or 0; NaN: unknown
+    weight: Tensor  # float64 [U]; a pair has the weight of its better side
     mismatched: Tensor  # bool [U]
     ties: int  # groups without a pair
 
     @property
     def count(self) -> int:
-        """Pairs, or labelled sides."""
+        """Number of pairs, or of labelled sides."""
         return len(self.better) or int((~self.label.isnan()).sum())
 
 
 def side_terms(loss: SideLoss, batch: Batch, q: Tensor | None) -> SideTerms:
-    """q: log-probs [N] of the reference, for a loss that reads them."""
+    """Choose the pairs or labels of a batch. q: reference log-probs [N] if the loss reads them."""
     U, side = len(batch.rollouts), batch.token_rollout
     none = torch.full((U,), torch.nan, dtype=torch.float64)
     values = rollout_rewards(batch, loss.reward)
@@ -115,20 +117,20 @@ def side_terms(loss: SideLoss, batch: Batch, q: Tensor | None) -> SideTerms:
 
 
 def row_unit(loss: SideLoss, batch: Batch) -> Tensor:
-    """int64 [R]: the rows that the loss must see together have one id."""
+    """Ids of the rows, int64 [R]; rows with one id must be in one micro-batch."""
     group = batch.rollout_group[batch.row_rollout]
     return torch.zeros_like(group) if loss.whole else group
 
 
 def loss_value(loss: SideLoss, terms: SideTerms, S: Tensor, present: Tensor) -> Tensor:
-    """The share in the loss of the sides with sums S [U] that are `present`, a scalar.
+    """The scalar contribution to the loss of the sides with sums S [U] that are `present` [U].
 
-    Raises TrainingError where a pair, or what the loss needs at once, is not there as a whole."""
+    Raises TrainingError if one side of a pair is absent, or any side of a `whole` loss."""
     a, b = terms.better, terms.worse
     if (present[a] != present[b]).any() or (loss.whole and not present.all()):
         raise TrainingError(
-            "a micro-batch has one side of a pair and not the other: the learner must keep the "
-            "rows of a Batch.row_unit together, or compute psi before it splits them"
+            "a micro-batch has only one side of a pair: the learner must keep rows of one "
+            "Batch.row_unit together, or compute psi before it splits them"
         )
     now = Sums(S, terms.q, terms.n.clamp(min=1))
     if not loss.paired:
@@ -145,7 +147,7 @@ def loss_value(loss: SideLoss, terms: SideTerms, S: Tensor, present: Tensor) -> 
 
 
 def side_psi(loss: SideLoss, terms: SideTerms, p: Tensor, index: Tensor) -> Tensor:
-    """psi float64 [n] of a micro-batch of whole units, with log-probs p [n] of tokens index [n]."""
+    """psi float64 [n] of a micro-batch of whole units; p [n]: log-probs of tokens `index` [n]."""
     side = terms.side[index]
     S = reduce_by(p, side, len(terms.n)).requires_grad_()
     present = (terms.n == 0).index_fill(0, side, True)
@@ -154,7 +156,7 @@ def side_psi(loss: SideLoss, terms: SideTerms, p: Tensor, index: Tensor) -> Tens
 
 
 def side_metrics(loss: SideLoss, terms: SideTerms, p: Tensor) -> dict[str, float]:
-    """See `algorithms/PREFERENCES.md`. p [N]: log-probs before the update."""
+    """The metrics in `algorithms/PREFERENCES.md`. p [N]: log-probs before the update."""
     S = reduce_by(p, terms.side, len(terms.n))
     beta, n = loss.options.get("beta", 1.0), terms.n.clamp(min=1)
     reward = beta * (S - terms.q if loss.reference else S / n)

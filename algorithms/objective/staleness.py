@@ -1,7 +1,6 @@
-"""Tokens that older versions of the policy sampled: which may be trained, and how far they count.
+"""Filters and weights for tokens that older versions of the policy sampled.
 
-The lag of a token is the number of updates of its policy since the version that sampled it. A
-version that is not known has lag 0.
+A token's lag is the number of policy updates since it was sampled; 0 if its version is unknown.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from agentrl.algorithms.objective.core import Algo
 
 
 def token_lag(batch: Batch, version: int) -> Tensor:
-    """int64 [N]: updates between the version of each token and `version`."""
+    """Number of updates from the version of each token to `version`, int64 [N]."""
     sampled = batch.token_version
     return torch.where(sampled < 0, 0, version - sampled)
 
 
 @dataclass(frozen=True, slots=True)
 class RecentTokens:
-    """bool [N]: the tokens that `keep` keeps (None: all), and of versions from `oldest` on. The
+    """Filter, bool [N]: the tokens of version `oldest` or later that `keep` (None: all) keeps. The
     reward of a rollout without such tokens still counts in its group's baseline."""
 
     oldest: int
@@ -36,21 +35,19 @@ class RecentTokens:
 
 
 def withhold(algo: Algo, batch: Batch, oldest: int) -> Algo:
-    """The algorithm without the tokens of versions before `oldest`; itself if there are none."""
+    """`algo`, with tokens of versions before `oldest` filtered out if the batch has any."""
     if not (token_lag(batch, oldest) > 0).any():
         return algo
     return replace(algo, keep=RecentTokens(oldest, algo.keep))
 
 
 def old_policy_share(lag: Tensor) -> Tensor:
-    """float64 [N] s in o = b + s (p - b), the policy before this update by the share of the updates
-    since the token was sampled that it has had: (lag - 1) / lag. At lag 0 the sampler is the policy
-    itself and s = 1. A-3PO, arXiv 2512.06547."""
+    """The fraction s = (lag - 1) / lag in the interpolated old policy o = b + s (p - b), float64
+    [N]; 1 at lag 0, where the sampler is the policy itself. A-3PO, arXiv 2512.06547."""
     return torch.where(lag > 0, (lag - 1).double() / lag.clamp(min=1), 1.0)
 
 
 def effective_share(weights: Tensor) -> float:
-    """Effective sample size of importance weights as a share of their number,
-    (sum w)^2 / (n sum w^2); 1 without weights above 0."""
+    """Effective sample size of n weights divided by n, (sum w)^2 / (n sum w^2); 1 if all are 0."""
     total = weights.square().sum()
     return float(weights.sum().square() / total) / weights.numel() if total > 0 else 1.0

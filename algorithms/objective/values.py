@@ -1,8 +1,8 @@
-"""The critic's targets, which are the returns of the credit that reads it, and its loss.
+"""Targets and loss of the critic.
 
 L = coefficient * sum_t u_t * max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2, arXiv
-1707.06347. R comes from the credit itself, before anything whitens it, with the values that the
-advantages of the batch were computed with.
+1707.06347. R is the return of the credit that reads the critic, before whitening, with the values
+that the advantages of the batch were computed with.
 """
 
 from __future__ import annotations
@@ -23,37 +23,35 @@ from agentrl.errors import TrainingError
 
 @runtime_checkable
 class FromValues(Protocol):
-    """A credit made of values, which gives the targets of these values."""
+    """A credit that reads values and defines their targets."""
 
     @property
     def value(self) -> Column: ...
 
     def returns(self, batch: Batch) -> Tensor:
-        """Float64 [N], NaN = no target."""
+        """Targets of `value`, float64 [N], NaN = no target."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueTerms:
-    """The critic's targets in one optimizer step: the loss is the weighted sum of
+    """Targets of the critic in one optimizer step; the loss is the weighted sum of
     max((v - returns)^2, (old + clamp(v - old, -clip, clip) - returns)^2) / 2."""
 
-    returns: Tensor  # float64 [N], computed with the values that credit was computed with
-    old: Tensor  # float64 [N], those values
+    returns: Tensor  # float64 [N], computed with `old`
+    old: Tensor  # float64 [N], the values that credit was computed with
     weight: Tensor  # float64 [N], 0: not in the loss; sums to 1
     clip: float = inf
 
 
 def returns(algo: Algo, batch: Batch) -> Tensor:
-    """The critic's target before each token, float64 [N]; NaN: none, because the reward is missing
-    or no credit reads a value there.
-
-    Raises TrainingError for a credit that reads the critic in two ways."""
+    """The critic's target before each token, float64 [N]; NaN if the reward is missing or no credit
+    reads a value there. Raises TrainingError for a credit that reads the critic in two ways."""
     parts = [part for part in parts_of(algo.credit) if isinstance(part, FromValues)]
     reading = dict.fromkeys(part for part in parts if _reads_critic(part.value))
     if len(reading) > 1:
         raise TrainingError(
-            f"algorithm {algo.name!r} reads one critic in {len(reading)} different ways, so what "
-            "it should learn is not defined; give all but one a reward as its `value`"
+            f"algorithm {algo.name!r} reads one critic in {len(reading)} different ways, so the "
+            "critic's targets are ambiguous; set `value` to a reward in all but one of them"
         )
     for part in reading:
         return part.returns(batch).detach()
@@ -65,41 +63,40 @@ def _reads_critic(value: object) -> bool:
 
 
 def critic_terms(algo: Algo, batch: Batch, *, clip: float) -> ValueTerms | None:
-    """Terms of a batch with values, or None where the algorithm reads no critic."""
+    """Terms of a batch with values, or None if the algorithm reads no critic."""
     return value_terms(returns(algo, batch), batch.values, clip=clip) if algo.critic else None
 
 
 def value_terms(target: Tensor, old: Tensor, *, clip: float) -> ValueTerms:
-    """Terms of one optimizer step: every known return [N] counts the same."""
+    """Terms of one optimizer step, with equal weights for all known returns [N]."""
     known = ~target.isnan()
     weight = known.double() / known.sum().clamp(min=1)
     return ValueTerms(torch.where(known, target, 0.0), old.double(), weight, clip)
 
 
 def value_loss(terms: ValueTerms, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss (a sum over these tokens), its gradient d L / d v [n] and which tokens are clipped, bool
-    [n], at values v [n] of tokens index [n]. Float64 on the CPU, detached, before the coefficient.
-    """
+    """Summed loss, its gradient d L / d v [n], and a bool mask [n] of clipped tokens, at values v
+    [n] of the tokens `index` [n]. Float64 on the CPU, detached, without the coefficient."""
     now = v.detach().double().cpu()
     target, old, weight = terms.returns[index], terms.old[index], terms.weight[index]
     near = old + (now - old).clamp(-terms.clip, terms.clip)
     free, held = (now - target).square(), (near - target).square()
-    clipped = held > free  # the value moved too far from its old self
+    clipped = held > free
     loss = (weight * torch.maximum(free, held)).sum() / 2
     return loss, torch.where(clipped, 0.0, weight * (now - target)), clipped & (weight > 0)
 
 
 def select_tokens(terms: ValueTerms, tokens: Tensor) -> ValueTerms:
-    """The terms of the tokens with these indices; their weights sum to 1 again."""
+    """The terms of the tokens with these indices; their weights are renormalised to sum to 1."""
     weight = terms.weight[tokens]
     weight = weight / total if (total := weight.sum()) > 0 else weight
     return replace(terms, returns=terms.returns[tokens], old=terms.old[tokens], weight=weight)
 
 
 def value_metrics(terms: ValueTerms) -> dict[str, float]:
-    """critic/value_mean, critic/return_mean and critic/explained_variance: 1 - var(return - value)
-    / var(return), 0 where the returns do not differ. Over the tokens that the critic learns from;
-    empty if there are none."""
+    """critic/value_mean, critic/return_mean and critic/explained_variance over the tokens that the
+    critic learns from; empty if there are none. Explained variance is 1 - var(return - value) /
+    var(return), or 0 if all returns are equal."""
     live = terms.weight > 0
     if not live.any():
         return {}

@@ -1,7 +1,7 @@
-"""Algorithms by name: each is a few answers to the five questions of `objective`.
+"""All presets and modifiers of the library; importing this module registers them.
 
-`make("grpo+tis", {"clip_high": 0.28, "tis_cap": 3.0})` builds one: a preset, then any modifiers,
-with the keyword options of all of them. Importing this module registers the library's own.
+`make("grpo+tis", {"clip_high": 0.28, "tis_cap": 3.0})` builds an algorithm from a preset, any
+modifiers, and the keyword options of all of them.
 """
 
 from agentrl.algorithms.presets import mixing  # noqa: F401

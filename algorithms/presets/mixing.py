@@ -1,10 +1,9 @@
-"""Process and outcome rewards, compared one by one, mixed in one place: named reward streams, and
-PRIME, iStar, ArCHer and MT-GRPO.
+"""Mixing of process and outcome rewards: named reward streams, PRIME, iStar, ArCHer and MT-GRPO.
 
-Streams are mixed as advantages unless another way is chosen: each is compared and scaled on its
-own, so none drowns another (iStar, arXiv 2509.19199). As returns: each is discounted and centred on
-its own, and the sum is scaled. As rewards: the sum of what a call received is treated as one
-reward. What is missing in a stream adds nothing; a token that all streams miss is missing.
+Streams are mixed in one of three ways. "advantages" (the default): each is centred and scaled
+separately, so that none dominates (iStar, arXiv 2509.19199). "returns": each is discounted and
+centred separately, and the sum is scaled. "rewards": the sum of a call's rewards is one reward. A
+missing value adds nothing; a token is missing if all streams are missing for it.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ Way = Literal["advantages", "returns", "rewards"]
 
 
 class SumOfCalls(WeightedSum):
-    """[S] weighted sum of columns of calls; what is missing in one counts as 0 there."""
+    """`WeightedSum` of columns of calls, [S]."""
 
     level: ClassVar[Level] = "transition"
 
 
 @column("transition")
 def DiscountedAdvantages(batch: Batch, rel: GroupRelative, gamma: float = 1.0) -> Tensor:
-    """[S] advantages of calls, or of what is above them, discounted by the calls that follow."""
+    """Advantages of calls, roles or rollouts times gamma ** (number of later calls), [S]."""
     x = lift(batch, rel.of_units(batch), rel.level, "transition")
     return x * turns.turn_discounts(batch, gamma)
 
 
 @column("transition")
 def ScaledByLargestReturn(batch: Batch, reward: str | Column) -> Tensor:
-    """[S] rewards over the largest |return| of the batch. PRIME, arXiv 2502.01456."""
+    """Rewards of calls divided by the batch's largest |return|, [S]. PRIME, arXiv 2502.01456."""
     x = turns.call_rewards(batch, reward)
     returns = turns.discounted_return(x, 1.0, next_same(batch.transition_rollout)).abs()
     largest = returns.nan_to_num(nan=0.0).max() if returns.numel() else torch.ones(())
@@ -56,8 +55,8 @@ def ScaledByLargestReturn(batch: Batch, reward: str | Column) -> Tensor:
 
 @column("transition")
 def CentredOnOthers(batch: Batch, reward: str | Column) -> Tensor:
-    """[S] rewards minus the mean reward per call of the group's other rollouts; 0 where there is no
-    other. PRIME, arXiv 2502.01456."""
+    """Rewards of calls minus the mean reward per call of the group's other rollouts, [S]; 0 if
+    there is no other. PRIME, arXiv 2502.01456."""
     x = turns.call_rewards(batch, reward)
     rollout, group = batch.transition_rollout, batch.rollout_group
     mean = known_mean(x, rollout, len(batch.rollouts))
@@ -68,16 +67,16 @@ def CentredOnOthers(batch: Batch, reward: str | Column) -> Tensor:
 
 @column()
 def ClampedAdvantage(batch: Batch, credit: Credit, limit: float) -> Tensor:
-    """[N] a credit within +- limit."""
+    """A credit clamped to +- limit, [N]."""
     return credit(batch).clamp(-limit, limit)
 
 
 @column()
 def GatedByOutcome(batch: Batch, credit: Credit, outcome: Credit, how: Agreement) -> Tensor:
-    """[N] a credit where the outcome agrees, else 0; missing where the outcome is.
+    """A credit where the outcome's advantage agrees, else 0, [N]; missing where the outcome's is.
 
-    how: "agree": both must have the same sign; "positive": an advantage above 0 counts only where
-    the outcome's is above 0; "negative": one below 0 only where the outcome's is below 0."""
+    how: "agree": both must have the same sign; "positive": a positive advantage counts only if the
+    outcome's is positive; "negative": a negative one counts only if the outcome's is negative."""
     a, result = credit(batch), outcome(batch)
     agrees = a * result > 0
     if how != "agree":
@@ -87,7 +86,7 @@ def GatedByOutcome(batch: Batch, credit: Credit, outcome: Credit, how: Agreement
 
 @column()
 def OutcomePlusCalls(batch: Batch, reward: str | Column, calls: str, weight: float = 1.0) -> Tensor:
-    """[U] the reward of a rollout plus `weight` times what its calls received."""
+    """The reward of each rollout plus `weight` times the sum of its calls' rewards, [U]."""
     x = turns.call_rewards(batch, calls).nan_to_num(nan=0.0)
     total = reduce_by(x, batch.transition_rollout, len(batch.rollouts))
     return core.rollout_rewards(batch, reward) + weight * total
@@ -95,28 +94,28 @@ def OutcomePlusCalls(batch: Batch, reward: str | Column, calls: str, weight: flo
 
 @column()
 def CallsOrOutcome(batch: Batch, credit: Credit, outcome: Credit, reward: str) -> Tensor:
-    """[N] a credit for rollouts of which a call received the reward, `outcome` for the others."""
+    """`credit` for rollouts in which a call received the reward, `outcome` for the others, [N]."""
     known = ~turns.call_rewards(batch, reward).isnan()
     has = reduce_by(known, batch.transition_rollout, len(batch.rollouts)) > 0
     return torch.where(has[batch.token_rollout], credit(batch), outcome(batch))
 
 
 class RewardStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one reward becomes advantages."""
+    """The settings that turn one reward into advantages."""
 
     scope: Scope = Scope.ROLLOUT
     weight: Share = 1.0
     gamma: Discount = 1.0  # per call
-    potential: bool = False  # the rewards of calls are potentials of the states before them
+    potential: bool = False  # a call's reward is the potential of the state before it
     by: tuple[Unit, ...] = ("group",)  # the comparison group
     # prime: the mean reward per call of the group's other rollouts, subtracted before the return.
     base: Literal["none", "mean", "loo", "prime"] = "mean"
     norm: Literal["none", "std", "mean", "prime"] = "none"  # prime: the largest |return|
     clip: Cap = inf  # largest |advantage|
-    # See `GatedByOutcome`: the advantage counts only where that of the stream `outcome` agrees.
+    # See `GatedByOutcome`: the advantage counts only if that of the stream `outcome` agrees.
     gate: Literal["none"] | Agreement = "none"
     outcome: str = "outcome"
-    required: bool = True  # a step in which no rollout has it stops the run
+    required: bool = True  # a step in which no rollout has it ends the run
 
 
 Streams = Annotated[dict[str, RewardStream], msgspec.Meta(min_length=1)]
@@ -130,16 +129,15 @@ def mixed_credit(
     by: tuple[Unit, ...] = ("group",),
     norm: Literal["none", "std"] = "none",
 ) -> Credit:
-    """One credit of several streams by name. gamma (of rewards), by and norm are those of the sum,
-    where it is not a sum of advantages.
-
-    Raises ConfigError for an option that has no effect in this way of mixing."""
+    """Mix named streams into one credit. gamma (for rewards only), by and norm apply to the sum of
+    returns or rewards. Raises ConfigError for an option that has no effect in this way of mixing.
+    """
     _check(streams, "streams", way)
     if way == "advantages":
         if gamma != 1 or norm != "none":
             raise ConfigError(
-                "algorithm.options: gamma and norm are those of a sum of returns or rewards; give "
-                "each stream its own, or choose another way of mixing"
+                "algorithm.options: gamma and norm are those of a sum of returns or rewards; set "
+                "them for each stream, or set mix to 'returns' or 'rewards'"
             )
         return WeightedSum(
             tuple((stream_advantage(name, streams), s.weight) for name, s in streams.items())
@@ -149,7 +147,7 @@ def mixed_credit(
             (_compared(name, s), 1.0 if s.scope is Scope.TRANSITION else s.gamma, s.weight)
             for name, s in streams.items()
         )
-        terms = tuple((DiscountedAdvantages(rel, fade), weight) for rel, fade, weight in returns)
+        terms = tuple((DiscountedAdvantages(rel, decay), weight) for rel, decay, weight in returns)
         return GroupRelative(SumOfCalls(terms), by=by, base="none", norm=norm)
     parts = tuple((_rewards(name, s), s.weight) for name, s in streams.items())
     return GroupRelative(turns.Returns(SumOfCalls(parts), gamma), by=by, norm=norm)
@@ -158,8 +156,7 @@ def mixed_credit(
 def stream_advantage(
     name: str, streams: Mapping[str, RewardStream], host: Credit | None = None
 ) -> Credit:
-    """The credit of one of the streams by itself, before its weight. host: the credit that gates
-    where no stream has the name of the gating one."""
+    """The unweighted credit of one stream. host: gates it if `stream.outcome` is no stream."""
     stream = streams[name]
     credit: Credit = _compared(name, stream)
     if stream.scope is not Scope.TRANSITION and stream.gamma != 1:
@@ -174,7 +171,7 @@ def stream_advantage(
 
 
 def _compared(name: str, stream: RewardStream) -> GroupRelative:
-    """Rollouts and roles compared by their reward, calls by their return."""
+    """Compare rollouts and roles by their reward, calls by their return."""
     norm = "none" if stream.norm == "prime" else stream.norm
     base = "none" if stream.base == "prime" else stream.base
     if stream.scope is not Scope.TRANSITION:
@@ -204,22 +201,22 @@ def _optional(streams: Mapping[str, RewardStream]) -> tuple[str, ...]:
 
 
 def _check(streams: Mapping[str, RewardStream], option: str, way: Way, host: bool = False) -> None:
-    """Raises ConfigError for settings that have no effect."""
+    """Raise ConfigError for settings that have no effect."""
     for name, stream in streams.items():
         key = f"algorithm.options.{option}.{name}"
-        idle = [] if way == "advantages" else ["norm", "clip", "gate"]
+        unused = [] if way == "advantages" else ["norm", "clip", "gate"]
         if way == "rewards":
-            idle += ["base", "by"] + ([] if stream.potential else ["gamma"])
-        for field in idle:
+            unused += ["base", "by"] + ([] if stream.potential else ["gamma"])
+        for field in unused:
             if getattr(stream, field) != getattr(RewardStream(), field):
                 raise ConfigError(
-                    f"{key}.{field}: streams mixed as {way} have none of their own; leave it out, "
-                    "or mix them as advantages"
+                    f"{key}.{field}: has no effect on streams mixed as {way}; remove it, or mix "
+                    "them as advantages"
                 )
         of_calls = stream.potential or "prime" in (stream.base, stream.norm)
         if of_calls and stream.scope is not Scope.TRANSITION:
             raise ConfigError(
-                f"{key}: potentials and base or norm 'prime' are about rewards of calls; give it "
+                f"{key}: potential and base or norm 'prime' apply to rewards of calls; set "
                 "scope = 'transition'"
             )
         gate = streams.get(stream.outcome, RewardStream() if host else None)
@@ -238,8 +235,8 @@ def streams(
     gamma: Discount = 1.0,
     norm: registry.Scale = "none",
 ) -> Algo:
-    """Any number of process and outcome rewards, each with options of its own, and where they are
-    mixed. arXiv 2509.19199; see CREDIT.md."""
+    """Any number of process and outcome rewards, each with its own options, mixed as advantages,
+    returns or rewards. arXiv 2509.19199; see CREDIT.md."""
     return Algo(mixed_credit(streams, mix, gamma=gamma, norm=norm), optional=_optional(streams))
 
 
@@ -256,15 +253,15 @@ def with_process(algo: Algo, *, streams: Streams) -> Algo:
 
 @modifier("credit")
 def with_credit(algo: Algo, *, credit: registry.CreditFunction, credit_reward: str = "") -> Algo:
-    """Puts a function of yours, "file.py:name", in the place of the host's credit: it takes a batch
-    and returns one advantage per token, NaN where it is missing. credit_reward: the reward that the
-    batch carries for it; default: the host's. As in arXiv 2402.03300 advantages are of tokens."""
+    """Replaces the host's credit by your function "file.py:name", which takes a batch and returns
+    one advantage per token, NaN if missing (arXiv 2402.03300). credit_reward: the reward to put
+    into the batch for it; default: the host's."""
     return replace(algo, credit=credit, rewards=(credit_reward or registry.outcome_of(algo),))
 
 
 @preset("archer")
 def archer(*, advantage: str = "transition:advantage") -> Algo:
-    """REINFORCE with the advantage of each call that an utterance critic gave, as a reward. arXiv
+    """REINFORCE with an utterance critic's advantage of each call, given as a reward. arXiv
     2402.19446."""
     return Algo(GroupRelative(advantage, base="none"), agg=ROW_SUMS)
 
@@ -273,8 +270,8 @@ def archer(*, advantage: str = "transition:advantage") -> Algo:
 def prime(
     reward: str, *, process: str = "process", weight: Share = 1.0, scaled: bool = False
 ) -> Algo:
-    """Outcome and returns of a reward of calls, each against the other rollouts, whitened; `scaled`
-    divides the process rewards by their largest return. arXiv 2502.01456."""
+    """Outcome plus returns of a reward of calls, each minus the mean of the other rollouts,
+    whitened; `scaled` divides the process rewards by their largest return. arXiv 2502.01456."""
     stream = RewardStream(scope=Scope.TRANSITION, base="prime", norm="prime" if scaled else "none")
     steps = stream_advantage(process, {process: stream})
     mixed = core.weighted_sum((GroupRelative(reward, base="loo"), 1.0), (steps, weight))
@@ -283,17 +280,17 @@ def prime(
 
 @preset("istar", clip=PPO_CLIP)
 def istar(reward: str, *, process: str = "transition:process", weight: Share = 1.0) -> Algo:
-    """Outcome over rollouts plus a reward of calls over all calls of the task, each scaled. arXiv
-    2509.19199."""
+    """Outcome standardised over rollouts plus a reward of calls standardised over all calls of the
+    group. arXiv 2509.19199."""
     steps = GroupRelative(process, norm="std")
     return Algo(core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (steps, weight)))
 
 
 @preset("mt-grpo", clip=PPO_CLIP)
 def mt_grpo(reward: str, *, turn_reward: str = "transition:turn", weight: Share = 1.0) -> Algo:
-    """Outcome compared over rollouts plus a reward of calls compared within the same turn; where no
-    call has one, as without a tool call, the sum of both compared over rollouts. arXiv
-    2505.11821."""
+    """Outcome compared over rollouts plus a reward of calls compared within the same turn. A
+    rollout without such a reward (no tool call) is compared by the sum of both. arXiv 2505.11821.
+    """
     same_turn = GroupRelative(turn_reward, by=("group", "turn"), norm="std")
     both = core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (same_turn, weight))
     combined = GroupRelative(OutcomePlusCalls(reward, turn_reward, weight), norm="std")

@@ -1,7 +1,7 @@
-"""Building an algorithm from a name and options.
+"""Build an algorithm from a name and options.
 
-A preset is a function of keyword options that returns an `Algo`; a modifier takes an Algo first and
-applies to any preset as "+name". An option that none of the named functions has is refused.
+A preset is a function of keyword options that returns an `Algo`. A modifier takes an Algo first and
+applies to any preset as "+name". An option that none of the named functions has is an error.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from agentrl.plugins import check_call, load_plugin, where
 # Types of options.
 Num = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Discount = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Cap = Annotated[float, msgspec.Meta(gt=0)]  # inf: none
+Cap = Annotated[float, msgspec.Meta(gt=0)]  # inf: no cap
 Share = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Mix = Annotated[dict[str, Share], msgspec.Meta(min_length=1)]  # reward name to weight
-CreditFunction = Annotated[Credit, "file.py:name"]  # of a batch, advantages [N]
+CreditFunction = Annotated[Credit, "file.py:name"]  # from a batch to advantages [N]
 Names = Annotated[list[str], msgspec.Meta(min_length=1)]
 Scale = Literal["none", "std"]
 
@@ -41,13 +41,13 @@ Preset = Callable[..., Algo]
 EMPTY = inspect.Parameter.empty
 ONLY = inspect.Parameter.KEYWORD_ONLY
 PPO_CLIP = (0.2, 0.2)
-# Options that many presets have: `preset` declares them, and does what they say.
+# Options that many presets have: `preset` declares and implements them.
 SHARED: dict[str, Any] = {
     "reward": str, "clip_low": Num, "clip_high": Num, "clip_dual": Cap, "kl": Num,
 }  # fmt: skip
 presets: dict[str, Preset] = {}
 modifiers: dict[str, Preset] = {}
-hosts: dict[str, str] = {}  # of each modifier, a preset that it may be shown with
+hosts: dict[str, str] = {}  # per modifier, the preset to show it with
 
 
 def preset(
@@ -60,10 +60,10 @@ def preset(
 ) -> Callable[[Preset], Preset]:
     """Register a function of keyword options under a name.
 
-    A parameter `reward` of the function becomes the option of that name, with this default. clip:
-    defaults of the options clip_low, clip_high and (if there is a third) clip_dual of PPO's clip on
-    the ratio of current to old policy, pooled over the tokens of each `clip_by`. kl: whether there
-    is an option kl, the coefficient of the k3 penalty on leaving the reference.
+    reward: default of the option `reward`, if the function has a parameter of that name. clip:
+    defaults of the options clip_low, clip_high and (optionally) clip_dual of PPO's clip on the
+    ratio of current to old policy, pooled over each `clip_by`. kl: add the option kl, the
+    coefficient of a k3 KL penalty to the reference.
 
     Raises ConfigError for the name of one of the library's own presets."""
 
@@ -91,7 +91,7 @@ def _with_shared_options(
     clip_by: Literal["transition", "row"] | None = None,
     kl: bool = False,
 ) -> Preset:
-    """The function with the options of `SHARED` that it is to have: see `preset`."""
+    """The function with the requested options of `SHARED`: see `preset`."""
     own = inspect.signature(function).parameters
     takes_reward = "reward" in own and own["reward"].kind is not ONLY
     bounds = dict(zip(("clip_low", "clip_high", "clip_dual"), clip, strict=False))
@@ -106,7 +106,7 @@ def _with_shared_options(
         if not isinstance(algo, Algo):
             raise ConfigError(
                 f"algorithm.preset: {where(function)} returned {type(algo).__name__}, which is no "
-                "Algo; end it with return Algo(...)"
+                "Algo; return Algo(...) instead"
             )
         if limits:
             algo = replace(algo, gates=(Gate(Clip(*limits), by=clip_by), *algo.gates))
@@ -122,10 +122,10 @@ def _with_shared_options(
 
 
 def modifier(name: str, *, prefix: str = "", host: str = "grpo") -> Callable[[Preset], Preset]:
-    """Register a function of an Algo and keyword options; it applies to any preset as "+name".
-    prefix: what its options begin with in a run file, where they stand beside the preset's. host: a
-    preset that it may be shown with. Raises ConfigError for the name of one of the library's own.
-    """
+    """Register a function of an Algo and keyword options that applies to any preset as "+name".
+
+    prefix: prepended to its options in a run file, to tell them from the preset's. host: the preset
+    to show it with. Raises ConfigError for the name of one of the library's own modifiers."""
 
     def register(function: Preset) -> Preset:
         def change(algo: Algo, **options: Any) -> Algo:
@@ -142,8 +142,8 @@ def modifier(name: str, *, prefix: str = "", host: str = "grpo") -> Callable[[Pr
 
 
 def as_modifier(name: str, *, prefix: str) -> Callable[[Preset], Preset]:
-    """Register a preset as a modifier too, which puts its credit, computed from the host's reward,
-    in the place of the host's credit. Its options are the preset's own, with a prefix."""
+    """Also register a preset as a modifier that replaces the host's credit by the preset's credit,
+    computed from the host's reward. Its options are the preset's own, with a prefix."""
 
     def register(built: Preset) -> Preset:
         function = inspect.unwrap(built)
@@ -152,7 +152,7 @@ def as_modifier(name: str, *, prefix: str) -> Callable[[Preset], Preset]:
         def change(algo: Algo, **options: Any) -> Algo:
             return replace(algo, credit=function(outcome_of(algo), **options).credit)
 
-        change.__doc__ = f"In the place of the host's credit: {inspect.getdoc(function)}"
+        change.__doc__ = f"Instead of the host's credit: {inspect.getdoc(function)}"
         modifier(name, prefix=prefix)(change)
         return built
 
@@ -162,7 +162,7 @@ def as_modifier(name: str, *, prefix: str) -> Callable[[Preset], Preset]:
 def declared(
     build: Preset, function: Callable[..., Any], parameters: list[inspect.Parameter]
 ) -> Preset:
-    """`build` under the name and document of `function`, with these parameters."""
+    """`build` with the name and docstring of `function`, and these parameters."""
     functools.update_wrapper(build, function)
     build.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     build.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not EMPTY}
@@ -181,37 +181,37 @@ def make(
     streams: Collection[Supply] = ("o", "b"),
     root: Path = Path(),
 ) -> Algo:
-    """The algorithm that a run file names as `algorithm.preset` with `algorithm.options`: a preset
-    of the library, of an installed package (entry points of the group agentrl.presets), or of a
-    file or module of the user's, "mine.py:lenient", any of them with modifiers, "grpo+tis".
+    """The algorithm of `algorithm.preset` and `algorithm.options` in a run file.
 
-    streams: what the learner can supply besides the log-probs of the current policy: other
-    log-probs, values ("v") if it has a critic, the most probable tokens ("k") and the gradient of
-    the entropy ("e"). root: the folder in which files are looked up. Raises ConfigError for an
-    unknown preset, modifier or option, a missing one, an option of the wrong type or out of range,
-    a stream that the run does not have, two corrections of one mismatch, and a preset from outside
-    the library that is no function of options, raises, or returns something else than an Algo."""
+    name: a preset of the library, of an installed package (entry points of the group
+    agentrl.presets), or of the user's file or module ("mine.py:lenient"), optionally with modifiers
+    ("grpo+tis"). streams: what the learner supplies besides the log-probs of the current policy:
+    other log-probs, critic values ("v"), the most probable tokens ("k"), the gradient of the
+    entropy ("e"). root: the folder of the user's files.
+
+    Raises ConfigError for an unknown preset, modifier or option, a missing option, one of the wrong
+    type or out of range, a stream that the run does not have, two corrections of one mismatch, and
+    a user's preset that is no function of options, raises, or does not return an Algo."""
     parts = _functions(name, root)
     accepted = [_options(part) for part in parts]
     valid = {option: kind for own in accepted for option, kind in own.items()}
     chosen = {option: _value(name, option, options[option], valid, root) for option in options}
     for option, (_, default) in sorted(valid.items()):
         if default is EMPTY and option not in chosen:
-            raise ConfigError(f"algorithm.options.{option}: {name!r} cannot do without; set it")
-    shares = [{option: chosen[option] for option in own if option in chosen} for own in accepted]
-    algo = _built(parts[0], shares[0])
-    for part, share in zip(parts[1:], shares[1:], strict=True):
-        algo = part(algo, **share)
+            raise ConfigError(f"algorithm.options.{option}: required by {name!r}; set it")
+    given = [{option: chosen[option] for option in own if option in chosen} for own in accepted]
+    algo = _built(parts[0], given[0])
+    for part, own_options in zip(parts[1:], given[1:], strict=True):
+        algo = part(algo, **own_options)
     read = rewards_read(algo.credit, algo.keep, algo.side)
-    # Plain functions do not say what they read; the record does, by default the outcome.
+    # The rewards of plain functions are unknown; they are in `algo.rewards`, default the outcome.
     if not read or not is_dataclass(algo.credit):
         read = tuple(dict.fromkeys(algo.rewards + read))
     return _checked(replace(algo, rewards=read, name=name), streams)
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """The options of a preset with its modifiers and their defaults (`EMPTY`: it must be
-    set). Raises ConfigError as `make` does."""
+    """Options of a preset with modifiers, with defaults (`EMPTY`: required). Raises as `make`."""
     accepted = [_options(part) for part in _functions(name, Path())]
     return {option: default for own in accepted for option, (_, default) in own.items()}
 
@@ -224,7 +224,7 @@ def _options(part: Preset) -> dict[str, tuple[Any, Any]]:
 
 
 def _functions(name: str, root: Path) -> list[Preset]:
-    """The functions that "grpo+tis" names."""
+    """The preset and modifiers in a name like "grpo+tis"."""
     host, added = split_preset(name, presets, modifiers)
     return [_preset(host, root), *(modifiers[word] for word in added), with_entropy]
 
@@ -245,7 +245,7 @@ def _preset(name: str, root: Path) -> Preset:
         if parameter.kind is not ONLY or parameter.annotation is EMPTY:
             raise ConfigError(
                 f"algorithm.preset: the parameter {parameter.name!r} of "
-                f"{where(inspect.unwrap(function))} is no option with a type; write "
+                f"{where(inspect.unwrap(function))} is no keyword-only option with a type; write "
                 "def name(*, option: float = 0.5) -> Algo"
             )
     return function
@@ -256,13 +256,13 @@ def _built(host: Preset, options: Mapping[str, Any]) -> Algo:
         return host(**options)
     except ConfigError:
         raise
-    except Exception as error:  # a preset from outside is a boundary: anything can happen
+    except Exception as error:  # user code can raise anything
         raise import_error(f"algorithm.preset: {where(inspect.unwrap(host))}", error) from error
 
 
 def with_entropy(algo: Algo, *, entropy: Num = 0.0) -> Algo:
-    """What every preset accepts: a bonus for the entropy of the policy at every token in the loss,
-    averaged as the loss is. PPO, arXiv 1707.06347."""
+    """Adds an entropy bonus, averaged over tokens as the loss is; every preset has this option.
+    PPO, arXiv 1707.06347."""
     return replace(algo, entropy=entropy) if entropy else algo
 
 
@@ -270,7 +270,7 @@ def _value(
     name: str, option: str, value: Any, valid: Mapping[str, tuple[Any, Any]], root: Path
 ) -> Any:
     if option not in valid:
-        hint = nearest(option, valid) if valid else "it has none"
+        hint = nearest(option, valid) if valid else "it has no options"
         raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {hint}")
     kind, key = valid[option][0], f"algorithm.options.{option}"
     if kind is CreditFunction:
@@ -285,7 +285,7 @@ def _value(
 
 
 def _check_tables(key: str, value: Any, kind: Any) -> None:
-    """The fields of an option that is a table of tables."""
+    """Raise ConfigError for an unknown field in an option that is a table of tables."""
     inner = [part for outer in get_args(kind) for part in get_args(outer)]
     structs = [k for k in inner if isinstance(k, type) and issubclass(k, msgspec.Struct)]
     for struct in structs if isinstance(value, dict) else []:
@@ -296,41 +296,41 @@ def _check_tables(key: str, value: Any, kind: Any) -> None:
 
 
 def check_supplies(algo: Algo, supplies: Collection[str]) -> None:
-    """Raises ConfigError where the learner does not supply the most probable tokens or the gradient
-    of the entropy, and the algorithm needs it."""
+    """Raise ConfigError if the algorithm needs the most probable tokens or the gradient of the
+    entropy and the learner does not supply it."""
     if algo.entropy and "e" not in supplies:
         raise ConfigError(
-            f"algorithm.options.entropy = {algo.entropy}: the learner of this run does not give "
+            f"algorithm.options.entropy = {algo.entropy}: the learner of this run does not compute "
             "the gradient of the entropy; set it to 0, or learner.kind = 'torch'"
         )
     if algo.symbols and "k" not in supplies:
         raise ConfigError(
-            f"algorithm.preset = {algo.name!r} needs the most probable tokens at every place, "
-            "which the learner of this run does not give; choose dppo-tv or dppo-kl, or top = 0 of "
-            "distill, which compare the sampled token alone"
+            f"algorithm.preset = {algo.name!r} needs the most probable tokens at every position, "
+            "which the learner of this run does not compute; choose dppo-tv or dppo-kl, or "
+            "top = 0 of distill, which compare only the sampled token"
         )
 
 
 def check_group(config: AlgorithmConfig, algo: Algo) -> None:
-    """Raises ConfigError for groups that are too small to learn anything from. Branches make a
-    group larger than it was asked for."""
+    """Raise ConfigError for a group size that the algorithm cannot learn from. Branching is not
+    checked: it makes groups larger than `group_size`."""
     if config.branching.kind == "none" and config.group_size < algo.group:
         raise ConfigError(
             f"algorithm.group_size = {config.group_size}: {algo.name!r} with these options learns "
             f"nothing from groups of fewer than {algo.group} rollouts, because the baseline of a "
-            f"rollout is made of k others; set algorithm.group_size = {algo.group} or more, or a "
+            f"rollout needs k others; set algorithm.group_size = {algo.group} or more, or a "
             "smaller algorithm.options.k"
         )
 
 
 def check_staleness(config: AlgorithmConfig, algo: Algo) -> None:
-    """Raises ConfigError for tokens of older versions with an algorithm that takes them for the
-    policy's own, or whose critic's values are of the present version."""
+    """Raise ConfigError if the run trains tokens of older versions and the algorithm would treat
+    them as on-policy or uses a critic, whose values belong to the current version."""
     ahead = f"algorithm.max_staleness = {config.max_staleness:g}"
     if config.max_staleness and algo.critic:
         raise ConfigError(
-            f"{ahead}: {algo.name!r} compares returns of older versions with a critic's values of "
-            "the present one; set it to 0, or choose a preset without a critic"
+            f"{ahead}: {algo.name!r} compares returns of older versions with critic values of "
+            "the current one; set it to 0, or choose a preset without a critic"
         )
     if config.target_kl is not None and algo.old_from_versions:
         raise ConfigError(
@@ -339,8 +339,8 @@ def check_staleness(config: AlgorithmConfig, algo: Algo) -> None:
         )
     if config.max_staleness and "b" not in algo.needs:
         raise ConfigError(
-            f"{ahead}: {algo.name!r} does not read the sampler's log-probs, so it would learn from "
-            "tokens of older versions as if they were new; add +tis, +behaviour or +decoupled to "
+            f"{ahead}: {algo.name!r} does not read the sampler's log-probs, so it would treat "
+            "tokens of older versions as on-policy; add +tis, +behaviour or +decoupled to "
             "algorithm.preset, or choose scalerl, dppo-tv or minirl"
         )
 
@@ -349,8 +349,8 @@ def _checked(algo: Algo, streams: Collection[str]) -> Algo:
     if algo.critic and "v" not in streams:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the values of a critic (stream v), which this "
-            "run does not have; set critic.model, choose another preset, or where there is an "
-            "option `value`, name a reward that holds them"
+            "run does not have; set critic.model, choose another preset, or set the preset's "
+            "option `value`, if it has one, to a reward that holds them"
         )
     check_supplies(algo, streams)
     for stream in sorted(algo.needs - set(streams)):
@@ -358,12 +358,10 @@ def _checked(algo: Algo, streams: Collection[str]) -> Algo:
             f"algorithm.preset = {algo.name!r} needs the log-probs of a {STREAMS[stream]}, which "
             "this run does not have; set its coefficient to 0 or choose another preset"
         )
-    weighing = [
-        gate for gate in algo.gates if gate.den == "b" and not getattr(gate.fn, "is_mask", False)
-    ]
-    if len(weighing) > 1:
+    weights = [g.fn for g in algo.gates if g.den == "b" and not getattr(g.fn, "is_mask", False)]
+    if len(weights) > 1:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} would correct for the sampler twice, by "
-            f"{weighing[0].fn} and {weighing[1].fn}; leave one out"
+            f"{weights[0]} and {weights[1]}; remove one of them"
         )
     return algo

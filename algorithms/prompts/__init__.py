@@ -1,1 +1,1 @@
-"""Prompt searches: better texts for unmodified agents."""
+"""Prompt search: finds better prompts for unmodified agents."""

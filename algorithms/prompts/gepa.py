@@ -14,7 +14,7 @@ from agentrl.algorithms.prompts.search import Played, Search, Texts, as_text
 
 
 def gepa_search(search: Search) -> None:
-    """Returns by SearchEnd, or when a question to the reflector raised."""
+    """Search until SearchEnd or an error of the reflector is raised."""
     adapter, n = _Adapter(search), search.config.proposals
     gepa.optimize(
         seed_candidate=search.seed_texts,
@@ -22,9 +22,9 @@ def gepa_search(search: Search) -> None:
         valset=list(search.validation),
         adapter=adapter,
         reflection_minibatch_size=None if n > 1 else search.config.minibatch,
-        batch_sampler=adapter if n > 1 else "epoch_shuffled",  # which draws one for an iteration
+        batch_sampler=adapter if n > 1 else "epoch_shuffled",  # one minibatch per iteration
         perfect_score=search.config.perfect,
-        module_selector="all" if n > 1 else "round_robin",  # many at a time are for few rounds
+        module_selector="all" if n > 1 else "round_robin",  # several proposals suit few rounds
         sampling_strategy=IndependentSampling(n) if n > 1 else SingleMutationSampling(),
         stop_callbacks=[lambda _: adapter.raised is not None],
         callbacks=[adapter],
@@ -37,13 +37,13 @@ def gepa_search(search: Search) -> None:
 
 
 class _Adapter:
-    """What the package plays with, asks and logs to. It retries proposals that raise, one by one,
-    so what was raised is kept and ends the search."""
+    """The adapter, batch sampler, callback and logger of the package. The package retries proposals
+    that raise, so the error is kept and ends the search."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
         self.raised: Exception | None = None
-        self._dice, self._left = random.Random(search.random_seed), list[int]()
+        self._rng, self._left = random.Random(search.random_seed), list[int]()
         self._parents: dict[tuple[str, tuple[int, ...]], list[Played]] = {}
 
     def evaluate(
@@ -55,7 +55,7 @@ class _Adapter:
     def batch_evaluate(
         self, items: list[tuple[Texts, list[int]]]
     ) -> list[EvaluationBatch[Any, Any]]:
-        """A text that the reflector has not changed is not played again."""
+        """Evaluate several candidates. One that equals its parent is not rolled out again."""
         keys = [(self.search.candidate(texts).id, tuple(tasks)) for texts, tasks in items]
         new = {k: x for k, x in zip(keys, items, strict=True) if k not in self._parents}
         if new:
@@ -87,12 +87,12 @@ class _Adapter:
         return {name: candidate[name] for name in components_to_update}
 
     def next_minibatch_ids(self, loader: object, state: object) -> list[int]:
-        """Each proposal of an iteration learns from other tasks."""
+        """The tasks of one proposal; those of an iteration differ."""
         size = min(self.search.config.minibatch, self.search.train)
         if len(self._left) < size:
-            self._left = self._dice.sample(range(self.search.train), self.search.train)
-        found, self._left = self._left[:size], self._left[size:]
-        return found
+            self._left = self._rng.sample(range(self.search.train), self.search.train)
+        batch, self._left = self._left[:size], self._left[size:]
+        return batch
 
     def on_evaluation_end(self, event: Mapping[str, Any]) -> None:
         name = "minibatch_before" if event["has_trajectories"] else "minibatch_after"
@@ -103,7 +103,7 @@ class _Adapter:
         self.search.note(accepted=float(event["proposal_accepted"]))
         self.search.end_iteration()
 
-    def log(self, *said: object, **more: object) -> None:
+    def log(self, *messages: object, **options: object) -> None:
         pass
 
 

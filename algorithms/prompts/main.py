@@ -1,4 +1,4 @@
-"""The algorithm process of a run whose calls `[upstreams]` answer. It needs no torch."""
+"""The algorithm process of a run that only calls `[upstreams]`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from agentrl.types import ENDED, RunState
 
 
 def main(config: RunConfig) -> None:
-    """Evaluate the upstreams' answers."""
+    """Evaluate the upstreams of a run."""
     log_to_stderr()
     asyncio.run(evaluate_upstreams(config))
 
 
 async def evaluate_upstreams(config: RunConfig) -> None:
-    """Score the held-out tasks."""
+    """Score the upstreams on the held-out tasks."""
     tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
     tasks = tasks[: config.eval.tasks or None]
     async with open_store(config.store) as store:
@@ -46,7 +46,7 @@ async def search_upstreams(config: RunConfig) -> None:
 
 
 async def search(store: Store, config: RunConfig, state: RunState) -> None:
-    """Search, then score what it found and the agent's own texts on the held-out tasks."""
+    """Search prompts, then score the result and the agent's own texts on the held-out tasks."""
     texts = prompt_texts(config)
     best = await search_prompts(store, config, state, texts, None)
     step = len([row for row in await store.steps(config.name) if row.committed])

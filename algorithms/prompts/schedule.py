@@ -1,4 +1,4 @@
-"""Which texts a run plays with, step by step, and when it searches for better ones."""
+"""The prompts that a run uses at each step, and the steps at which it searches for better ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ log = logging.getLogger("agentrl.algorithm")
 
 
 class PromptSchedule:
-    """What was searched before is in the store, so a start after `kill -9` repeats it in a moment:
-    the texts of a step are the same however often it is trained."""
+    """Sets the prompts of each step. The store has the results of earlier searches, so a restart
+    repeats them quickly and every start of a step has the same prompts."""
 
     def __init__(self, store: Store, config: RunConfig, state: RunState) -> None:
         self.in_use = CandidateInUse()
@@ -26,7 +26,7 @@ class PromptSchedule:
         self._texts: list[PromptText] = []
 
     async def start(self) -> None:
-        """The texts of the next step, but for a search that is due before it."""
+        """Set the prompts of the next step, without a search that is due before it."""
         prompts = self._config.prompts
         if not prompts.components:
             return
@@ -40,7 +40,7 @@ class PromptSchedule:
             await self.before_step(step)
 
     async def before_step(self, step: int) -> None:
-        """Search, if it is time, from the texts in use and with the policies as they are now."""
+        """If a search is due, run it from the prompts in use, with the current policies."""
         prompts = self._config.prompts
         every = prompts.every if prompts.schedule == "alternate" else max(1, self._config.steps)
         if not prompts.components or prompts.schedule == "off" or step % every:
@@ -49,7 +49,7 @@ class PromptSchedule:
 
         config = self._config
         for row in await self._store.steps(config.name, after=step - 1, limit=1):
-            if row.step == step and "prompts/rollouts" in row.metrics:  # it has ended before
+            if row.step == step and "prompts/rollouts" in row.metrics:  # this search has ended
                 spent = int(row.metrics["prompts/rollouts"])
                 config = replace(config, prompts=replace(prompts, budget=spent, max_seconds=0.0))
         await self._use(await search_prompts(self._store, config, self._state, self._texts, step))

@@ -1,7 +1,7 @@
-"""One prompt search: what it has tried, what it may still spend, and how a text is proposed.
+"""One prompt search: its candidates, its budget, and the proposal of new texts.
 
-Always true: no batch is played and nothing is asked that the budget does not allow; the same
-scores and answers lead to the same search, so a restart repeats it from the store.
+Always true: no batch and no question exceeds the budget; the search is a function of scores and
+answers, so a restart repeats it from the store.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from agentrl.types import Json, PromptText, Task
 
 log = logging.getLogger("agentrl.algorithm")
 Texts = dict[str, str]
-"""By component."""
+"""Component -> prompt text."""
 Batch = tuple[Texts, Sequence[int]]
-"""Tasks, by their index, and the texts with which they are played."""
+"""Prompt texts, and the indices of the tasks to evaluate them on."""
 FENCED = re.compile(r"```[^\n]*\n(.*)\n```", re.DOTALL)
-REFUSED = 3  # useless answers of the reflector in a row that end the search
-KNOWN = ("id", "input")  # fields of a task that are no answer
+REFUSED = 3  # invalid answers of the reflector in a row that end the search
+KNOWN = ("id", "input")  # fields of a task that hold no answer
 ROOM = 64  # tokens that a chat template may add to a question
-SHORTEST = 4  # characters of a held-out answer that no text may have
+SHORTEST = 4  # least characters of a held-out answer that counts as leaked
 QUESTION = """An assistant was given these instructions:
 ```
 {text}
@@ -49,20 +49,20 @@ class SearchEnd(Exception):
 
 
 class Played(NamedTuple):
-    """A rollout as a search sees it."""
+    """The result of one rollout."""
 
     score: float  # NaN: missing
-    examples: Mapping[str, Mapping[str, str]] = {}  # by component: what a reflector is shown
+    examples: Mapping[str, Mapping[str, str]] = {}  # by component, for the reflector
     failure: str = ""
 
 
 class Backend(Protocol):
-    """Who plays tasks and answers questions."""
+    """Runs rollouts, asks the reflector and stores candidates."""
 
     def play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
     ) -> list[list[Played]]:
-        """All of them at once; returns when they have ended. traces: with examples."""
+        """Run all batches at once and wait for their end. traces: whether results have examples."""
 
     def ask(self, number: int, question: str, max_tokens: int | None) -> Reflection: ...
 
@@ -73,7 +73,7 @@ class Backend(Protocol):
 
 @dataclass
 class Search:
-    """Tasks up to `train` are for proposals, the others choose between candidates."""
+    """The state of a search. Tasks below `train` are for proposals, the others for validation."""
 
     config: PromptsConfig
     seed: list[PromptText]
@@ -84,7 +84,7 @@ class Search:
     random_seed: int = 0
     answers: Collection[str] = ()  # of held-out tasks
     candidates: dict[str, Candidate] = field(default_factory=dict)
-    scores: dict[str, float] = field(default_factory=dict)  # of all validation tasks, by candidate
+    scores: dict[str, float] = field(default_factory=dict)  # on all validation tasks, by candidate
     rollouts: int = 0
     tokens: int = 0
     _values: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -108,24 +108,24 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """That of the highest score; of equal ones the first."""
+        """The candidate with the highest score, the first of equal ones."""
         top = max(self.scores, key=lambda id: self.scores[id], default=None)
         return self.candidate(self.seed_texts) if top is None else self.candidates[top]
 
     def candidate(self, texts: Texts, parent: str = "", reflection: str | None = None) -> Candidate:
-        """That of these texts. A new one is proposed here: by a reflection on its parent, or as
-        where the search begins."""
+        """The candidate with these texts, added as proposed if it is new. reflection: the id of the
+        reflection on `parent` that proposed it."""
         own = [replace(text, text=texts[text.component]) for text in self.seed]
         if (id := candidate_id(own)) not in self.candidates:
-            made: Any = {"state": "proposed", "texts": own, "reflection": reflection}
+            fields: Any = {"state": "proposed", "texts": own, "reflection": reflection}
             parents = [parent] if parent else []
-            self._put(Candidate(id=id, run=self.run, step=self.step, parents=parents, **made))
+            self._put(Candidate(id=id, run=self.run, step=self.step, parents=parents, **fields))
         return self.candidates[id]
 
     def evaluate(self, batches: Sequence[Batch], *, traces: bool = False) -> list[list[Played]]:
-        """How each batch went. A missing score counts as the parent's for that task, so that a
-        broken rollout neither helps nor harms. Raises SearchEnd where the budget forbids it, and
-        when a candidate has a perfect score."""
+        """Evaluate batches; returns the result of each rollout. The parent's score replaces a
+        missing one, so a failed rollout has no effect. Raises SearchEnd if the budget is too small,
+        and if a candidate has a perfect score."""
         wanted = sum(len(tasks) for _, tasks in batches)
         if self.rollouts + wanted > self.config.budget:
             raise SearchEnd(f"the budget of {self.config.budget} rollouts is spent")
@@ -135,17 +135,17 @@ class Search:
         played = self.backend.play(chosen, traces=traces or first)
         if first:
             self._check_first(played[0])
-        found = []
+        results = []
         for (candidate, tasks), given in zip(chosen, played, strict=True):
             pairs = zip(tasks, given, strict=True)
             rows = [one._replace(score=self._known(candidate, t, one.score)) for t, one in pairs]
-            found.append(rows)
+            results.append(rows)
             if list(tasks) == list(self.validation):
                 self.scores[candidate.id] = fmean(row.score for row in rows)
                 self._put(replace(candidate, state="accepted"))
         if max(self.scores.values(), default=-math.inf) >= self.config.perfect:
             raise SearchEnd("a candidate has a perfect score")
-        return found
+        return results
 
     def _known(self, candidate: Candidate, task: int, score: float) -> float:
         me, parent = (candidate.id, task), (next(iter(candidate.parents), ""), task)
@@ -159,7 +159,7 @@ class Search:
 
     def _check_first(self, rows: Sequence[Played]) -> None:
         if all(math.isnan(row.score) for row in rows):
-            why = next((row.failure for row in rows if row.failure), "the verifier gave none")
+            why = next((row.failure for row in rows if row.failure), "the verifier returned none")
             raise AgentRLError(
                 f"no rollout with the seed texts has an outcome: {why}; correct that, and repeat "
                 "the command with --fresh"
@@ -175,8 +175,9 @@ class Search:
     def propose(
         self, texts: Texts, component: str, shown: str, ask: str = "Write better instructions."
     ) -> Texts:
-        """The texts with a new one of the reflector for a component; the same where its answer is
-        of no use. shown: what it reads. Raises AgentRLError for several such answers in a row."""
+        """Let the reflector write a new text for a component; returns the texts, unchanged if its
+        answer is invalid. shown: the examples. Raises AgentRLError for REFUSED invalid answers in a
+        row."""
         length = self.config.max_length
         question = QUESTION.format(text=texts[component], examples=shown, ask=ask, length=length)
         reflection = self.ask(question)
@@ -197,10 +198,10 @@ class Search:
         return new
 
     def ask(self, question: str) -> Reflection:
-        """Raises SearchEnd where the answer might cost more tokens than are left."""
+        """Ask the reflector. Raises SearchEnd if the answer might exceed the token budget."""
         limit, left = self.config.max_reflection_tokens, None
         if limit:
-            # A token is at least a byte.
+            # A token has at least one byte.
             left = limit - self.tokens - len(question.encode()) - ROOM
             if left < self.config.max_length // 4:
                 raise SearchEnd(f"the budget of {limit} tokens for reflections is spent")
@@ -220,7 +221,7 @@ class Search:
         return "" if leak is None else f"it has the answer of a held-out task, {leak[:40]!r}"
 
     def note(self, **metrics: float) -> None:
-        """Metrics of the iteration that goes on."""
+        """Add metrics of the current iteration."""
         self._iteration |= {f"prompts/{name}": value for name, value in metrics.items()}
 
     def end_iteration(self) -> None:
@@ -240,9 +241,9 @@ class Search:
 
 
 def as_text(rows: Sequence[Played], component: str) -> str:
-    """The examples of a component."""
-    found = (row.examples[component] for row in rows if component in row.examples)
-    return "\n\n".join("\n".join(f"{k}: {v}" for k, v in one.items()) for one in found)
+    """The examples of a component as text for the reflector."""
+    examples = (row.examples[component] for row in rows if component in row.examples)
+    return "\n\n".join("\n".join(f"{k}: {v}" for k, v in one.items()) for one in examples)
 
 
 def leaves(value: Json) -> set[str]:
@@ -255,9 +256,9 @@ def leaves(value: Json) -> set[str]:
 
 
 def answers(tasks: Sequence[Task], heldout: Sequence[Task]) -> set[str]:
-    """What only held-out tasks say to their verifier."""
-    found, known = (
-        leaves([value for task in some for key, value in task.items() if key not in KNOWN])
-        for some in (heldout, tasks)
+    """The texts and numbers that only held-out tasks have, in fields for the verifier."""
+    own, shared = (
+        leaves([value for task in each for key, value in task.items() if key not in KNOWN])
+        for each in (heldout, tasks)
     )
-    return found - known
+    return own - shared

@@ -1,8 +1,8 @@
-"""A prompt search over the store: evaluations are rollouts, calls to the reflector are kept.
+"""A prompt search over the store, which keeps its rollouts and its calls to the reflector.
 
-Always true: evaluation n of a candidate and reflection n have ids of their own, so a search that
-was killed is repeated from its start and finds what it had played and asked. A step of the run is
-an iteration of the search, or with training one search.
+Always true: the ids of evaluations and reflections are their numbers in the search, so a restarted
+search repeats its start and finds their results in the store. A step of the run is an iteration of
+the search, or with training one search.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers
 from agentrl.algorithms.sampling.chat_completion import complete, find_endpoint
+from agentrl.algorithms.sampling.evaluate import play
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
@@ -44,12 +45,12 @@ from agentrl.types import (
 log = logging.getLogger("agentrl.algorithm")
 
 T = TypeVar("T")
-LONGEST = 2000  # characters of a message that a reflector is shown
+LONGEST = 2000  # most characters of a message in an example
 
 
 class StoredBackend:
-    """Called by the thread of a search, works on the loop of the store. `commits`: each iteration
-    is a step of the run."""
+    """Runs the calls of a search, which has a thread of its own, on the store's event loop.
+    commits: whether each iteration is a step of the run."""
 
     def __init__(
         self, store: Store, config: RunConfig, state: RunState, tasks: list[Task], step: int | None
@@ -62,10 +63,10 @@ class StoredBackend:
         self._evaluations = count()
         self._known: dict[str, Reflection] = {}
         self._ends = self._started = time.monotonic()
-        self._scored = False  # whether a rollout with a score was seen
+        self._scored = False  # whether there has been a rollout with a reward
 
     async def load(self) -> None:
-        """Read what earlier lives of the search have asked and how long they took."""
+        """Read the reflections and the time used before a restart."""
         self._known = {one.id: one for one in await self.store.reflections(self.config.name)}
         rows = await self.store.steps(self.config.name) if self.commits else []
         before = sum(row.metrics.get("time/step", 0.0) for row in rows if row.committed)
@@ -103,23 +104,23 @@ class StoredBackend:
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], traces: bool
     ) -> list[list[Played]]:
         groups = [f"{self.name}/{next(self._evaluations):05d}.{c.id}" for c, _ in batches]
-        asked: list[NewRollout] = []
+        requested: list[NewRollout] = []
         for group, (candidate, tasks) in zip(groups, batches, strict=True):
             own = [self.tasks[i] for i in tasks]
-            asked += candidate_rollouts(self.config, group, own, candidate.id, self.step)
-        await self.store.enqueue(asked)
+            requested += candidate_rollouts(self.config, group, own, candidate.id, self.step)
+        await self.store.enqueue(requested)
         for group in groups:
             left = None if self._ends == math.inf else max(0.0, self._ends - time.monotonic())
             if not await self.store.settled(group, timeout=left):
-                await self.store.cancel([rollout.id for rollout in asked])
+                await self.store.cancel([rollout.id for rollout in requested])
                 raise SearchEnd(f"its {self.config.prompts.max_seconds:g} seconds are over")
-        found: list[list[Played]] = []
+        results: list[list[Played]] = []
         for group, (candidate, _) in zip(groups, batches, strict=True):
             rows = await self.store.rollouts(self.config.name, group=group)
             shown = [await self._examples(row, candidate.texts) if traces else {} for row in rows]
-            why = [row.failure.message if row.failure else "" for row in rows]
-            found.append(list(map(Played, (row.reward() for row in rows), shown, why)))
-        return found
+            failures = [row.failure.message if row.failure else "" for row in rows]
+            results.append(list(map(Played, (row.reward() for row in rows), shown, failures)))
+        return results
 
     async def _examples(
         self, row: Rollout, texts: Sequence[PromptText]
@@ -128,16 +129,16 @@ class StoredBackend:
         if row.rewards and not self._scored and not any(reward.note for reward in row.rewards):
             log.warning("the verifier gives no reasons (Reward.note): the reflector sees numbers")
         self._scored = self._scored or bool(row.rewards)
-        found = {} if trace is None else {t.component: _example(trace, t) for t in texts}
+        examples = {} if trace is None else {t.component: _example(trace, t) for t in texts}
         shown = {name: str(row.task[name]) for name in self.config.prompts.show if name in row.task}
-        return {name: {**example, **shown} for name, example in found.items() if example}
+        return {name: {**example, **shown} for name, example in examples.items() if example}
 
     async def _ask(self, id: str, question: str, max_tokens: int | None) -> Reflection:
         if id in self._known:
             if self._known[id].question != question:
                 raise AgentRLError(
                     f"reflection {id} was asked something else before: settings, tasks or the "
-                    "version of gepa have changed; restore them, or give --fresh"
+                    "version of gepa have changed; restore them, or start again with --fresh"
                 )
             return self._known[id]
         if time.monotonic() > self._ends:
@@ -165,20 +166,17 @@ class StoredBackend:
 def candidate_rollouts(
     config: RunConfig, group: str, tasks: Sequence[Task], candidate: str, step: int
 ) -> list[NewRollout]:
-    """One rollout per task, sampled as evaluations are."""
+    """One rollout per task, sampled as in evaluations."""
     sampling = replace(config.sampling, temperature=config.eval.temperature)
-    more = {
-        "purpose": Purpose.EVAL,
-        "priority": URGENT,
-        "candidate": candidate,
-    }
     rows = (new_rollout(config, group, n, task, step, sampling) for n, task in enumerate(tasks))
-    return [replace(row, **more) for row in rows]
+    fields = {"purpose": Purpose.EVAL, "priority": URGENT, "candidate": candidate}
+    return [replace(row, **fields) for row in rows]
 
 
 def _example(trace: Trace, text: PromptText) -> dict[str, str]:
-    """The last call that read a component, and what is known of how it went; empty without one."""
-    # A prompt that was sent as token ids has no messages, and none of the components in it.
+    """The last call whose prompt contains a component, with rewards and failures; empty if there is
+    none."""
+    # A prompt that was sent as token ids has no messages, so no component is known to be in it.
     calls = [call for call in trace.transitions if call.role == text.role and call.messages]
     if text.tool:
         calls = [call for call in calls if text.tool in map(_name, call.tools)]
@@ -187,16 +185,16 @@ def _example(trace: Trace, text: PromptText) -> dict[str, str]:
     last = calls[-1]
     answer = last.answer or {}
     said = answer.get("content") or json.dumps(answer.get("tool_calls"), ensure_ascii=False)
-    words = [
+    feedback = [
         f"{reward.name} = {reward.value:g}" + (f": {reward.note}" if reward.note else "")
         for reward in trace.rollout.rewards
         if reward.target in (None, text.role, *(call.id for call in calls))
     ]
     failure = trace.rollout.failure
-    words += [f"{failure.kind.value}: {failure.message}"] if failure else []
-    words += [f"{span.name} failed" for span in trace.spans if not span.ok]
+    feedback += [f"{failure.kind.value}: {failure.message}"] if failure else []
+    feedback += [f"{span.name} failed" for span in trace.spans if not span.ok]
     read = json.dumps(last.messages[-1].get("content"), ensure_ascii=False)
-    return {"Read": read[:LONGEST], "Said": str(said)[:LONGEST], "Feedback": "; ".join(words)}
+    return {"Read": read[:LONGEST], "Said": str(said)[:LONGEST], "Feedback": "; ".join(feedback)}
 
 
 def _name(tool: Mapping[str, Any]) -> str:
@@ -206,14 +204,14 @@ def _name(tool: Mapping[str, Any]) -> str:
 async def search_prompts(
     store: Store, config: RunConfig, state: RunState, texts: list[PromptText], step: int | None
 ) -> Candidate:
-    """Search from `texts`; the best candidate. step: of the training that the search is a part of;
-    None: its iterations are the steps of the run."""
+    """Search from `texts`; returns the best candidate. step: the training step that the search
+    belongs to; None: the iterations of the search are the steps of the run."""
     train = load_tasks(config.tasks.train, Path(config.root), key="tasks.train")
     heldout = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
     if len(train) <= config.prompts.validation:
         raise ConfigError(
-            f"prompts.validation = {config.prompts.validation} of the {len(train)} tasks.train; "
-            "none are left to learn from"
+            f"prompts.validation = {config.prompts.validation} takes all of the {len(train)} tasks "
+            "of tasks.train; lower it, or add tasks"
         )
     backend = StoredBackend(store, config, state, list(train), step)
     await backend.load()
@@ -252,15 +250,15 @@ def _run(search: Search) -> None:
 async def play_heldout(
     store: Store, config: RunConfig, state: RunState, candidates: Mapping[str, str], step: int
 ) -> None:
-    """Score candidates, by the name of their metric, on the held-out tasks."""
+    """Score candidates on the held-out tasks. candidates: metric name -> candidate id."""
     tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
     tasks = tasks[: config.eval.tasks or None]
-    groups = {name: f"{config.name}/prompts/heldout/{id}" for name, id in candidates.items()}
-    for name, group in groups.items():
-        await store.enqueue(candidate_rollouts(config, group, tasks, candidates[name], step))
-    for name, group in groups.items():
-        await store.settled(group)
-        rows = await store.rollouts(config.name, group=group)
+    group = f"{config.name}/prompts/heldout"
+    requested = {
+        name: candidate_rollouts(config, f"{group}/{id}", tasks, id, step)
+        for name, id in candidates.items()
+    }
+    for name, rows in (await play(store, requested)).items():
         known = [row.reward() for row in rows if not math.isnan(row.reward())]
         values = {f"{name}_missing": float(len(rows) - len(known))}
         values |= {name: fmean(known)} if known else {}

@@ -1,1 +1,1 @@
-"""Which tasks are rolled out, how often, against which opponents, and which groups are trained."""
+"""Samples tasks, opponents and branches, requests rollouts, and collects the groups to train."""

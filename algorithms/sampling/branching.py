@@ -1,13 +1,10 @@
-"""Which rollouts branch off others, once these have ended: a pure function of their calls.
+"""Branches: rollouts that repeat the first calls of another rollout and sample the rest anew (see
+`runners.gateway.replay`), to estimate the value of a call from several continuations.
 
-A branch repeats the first calls of a rollout of its group and samples the rest anew (see
-`runners.gateway.replay`), so that the value of a call is estimated from several continuations. The
-branches join the group of their source before it is claimed; credit over trees of rollouts
-(`presets.zoo.trees`) compares them.
-
-Always true: requests are deterministic, ids included, because branches are computed only from ended
-rollouts that are no branches themselves. So a run that was killed between requesting and claiming
-requests nothing twice.
+Branches join the group of their source before it is claimed; credit over trees of rollouts
+(`presets.zoo.trees`) compares them. Always true: requests are deterministic, ids included, because
+they depend only on ended rollouts that are no branches themselves. So a run that was killed between
+requesting and claiming requests nothing twice.
 """
 
 from __future__ import annotations
@@ -33,22 +30,22 @@ log = logging.getLogger(__name__)
 
 
 class Fork(NamedTuple):
-    """A call to sample again. surprise: the mean of -log-prob over its tokens in nats, an estimate
-    of the policy's entropy there."""
+    """A call to sample again. surprise: mean of -log-prob over its tokens in nats, an estimate of
+    the policy's entropy."""
 
     rollout: str
-    calls: int  # before it
+    calls: int  # number of calls before it
     surprise: float
 
 
-async def request_branches(store: Store, config: RunConfig, asked: Sequence[NewRollout]) -> None:
-    """Wait until the requested rollouts have ended, request the branches or counterfactual rollouts
-    of their groups, and wait for those."""
+async def request_branches(store: Store, config: RunConfig, rollouts: Sequence[NewRollout]) -> None:
+    """Wait for the rollouts to end, request the branches or counterfactual rollouts of their
+    groups, and wait for these."""
     settings = config.algorithm
     if settings.branching.kind == "none" and not settings.counterfactual.stand_ins:
         return
     async with asyncio.TaskGroup() as tasks:
-        for group in dict.fromkeys(rollout.group for rollout in asked):
+        for group in dict.fromkeys(rollout.group for rollout in rollouts):
             tasks.create_task(_grow(store, config, group))
 
 
@@ -61,20 +58,20 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
     more = counterfactual_rollouts(config, rollouts) if replayed else branches(config, rollouts)
     try:
         await store.enqueue(more)
-    except Conflict:  # an earlier step trained it, before the run file had branches
+    except Conflict:  # trained by an earlier step, before the run file had branches
         log.warning("Group %s grows no branches: it was trained before its step.", group)
         return
     await store.settled(group)
 
 
 def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
-    """The branches of one group, whose rollouts (without branches) are given."""
+    """The branches to request for one group. rollouts: those of the group that are no branches."""
     settings = config.algorithm.branching
     policies = trained_policies(config)
-    found = choose_forks(settings, [list(forks(rollout, policies)) for rollout in rollouts])
+    chosen = choose_forks(settings, [list(forks(rollout, policies)) for rollout in rollouts])
     by_id = {rollout.id: rollout for rollout in rollouts}
     branches: list[NewRollout] = []
-    for fork in (fork for fork in found for _ in range(settings.width)):
+    for fork in (fork for fork in chosen for _ in range(settings.width)):
         source = by_id[fork.rollout]
         branch = Branch(rollout=source.id, calls=fork.calls)
         branches.append(joining_rollout(config, source, branch, source.seats, len(branches)))
@@ -82,24 +79,24 @@ def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]
 
 
 def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[Fork]:
-    """The calls of a rollout that can be sampled again: those of trained policies at a temperature
-    above 0, except the first, from which a branch would be an ordinary rollout."""
+    """The calls of a rollout that can be sampled again: all calls of trained policies at a
+    temperature above 0 but the first, from which a branch would be an ordinary rollout."""
     if not valid_for_any(rollout, policies):
         return
     for number, call in enumerate(rollout.transitions):
         trained = call.policy in policies and trainable(call, call.policy)
         if number and trained and call.completion and call.sampling.temperature > 0:
             yield Fork(rollout.id, number, -fmean(call.logprobs))
-        if call.finish == "cut":  # its end is not known, so later calls cannot be repeated
+        if call.finish == "cut":  # its end is unknown, so later calls cannot be replayed
             return
 
 
 def choose_forks(settings: BranchingConfig, forks: Sequence[Sequence[Fork]]) -> list[Fork]:
     """The forks to branch at, in order of rollout and call. forks: by rollout."""
-    together = [fork for some in forks for fork in some]
-    picked = {
+    together = [fork for each in forks for fork in each]
+    chosen = {
         fork
-        for some in (forks if settings.kind == "mc" else [together])
-        for fork in sorted(some, key=lambda fork: -fork.surprise)[: settings.calls or None]
+        for each in (forks if settings.kind == "mc" else [together])
+        for fork in sorted(each, key=lambda fork: -fork.surprise)[: settings.calls or None]
     }
-    return [fork for fork in together if fork in picked]
+    return [fork for fork in together if fork in chosen]

@@ -1,5 +1,5 @@
-"""A chat completion that belongs to no rollout: an upstream or a policy of the run is asked, as a
-judge or as the reflector of a prompt search."""
+"""Chat completions outside of rollouts, from an upstream or a policy of the run: for judges and for
+the reflector of a prompt search."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from agentrl.errors import AgentRLError
 from agentrl.store.base import Store
 from agentrl.types import Json
 
-TRIES = 8  # at a server that is busy or away
-FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds between two; doubled, or as long as it says
+TRIES = 8  # most attempts at a busy or unreachable server
+FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds between attempts; doubled, or its retry-after
 TIMEOUT = aiohttp.ClientTimeout(total=600.0)  # seconds
 
 
 class Endpoint(NamedTuple):
-    """Who answers. identity: the server's model and, of a policy, its version."""
+    """A model to ask. identity: names its model, for a policy also run and version."""
 
     url: str
     model: str
     identity: str
     key: str = ""
-    text: str | None = None  # the answer to every call, where there is no server
+    text: str | None = None  # a fixed answer instead of a server
 
 
 class Completion(NamedTuple):
@@ -50,21 +50,21 @@ class _Choice(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    """The part of an answer that is read."""
+    """The fields of a response that are used."""
 
     choices: list[_Choice]
     usage: _Usage | None = None
 
 
 def upstream_endpoint(config: RunConfig, name: str) -> Endpoint:
-    found = config.upstreams[name]
-    key = os.environ.get(found.key_env, "") if found.key_env else ""
-    model = found.model or name
-    return Endpoint(found.base_url, model, found.text or model, key, found.text)
+    upstream = config.upstreams[name]
+    key = os.environ.get(upstream.key_env, "") if upstream.key_env else ""
+    model = upstream.model or name
+    return Endpoint(upstream.base_url, model, upstream.text or model, key, upstream.text)
 
 
 async def find_endpoint(store: Store, config: RunConfig, name: str) -> Endpoint:
-    """Where an upstream, or a policy that is served now, answers."""
+    """The endpoint of an upstream, or of a policy that is served now."""
     if name in config.upstreams:
         return upstream_endpoint(config, name)
     served = (await store.policies(config.name))[name]
@@ -75,8 +75,8 @@ async def find_endpoint(store: Store, config: RunConfig, name: str) -> Endpoint:
 async def complete(
     session: aiohttp.ClientSession, endpoint: Endpoint, question: str, who: str, **fields: Json
 ) -> Completion:
-    """The answer to a question, which `fields` of the request say how to sample. Raises
-    AgentRLError, which begins with `who` asked, after some tries where waiting may help."""
+    """Ask a question. fields: further fields of the request, such as sampling. who: the caller, at
+    the start of an error. Retries while the server is busy or unreachable. Raises AgentRLError."""
     if endpoint.text is not None:
         return Completion(endpoint.text)
     messages = [{"role": "user", "content": question}]
@@ -87,7 +87,8 @@ async def complete(
 async def post(
     session: aiohttp.ClientSession, endpoint: Endpoint, path: str, who: str, **fields: Json
 ) -> bytes:
-    """What the server answers to `fields`. Raises AgentRLError as `complete` does."""
+    """Send `fields` to a path of the server; returns the response. Retries and raises as
+    `complete` does."""
     url, why = f"{endpoint.url}/{path}", ""
     body = {"model": endpoint.model, **fields}
     headers = {"authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
@@ -108,7 +109,7 @@ async def post(
                 break
         if number + 1 < TRIES:
             await asyncio.sleep(min(wait, LONGEST_WAIT))
-    raise AgentRLError(f"{who}: {url} {why}; the same command goes on from here")
+    raise AgentRLError(f"{who}: {url} {why}; the same command resumes from here")
 
 
 def _read(content: bytes, who: str) -> Completion:
@@ -116,5 +117,5 @@ def _read(content: bytes, who: str) -> Completion:
         reply = msgspec.json.decode(content, type=_Reply)
         text, used = reply.choices[0].message.content or "", reply.usage or _Usage()
     except (msgspec.DecodeError, IndexError) as error:
-        raise AgentRLError(f"{who} gave no chat completion ({error})") from None
+        raise AgentRLError(f"{who} returned no chat completion ({error})") from None
     return Completion(text, used.prompt_tokens, used.completion_tokens)

@@ -1,13 +1,13 @@
-"""Which groups a step trains: requested, claimed, and replaced if they carry no signal.
+"""Requests and claims the groups that a step trains, and replaces groups without a signal.
 
 Always true: requests are a function of seed, step and round, so a restarted process requests the
-same rollouts, and the store ignores those it has. Groups that were claimed and not committed are
+same rollouts, and the store ignores duplicates. Groups that were claimed and not committed are
 claimed again. So a step trains the same groups however often it is started, unless
 `algorithm.order = "ready"` lets it take groups of later steps that ended first.
 
-How many groups may be asked for follows from the counts of the store: see `room`. So of the groups
-asked for, those that no step has trained or discarded are never more than (max_staleness + 1) x
-groups, whenever a process was killed; what is asked for in the place of others comes on top.
+The store's counts limit the number of requested groups (see `room`): at most (max_staleness + 1) x
+groups of them are neither trained nor discarded, even if a process was killed. Replacements do not
+count.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Collected:
     """The groups of one step."""
 
     groups: list[Group]  # to train
-    discarded: list[Group]  # taken out of the store by the step without being trained
+    discarded: list[Group]  # not trained; the step's commit removes them from the queue
     metrics: dict[str, float]
-    stored: bool = True  # whether they are groups of the store, which the step's commit names
+    stored: bool = True  # whether they are in the store, so that the step's commit names them
 
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Requests groups and claims them. resample: the reward that must differ within a trained
-    group; None: all groups are trained. vocabulary: groups with other token ids are discarded."""
+    """Requests and claims groups. resample: the reward that must differ within a trained group;
+    None: all groups are trained. vocabulary: groups with other token ids are discarded."""
 
     config: RunConfig
     store: Store
@@ -65,10 +65,10 @@ class Collector:
     vocabulary: Vocabulary = field(default_factory=dict)
 
     async def collect(self, step: int) -> Collected:
-        """The groups of a step, `algorithm.groups` of them.
+        """Collect the `algorithm.groups` groups of a step.
 
-        With `resample`, groups without a signal are discarded and others requested, up to
-        `algorithm.max_rounds` times; after that the step trains fewer groups."""
+        With `resample`, groups without a signal are discarded and replaced, in at most
+        `algorithm.max_rounds` rounds; after that the step trains fewer groups."""
         work = self.claim_rounds(step)
         claimed, replaced = await close_groups_during(work, self.store, self.config)
         played = cancelled_metrics(self.config, claimed, step)
@@ -88,23 +88,24 @@ class Collector:
 
     @property
     def replaces(self) -> bool:
-        """Whether others are asked for in the place of some groups."""
+        """Whether groups may be replaced."""
         return self.resample is not None or self.config.algorithm.stale == "cancel"
 
     def is_kept(self, group: Group, step: int) -> bool:
-        """Whether a claimed group is trained, and not replaced."""
+        """Whether a claimed group is trained, not replaced."""
         if is_replaced(self.config, group, step):
             return False
         return self.resample is None or self.is_informative(group)
 
     async def claim(self, n: int) -> list[Group]:
-        """The first groups, or those that ended first; what was claimed for this step before is
-        among them."""
+        """Claim `n` groups, in the order of requests or of their ends; includes groups that this
+        step has claimed before."""
         ordered = self.config.algorithm.order == "asked"
         return await self.store.claim_groups(self.config.name, self.epoch, n, ordered=ordered)
 
     async def claim_rounds(self, step: int) -> tuple[list[Group], int]:
-        """All claimed groups, and the number of requested replacements."""
+        """Request and claim until enough groups are kept. Returns all claimed groups, and the
+        number of requested replacements."""
         size, replaced = self.config.algorithm.groups, 0
         await self.ask(step)
         if self.config.algorithm.stale == "cancel":
@@ -113,21 +114,20 @@ class Collector:
         if not self.replaces:
             return claimed, replaced
         for number in range(self.config.algorithm.max_rounds or ROUNDS):
-            lacking = size - sum(self.is_kept(group, step) for group in claimed)
-            reward = self.resample
-            broken = reward and not any(map(self.known_values, claimed))
-            if not lacking or broken:  # more rollouts would fail too
+            missing = size - sum(self.is_kept(group, step) for group in claimed)
+            # If no rollout has the reward, replacements would not have it either.
+            if not missing or (self.resample and not any(map(self.known_values, claimed))):
                 break
-            replaced += lacking
-            others = self.tasks.replacements(step, number, lacking)
+            replaced += missing
+            others = self.tasks.replacements(step, number, missing)
             await self.store.enqueue(others)
             await request_branches(self.store, self.config, others)
-            claimed = await self.claim(len(claimed) + lacking)
+            claimed = await self.claim(len(claimed) + missing)
         return claimed, replaced
 
     async def ask(self, step: int) -> None:
-        """Request the groups of this step and of the steps that may be prefetched. Branches join
-        this step's groups before they are claimed."""
+        """Request the groups of this step and of steps to prefetch, and the branches of this step's
+        groups."""
         free = room(self.config, step, await self.store.counts(self.config.name))
         if free > 0:
             last = await self.store.groups(self.config.name, purpose=Purpose.TRAIN, limit=1)
@@ -136,8 +136,7 @@ class Collector:
         await request_branches(self.store, self.config, self.tasks.rollouts(step))
 
     def is_informative(self, group: Group) -> bool:
-        """Whether enough rollouts of the group have the reward, with different values, and the
-        group can be trained."""
+        """Whether enough rollouts of a valid group have the reward, with different values."""
         values = self.known_values(group)
         if len(values) < max(2, self.config.algorithm.min_group):
             return False
@@ -146,7 +145,7 @@ class Collector:
         return max(values) - min(values) > SPREAD * max(map(abs, values))
 
     def known_values(self, group: Group) -> list[float]:
-        """The values of `resample` within a group, of rollouts that a policy may learn from."""
+        """The values of the reward `resample` in a group's rollouts that can be trained."""
         name = self.resample or ""
         rewards = [
             row
@@ -158,18 +157,18 @@ class Collector:
 
 
 def is_learned_from(rollout: Rollout, config: RunConfig, reward: str = "outcome") -> bool:
-    """Whether one of the run's policies may learn from a rollout, once its inexact calls have token
-    ids (`algorithm.inexact`)."""
+    """Whether one of the run's policies can train on a rollout, after its inexact calls have been
+    retokenized (`algorithm.inexact`)."""
     retokenized = config.algorithm.inexact == "retokenize"
     return valid_for_any(rollout, trained_policies(config), (reward,), retokenized=retokenized)
 
 
 def room(config: RunConfig, step: int, counts: Counts) -> int:
-    """How many more groups may be asked for before a step is trained, so that those that no step
-    has trained or discarded are (max_staleness + 1) x groups, or what the run has still to train.
+    """How many more groups may be requested before a step is trained. At most (max_staleness + 1) x
+    groups, or those left in the run, may be neither trained nor discarded.
 
-    Trained in the order asked, no group then waits for more than max_staleness steps, rounded up,
-    so no token of it is older than as many updates."""
+    In the order of requests no group then waits for more than max_staleness steps, rounded up, so
+    no token is older than that many updates."""
     size = config.algorithm.groups
     ahead = floor(config.algorithm.max_staleness * size + 1e-9)  # 0.29 * 100 is 28.999...
     most = min(size + ahead, (config.steps - step) * size)
@@ -181,13 +180,11 @@ def resampling_reward(config: AlgorithmConfig, algo: Algo) -> str | None:
     the algorithm reads; None: off. arXiv 2503.14476.
 
     Raises ConfigError for settings without effect, and for algorithms that read no reward."""
-    wanted = (
-        algo.resample is not None if config.dynamic_sampling is None else config.dynamic_sampling
-    )
-    if not wanted:
+    preset = algo.resample is not None
+    if not (preset if config.dynamic_sampling is None else config.dynamic_sampling):
         if config.max_rounds is not None:
             raise ConfigError(
-                f"algorithm.max_rounds = {config.max_rounds}: nothing is sampled again; set "
+                f"algorithm.max_rounds = {config.max_rounds}: dynamic sampling is off; set "
                 "algorithm.dynamic_sampling = true or leave it out"
             )
         return None
@@ -202,8 +199,9 @@ def resampling_reward(config: AlgorithmConfig, algo: Algo) -> str | None:
 def resampling_metrics(
     claimed: Sequence[Group], discarded: Sequence[Group], replaced: int
 ) -> dict[str, float]:
-    """groups/resampled: replacements requested. reward/sampled_mean: over all sampled rollouts,
-    except counterfactual ones, whereas reward/mean is over those of the trained groups."""
+    """groups/resampled: requested replacements. groups/discarded: replaced groups.
+    reward/sampled_mean: mean over all sampled rollouts but counterfactual ones; reward/mean is over
+    trained groups."""
     every = (rollout for group in claimed for rollout in group.rollouts)
     played = [rollout for rollout in every if not rollout.counterfactual]
     rewards = [value for row in played if not isnan(value := row.reward())]
@@ -214,22 +212,22 @@ def resampling_metrics(
 def split_unreadable(
     groups: Sequence[Group], vocabulary: Vocabulary
 ) -> tuple[list[Group], list[Group]]:
-    """The valid groups, and the invalid ones, whose defect is logged. One invalid row would make
-    every attempt at its step fail, so its group is discarded. No store can know of token ids that
-    are outside the vocabulary; older stores did not refuse such rewards and log-probs."""
-    why = {group.id: unreadable_reason(group, vocabulary) for group in groups}
-    for id, reason in why.items():
+    """The valid groups, and the invalid ones, whose defect is logged. They are discarded, because
+    one invalid row would make every attempt at the step fail. The store cannot check token ids
+    against the vocabulary, and older stores did not check rewards and log-probs."""
+    reasons = {group.id: unreadable_reason(group, vocabulary) for group in groups}
+    for id, reason in reasons.items():
         if reason:
             log.warning("group %s is discarded: %s", id, reason)
-    good = [group for group in groups if why[group.id] is None]
-    return good, [group for group in groups if why[group.id] is not None]
+    good = [group for group in groups if reasons[group.id] is None]
+    return good, [group for group in groups if reasons[group.id] is not None]
 
 
 def unreadable_reason(group: Group, vocabulary: Vocabulary) -> str | None:
     """The first defect of a group; None if there is none."""
     for rollout in group.rollouts:
         for reward in rollout.rewards:
-            if not abs(reward.value) <= LARGEST_REWARD:  # NaN neither
+            if not abs(reward.value) <= LARGEST_REWARD:  # also true for NaN
                 return f"reward {reward.name!r} of rollout {rollout.id} is {reward.value:g}"
         for call in rollout.transitions:
             if defect := call.exact and _call_defect(call, vocabulary.get(call.policy)):

@@ -1,9 +1,9 @@
-"""Counterfactual rollouts: what each role contributes to its team.
+"""Counterfactual rollouts, which measure the contribution of each role to its team.
 
 A counterfactual rollout repeats a rollout with stand-ins in some of the roles. The other roles'
 calls are replayed while their prompts are the same, and sampled by the current policy after that
-(see `runners.gateway.replay`). Their outcomes are the values of coalitions, from which the formulas
-of `team_rewards` compute rewards of roles; the verifier needs no change.
+(see `runners.gateway.replay`). The outcomes are the values of coalitions, from which the formulas
+of `team_rewards` compute role rewards; the verifier needs no change.
 
 Always true: they join the group of their rollout before it is claimed, requests are deterministic,
 as for branches, and no policy trains on them. The members of a team are the roles that made a call.
@@ -32,13 +32,13 @@ from agentrl.team_rewards import Coalition, Value, difference, shapley
 from agentrl.types import Branch, Group, NewRollout, Reward, Rollout, RolloutState, Scope
 
 log = logging.getLogger(__name__)
-SOURCE = "counterfactual"  # of its rewards
+SOURCE = "counterfactual"  # `Reward.source`
 
 
 @dataclass(frozen=True, slots=True)
 class CoalitionFormula:
-    """The formula that turns coalition values into rewards. seed: of the orders that are sampled if
-    there are too many."""
+    """The formula that turns coalition values into rewards. seed: for sampling the orders of the
+    Shapley value if there are too many."""
 
     settings: CounterfactualConfig
     seed: int
@@ -49,7 +49,7 @@ class CoalitionFormula:
         return frozenset(called & self.settings.stand_ins.keys())
 
     def of(self, rollout: Rollout, value: Value) -> dict[str, float]:
-        """The reward of each member, given the value of each coalition."""
+        """The reward of each member. value: returns the value of a coalition."""
         members = self.members(rollout)
         if self.settings.value == "difference":
             return difference(value, members)
@@ -57,16 +57,16 @@ class CoalitionFormula:
         return shapley(value, members, samples=self.settings.orders, seed=seed)
 
     def absent(self, rollout: Rollout) -> list[Coalition]:
-        """The sets of roles to replace, one for each coalition whose value the formula needs. They
-        are found by running the formula on values of 0."""
-        members, valued = self.members(rollout), []
+        """The sets of roles to replace, one per coalition whose value the formula reads. Finds them
+        by evaluating the formula with values of 0."""
+        members, read = self.members(rollout), []
 
         def value(coalition: Coalition) -> float:
-            valued.append(coalition)
+            read.append(coalition)
             return 0.0
 
         self.of(rollout, value)
-        return [members - coalition for coalition in valued if coalition != members]
+        return [members - coalition for coalition in read if coalition != members]
 
 
 def coalition_formula(config: RunConfig) -> CoalitionFormula:
@@ -74,10 +74,10 @@ def coalition_formula(config: RunConfig) -> CoalitionFormula:
 
 
 def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
-    """The counterfactual rollouts of one group: for each of its rollouts that has an outcome and
-    can be trained. rollouts: those of the group that are not counterfactual themselves."""
+    """The counterfactual rollouts to request for one group: of each rollout that has an outcome and
+    can be trained. rollouts: those of the group that are not counterfactual."""
     formula, players = coalition_formula(config), stand_ins(config)
-    policies, found = trained_policies(config), list[NewRollout]()
+    policies, requested = trained_policies(config), list[NewRollout]()
     for rollout in rollouts:
         if isnan(rollout.reward()) or not valid_for_any(rollout, policies):
             continue
@@ -86,31 +86,31 @@ def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> l
             calls = len(rollout.transitions)
             branch = Branch(rollout=rollout.id, calls=calls, without=absent)
             for _ in range(config.algorithm.counterfactual.width):
-                found.append(joining_rollout(config, rollout, branch, seats, len(found)))
-    return found
+                requested.append(joining_rollout(config, rollout, branch, seats, len(requested)))
+    return requested
 
 
 @dataclass(frozen=True, slots=True)
 class RoleRewards:
-    """Adds a counterfactual reward to each role that a policy played. It is missing if the outcome
-    of the rollout, or of every counterfactual rollout of a coalition, is missing (NaN)."""
+    """Adds a counterfactual reward for each role that a policy plays. It is missing (NaN) if the
+    rollout, or every counterfactual rollout of a coalition, has no outcome."""
 
     formula: CoalitionFormula
     policy: str
 
     def complete(self, groups: list[Group]) -> list[Group]:
-        """`groups` with a reward of roles, named after the formula. A warning is logged if no
-        counterfactual rollout has an outcome.
+        """Add role rewards, named after the formula, to the rollouts of the groups. Logs a warning
+        if no counterfactual rollout has an outcome.
 
-        Raises TrainingError for stand-ins of a role that has another name in the agent, for
-        rollouts without an outcome, and where the verifier gives the same reward."""
+        Raises TrainingError for stand-ins of a role that made no call, if no rollout has an
+        outcome, and if the verifier returns the same reward."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         self._check(rollouts)
-        again = [rollout for rollout in rollouts if rollout.counterfactual]
-        if again and all(isnan(rollout.reward()) for rollout in again):
+        replays = [rollout for rollout in rollouts if rollout.counterfactual]
+        if replays and all(isnan(rollout.reward()) for rollout in replays):
             log.warning(
                 "None of the %d replays of step %d has an outcome: nothing is learned from it.",
-                len(again), groups[0].step,
+                len(replays), groups[0].step,
             )  # fmt: skip
         return [
             replace(group, rollouts=[self._rewarded(rollout, group) for rollout in group.rollouts])
@@ -121,8 +121,8 @@ class RoleRewards:
         name, known = self.formula.settings.value, self.formula.settings.stand_ins.keys()
         if any(row.scope is Scope.ROLE and row.name == name for r in rollouts for row in r.rewards):
             raise TrainingError(
-                f"the verifier gives roles a reward {name!r}, and algorithm.counterfactual makes "
-                "one of replays; rename the verifier's, or leave algorithm.counterfactual out"
+                f"the verifier gives roles a reward {name!r}, and algorithm.counterfactual adds "
+                "one of that name; rename the verifier's, or leave algorithm.counterfactual out"
             )
         done = [rollout for rollout in rollouts if rollout.state is RolloutState.SUCCEEDED]
         if done and all(isnan(rollout.reward()) for rollout in done):
@@ -137,16 +137,16 @@ class RoleRewards:
             role = min(silent)
             raise TrainingError(
                 f"algorithm.counterfactual.stand_ins.{role}: no call of {len(rollouts)} rollouts "
-                f"was made in this role, and nobody stands in for {', '.join(sorted(others))}; "
+                f"was made in this role, and there is no stand-in for {', '.join(sorted(others))}; "
                 f"{nearest(role, others)}"
             )
 
     def _rewarded(self, rollout: Rollout, group: Group) -> Rollout:
-        """The rollout with rewards of roles, from the counterfactual rollouts that repeat it."""
+        """Add role rewards to a rollout, computed from its counterfactual rollouts in the group."""
         if rollout.counterfactual:
             return rollout
         members = self.formula.members(rollout)
-        outcomes: dict[Coalition, list[float]] = defaultdict(list)  # by the roles replaced
+        outcomes: dict[Coalition, list[float]] = defaultdict(list)  # by replaced roles
         for row in group.rollouts:
             if row.counterfactual and row.branch and row.branch.rollout == rollout.id:
                 outcomes[frozenset(row.branch.without)].append(row.reward())
@@ -159,12 +159,12 @@ class RoleRewards:
 
         own = {call.role for call in rollout.transitions if call.policy == self.policy}
         name = self.formula.settings.value
-        shares = [
-            Reward(value=share, name=name, scope=Scope.ROLE, target=role, source=SOURCE)
-            for role, share in self.formula.of(rollout, value).items()
-            if role in own and not isnan(share)
+        rewards = [
+            Reward(value=reward, name=name, scope=Scope.ROLE, target=role, source=SOURCE)
+            for role, reward in self.formula.of(rollout, value).items()
+            if role in own and not isnan(reward)
         ]
-        return replace(rollout, rewards=[*rollout.rewards, *shares])
+        return replace(rollout, rewards=[*rollout.rewards, *rewards])
 
 
 def uses_counterfactuals(settings: CounterfactualConfig, algo: Algo) -> bool:
@@ -173,8 +173,7 @@ def uses_counterfactuals(settings: CounterfactualConfig, algo: Algo) -> bool:
 
 
 def with_optional_reward(settings: CounterfactualConfig, algo: Algo) -> Algo:
-    """The algorithm, with counterfactual rewards optional, so that a step without any does not end
-    the run."""
+    """Make counterfactual rewards optional: a step without any must not end the run."""
     if not uses_counterfactuals(settings, algo):
         return algo
     name = f"role:{settings.value}"
@@ -184,9 +183,9 @@ def with_optional_reward(settings: CounterfactualConfig, algo: Algo) -> Algo:
 def check_counterfactuals(
     config: RunConfig, algos: Mapping[str, Algo], resample: str | None
 ) -> None:
-    """Raises ConfigError if no policy reads counterfactual rewards, if a role that reads them has
-    no stand-in, and if `resample`, the reward of dynamic sampling, is a counterfactual one, which
-    is unknown when groups are sampled."""
+    """Raise ConfigError if no policy reads counterfactual rewards, if a role that learns from them
+    has no stand-in, and if `resample`, the reward of dynamic sampling, is counterfactual: it is
+    unknown when groups are sampled."""
     settings = config.algorithm.counterfactual
     name = f"role:{settings.value}"
     if not settings.stand_ins:
@@ -201,10 +200,10 @@ def check_counterfactuals(
         if policy in readers and role not in settings.stand_ins:
             raise ConfigError(
                 f"algorithm.counterfactual.stand_ins has no {role!r}, and {policy!r}, which plays "
-                f"it, learns from {name!r}; say who stands in for it"
+                f"it, learns from {name!r}; name its stand-in"
             )
     if resample == name:
         raise ConfigError(
-            f"algorithm.dynamic_sampling goes by {name!r}, which rollouts do not have when they "
+            f"algorithm.dynamic_sampling compares {name!r}, which rollouts do not have when they "
             "end; set it to false, or leave algorithm.counterfactual out"
         )

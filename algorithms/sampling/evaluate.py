@@ -1,4 +1,4 @@
-"""Scoring the current policy on held-out tasks, through the same queue as training."""
+"""Held-out evaluation of the current policy, through the same queue as training."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.scores import common_score, score_metrics, spread_metrics
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
+from agentrl.errors import ConfigError
 from agentrl.loading import import_error, load_attribute
 from agentrl.processes import PHASE
 from agentrl.store.base import Store
@@ -23,8 +24,8 @@ log = logging.getLogger("agentrl.algorithm")
 
 
 def temperatures(config: RunConfig, step: int) -> dict[str, float]:
-    """At which a policy is scored; the first and the last one also as it was sampled, but not
-    endpoints, which have their own sampling settings."""
+    """The temperatures of an evaluation, by metric name. Before and after training there is also
+    one at temperature 1, but not for upstreams, which have sampling settings of their own."""
     also = config.eval.sampled and step in (0, config.steps) and not has_no_own_policy(config)
     return {"score": config.eval.temperature} | ({"sampled": 1.0} if also else {})
 
@@ -38,10 +39,9 @@ async def evaluate_heldout(
     candidate: str | None = None,
     seats: Mapping[str, str] = {},
 ) -> None:
-    """Log the scores of tasks after `step` steps, as `eval/<name>` and so on for each named
-    temperature, unless they are in the store already. Each task is played once, before and after
-    training with the last of the temperatures `eval.samples` times. seats: role or policy -> policy
-    that plays it."""
+    """Log the scores on `tasks` after `step` steps, as `eval/<name>` for each of `temperatures`,
+    unless the store has them already. Each task is rolled out once; before and after training
+    `eval.samples` times at the last temperature. seats: role or policy -> policy that plays it."""
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
@@ -50,25 +50,27 @@ async def evaluate_heldout(
         after = f" after {step} steps" if config.steps else ""
         log.log(PHASE, f"scoring {len(tasks)} held-out tasks{after}")
     started = time.monotonic()
-    asked, known = {}, temperatures(config, step)
-    for name, temperature in known.items():
+    requested, named = {}, temperatures(config, step)
+    for name, temperature in named.items():
         sampling = replace(config.sampling, temperature=temperature)
-        samples = config.eval.samples if outer and name == [*known][-1] else 1
-        rounds = tasks * samples
-        asked[name] = evaluation_rollouts(config, step, name, rounds, sampling, seats, candidate)
+        repeated = tasks * (config.eval.samples if outer and name == [*named][-1] else 1)
+        requested[name] = evaluation_rollouts(
+            config, step, name, repeated, sampling, seats, candidate
+        )
     metrics: dict[str, float] = {}
-    played = await play(store, asked)
+    played = await play(store, requested)
     for name, rollouts in played.items():
-        found = score_metrics(name, rollouts) | spread_metrics(name, rollouts, len(tasks), config)
-        metrics |= {f"eval/{key}": x for key, x in found.items()}
+        own = score_metrics(name, rollouts) | spread_metrics(name, rollouts, len(tasks), config)
+        metrics |= {f"eval/{key}": x for key, x in own.items()}
     metrics |= common_score(config, played["score"], len(tasks))
     metrics["time/eval"] = time.monotonic() - started
     await store.log(config.name, step, metrics, epoch=epoch)
 
 
 async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: int) -> None:
-    """Log what `eval.functions` say about the policy after `step` steps, as eval/function/<name>,
-    or <name>/<key> of several numbers. Raises ConfigError for one that raises."""
+    """Log the results of `eval.functions` on the policy after `step` steps, as
+    eval/function/<name>, or <name>/<key> for a mapping. Raises ConfigError if a function raises or
+    returns anything but numbers."""
     if not config.eval.functions:
         return
     metrics: dict[str, float] = {}
@@ -78,26 +80,32 @@ async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: 
     for path in config.eval.functions:
         function = load_attribute(path, Path(config.root), key="eval.functions")
         try:
-            found = await asyncio.to_thread(function, checkpoint)
+            result = await asyncio.to_thread(function, checkpoint)
         except Exception as error:  # the user's function is a boundary
             raise import_error(f"eval.functions = {path!r}", error) from error
         name = f"eval/function/{path.rpartition(':')[2]}"
-        several = found if isinstance(found, Mapping) else {"": found}
-        metrics |= {f"{name}/{key}".rstrip("/"): float(x) for key, x in several.items()}
+        numbers = result if isinstance(result, Mapping) else {"": result}
+        try:
+            metrics |= {f"{name}/{key}".rstrip("/"): float(x) for key, x in numbers.items()}
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"eval.functions = {path!r} returned {result!r:.80}; it must return a number, or a "
+                "mapping of names to numbers"
+            ) from None
     if metrics:
         await store.log(config.name, step, metrics, epoch=epoch)
 
 
 async def play(
-    store: Store, asked: Mapping[str, Sequence[NewRollout]]
+    store: Store, requested: Mapping[str, Sequence[NewRollout]]
 ) -> dict[str, Sequence[Rollout]]:
-    """The rollouts of each of `asked`, a group by name, once all of them have ended. Those that
-    ended before are not played again, so a process that was killed may ask once more."""
-    for rollouts in asked.values():
+    """Request groups by name and wait for them to end; returns their rollouts. Rollouts that have
+    ended before do not run again, so a restarted process may repeat the request."""
+    for rollouts in requested.values():
         await store.enqueue(rollouts)
-    for rollouts in asked.values():
+    for rollouts in requested.values():
         await store.settled(rollouts[0].group)
     return {
         name: await store.rollouts(rollouts[0].run, group=rollouts[0].group)
-        for name, rollouts in asked.items()
+        for name, rollouts in requested.items()
     }

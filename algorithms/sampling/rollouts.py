@@ -1,4 +1,4 @@
-"""Requests for rollouts, without torch: evaluations of upstreams need none."""
+"""Builds requests for rollouts, without torch, which an evaluation of upstreams does not need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from agentrl.config import RunConfig
 from agentrl.types import NewRollout, Purpose, Sampling, Task
 
-URGENT = 1  # rollouts that the loop waits for run before prefetched ones
+URGENT = 1  # priority of rollouts that the loop waits for, above that of prefetched ones
 
 
 def evaluation_rollouts(
@@ -40,10 +40,10 @@ def evaluation_rollouts(
 def new_rollout(
     config: RunConfig, group: str, index: int, task: Task, step: int, sampling: Sampling
 ) -> NewRollout:
-    """Where a seed was asked for, each rollout has one of its own, or all of a group would say the
-    same."""
+    """Build the request for one rollout. If a seed is set, each rollout gets its own, or all
+    rollouts of a group would be equal."""
     id, seed = f"{group}/{index:04d}", sampling.seed
-    if seed is None and config.algorithm.overlap == "one_step_off":  # whose result can be repeated
+    if seed is None and config.algorithm.overlap == "one_step_off":  # it is reproducible
         seed = config.seed
     if seed is not None:
         drawn = blake2b(f"{seed}/{id}".encode(), digest_size=6).digest()

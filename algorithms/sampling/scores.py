@@ -1,4 +1,4 @@
-"""What the rollouts of an evaluation come to, how sure that is, and which evaluation was best."""
+"""Scores of evaluations: means, confidence intervals, pass@k, and the best of a run."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from agentrl.types import Rollout, Scope
 
 log = logging.getLogger("agentrl.algorithm")
 
-Z = 1.96  # deviations on both sides of the mean of a normal distribution that hold 95 % of it
+Z = 1.96  # quantile of the normal distribution for a two-sided 95 % interval
 
 
 def score_metrics(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """<name>: the mean outcome; <name>/<role>: the mean of each role with its own outcome, such as
-    the players of a game; <name>_missing: the number of rollouts without an outcome, such as
-    crashes and time-outs, which are in no mean."""
-    found: dict[str, list[float]] = {name: [rollout.reward() for rollout in rollouts]}
+    """<name>: mean outcome; <name>/<role>: mean outcome of each role that has its own, such as the
+    players of a game; <name>_missing: number of rollouts without an outcome, such as crashes and
+    time-outs, which no mean includes."""
+    outcomes: dict[str, list[float]] = {name: [rollout.reward() for rollout in rollouts]}
     for row in (row for rollout in rollouts for row in rollout.rewards):
         if row.scope is Scope.ROLE and row.name == "outcome":
-            found.setdefault(f"{name}/{row.target}", []).append(row.value)
-    known = {key: [x for x in values if not math.isnan(x)] for key, values in found.items()}
-    missing = {f"{name}_missing": float(len(found[name]) - len(known[name]))}
+            outcomes.setdefault(f"{name}/{row.target}", []).append(row.value)
+    known = {key: [x for x in values if not math.isnan(x)] for key, values in outcomes.items()}
+    missing = {f"{name}_missing": float(len(rollouts) - len(known[name]))}
     return missing | {key: fmean(values) for key, values in known.items() if values}
 
 
 def spread_metrics(
     name: str, rollouts: Sequence[Rollout], tasks: int, config: RunConfig
 ) -> dict[str, float]:
-    """<name>_low, <name>_high: 95 % confidence interval of the mean over the tasks. Of tasks that
-    were played several times, <name>/pass@k too, k = 1, 2, 4 ... and the number of times."""
-    known: list[list[float]] = [[] for _ in range(tasks)]
+    """<name>_low, <name>_high: 95 % confidence interval of the mean over tasks. With several
+    rollouts per task also <name>/pass@k, for k = 1, 2, 4 ... and their number."""
+    by_task: list[list[float]] = [[] for _ in range(tasks)]
     for row in rollouts:
         if not math.isnan(value := row.reward()):
-            known[row.index % tasks].append(value)
-    found, samples = _bounds(name, [fmean(xs) for xs in known if xs]), config.eval.samples
+            by_task[row.index % tasks].append(value)
+    metrics, samples = _bounds(name, [fmean(xs) for xs in by_task if xs]), config.eval.samples
     if len(rollouts) > tasks:
-        solved = [(len(v), sum(x >= config.eval.threshold for x in v)) for v in known]
+        solved = [(len(xs), sum(x >= config.eval.threshold for x in xs)) for xs in by_task]
         for k in sorted({*(2**i for i in range(samples.bit_length())), samples}):
             values = [pass_at(k, n, c) for n, c in solved if n >= k]
             if values:
                 key = f"{name}/pass@{k}"
-                found |= {key: fmean(values)} | _bounds(key, values)
-    return found
+                metrics |= {key: fmean(values)} | _bounds(key, values)
+    return metrics
 
 
 def pass_at(k: int, n: int, c: int) -> float:
-    """The probability that one of k samples is right where c of n were: the unbiased estimator of
-    arXiv 2107.03374, 1 - C(n - c, k) / C(n, k)."""
+    """pass@k for c right ones of n samples: the unbiased estimator 1 - C(n - c, k) / C(n, k),
+    arXiv 2107.03374."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -65,21 +65,21 @@ def _bounds(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % for the mean of two or more values, one of each task, so that a task's samples do not
-    count as independent. Of values from 0 to 1 Wilson's, with the sample size that has the
-    values' standard error (Korn and Graubard 1998), so it is not empty where all are equal."""
+    """The 95 % interval of the mean of two or more values. Pass one value per task, because samples
+    of a task are not independent. For values in [0, 1] it is Wilson's, with the effective sample
+    size for their standard error (Korn and Graubard 1998), so it is not empty if all are equal."""
     mean, error2 = fmean(values), variance(values) / len(values)
     if not 0.0 <= min(values) <= max(values) <= 1.0:
         return mean - Z * math.sqrt(error2), mean + Z * math.sqrt(error2)
     n = mean * (1.0 - mean) / error2 if error2 else float(len(values))
-    middle, share = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n), Z / (1 + Z * Z / n)
-    half = share * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n))
+    middle, scale = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n), Z / (1 + Z * Z / n)
+    half = scale * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n))
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def common_score(config: RunConfig, rollouts: Sequence[Rollout], tasks: int) -> dict[str, float]:
-    """eval/common: the score of the tasks that every evaluation of the run plays, where this one
-    played more. Both numbers of tasks are the first so many of the same list."""
+    """eval/common: the score on the tasks that all evaluations of the run share, if this one has
+    more. An evaluation takes the first tasks of the same list."""
     limits = [limit for limit in (config.eval.tasks, config.eval.curve_tasks) if limit]
     common = min(limits, default=tasks)
     if not (config.eval.every and config.steps) or tasks <= common:
@@ -91,16 +91,15 @@ def common_score(config: RunConfig, rollouts: Sequence[Rollout], tasks: int) -> 
 
 
 async def heldout_scores(store: Store, run: str) -> dict[int, float]:
-    """The scores of trained policies by their steps, the best first, the earlier of equal ones,
-    all of the same tasks."""
-    found = await store.series(run, ["eval/score", "eval/common"], after=0, points=sys.maxsize)
-    same = dict(found["eval/score"]) | dict(found["eval/common"])
-    return dict(sorted(same.items(), key=lambda row: (-row[1], row[0])))
+    """Held-out scores by step, all on the same tasks, best first, ties by step."""
+    series = await store.series(run, ["eval/score", "eval/common"], after=0, points=sys.maxsize)
+    scores = dict(series["eval/score"]) | dict(series["eval/common"])
+    return dict(sorted(scores.items(), key=lambda row: (-row[1], row[0])))
 
 
 def has_stalled(scores: Mapping[int, float], patience: int) -> bool:
-    """Whether the last `patience` held-out scores were no better than one before. scores: as of
-    `heldout_scores`; patience: 0: any number."""
+    """Whether none of the last `patience` held-out scores is a new best. scores: of
+    `heldout_scores`. patience: 0: never."""
     steps = list(scores)
     stalled = 0 < patience <= sum(step > steps[0] for step in steps)
     if stalled:

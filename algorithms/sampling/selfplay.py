@@ -1,14 +1,14 @@
 """Self-play: a policy plays against itself or a pool of its snapshots, and is rated.
 
-Owns the pool, a part of the run's state: snapshots of one policy, what it scored against each of
-them in each seat, and Elo ratings. Results change it once per trained step. Always true: which
-policy plays which seat is a function of seed, group, index and of the pool when the rollout is
-requested; all rollouts of a group have the same opponent, in every seat but the learner's, and the
-learner plays each seat equally often, so that rewards of one seat are compared under equal
-conditions. `train.snapshots` saves and serves the weights.
+Owns the pool, a part of the run's state: snapshots of one policy, its scores against each of them
+by seat, and Elo ratings. Changes once per trained step. Always true: the policy in each seat is a
+function of seed, group, index and the pool at the time of the request; all rollouts of a group have
+the same opponent, in every seat but the learner's, and the learner plays each seat equally often,
+so rewards of one seat are compared under equal conditions. `train.snapshots` saves and serves the
+weights.
 
-A score is 1 where the learner's return is above the mean of the other seats' returns, 1/2 where it
-is equal, so it is defined for general-sum games too.
+A score is 1 if the learner's return is above the mean of the other seats' returns, 1/2 if it is
+equal, which also covers general-sum games.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agentrl.errors import ConfigError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout, RolloutState, Scope
 
 SELFPLAY = "selfplay"  # name of the pool in the state of the run
-FIRST = 1000.0  # rating of the initial policy
+FIRST = 1000.0  # Elo rating of the initial policy
 MEMORY = 0.99  # decay of a result per later game, as in AlphaStar's payoffs, Nature 575
 
 
@@ -54,11 +54,11 @@ class Snapshot(msgspec.Struct):
     name: str
     step: int
     rating: float
-    records: dict[str, SeatRecord] = {}  # of the learner against it, by the learner's seat
-    until: int | None = None  # retired: served until this step; None: still drawn
+    records: dict[str, SeatRecord] = {}  # the learner's results against it, by the learner's seat
+    until: int | None = None  # retired, and served until this step; None: in use
 
     def rate(self) -> float:
-        """The learner's smoothed win rate against it, every seat counting the same."""
+        """The learner's smoothed win rate against it, mean over seats."""
         if not self.records:
             return win_rate(0.0, 0.0)
         return fmean(win_rate(record.score, record.games) for record in self.records.values())
@@ -72,16 +72,16 @@ class PoolState(msgspec.Struct):
 
 
 class ScoredGame(NamedTuple):
-    """The scores of one rollout that was played to its end."""
+    """The scores of one finished game."""
 
-    opponent: str  # the learner itself, if it played against itself
-    scores: dict[str, float]  # of each seat that the learner played
+    opponent: str  # may be the learner itself
+    scores: dict[str, float]  # by seats of the learner
 
 
 @dataclass(slots=True)
 class OpponentPool:
-    """The opponents of `policy`. `ahead`: by how many steps rollouts may be prefetched. `seen`: the
-    roles of all games since the process began."""
+    """The opponents of `policy`. ahead: number of steps that rollouts may be prefetched. seen: the
+    roles in all games since the process started."""
 
     settings: SelfplayConfig
     policy: str
@@ -96,7 +96,7 @@ class OpponentPool:
         return [snapshot for snapshot in self.now.snapshots if snapshot.until is None]
 
     def seats(self, group: str, index: int) -> dict[str, str]:
-        """The policy in each seat of rollout `index` of a group."""
+        """The policy in each seat, for rollout `index` of a group."""
         roles = self.settings.seats
         other = self.opponent(group)
         learner = roles[index % len(roles)]
@@ -104,23 +104,22 @@ class OpponentPool:
 
     def opponent(self, group: str) -> str:
         """The opponent in all rollouts of a group: a snapshot, or the policy itself."""
-        dice = random.Random(f"{self.seed}/{group}/opponent")
-        settings, known = self.settings, self.drawn
-        if not isinstance(settings, SnapshotOpponents) or not known:
+        rng = random.Random(f"{self.seed}/{group}/opponent")
+        settings, snapshots = self.settings, self.drawn
+        if not isinstance(settings, SnapshotOpponents) or not snapshots:
             return self.policy
-        if dice.random() < settings.self_share:
+        if rng.random() < settings.self_share:
             return self.policy
         if settings.opponents == "latest":
-            return known[-1].name
+            return snapshots[-1].name
         weights = None
         if isinstance(settings, PfspOpponents):
-            weights = priorities([snapshot.rate() for snapshot in known], settings.pfsp)
-        return dice.choices(known, weights)[0].name
+            weights = priorities([snapshot.rate() for snapshot in snapshots], settings.pfsp)
+        return rng.choices(snapshots, weights)[0].name
 
     def record_games(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Record the results of a step's games; returns metrics.
-
-        Raises TrainingError for a seat that the games do not have."""
+        """Record the results of a step's games; returns metrics. Raises TrainingError for a seat
+        that the games do not have."""
         every = (rollout for group in groups for rollout in group.rollouts)
         rollouts = [rollout for rollout in every if rollout.branch is None]
         self._check_seats(rollouts)
@@ -134,41 +133,40 @@ class OpponentPool:
     def game(self, rollout: Rollout) -> ScoredGame | None:
         """The scores of a rollout; None if it failed or a seat has no return."""
         roles = self.settings.seats
-        got = returns(rollout, roles)
-        if got is None:
+        by_role = returns(rollout, roles)
+        if by_role is None:
             return None
-        mine = [role for role in roles if rollout.seats.get(role, self.policy) == self.policy]
-        others = {rollout.seats[role] for role in roles if role not in mine}
-        scores = {role: game_score(got, role, roles) for role in mine}
+        own = [role for role in roles if rollout.seats.get(role, self.policy) == self.policy]
+        others = {rollout.seats[role] for role in roles if role not in own}
+        scores = {role: game_score(by_role, role, roles) for role in own}
         return ScoredGame(others.pop() if others else self.policy, scores)
 
     def game_metrics(self, games: Sequence[ScoredGame], unscored: int) -> dict[str, float]:
-        """Metrics of the games of one step, and of the pool after them."""
-        found = {"selfplay/games": float(len(games)), "selfplay/unscored": float(unscored)}
+        """Metrics of one step's games and of the pool."""
+        metrics = {"selfplay/games": float(len(games)), "selfplay/unscored": float(unscored)}
         if every := [score for game in games for score in game.scores.values()]:
-            found["selfplay/draws"] = fmean(score == 0.5 for score in every)
+            metrics["selfplay/draws"] = fmean(score == 0.5 for score in every)
         met = [game for game in games if game.opponent != self.policy]
         if met:
-            found["selfplay/win_rate"] = fmean(s for game in met for s in game.scores.values())
+            metrics["selfplay/win_rate"] = fmean(s for game in met for s in game.scores.values())
         for role in self.settings.seats:
             if scores := [game.scores[role] for game in met or games if role in game.scores]:
-                found[f"selfplay/seat/{role}"] = fmean(scores)
+                metrics[f"selfplay/seat/{role}"] = fmean(scores)
         if self.settings.opponents != "self":
-            found["selfplay/elo"] = self.now.rating
-            found["selfplay/pool"] = float(len(self.drawn))
-            found |= {f"selfplay/win_rate/{s.name}": s.rate() for s in self.drawn}
-            found |= {f"selfplay/elo/{s.name}": s.rating for s in self.drawn}
-        return found
+            metrics["selfplay/elo"] = self.now.rating
+            metrics["selfplay/pool"] = float(len(self.drawn))
+            metrics |= {f"selfplay/win_rate/{s.name}": s.rate() for s in self.drawn}
+            metrics |= {f"selfplay/elo/{s.name}": s.rating for s in self.drawn}
+        return metrics
 
     def finish(self, steps: int, playing: Collection[str] = ()) -> Snapshot | None:
-        """Update the pool after `steps` steps; returns the new snapshot, if one is due, which is
-        saved before the commit that adds it to the pool. Retired snapshots are dropped, except
-        those still `playing`: a slow game may end many steps after the one that requested it."""
-        held = self.now.snapshots
-        due = {s.name for s in held if s.until is not None and s.until <= steps} - {*playing}
-        self.now.snapshots = [s for s in held if s.name not in due]
-        settings = self.settings
-        if not isinstance(settings, SnapshotOpponents) or (held and steps % settings.every):
+        """Update the pool after `steps` steps; returns the new snapshot, if one is due, which must
+        be saved before the commit that adds it to the pool. Drops retired snapshots that are not
+        `playing`: a slow game may end many steps after its request."""
+        before, settings = self.now.snapshots, self.settings
+        due = {s.name for s in before if s.until is not None and s.until <= steps} - {*playing}
+        self.now.snapshots = [s for s in before if s.name not in due]
+        if not isinstance(settings, SnapshotOpponents) or (before and steps % settings.every):
             return None
         name = f"{self.policy}@{steps:06d}"
         self.now.snapshots.append(Snapshot(name, steps, self.now.rating))
@@ -184,11 +182,11 @@ class OpponentPool:
         return state
 
     def restore(self, data: Json) -> None:
-        """Restore what `dump` returned. Raises msgspec.ValidationError for anything else."""
+        """Restore the result of `dump`. Raises msgspec.ValidationError for anything else."""
         self.now = msgspec.convert(data, PoolState)
 
     def _record(self, snapshot: Snapshot, game: ScoredGame) -> None:
-        assert isinstance(self.settings, SnapshotOpponents)  # no others hold snapshots
+        assert isinstance(self.settings, SnapshotOpponents)  # other kinds have no snapshots
         for seat, score in game.scores.items():
             snapshot.records.setdefault(seat, SeatRecord()).add(score)
             mine, theirs = self.now.rating, snapshot.rating
@@ -196,7 +194,8 @@ class OpponentPool:
             snapshot.rating = elo(theirs, mine, 1 - score, self.settings.k)
 
     def _check_seats(self, rollouts: Sequence[Rollout]) -> None:
-        """A seat that lost before its first call counts as played if it has a reward."""
+        """Raise TrainingError for a seat that was never played. A role without a call counts if it
+        has a reward: it may have lost before its first move."""
         done = [rollout for rollout in rollouts if rollout.state is RolloutState.SUCCEEDED]
         rows = (row for rollout in done for row in rollout.rewards)
         self.seen.update(row.target for row in rows if row.scope is Scope.ROLE and row.target)
@@ -210,8 +209,8 @@ class OpponentPool:
 
 
 def most_redundant(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """The snapshot to drop from a pool of two or more, oldest first: the one whose removal leaves
-    the steps most evenly covered. The newest always stays; so does the first of more than two."""
+    """The snapshot to drop from a pool of two or more, oldest first, that leaves the steps most
+    evenly covered. Keeps the newest, and the first of more than two."""
     if len(snapshots) == 2:
         return snapshots[0]
     gaps = [after.step - before.step for before, after in pairwise(snapshots)]
@@ -220,8 +219,8 @@ def most_redundant(snapshots: Sequence[Snapshot]) -> Snapshot:
 
 
 def check_seat_comparison(algo: Algo) -> None:
-    """Raises ConfigError for an algorithm that compares the returns of different seats: the seat
-    that moves first may win more often, whoever plays it."""
+    """Raise ConfigError for an algorithm that compares the returns of different seats: the seat
+    that moves first may win more often, with any player."""
     for part in parts_of(algo.credit):
         if isinstance(part, GroupRelative):
             alone = part.base == part.norm == "none"

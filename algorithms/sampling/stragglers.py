@@ -1,7 +1,7 @@
-"""Groups that end without their slowest rollouts, and rollouts that got too old to be trained.
+"""Cancels the slowest rollouts of groups, and rollouts that have become too stale to train.
 
-Both are ended by the store's `cancel`. A cancelled rollout has no reward: it is missing from its
-group, never 0. Everything is decided from the store, so a restarted process decides the same.
+A cancelled rollout has no reward (missing, never 0). Decisions depend on the store alone, so a
+restarted process makes the same ones.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from agentrl.store.pages import GroupRow
 from agentrl.types import Group, Purpose, RolloutState, Transition
 
 T = TypeVar("T")
-PAUSE = 0.5  # seconds from one look at the open groups to the next
-EVERY = 100_000  # groups: more than are ever open
+PAUSE = 0.5  # seconds between checks of the open groups
+EVERY = 100_000  # limit on open groups, more than there ever are
 
 
 async def close_groups_during(work: Coroutine[Any, Any, T], store: Store, config: RunConfig) -> T:
-    """What `work` returns. Meanwhile groups end early as `algorithm.close_at` and `group_deadline`
-    say; an error of the store there ends `work` too."""
+    """Run `work` and return its result. Meanwhile closes groups early by `algorithm.close_at` and
+    `group_deadline`; an error of the store there also cancels `work`."""
     if config.algorithm.close_at is None and config.algorithm.group_deadline is None:
         return await work
     waiting = asyncio.ensure_future(work)
@@ -42,8 +42,8 @@ async def close_groups_during(work: Coroutine[Any, Any, T], store: Store, config
 
 
 async def settle_groups_ahead(store: Store, config: RunConfig) -> None:
-    """With algorithm.overlap = "one_step_off", until every group that was asked for has ended: none
-    of their calls then reads weights after the update, however long they take."""
+    """With algorithm.overlap = "one_step_off", wait until every requested group has ended, so that
+    none of their calls uses the weights after the update."""
     if config.algorithm.overlap == "one_step_off":
         await close_groups_during(_settle(store, config), store, config)
 
@@ -65,8 +65,8 @@ async def _close_groups(store: Store, config: RunConfig) -> None:
 async def is_complete(
     store: Store, config: RunConfig, row: GroupRow, begun: dict[str, float], now: float
 ) -> bool:
-    """Whether an open group has enough successful rollouts. begun: when the first rollout of each
-    group was claimed, as far as it is known; what is found here is added."""
+    """Whether an open group has enough successful rollouts. begun: cache of the time at which each
+    group's first rollout was claimed."""
     settings = config.algorithm
     succeeded = row.states.count(RolloutState.SUCCEEDED)
     if succeeded >= (settings.close_at or inf):
@@ -74,13 +74,13 @@ async def is_complete(
     if settings.group_deadline is None or succeeded < settings.min_group:
         return False
     if row.id not in begun:
-        tries = [await store.attempts(rollout) for rollout in row.rollouts]
-        begun[row.id] = min(found[0].started for found in tries if found)
+        attempts = [await store.attempts(rollout) for rollout in row.rollouts]
+        begun[row.id] = min(each[0].started for each in attempts if each)
     return now - begun[row.id] >= settings.group_deadline
 
 
 async def cancel_stale(store: Store, config: RunConfig, step: int) -> None:
-    """Cancel what still runs of groups of earlier steps that have tokens too old for this step."""
+    """Cancel the running rollouts of earlier steps' groups that are too stale for this step."""
     for row in await _open_groups(store, config):
         if row.step < step:
             calls = await store.calls(row.rollouts)
@@ -89,8 +89,8 @@ async def cancel_stale(store: Store, config: RunConfig, step: int) -> None:
 
 
 def is_stale(config: RunConfig, rollouts: Iterable[Sequence[Transition]], step: int) -> bool:
-    """Whether a policy that learns sampled some of the tokens of their calls more than
-    max_staleness of its updates before a step."""
+    """Whether a trained policy sampled tokens of these calls more than max_staleness updates before
+    a step. rollouts: calls by rollout."""
     ahead = ceil(config.algorithm.max_staleness)
     oldest = {name: steps_learned(config, name, step) - ahead for name in trained_policies(config)}
     return any(
@@ -103,14 +103,14 @@ def is_stale(config: RunConfig, rollouts: Iterable[Sequence[Transition]], step: 
 
 
 def is_replaced(config: RunConfig, group: Group, step: int) -> bool:
-    """Whether another group takes its place because it is too old."""
+    """Whether a group is replaced because it is too stale."""
     calls = (rollout.transitions for rollout in group.rollouts)
     return config.algorithm.stale == "cancel" and is_stale(config, calls, step)
 
 
 def cancelled_metrics(config: RunConfig, groups: Sequence[Group], step: int) -> dict[str, float]:
-    """rollouts/cancelled, groups/closed_early: which had some. tokens/wasted: sampled by them,
-    or by groups that are replaced as too old. Empty where nothing was cancelled."""
+    """rollouts/cancelled; groups/closed_early: groups with cancelled rollouts; tokens/wasted:
+    sampled by cancelled rollouts or stale groups. Empty if nothing was cancelled."""
     cancelled, closed, wasted = 0, 0, 0
     for group in groups:
         ended = [row for row in group.rollouts if row.state is RolloutState.CANCELLED]

@@ -1,5 +1,5 @@
-"""Which tasks are rolled out: a pure function of the seed, the step and the state in the
-checkpoint, so a restart requests the same rollouts. Prefetched rollouts are never drawn again."""
+"""Samples the tasks of training rollouts, as a pure function of seed, step and checkpoint state: a
+restart requests the same rollouts. Prefetched rollouts are never drawn again."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from agentrl.config import RunConfig
 from agentrl.prompts import CandidateInUse
 from agentrl.types import Branch, Group, Json, NewRollout, Rollout, Task
 
-DIFFICULTY = "difficulty"  # name of the tasks' difficulty in the state of the run
+DIFFICULTY = "difficulty"  # key of TaskDifficulty in the state of the run
 
 
 @dataclass(frozen=True, slots=True)
 class TaskDifficulty:
-    """A curriculum: tasks are drawn by their mean outcome so far.
+    """A curriculum: draws tasks by their mean outcome so far.
 
-    Tasks of medium difficulty have the strongest signal, because groups compare outcomes and these
-    have the variance p (1 - p) (arXiv 2502.12272)."""
+    Tasks of medium difficulty give the strongest signal, because the outcomes that a group compares
+    have variance p (1 - p) (arXiv 2502.12272)."""
 
     means: CountedMeans = field(default_factory=CountedMeans)
 
     def record_outcomes(self, groups: Sequence[Group]) -> None:
-        """Record the outcomes of sampled rollouts, trained or not. Missing rewards do not count,
-        nor do branches, which begin in the middle of a task."""
+        """Record the outcomes of sampled rollouts, trained or not. Ignores missing rewards, and
+        branches, which begin in the middle of a task."""
         every = (rollout for group in groups for rollout in group.rollouts)
         rollouts = [rollout for rollout in every if rollout.branch is None]
         outcomes = torch.tensor([row.reward() for row in rollouts], dtype=torch.float64)
@@ -43,12 +43,12 @@ class TaskDifficulty:
         _, self.means.values = self.means.read(names, outcomes)
 
     def mean(self, task: Task, candidate: str | None = None) -> float:
-        """Its mean outcome so far; 0 for a task never seen."""
+        """The mean outcome of a task so far; 0 for a new task."""
         return self.means.values.get(_key(task, candidate), (0.0, 0))[0]
 
     def weight(self, task: Task, candidate: str | None = None) -> float:
-        """p (1 - p) of the rate p at which it is solved, in (0, 1/4]: that of a task never seen is
-        1/2, and one success and one failure are added to what was seen of the others."""
+        """p (1 - p) in (0, 1/4], with p the success rate after one success and one failure are
+        added: 1/2 for a new task."""
         mean, seen = self.means.values.get(_key(task, candidate), (0.0, 0))
         p = (min(max(mean, 0.0), 1.0) * seen + 1) / (seen + 2)
         return p * (1 - p)
@@ -56,23 +56,23 @@ class TaskDifficulty:
     def draw(
         self, tasks: Sequence[dict[str, Json]], seed: str, n: int, candidate: str | None = None
     ) -> list[dict[str, Json]]:
-        """`n` tasks by weight. Of a larger `n` the first are the same."""
+        """Draw `n` tasks by weight. A larger `n` begins with the same tasks."""
         weights = [self.weight(task, candidate) for task in tasks]
         return random.Random(seed).choices(tasks, weights, k=n)
 
 
 def _key(task: Task, candidate: str | None) -> str:
-    """How hard a task is depends on what the agent is told."""
+    """The key of a task's difficulty, which depends on the prompts of the agent."""
     return task_name(task) if candidate is None else f"{candidate}/{task_name(task)}"
 
 
 def group_number(id: str) -> int:
-    """Its number, or that of the group before it for one that was asked for in another's place."""
+    """The number in a group's id; for a replacement that of its step's last group."""
     return int(id.rpartition("/")[2].partition(".")[0])
 
 
 def task_name(task: Task) -> str:
-    """Its `id`, or without one a digest of its content."""
+    """The task's `id`, or a digest of its content."""
     if "id" in task:
         return str(task["id"])
     whole = msgspec.json.encode(task, order="sorted")
@@ -81,11 +81,10 @@ def task_name(task: Task) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TaskSampler:
-    """Training tasks in a shuffled order that changes every epoch, or drawn by how often they were
-    solved so far; `difficulty` knows that.
+    """Training tasks in a shuffled order that changes every epoch, or drawn by `difficulty`.
 
-    greedy: whether the first rollout of each group is asked for at temperature 0, as a baseline.
-    pool: who plays whom, in games."""
+    greedy: sample the first rollout of each group at temperature 0, as a baseline. pool: assigns
+    the seats of games."""
 
     config: RunConfig
     tasks: list[dict[str, Json]]
@@ -100,7 +99,7 @@ class TaskSampler:
         return self.tasks[shuffled(f"{self.config.seed}/{epoch}", len(self.tasks))[position]]
 
     def unsolved(self, task: dict[str, Json], number: int) -> dict[str, Json]:
-        """The task, or where it is solved (`tasks.solved`) another that is not, if there is one."""
+        """The task, or if it is solved (`tasks.solved`) an unsolved one, if there is any."""
         solved, difficulty = self.config.tasks.solved, self.difficulty
         if solved is None or difficulty is None or difficulty.mean(task, self.prompts.id) < solved:
             return task
@@ -108,7 +107,7 @@ class TaskSampler:
         return left[number % len(left)] if left else task
 
     def rollouts(self, step: int) -> list[NewRollout]:
-        """`groups` x `group_size` rollouts that training step `step` compares."""
+        """The `groups` x `group_size` rollouts of a training step."""
         size = self.config.algorithm.groups
         numbers = range(step * size, (step + 1) * size)
         tasks = self._chosen(f"{self.config.seed}/{step}", numbers, map(self.task, numbers))
@@ -126,8 +125,8 @@ class TaskSampler:
         return rollouts[first % size * each :][: n * each]
 
     def replacements(self, step: int, round: int, n: int) -> list[NewRollout]:
-        """The first `n` groups that a step may ask for in a round of replacements, of tasks in an
-        order of its own. By name they come after the groups of the step and before the next's."""
+        """The first `n` replacement groups in a round of a step, with a task order of their own. By
+        name they sort between the groups of this step and the next."""
         last = (step + 1) * self.config.algorithm.groups - 1
         seed = f"{self.config.seed}/{step}/{round}"
         size = len(self.tasks)
@@ -142,7 +141,7 @@ class TaskSampler:
     def _chosen(
         self, seed: str, numbers: range, usual: Iterable[dict[str, Json]]
     ) -> list[dict[str, Json]]:
-        """The `usual` task of each number where it is not solved, or tasks by their difficulty."""
+        """Tasks by difficulty, or the `usual` task of each number, replaced if it is solved."""
         if self.difficulty is not None and self.config.tasks.solved is None:
             return self.difficulty.draw(self.tasks, seed, len(numbers), self.prompts.id)
         return [self.unsolved(task, n) for n, task in zip(numbers, usual, strict=True)]
@@ -172,7 +171,7 @@ class TaskSampler:
 
 @lru_cache(maxsize=4)
 def shuffled(seed: str, size: int) -> list[int]:
-    """The numbers below `size` in an order drawn from the seed."""
+    """A permutation of the numbers below `size`, by seed."""
     order = list(range(size))
     random.Random(seed).shuffle(order)
     return order
@@ -181,7 +180,7 @@ def shuffled(seed: str, size: int) -> list[int]:
 def joining_rollout(
     config: RunConfig, source: Rollout, branch: Branch, seats: Mapping[str, str], number: int
 ) -> NewRollout:
-    """One more rollout of the group of `source`, after the `number` that joined before it."""
+    """The request for rollout `number` (from 0) that joins the group of `source`."""
     index = config.algorithm.group_size + number
     return replace(
         new_rollout(config, source.group, index, source.task, source.step, config.sampling),

@@ -1,4 +1,4 @@
-"""Builds the parts of a run: the algorithm, updater and state of every policy that learns."""
+"""Builds the parts of a run: algorithm, updater and state of every trained policy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ log = logging.getLogger("agentrl.algorithm")
 
 
 def load_algorithms(config: RunConfig) -> dict[str, Algo]:
-    """The algorithm of each trained policy. Raises ConfigError for settings that do not fit."""
+    """Build the algorithm of each trained policy. Raises ConfigError for invalid settings."""
     algos = {}
     for name in trained_policies(config):
         try:
@@ -73,8 +73,8 @@ def load_algorithms(config: RunConfig) -> dict[str, Algo]:
 
 
 def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str | None]:
-    """What the algorithms require of the groups, which all policies share: whether the first
-    rollout is greedy, and the reward that must differ within a group, if there is one.
+    """The algorithms' requirements on groups, which all policies share: whether the first rollout
+    is greedy, and the reward that must differ within a group, or None.
 
     Raises ConfigError if they disagree, and for counterfactual rollouts that none of them reads."""
     required = {
@@ -86,8 +86,8 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
         if other != wanted:
             raise ConfigError(
                 f"policies.{first} and policies.{name} learn from the same groups, and their "
-                f"presets {algos[first].name!r} and {algos[name].name!r} ask for different ones (a "
-                "greedy rollout, or groups sampled again); choose presets that agree, or set "
+                f"presets {algos[first].name!r} and {algos[name].name!r} need different ones (a "
+                "greedy rollout, or dynamic sampling); choose presets that agree, or set "
                 "algorithm.dynamic_sampling = false"
             )
     counterfactuals.check_counterfactuals(config, algos, wanted[1])
@@ -95,7 +95,7 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
 
 
 def load_algorithm(config: RunConfig) -> Algo:
-    """The algorithm of the run file. Raises ConfigError for settings that do not fit it."""
+    """Build the algorithm of the run file. Raises ConfigError for settings that do not fit it."""
     streams = factory.available_streams(config)
     settings = config.algorithm
     algo = catalogue.make(
@@ -115,7 +115,7 @@ def make_policies(
     models: Sequence[LoadedModel],
     stack: AsyncExitStack,
 ) -> PolicySet:
-    """The policies that learn. The processes that their learners start end with `stack`."""
+    """Build the trained policies. `stack` closes their learners."""
     updaters = {}
     for name, algo in algos.items():
         model = next(model for model in models if name in model.policies)
@@ -128,9 +128,9 @@ def make_policies(
 
 
 def with_proven_packing(config: RunConfig, models: Sequence[LoadedModel]) -> RunConfig:
-    """The settings, with rows in place of a trie on hardware where the two differ.
+    """The settings, with packing = "rows" on hardware on which trie packing gives other log-probs.
 
-    Raises PolicyError where they were asked for and do not."""
+    Raises PolicyError there if the run file sets "trie"."""
     if config.learner.kind != "torch" or config.learner.packed == "rows":
         return config
     trained = set(trained_policies(config))
@@ -146,7 +146,7 @@ def with_proven_packing(config: RunConfig, models: Sequence[LoadedModel]) -> Run
 
 
 def make_difficulty(tasks: TasksConfig, policies: PolicySet) -> TaskDifficulty | None:
-    """The tasks' difficulty, if it decides what is drawn; it is saved with the run."""
+    """The difficulty of tasks, if they are sampled by it, as a part of the run's state."""
     if tasks.order != "difficulty" and tasks.solved is None:
         return None
     difficulty = TaskDifficulty()
@@ -155,15 +155,16 @@ def make_difficulty(tasks: TasksConfig, policies: PolicySet) -> TaskDifficulty |
 
 
 def first_versions(config: RunConfig) -> dict[str, FrozenPolicy]:
-    """The untrained versions of policies that are stand-ins in counterfactual rollouts. Empty if
-    the run trains nothing."""
-    given = config.algorithm.counterfactual.stand_ins if config.steps else {}
-    roles = [role for role, player in given.items() if player == INITIAL]
+    """The untrained versions of policies that stand in for roles of counterfactual rollouts. Empty
+    if the run trains nothing."""
+    named = config.algorithm.counterfactual.stand_ins if config.steps else {}
+    roles = [role for role, player in named.items() if player == INITIAL]
     return dict(initial_version(config, policy_of_role(config, role)) for role in roles)
 
 
 def make_pool(config: RunConfig, policies: PolicySet) -> OpponentPool | None:
-    """The opponents of self-play, if there are seats; a pool of snapshots is saved with the run."""
+    """The opponents of self-play, if there are seats. A pool of snapshots is part of the run's
+    state."""
     settings = config.selfplay
     if not settings.seats:
         return None
@@ -177,8 +178,8 @@ def make_pool(config: RunConfig, policies: PolicySet) -> OpponentPool | None:
 def make_updater(
     config: RunConfig, name: str, algo: Algo, model: LoadedModel, dumps: Path
 ) -> Updater:
-    """The updater of one policy. config: its own view of the run; dumps: the folder for failed
-    optimizer steps."""
+    """Build the updater of one policy. config: the policy's view of the run; dumps: the folder for
+    failed optimizer steps."""
     settings, tokenizer = config.algorithm, model.tokenizer
     loaded = model.model, tokenizer, model.source
     scorers, trainers = factory.make_reward_models(config, *loaded)
@@ -188,7 +189,7 @@ def make_updater(
     completers: list[Completer] = []
     if counterfactuals.uses_counterfactuals(settings.counterfactual, algo):
         completers.append(RoleRewards(coalition_formula(config), name))
-    if settings.inexact == "retokenize":  # before the rewards of models, which need the token ids
+    if settings.inexact == "retokenize":  # before reward models, which need the token ids
         completers.append(Retokenizer(tokenizer, learner, context, name, algo.rewards))
     completers += scorers
     if HINDSIGHT in algo.rewards:
@@ -213,7 +214,7 @@ def make_updater(
 def make_state(
     config: RunConfig, algo: Algo, reference: UpdatableReference | None
 ) -> tuple[AlgorithmState, ReferenceControl]:
-    """The state that a policy keeps from step to step, and its KL control."""
+    """The state that a policy keeps between steps, and its KL control."""
     memory = AlgorithmState(algo.memories, seed=config.seed)
     target, horizon = config.reference.target, config.reference.horizon
     if not target:

@@ -1,10 +1,10 @@
-"""Checkpoints on disk. A directory that exists is complete, whenever the process was killed.
+"""Checkpoints on disk. A directory that exists is complete, even if the process was killed.
 
-A checkpoint is what the learner saved (an ordinary Hugging Face directory plus optimizer state),
-`state.json`, the state of the algorithm and of the random number generators, and `SHA256SUMS`, the
-digests of both, by which a damaged one is refused. It is written beside its place, forced to disk
-and renamed, before the store commit that names it. Its name contains the epoch of its writer, and
-its state the run, so that a fenced process that is still alive changes no other's checkpoints.
+A checkpoint has the learner's files (a Hugging Face directory plus optimizer state), `state.json`,
+the state of the algorithm and the random number generators, and `SHA256SUMS`, the digests of all,
+which detect damage. It is written to a partial directory, synced and renamed, before the store
+commit that names it. Its name contains the epoch of its writer and its state the run, so a fenced
+process that is still alive changes no checkpoint of another.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from agentrl.store.base import Store
 from agentrl.types import Json
 
 STATE = "state.json"
-BEST = "best"  # link to the checkpoint of the best held-out score
+BEST = "best"  # link to the checkpoint with the best held-out score
 NAME = re.compile(r"(\d+)(?:\.(\d+))?$")
 
 
 def checkpoint_name(steps: int, epoch: int) -> str:
-    """The name of the checkpoint after `steps` steps, written by the run's owner of that epoch."""
+    """The name of the checkpoint after `steps` steps, written by the run's owner of this epoch."""
     return f"{steps:06d}" if epoch == 1 else f"{steps:06d}.{epoch}"
 
 
 class Saveable(Protocol):
-    """What can be written into a directory."""
+    """An object that can be written into a directory."""
 
     def save(self, directory: Path) -> None: ...
 
 
 class Checkpointable(Saveable, Protocol):
-    """What a checkpoint saves and restores: a learner, or a set of them."""
+    """A learner, or a set of them."""
 
     def load(self, directory: Path) -> None: ...
 
 
 def parse_name(path: Path) -> tuple[int, int] | None:
-    """The steps and the epoch in the name of a checkpoint; None for any other name."""
-    found = NAME.match(path.name)
-    return (int(found[1]), int(found[2] or 1)) if found else None
+    """The steps and the epoch in a checkpoint's name; None for any other name."""
+    match = NAME.match(path.name)
+    return (int(match[1]), int(match[2] or 1)) if match else None
 
 
 def save_checkpoint(
     directory: Path, learner: Checkpointable, state: Mapping[str, Json], run: str = ""
 ) -> None:
     """Write a checkpoint, replacing one of the same name. state: of the algorithm, as JSON values;
-    run: the identity of the run that writes it.
+    run: the identity of the run.
 
-    Raises TrainingError when the disk refuses, with nothing left behind."""
+    Raises TrainingError, with nothing left behind, if it cannot be written."""
     content = {"run": run, "state": state, "random": random_state()}
     with _new_directory(directory) as partial:
         learner.save(partial)
@@ -73,9 +73,8 @@ def save_checkpoint(
 
 @contextmanager
 def _new_directory(directory: Path) -> Iterator[Path]:
-    """A folder for files that, with their digests, become `directory` as a whole or not at all.
-
-    Raises TrainingError when the disk refuses, with nothing left behind."""
+    """A partial folder that becomes `directory`, with digests of its files, as a whole or not at
+    all. Raises TrainingError, with nothing left behind, if it cannot be written."""
     try:
         with atomic_directory(directory) as partial:
             yield partial
@@ -90,20 +89,20 @@ def _new_directory(directory: Path) -> Iterator[Path]:
 def load_checkpoint(directory: Path, learner: Checkpointable) -> dict[str, Json]:
     """Restore learner and random state; returns the `state` given to `save_checkpoint`.
 
-    Raises DamagedError, with nothing changed, if its files are not those that were written,
-    PolicyError if it is of another model."""
+    Raises DamagedError if its files have changed, PolicyError if it is of another model; nothing
+    is changed then."""
     digests.check(directory)
     try:
         content = json.loads((directory / STATE).read_text(encoding="utf-8"))
         if "run" in content and not (directory / digests.FILE).is_file():
             raise DamagedError(
-                f"checkpoint {directory}: {digests.FILE} is missing, so nothing says that it is"
-                " whole; restore a copy, or take another checkpoint"
+                f"checkpoint {directory}: {digests.FILE} is missing, so it cannot be verified;"
+                " restore a copy, or take another checkpoint"
             )
         state: dict[str, Json] = content["state"]
         before = random_state()
         try:
-            set_random_state(content["random"])  # only torch and random can check their states
+            set_random_state(content["random"])  # only torch and random can validate their states
         finally:
             set_random_state(before)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -117,9 +116,9 @@ def load_checkpoint(directory: Path, learner: Checkpointable) -> dict[str, Json]
 
 
 def save_policy(directory: Path, learner: Saveable) -> None:
-    """Write the policy alone, as `export_checkpoint` does, replacing what is there.
+    """Write the policy alone, as `export_checkpoint` does, replacing an older one.
 
-    Raises TrainingError when the disk refuses, with nothing left behind."""
+    Raises TrainingError, with nothing left behind, if it cannot be written."""
     with _new_directory(directory) as partial:
         learner.save(partial)
         for file in partial.iterdir():
@@ -128,8 +127,8 @@ def save_policy(directory: Path, learner: Saveable) -> None:
 
 
 def export_checkpoint(source: Path, target: Path) -> None:
-    """Copy the policy of a checkpoint, without the files that only a run needs to continue, into a
-    new directory: an ordinary Hugging Face one, or for an adapter that of peft.
+    """Copy the policy of a checkpoint, without the files that only a resumed run needs, into a new
+    Hugging Face directory, for an adapter peft's.
 
     Raises PolicyError, with nothing written, if `target` exists or `source` is incomplete."""
     if target.exists():
@@ -142,7 +141,7 @@ def export_checkpoint(source: Path, target: Path) -> None:
     for file in filter(_is_weights, files):
         try:
             with safe_open(file, framework="pt"):
-                pass  # its header names every tensor and the file's length
+                pass  # opening it checks every tensor against the file's length
         except (OSError, SafetensorError) as error:
             raise PolicyError(
                 f"{source}: {file.name} is incomplete ({error}); export another checkpoint"
@@ -156,30 +155,30 @@ def export_checkpoint(source: Path, target: Path) -> None:
 
 
 def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
-    """Delete old checkpoints of a run, once its owner has committed `last`: all but the `keep`
-    newest, the best and those that are scored at present, those of rewound steps, and partial ones
-    of killed processes. Checkpoints of other runs or of later owners stay, and so do files with
-    other names."""
-    present = parse_name(last)
-    assert present is not None
-    own = [(path, steps) for path, (steps, epoch) in _own(folder, run) if epoch <= present[1]]
-    ahead = [path for path, steps in own if steps > present[0]]
-    kept = [path for path, steps in own if steps <= present[0]]
+    """Delete old checkpoints of a run, after its owner has committed `last`: all but the `keep`
+    newest, the best, and those being scored. Also deletes those of rewound steps, and partial ones
+    of killed processes. Keeps checkpoints of other runs and later owners, and files with other
+    names."""
+    current = parse_name(last)
+    assert current is not None
+    own = [(path, steps) for path, (steps, epoch) in _own(folder, run) if epoch <= current[1]]
+    rewound = [path for path, steps in own if steps > current[0]]
+    trained = [path for path, steps in own if steps <= current[0]]
     scored = {path.name for path in folder.parent.glob("evaluation/*")}
     best = (folder / BEST).resolve()
-    old = [path for path in kept[keep:] if path.name.partition(".")[0] not in scored]
-    for path in (*ahead, *(path for path in old if path.resolve() != best)):
+    old = [path for path in trained[keep:] if path.name.partition(".")[0] not in scored]
+    for path in (*rewound, *(path for path in old if path.resolve() != best)):
         if path.resolve() != last.resolve():
             delete_directory(path)
     for path in folder.glob(f"*{PARTIAL}*"):
         named = parse_name(Path(path.name.partition(PARTIAL)[0]))
-        if named and named[1] <= present[1]:
+        if named and named[1] <= current[1]:
             shutil.rmtree(path, ignore_errors=True)
 
 
 async def mark_best(store: Store, config: RunConfig, run: str) -> dict[int, float]:
-    """Link the checkpoint with the best held-out score, the earlier of equal ones. run: its
-    identity. Returns the scores that were compared, as `heldout_scores` does."""
+    """Link the checkpoint with the best held-out score, the earliest of equal ones. run: the run's
+    identity. Returns the result of `heldout_scores`."""
     scores = await heldout_scores(store, config.name)
     _link_best(Path(config.output, "checkpoints"), next(iter(scores), 0), run)
     return scores
@@ -195,24 +194,24 @@ def _link_best(folder: Path, steps: int, run: str) -> None:
 
 
 def earlier_checkpoints(folder: Path, last: Path, run: str) -> list[Path]:
-    """The run's checkpoints on disk of fewer steps than `last`, newest first."""
+    """The run's checkpoints on disk with fewer steps than `last`, newest first."""
     before, _ = parse_name(last) or (0, 0)
     return [path for path, (steps, _) in _own(folder, run) if steps < before]
 
 
 def _own(folder: Path, run: str) -> list[tuple[Path, tuple[int, int]]]:
-    """The run's checkpoints on disk, with the steps and the epoch of each, newest first."""
-    found = [
+    """The run's checkpoints on disk, with their steps and epochs, newest first."""
+    own = [
         (path, named)
         for path in (folder.iterdir() if folder.is_dir() else ())
         if (named := parse_name(path)) and path.is_dir() and _is_of(path, run)
     ]
-    return sorted(found, key=lambda row: row[1], reverse=True)
+    return sorted(own, key=lambda row: row[1], reverse=True)
 
 
 def _is_of(path: Path, run: str) -> bool:
-    """Whether a checkpoint is of this run. One without a run's identity (of an earlier version) or
-    with an unreadable state counts as its own."""
+    """Whether a checkpoint belongs to this run. One without a run's identity (from an earlier
+    version) or with an unreadable state does."""
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
         return content.get("run", "") in ("", run)
@@ -221,7 +220,7 @@ def _is_of(path: Path, run: str) -> bool:
 
 
 def random_state() -> dict[str, Json]:
-    """State of the process-wide generators of `random` and torch (CPU)."""
+    """The state of the process-wide generators of `random` and torch (CPU)."""
     version, words, gauss = random.getstate()
     torch_bytes = torch.get_rng_state().numpy().tobytes()
     return {
@@ -231,7 +230,7 @@ def random_state() -> dict[str, Json]:
 
 
 def set_random_state(state: Mapping[str, Json]) -> None:
-    """Restore what `random_state` returned."""
+    """Restore the result of `random_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch_bytes = bytearray(base64.b64decode(state["torch"]))
@@ -239,12 +238,12 @@ def set_random_state(state: Mapping[str, Json]) -> None:
 
 
 def _is_policy_file(file: Path) -> bool:
-    """Whether a file belongs to the policy, not to the optimizer, the state or another model."""
+    """Whether a file is part of the policy, not of the optimizer, the state or another model."""
     if file.suffix == ".safetensors":
         return _is_weights(file)
     return file.name not in (STATE, digests.FILE)
 
 
 def _is_weights(file: Path) -> bool:
-    """Whether a file has a name under which transformers or peft look for weights."""
+    """Whether a file has a name that transformers or peft use for weights."""
     return file.suffix == ".safetensors" and file.name.startswith(("model", "adapter_model"))

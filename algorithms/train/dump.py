@@ -1,6 +1,6 @@
-"""Optimizer steps that failed: their batches are written to files, and too many end the run.
+"""Failed optimizer steps: writes their batches to files, and ends the run after too many.
 
-A file is safetensors: the tensors of the batch, of its terms and the log-probs of the policy; other
+A file is safetensors with the tensors of the batch and its terms and the policy's log-probs; other
 values are JSON in its metadata. `load_dump` reads it without the model or the store.
 """
 
@@ -31,23 +31,22 @@ class Dump:
 
     batch: Batch
     terms: Terms
-    logprobs: Tensor  # float32 [N], of the policy; NaN also where it was no longer computed
+    logprobs: Tensor  # float32 [N], of the policy; NaN also if it was not computed
     loss: float
     grad_norm: float
 
 
 @dataclass(slots=True)
 class BadSteps:
-    """Counts optimizer steps in a row that changed no weight; a restart begins at 0."""
+    """Counts consecutive optimizer steps that changed no weight; a restart begins at 0."""
 
-    folder: Path  # of the files
+    folder: Path  # for the files
     limit: int
     streak: int = 0
 
     def bad(self, step: int, number: int, dump: Dump) -> None:
-        """Write optimizer step `number` of a training step to a file and say so.
-
-        Raises TrainingError when it is the last of too many."""
+        """Write optimizer step `number` of a training step to a file and warn. Raises TrainingError
+        after `limit` in a row."""
         self.streak += 1
         path = self.folder / f"{step:06d}.{number}.safetensors"
         unknown = int((~dump.logprobs.isfinite()).sum())
@@ -69,7 +68,7 @@ class BadSteps:
 
 
 def save_dump(path: Path, dump: Dump) -> None:
-    """Write one file, of a batch that has rows, and its folder. Raises OSError."""
+    """Write one file, and its folder. The batch must have rows. Raises OSError."""
     batch, terms = dump.batch, dump.terms
     flat = {f"row/{name}": torch.cat([getattr(row, name) for row in batch.rows]) for name in ROW}
     flat["row/length"] = torch.tensor([len(row.tokens) for row in batch.rows], dtype=torch.int64)
@@ -88,13 +87,13 @@ def save_dump(path: Path, dump: Dump) -> None:
         else:
             plain[name] = value
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A file has no room for views: every tensor gets memory of its own.
+    # safetensors cannot store views, so every tensor gets memory of its own.
     owned = {name: tensor.detach().cpu().clone() for name, tensor in flat.items()}
     save_file(owned, path, metadata={"dump": json.dumps(plain)})
 
 
 def load_dump(path: Path) -> Dump:
-    """What `save_dump` wrote. Raises TrainingError for another file."""
+    """Read a file of `save_dump`. Raises TrainingError for any other file."""
     try:
         with safe_open(path, framework="pt") as file:
             plain = json.loads(file.metadata()["dump"])

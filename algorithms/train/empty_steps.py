@@ -1,8 +1,8 @@
-"""Steps without one usable rollout: which they are, and when they end the run.
+"""Empty steps, which have no usable rollout, and the end of the run after too many.
 
 A step is empty if all its rollouts failed, or none has a call that can be trained. It commits its
-failure counts and nothing else. How many came in a row is read from the store, so it is right after
-a restart too.
+failure counts and nothing else. The store counts empty steps in a row, so the count survives a
+restart.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from agentrl.errors import TrainingError
 from agentrl.store.base import Store
 from agentrl.types import EMPTY, Group, RunState, StepCommit
 
-# Metrics that an empty step commits, besides rollouts/failed/*.
+# Metrics that an empty step commits, in addition to rollouts/failed/* and judges/*.
 FAILURES = ("rollouts", "rollouts/failed", "calls/refused", "calls/inexact", "calls/too_long")
 
 
 def is_empty(policies: PolicySet, step: int, metrics: Metrics, collected: Collected) -> bool:
-    """Whether no policy has anything to learn from. `metrics` are those of the policies that learn
-    in this step; discarded groups, and what the other policies could learn from, count too."""
+    """Whether no policy can train on any rollout of a step. metrics: of the policies that learn in
+    it; discarded groups, and rollouts that the other policies could train on, count too."""
     if metrics["rollouts/usable"]:
         return False
 
@@ -40,7 +40,7 @@ def is_empty(policies: PolicySet, step: int, metrics: Metrics, collected: Collec
 
 
 def failure_counts(metrics: Mapping[str, float]) -> Metrics:
-    """The metrics of a step that an empty one commits."""
+    """Select the metrics that an empty step commits."""
     kept = {
         name: value
         for name, value in metrics.items()
@@ -52,8 +52,8 @@ def failure_counts(metrics: Mapping[str, float]) -> Metrics:
 def empty_commit(
     state: RunState, policies: PolicySet, step: int, collected: Collected, metrics: Metrics
 ) -> StepCommit:
-    """Commits the failure counts of an empty step. It trains no group and writes no checkpoint, so
-    the one before it stays the last."""
+    """The commit of an empty step: its failure counts, without a trained group or a checkpoint, so
+    the previous checkpoint stays the last."""
     groups = [*(collected.groups if collected.stored else []), *collected.discarded]
     return StepCommit(
         run=state.run,
@@ -68,18 +68,18 @@ def empty_commit(
 
 
 async def check_empty_steps(store: Store, config: RunConfig) -> None:
-    """Raises TrainingError, with the commonest cause, where the last `max_empty_steps` steps were
-    empty, or all of a run that is shorter."""
+    """Raise TrainingError, with the most frequent cause, if the last `max_empty_steps` steps were
+    empty, or all steps of a shorter run."""
     rows = [row for row in await store.steps(config.name) if row.committed]
     empty = list(takewhile(lambda row: EMPTY in row.metrics, reversed(rows)))
     if not empty or len(empty) < min(config.max_empty_steps, config.steps):
         return
     record, *_ = (await why.read(store, config.name, last=len(empty))).values()
     cause, *_ = why.reasons(record) or [why.missing_rewards(record)]
-    again = f"the same command goes on after step {len(rows)}"
+    again = f"the same command resumes after step {len(rows)}"
     if len(rows) == config.steps:
         again = "repeat the command with more steps, or with --fresh"
     raise TrainingError(
         f"nothing was learned in {len(empty)} steps in a row, of which no rollout could be used: "
-        f"{cause.text}. Look at {cause.change}. Mend that, and {again}"
+        f"{cause.text}. Look at {cause.change}. Correct that, and {again}"
     )

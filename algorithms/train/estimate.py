@@ -1,6 +1,5 @@
-"""What a run will need, before it begins: memory by the shape of its model, time by how long the
-model takes on this machine. Estimates: fragmentation, and what libraries and agents do, come on
-top."""
+"""Estimates of a run before it starts: memory from the shape of its model, time from forward passes
+on this machine. Fragmentation, libraries and agents are not included."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from agentrl.simulation import Simulation, Workload
 
 log = logging.getLogger("agentrl.algorithm")
 
-READ = 128  # tokens of the forward pass that is measured
-HANDLED = 0.006  # seconds of a call in its client, the gateway and the store, measured on two cores
+READ = 128  # tokens of the measured forward pass
+HANDLED = 0.006  # seconds that client, gateway and store take for a call, measured on two cores
 CURE = (
     "set what is smaller of learner.token_budget, engine.max_batch and engine.max_context, or "
     "learner.gradient_checkpointing=true, policy.dtype=bfloat16 or policy.lora.rank=16"
@@ -31,7 +30,7 @@ CURE = (
 
 
 def announce(config: RunConfig, models: list[LoadedModel]) -> None:
-    """Log the estimates of a run that is about to train; a warning where memory will not do."""
+    """Log the estimates of a run that is about to train, as a warning if memory is too small."""
     learning = trained_policies(config) if config.steps and config.learner.kind == "torch" else []
     for model in (each for each in models if set(each.policies).intersection(learning)):
         own = view(config, next(name for name in model.policies if name in learning))
@@ -42,14 +41,14 @@ def announce(config: RunConfig, models: list[LoadedModel]) -> None:
 
 
 def shape_of(source: str, *, local: bool = False) -> Any:
-    """The model of a directory or hub name without its weights. local: asks nobody for it."""
+    """The model of a directory or hub name without its weights. local: do not ask the hub."""
     with torch.device("meta"):
         shape = AutoConfig.from_pretrained(source, local_files_only=local)
         return AutoModelForCausalLM.from_config(shape)
 
 
 def describe(config: RunConfig, source: str) -> Iterator[str]:
-    """Both estimates of a model that is not loaded. Its place is filled with zeros for a moment."""
+    """Both estimates for a model that is not loaded; measures time with weights of 0."""
     network = shape_of(source, local=True)
     fits, sentence = memory(config, network)
     yield f"memory: about {sentence}"
@@ -63,7 +62,7 @@ def describe(config: RunConfig, source: str) -> Iterator[str]:
 
 
 def memory(config: RunConfig, network: Any) -> tuple[bool, str]:
-    """Whether it suffices, and a sentence with the parts, that ends in a cure."""
+    """Whether memory suffices, and a sentence with its parts and, if not, the remedy."""
     usable, parts = USABLE * available(config), bytes_needed(config, network)
     shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in parts.items())
     sentence = f"{sum(parts.values()) / GIB:.2g} of {usable / GIB:.2g} GiB: {shown}"
@@ -77,7 +76,7 @@ def memory(config: RunConfig, network: Any) -> tuple[bool, str]:
 
 
 def duration(config: RunConfig, network: Any) -> Iterator[str]:
-    """A sentence on the time of a run whose rollouts are one call each."""
+    """A sentence with the time of the run if each rollout is one call."""
     algorithm, runner = config.algorithm, config.runner
     if config.data.name or config.engine.kind != "embedded":
         what = "a run on [data]" if config.data.name else f"engine.kind = {config.engine.kind!r}"
@@ -112,8 +111,8 @@ def duration(config: RunConfig, network: Any) -> Iterator[str]:
 
 @torch.no_grad()
 def seconds_of(network: Any, rows: int, tokens: int) -> float:
-    """The fastest of four forward passes, two with one thread, which suits small models; or the
-    only one where that takes more than a second."""
+    """Seconds of the fastest of four forward passes, two of them with one thread, which suits small
+    models; of a single one if it takes more than a second."""
     ids, times = torch.zeros((rows, tokens), dtype=torch.long, device=network.device), []
     for threads in (*(torch.get_num_threads(),) * 2, 1, 1):
         with computing_with(threads):

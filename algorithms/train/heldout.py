@@ -1,14 +1,13 @@
-"""Held-out scores during a run. The loop waits for them or, with `eval.beside`, trains on.
+"""Held-out evaluation during a run. The loop waits for it or, with `eval.beside`, continues.
 
-Owns `<output>/evaluation/<steps>`, the policies that are scored while training goes on. Always
-true: such a folder is complete, and there until its score is in the store, so what a killed process
-began is scored by the next.
+Owns `<output>/evaluation/<steps>`, the policies that are scored while training continues. Always
+true: such a folder is complete, and exists until its score is in the store, so a restarted process
+finishes the evaluations of a killed one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from agentrl.algorithms.train.checkpoint import export_checkpoint, mark_best
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.config import RunConfig
-from agentrl.files import atomic_directory
+from agentrl.files import PARTIAL, atomic_directory, delete_directory
 from agentrl.store.base import Store
 from agentrl.types import Json
 
@@ -37,23 +36,23 @@ class HeldoutEvaluator:
     serving: PolicyServers
     tasks: list[dict[str, Json]]
     prompts: PromptSchedule
-    running: tuple[asyncio.Task[None], Path, Mapping[str, str]] | None = None  # as of `_begin`
+    running: tuple[asyncio.Task[None], Path, Mapping[str, str]] | None = None  # see `_begin`
 
     @property
     def folder(self) -> Path:
         return Path(self.config.output, "evaluation")
 
     async def start(self, steps: int) -> None:
-        """Score what a killed process began to score, up to the policy after `steps` steps."""
-        for path in sorted(self.folder.glob("[0-9]*[0-9]")):
-            if int(path.name) <= steps:
+        """Resume the evaluations of a killed process, for policies of at most `steps` steps."""
+        for path in sorted(self.folder.glob("[0-9]*")):
+            if PARTIAL not in path.name and int(path.name) <= steps:
                 await self._begin(path)
-            else:  # of a step that was taken back
-                shutil.rmtree(path)
+            else:  # an incomplete copy, or of a rewound step
+                delete_directory(path)
 
     async def score(self, step: int) -> bool:
-        """Score the policies after `step` steps; with `eval.beside`, which is for steps between the
-        first and the last, return before they are scored. Returns whether scores have stalled."""
+        """Score the policies after `step` steps; with `eval.beside`, and between the first and the
+        last step, in the background. Returns whether scores have stalled."""
         settings, path = self.config.eval, self.folder / f"{step:06d}"
         if not self.tasks:
             return False
@@ -67,7 +66,7 @@ class HeldoutEvaluator:
         return has_stalled(scores, settings.patience)
 
     async def finish(self) -> None:
-        """Wait for the evaluation that goes on, if one does, and let go of its policies."""
+        """Wait for the running evaluation, if there is one, and drop its policies."""
         if self.running is not None:
             scoring, path, served = self.running
             await scoring
@@ -76,7 +75,7 @@ class HeldoutEvaluator:
                 for name in served.values():
                     await self.serving.drop(name)
             await mark_best(self.store, self.config, self.identity)
-            shutil.rmtree(path)
+            delete_directory(path)
 
     async def _begin(self, path: Path) -> None:
         await self.finish()
@@ -89,7 +88,7 @@ class HeldoutEvaluator:
         self.running = asyncio.create_task(self._score(step, served)), path, served
 
     async def _score(self, step: int, served: Mapping[str, str] = {}) -> None:
-        """served: the names under which the policies to score are served, by policy."""
+        """served: policy -> the name under which the version to score is served."""
         settings, outer = self.config.eval, step in (0, self.config.steps)
         limit = settings.tasks if outer else settings.curve_tasks
         tasks, candidate = self.tasks[: limit or None], self.prompts.in_use.id
@@ -97,7 +96,7 @@ class HeldoutEvaluator:
 
     async def _save(self, path: Path) -> bool:
         """Copy the policies of the last checkpoint, which may be deleted before they are scored.
-        False: there is none yet, as no step has changed a weight."""
+        False: there is no checkpoint, because no step has changed a weight."""
         state = await self.store.run(self.config.name)
         if state is None or state.checkpoint is None:
             return False

@@ -1,4 +1,4 @@
-"""Loading the policies of a run: each is a model, or an adapter of a model that several share."""
+"""Loads the policies of a run: each is a model, or an adapter of a shared model."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ log = logging.getLogger("agentrl.algorithm")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory, and the names of the policies that are this model or adapters of it."""
+    """A model in memory, with the policies that it is, or that are adapters of it."""
 
     source: str  # directory or hub name
     model: PreTrainedModel
     tokenizer: Tokenizer
-    adapters: Adapters | None = None  # by the names of the policies; None: the model is the policy
+    adapters: Adapters | None = None  # named by policy; None: the model is the policy
     policies: list[str] = field(default_factory=list)
-    built: bool = False  # by policy.build or the warm-up, just now
+    built: bool = False  # whether policy.build or the warm-up has just built it
 
 
 def load_policies(config: RunConfig) -> list[LoadedModel]:
-    """The models of all policies of a run, each with the adapters that it has.
+    """Load the models of all policies of a run, with their adapters.
 
-    Raises PolicyError for what cannot be loaded, or is an adapter of another model."""
+    Raises PolicyError for a model that cannot be loaded, and for an adapter of another model."""
     bases: dict[tuple[str, str], LoadedModel] = {}
     for name in (*trained_policies(config), *frozen_policies(config)):
         own = view(config, name)
@@ -71,7 +71,7 @@ def load_base_model(
 
 
 def _add_adapter(adapters: Adapters, name: str, config: RunConfig) -> None:
-    """Add the adapter of a policy; an adapter directory without a rank is loaded frozen."""
+    """Add the adapter of a policy. An adapter directory without a rank is loaded frozen."""
     settings, seed = config.policy.lora, config.seed
     if not settings.rank:
         adapters.open(name, config.path(settings.adapter))
@@ -83,8 +83,8 @@ def _add_adapter(adapters: Adapters, name: str, config: RunConfig) -> None:
 
 
 def policy_directory(config: RunConfig) -> tuple[str, bool]:
-    """The model to start from, a local directory or a hub name, and whether `policy.build` has
-    built it just now because there was none."""
+    """The initial model, a local directory or a hub name, and whether `policy.build` has just built
+    it, because there was none."""
     settings = config.policy
     directory = config.path(settings.model) if settings.model else Path(config.output, "policy")
     if not settings.build or directory.is_dir():
@@ -104,5 +104,5 @@ def policy_directory(config: RunConfig) -> tuple[str, bool]:
 
 
 def vocabulary_sizes(bases: Sequence[LoadedModel]) -> dict[str, int]:
-    """The vocabulary size of each policy, by its name."""
+    """The vocabulary size by policy."""
     return {name: vocabulary_size(base.model) for base in bases for name in base.policies}

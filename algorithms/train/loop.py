@@ -1,7 +1,7 @@
 """The training loop: claim groups, compute credit, update, commit, publish, evaluate.
 
-Everything it knows is in the store or the last checkpoint, so it may be killed at any moment: the
-next start continues after the last committed step. It does not know which algorithm it runs.
+All of its state is in the store or the last checkpoint, so it may be killed at any moment: the next
+start continues after the last committed step. It does not know which algorithm it runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentrl.types import RunState, StepCommit
 
 @dataclass(frozen=True, slots=True)
 class TrainingLoop:
-    """Everything one run trains with. `state` is what `open_run` returned."""
+    """The parts of a training run. state: the result of `open_run`."""
 
     config: RunConfig
     store: Store
@@ -43,7 +43,7 @@ class TrainingLoop:
     heldout: HeldoutEvaluator
     lock: FolderLock
     prompts: PromptSchedule
-    snapshots: SnapshotStore | None = None  # None: without a pool of opponents
+    snapshots: SnapshotStore | None = None  # None: no pool of opponents
     judges: Judges = field(default_factory=lambda: Judges([]))
 
     async def run(self) -> None:
@@ -61,7 +61,7 @@ class TrainingLoop:
             collected = replace(collected, groups=groups)
             claimed = time.monotonic()
             async with self.serving.updating():
-                # Credit, packing, gradients. In a thread: this loop has servers to attend to.
+                # Credit, packing, gradients. In a thread, because servers run on this loop.
                 metrics = await asyncio.to_thread(self.policies.update, step, collected.groups)
                 metrics |= collected.metrics | judged | {"time/learner_idle": claimed - updated}
                 metrics["time/sampler_idle"] = self.serving.idle_seconds()
@@ -69,8 +69,8 @@ class TrainingLoop:
                 metrics |= {"time/rollouts": claimed - started, "time/update": updated - claimed}
                 metrics |= throughput(metrics)
                 if empty := is_empty(self.policies, step, metrics, collected):
-                    found = empty_commit(self.state, self.policies, step, collected, metrics)
-                    await self.store.commit_step(found)
+                    commit = empty_commit(self.state, self.policies, step, collected, metrics)
+                    await self.store.commit_step(commit)
                 else:
                     await self.commit(step, collected, metrics)
                 await self.serving.publish(self.policies.versions(step + 1))
@@ -81,10 +81,10 @@ class TrainingLoop:
             await self.serving.announce(self.store, self.config.name, self.state.epoch)
             stalled = await self.evaluate(step + 1)
         await self.heldout.finish()
-        await check_empty_steps(self.store, self.config)  # also where no step was left to train
+        await check_empty_steps(self.store, self.config)  # also if no step was left to train
 
     async def commit(self, step: int, collected: Collected, metrics: Metrics) -> None:
-        """Write the checkpoint, then commit the step that names it, then delete old checkpoints."""
+        """Write the checkpoint, commit the step that names it, and delete old checkpoints."""
         await settle_groups_ahead(self.store, self.config)
         self.lock.check()
         path = Path(self.config.output, "checkpoints", checkpoint_name(step + 1, self.state.epoch))
@@ -108,7 +108,7 @@ class TrainingLoop:
         prune(path.parent, keep=self.config.keep_checkpoints, last=path, run=self.state.identity)
 
     async def evaluate(self, step: int) -> bool:
-        """Held-out scores after `step` steps, where asked for; whether they have stalled."""
+        """Evaluate after `step` steps, if due; returns whether held-out scores have stalled."""
         settings, outer = self.config.eval, step in (0, self.config.steps)
         if not (outer or (settings.every and step % settings.every == 0)):
             return False

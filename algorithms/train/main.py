@@ -1,7 +1,5 @@
-"""The algorithm process: it opens the run, builds what trains and serves, and starts the loop.
-
-`loop.py` is the training loop itself, `build.py` builds its parts. An evaluation plan is played by
-such a process too, with frozen policies.
+"""The algorithm process: opens the run, builds its parts (`build.py`) and starts the training loop
+(`loop.py`). An evaluation plan has such a process too, with frozen policies.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ def main(config: RunConfig) -> None:
 
 async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) -> None:
     """Open the run, load the policies of its last committed step, and train to the last step.
-    `ready` is called when all is loaded."""
+    ready: called when everything is loaded."""
     algos = build.load_algorithms(config)
     greedy, resample = build.group_requirements(config, algos)
     log.log(PHASE, "reading the tasks")
@@ -68,7 +66,7 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
     async with AsyncExitStack() as stack:
         lock = stack.enter_context(folder_lock.shared(Path(config.output)))
         store = await stack.enter_async_context(open_store(config.store))
-        # Opened before the policies are built, so that runners load their agents in the meantime.
+        # Opened before the policies are built, so runners can load their agents meanwhile.
         state = await store.open_run(config.name, msgspec.to_builtins(config))
         started = time.monotonic()
         models = load_policies(config)
@@ -83,7 +81,7 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
         difficulty = build.make_difficulty(config.tasks, policies)
         pool = build.make_pool(config, policies)
         dataset = None
-        if config.data.name:  # before the policy learns: it is the reference
+        if config.data.name:  # before the checkpoint is loaded: the initial policy is the reference
             updater, (model,) = policies.updaters[POLICY], models
             dataset = DatasetCollector(config, store, state.epoch, updater, model)
             await dataset.prepare()
@@ -121,21 +119,21 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
 
 
 async def play_plan(config: RunConfig, plan: EvaluationPlan) -> None:
-    """Serve the run's policies and the players, then have every lineup play every task. Rollouts
-    that have ended are not played again.
+    """Serve the run's policies and the players, and roll out every task with every lineup. Rollouts
+    that have ended do not run again.
 
     Raises PolicyError for a player that cannot be served."""
     async with _served(config, plan.steps, plan.players) as (store, _):
         sampling = replace(config.sampling, temperature=plan.temperature)
-        asked = {
+        requested = {
             name: evaluation_rollouts(config, 0, name, plan.tasks, sampling, seats)
             for name, seats in plan.lineups.items()
         }
-        await evaluate.play(store, asked)
+        await evaluate.play(store, requested)
 
 
 async def search_prompts(config: RunConfig) -> None:
-    """Serve the run's policies as they are, and search the texts of the agent's prompts."""
+    """Search the agent's prompts with the run's policies, which do not learn."""
     async with _served(config, 0) as (store, state):
         await search(store, config, state)
 
@@ -144,7 +142,8 @@ async def search_prompts(config: RunConfig) -> None:
 async def _served(
     config: RunConfig, steps: int, players: Mapping[str, FrozenPolicy] = MappingProxyType({})
 ) -> AsyncIterator[tuple[Store, RunState]]:
-    """The run's policies, which have learned for `steps`, and the players, served and announced."""
+    """Context in which the run's policies, trained for `steps` steps, and the players are served
+    and announced."""
     _prepare(config.seed)
     async with open_store(config.store) as store:
         state = await store.open_run(config.name, msgspec.to_builtins(config))
@@ -163,10 +162,8 @@ async def _served(
 async def resume_run(
     store: Store, config: RunConfig, state: RunState, policies: PolicySet
 ) -> RunState:
-    """Load the newest undamaged checkpoint; returns the run's state at that step. Steps after it
-    are rewound in the store, only once the checkpoint is loaded.
-
-    Raises DamagedError if every checkpoint is damaged."""
+    """Load the newest undamaged checkpoint, then rewind later steps in the store; returns the run's
+    state. Raises DamagedError if every checkpoint is damaged."""
     if state.checkpoint is None:
         return state
     last = config.checkpoint(state.checkpoint)
@@ -185,18 +182,17 @@ async def resume_run(
         steps, name = (parse_name(path) or (0, 0))[0], f"checkpoints/{path.name}"
         log.warning("Going on from %s: %d steps are trained again.", path, state.step - steps)
         await store.rewind(state.run, state.epoch, steps, name)
-        taken = {"steps/taken_back": float(state.step - steps)}
-        await store.log(state.run, steps, taken, epoch=state.epoch)
+        rewound = {"steps/taken_back": float(state.step - steps)}
+        await store.log(state.run, steps, rewound, epoch=state.epoch)
         return replace(state, step=steps, checkpoint=name)
     raise DamagedError(
-        f"{damage}. No earlier one is whole: put a copy in its place, name one with `agentrl train "
-        "--from PATH`, or train from the start with --from 0"
+        f"{damage}. No earlier one is whole: restore a copy, name one with `agentrl train --from "
+        "PATH`, or train from the start with --from 0"
     )
 
 
 def _prepare(seed: int) -> None:
-    """Seed the random generators of the process; the console shows the progress of the run, not
-    that of loading."""
+    """Seed the random generators of the process, and hide the progress bars of loading."""
     disable_progress_bar()
     random.seed(seed)
     torch.manual_seed(seed)

@@ -1,9 +1,9 @@
-"""Training on a data set in place of an agent's rollouts.
+"""Training on a data set instead of an agent's rollouts.
 
-A side becomes a rollout, a pair a group of two, with the reward `LABEL`: 1 for the better side. So
-the loop, credit and learner are those of every run. Always true: the items of a step are a pure
-function of the data set's version, the seed and the step; log-probs of the reference are computed
-once, before the first step, and read from the store, so it is not in memory while the run trains.
+A side becomes a rollout, and a pair a group of two, with the reward `LABEL`: 1 for the better side.
+So loop, credit and learner are the usual ones. Always true: the items of a step are a pure function
+of the data set's version, the seed and the step; the reference's log-probs are computed once,
+before the first step, and read from the store, so it is not in memory during training.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from agentrl.types import (
     float32,
 )
 
-LABEL = "label"  # the reward of a side: 1 of the better one, or the label of the item
+LABEL = "label"  # the reward of a side: 1 or 0 in a pair, else the label of the item
 CHUNK = 64  # items that are read at once
 log = logging.getLogger("agentrl.algorithm")
 
 
 def on_dataset(config: RunConfig, algo: Algo) -> Algo:
-    """The algorithm with the labels of items as its reward. Raises ConfigError for one that learns
-    from rewards of rollouts, and for a reward that a data set does not have."""
+    """The algorithm with the items' labels as its reward. Raises ConfigError for an algorithm that
+    learns from rewards of rollouts, and if a reward is set."""
     if algo.side is None and algo.rewards:
         raise ConfigError(
             f"algorithm.preset = {config.algorithm.preset!r} learns from rewards of rollouts, and "
@@ -71,16 +71,15 @@ def on_dataset(config: RunConfig, algo: Algo) -> Algo:
 
 
 def step_items(count: int, seed: int, step: int, size: int) -> list[int]:
-    """Which of `count` items a step learns from: all in a random order, then in another, and so
-    on."""
-    places = (divmod(place, count) for place in range(step * size, (step + 1) * size))
-    return [shuffled(f"{seed}/data/{epoch}", count)[at] for epoch, at in places]
+    """The indices of a step's items. Each epoch has another random order of all `count` items."""
+    positions = (divmod(n, count) for n in range(step * size, (step + 1) * size))
+    return [shuffled(f"{seed}/data/{epoch}", count)[at] for epoch, at in positions]
 
 
 @dataclass(slots=True)
 class DatasetCollector:
-    """Gives the loop the items of each step as groups, and `updater.cached` the log-probs of the
-    reference for them."""
+    """Provides the items of each step as groups, and sets `updater.cached` to the reference's
+    log-probs for them."""
 
     config: RunConfig
     store: Store
@@ -88,7 +87,7 @@ class DatasetCollector:
     updater: Updater
     loaded: LoadedModel
     reference: str = ""  # digest of its weights
-    items: dict[str, list[Item]] = field(default_factory=dict)  # by split, that can be learned from
+    items: dict[str, list[Item]] = field(default_factory=dict)  # usable ones, by split
     tokenizer: Retokenizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,10 +95,8 @@ class DatasetCollector:
         self.tokenizer = Retokenizer(self.loaded.tokenizer, learner, limit)
 
     async def prepare(self) -> None:
-        """Read every item once, while the policy is still the initial one: leave out those that
-        cannot be learned from, and compute the log-probs of the reference that are missing.
-
-        Raises ConfigError where no item is left to train on."""
+        """Read every item once, while the policy is still the initial one: drop unusable items, and
+        compute missing log-probs of the reference. Raises ConfigError if no item is usable."""
         data, side = self.config.data, self.updater.algo.side
         kind = "demonstration" if side is None else "pair" if side.paired else "label"
         scorer = self._reference() if self.updater.cached is not None else None
@@ -124,14 +121,14 @@ class DatasetCollector:
             if good and bad and not 1 / 3 < good / bad < 3 and split == data.split:
                 why = "let algorithm.options.desirable and undesirable make up for it"
                 log.warning("%d items are good and %d are not: %s (2402.01306)", good, bad, why)
-            places = range(len(self.items[split]))
+            indices = range(len(self.items[split]))
             if scorer is not None:
-                for first in places[::CHUNK]:
-                    groups = await self._groups(split, places[first : first + CHUNK], 0)
+                for first in indices[::CHUNK]:
+                    groups = await self._groups(split, indices[first : first + CHUNK], 0)
                     await self._score(scorer, groups)
 
     async def collect(self, step: int) -> Collected:
-        """The items of a step. They are no groups of the store."""
+        """The items of a step as groups, which are not in the store."""
         split, size = self.config.data.split, self.config.algorithm.groups
         chosen = step_items(len(self.items[split]), self.config.seed, step, size)
         groups = await self._groups(split, chosen, step)
@@ -140,11 +137,11 @@ class DatasetCollector:
         return Collected(groups, [], {"data/epochs": epochs}, stored=False)
 
     async def evaluate(self, step: int, limit: int) -> None:
-        """Log how the loss of sides does on the held-out items, `limit` at most (0: all)."""
-        updater, found = self.updater, self.items[self.config.data.heldout][: limit or None]
-        if not found or updater.algo.side is None:
+        """Log the metrics of the loss on at most `limit` held-out items (0: all)."""
+        updater, items = self.updater, self.items[self.config.data.heldout][: limit or None]
+        if not items or updater.algo.side is None:
             return
-        groups = await self._groups(self.config.data.heldout, range(len(found)), step)
+        groups = await self._groups(self.config.data.heldout, range(len(items)), step)
         await self._read_reference(groups)
         batch = updater.batch(groups)
         batch, streams = score_batch(updater.algo, updater.learner, batch, updater.cached)
@@ -156,7 +153,7 @@ class DatasetCollector:
         await self.store.log(self.config.name, step, named, epoch=self.epoch)
 
     def _reference(self) -> Callable[[Batch], Tensor]:
-        """What computes log-probs of the reference."""
+        """The function that computes the reference's log-probs. Sets the digest of its weights."""
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         scorer: Learner = self.updater.learner
         of: Scored = "q" if self.loaded.adapters else "o"
@@ -173,14 +170,14 @@ class DatasetCollector:
         return partial(scorer.logprobs, of=of)
 
     async def _read_reference(self, groups: Sequence[Group]) -> None:
-        """Let the updater know the reference's log-probs of these sides, and no others."""
+        """Set the updater's cache to the reference's log-probs of these sides."""
         if (cached := self.updater.cached) is not None:
             names = [row.id for group in groups for row in group.rollouts]
             cached.clear()
             cached.update(await self.store.logprobs(self.reference, names))
 
     async def _score(self, scorer: Callable[[Batch], Tensor], groups: Sequence[Group]) -> None:
-        """Compute and store the reference's log-probs of those sides that have none."""
+        """Compute and store the reference's log-probs of sides that have none."""
         rows = {row.id: row for group in groups for row in group.rollouts}
         known = await self.store.logprobs(self.reference, list(rows))
         missing = [replace(row, group=id) for id, row in rows.items() if id not in known]
@@ -188,12 +185,15 @@ class DatasetCollector:
             alone = [Group(id=row.id, run="", step=0, rollouts=[row]) for row in missing]
             batch = self.updater.batch(alone, 0)
             q = scorer(batch)
-            found = {id: q[batch.token_rollout == u] for u, id in enumerate(batch.rollouts)}
-            stored = {id: float32(values.tolist()) for id, values in found.items()}
-            await self.store.add_logprobs(self.reference, stored)
+            logprobs = {
+                id: float32(q[batch.token_rollout == u].tolist())
+                for u, id in enumerate(batch.rollouts)
+            }
+            await self.store.add_logprobs(self.reference, logprobs)
 
     async def _readable(self, items: Sequence[Item], lost: Counter[str]) -> list[Item]:
-        """Those of which every side can be trained as a whole: nothing is ever cut off."""
+        """The items whose sides can all be trained; sides are never truncated. lost: counts of the
+        reasons for dropped items, which are added to."""
         sides = await self._sides(items)
         wrong = {name: self._defect(name, calls) for name, calls in sides.items()}
         good = []
@@ -221,19 +221,19 @@ class DatasetCollector:
         return "with tokens of another tokenizer" if unreadable_reason(group, sizes) else ""
 
     async def _sides(self, items: Sequence[Item]) -> dict[str, list[Transition | None]]:
-        """Calls with their tokens, at temperature 1, at which losses of sides are defined; None
-        where the chat template cannot render one."""
+        """The calls of each side with token ids, at temperature 1, at which the losses are defined;
+        None for a call that the chat template cannot render."""
         names = [side for item in items for side in item.sides]
-        found = await self.store.sides(names)
+        sides = await self.store.sides(names)
 
-        def known(call: Transition) -> Transition | None:
+        def with_tokens(call: Transition) -> Transition | None:
             exact = call if call.exact else self.tokenizer.tokenized(call)
             return exact and replace(exact, sampling=Sampling())
 
-        return {name: [known(call) for call in found.get(name, [])] for name in names}
+        return {name: [with_tokens(call) for call in sides.get(name, [])] for name in names}
 
     async def _groups(self, split: str, chosen: Sequence[int], step: int) -> list[Group]:
-        """The items at these places, for KTO each with the completion of the item before it."""
+        """Items by index as groups; for KTO each with the completion of the previous item."""
         every, loss = self.items[split], self.updater.algo.side
         moved = loss is not None and not loss.paired
         items, before = [every[i] for i in chosen], [every[i - 1] for i in chosen if moved]
@@ -255,7 +255,7 @@ class DatasetCollector:
 def _rollout(
     id: str, group: str, calls: Sequence[Transition], rewards: Mapping[str, float]
 ) -> Rollout:
-    """A side as a rollout."""
+    """The rollout of a side."""
     return Rollout(
         id=id, run="", group=group, index=0, task={}, purpose=Purpose.TRAIN, step=0, attempts=1,
         state=RolloutState.SUCCEEDED, attempt=id, result=None, failure=None,

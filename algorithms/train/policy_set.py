@@ -1,8 +1,8 @@
-"""The policies that a run trains, one or several, each with its own updater, on the same groups.
+"""The trained policies of a run, one or several, each with its own updater, on the same groups.
 
-Owns the state that is kept from step to step: that of each policy and that of the run, which are
-the same for a single policy. Always true: which policies learn in a step is a function of the run
-file and the step; a policy that does not learn in a step does not change.
+Owns the state of each policy and of the run, which are the same object for a single policy. Always
+true: which policies learn in a step is a function of the run file and the step; a policy that does
+not learn in a step does not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentrl.types import Credit, Group, Json, StepReward
 
 @dataclass(frozen=True, slots=True)
 class PolicySet:
-    """The updaters of the trained policies, by name. `memory` is the state of the run."""
+    """The updaters of the trained policies, by name. memory: the state of the run."""
 
     config: RunConfig
     updaters: Mapping[str, Updater]
@@ -34,10 +34,10 @@ class PolicySet:
         return bool(self.config.policies)
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
-        """Train the policies whose turn it is on the groups of a step; returns the metrics.
+        """Train the policies that learn in a step on its groups; returns the metrics.
 
         With several policies, metrics of the step itself keep their names, counts are summed, and
-        everything else is under `<policy>/`."""
+        all others are under `<policy>/`."""
         measured = {
             name: updater.update(step, groups, steps_learned(self.config, name, step))
             for name, updater in self.learning(step)
@@ -50,7 +50,7 @@ class PolicySet:
         return metrics.merge_policies(metrics.group_metrics(groups), measured)
 
     def learning(self, step: int) -> Iterator[tuple[str, Updater]]:
-        """The policies whose turn it is."""
+        """The policies that learn in a step."""
         for name, updater in self.updaters.items():
             if learns_in_step(self.config, name, step):
                 yield name, updater
@@ -75,7 +75,7 @@ class PolicySet:
             updater.learner.save(self.folder(directory, name))
 
     def load(self, directory: Path) -> None:
-        """Load what `save` wrote. Raises PolicyError for damaged files or other models."""
+        """Load a checkpoint of `save`. Raises PolicyError for damaged files or other models."""
         for name, updater in self.updaters.items():
             updater.learner.load(self.folder(directory, name))
 
@@ -91,7 +91,7 @@ class PolicySet:
         return {"run": self.memory.dump(), "policies": own}
 
     def restore(self, data: Mapping[str, Json]) -> None:
-        """Restore what `dump` returned. Raises PolicyError for a state of other policies."""
+        """Restore the result of `dump`. Raises PolicyError for a state of other policies."""
         if not self.several:
             self.memory.restore(data)
             return

@@ -1,5 +1,5 @@
-"""Preprocessing of collected groups before credit: token ids and rewards that only the learning
-side can compute are added, and calls longer than the model's context are left out."""
+"""Preprocessing of collected groups before credit: adds token ids and rewards that only the
+learning side can compute, and drops calls longer than the model's context."""
 
 from __future__ import annotations
 
@@ -39,21 +39,20 @@ TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
 
 class Completer(Protocol):
     """Adds data to groups that only the learning side can compute: token ids of inexact calls, or
-    rewards of reward models, after the rewards that are there."""
+    rewards, after the existing ones."""
 
     def complete(self, groups: list[Group]) -> list[Group]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Preprocessor:
-    """Prepares collected groups for credit. `step_rewards` are the rewards that it added in the
-    current step, for the step's commit."""
+    """Prepares collected groups for credit."""
 
     completers: tuple[Completer, ...] = ()  # in this order
-    trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
-    context: int | None = None  # tokens the model can read; longer calls are left out
-    policy: str = POLICY  # whose calls are learned from
-    step_rewards: list[StepReward] = field(default_factory=list)  # rewards that completers gave
+    trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn after scoring
+    context: int | None = None  # most tokens that the model can read; longer calls are dropped
+    policy: str = POLICY  # whose calls are trained on
+    step_rewards: list[StepReward] = field(default_factory=list)  # of completers, to be committed
     decode: Callable[[Sequence[int]], str] | None = None  # None: unseen tools are not counted
 
     def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
@@ -64,14 +63,14 @@ class Preprocessor:
             "calls/inexact": sum(not call.exact for call in calls),
             "calls/tools_unseen": count_unseen_tools(calls, self.decode) if self.decode else 0,
         }
-        given = {row.id: len(row.rewards) for group in groups for row in group.rollouts}
+        before = {row.id: len(row.rewards) for group in groups for row in group.rollouts}
         for completer in self.completers:
             groups = completer.complete(groups)
         self.step_rewards[:] = [
             StepReward(rollout=row.id, reward=reward)
             for group in groups
             for row in group.rollouts
-            for reward in row.rewards[given[row.id] :]
+            for reward in row.rewards[before[row.id] :]
         ]
         for trainer in self.trainers:
             metrics |= trainer.learn(groups)
@@ -80,8 +79,8 @@ class Preprocessor:
 
 
 def count_unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], str]) -> int:
-    """The number of calls with tools whose prompt contains the name of none of them, because the
-    chat template renders no tools. Only the first call of each role is decoded."""
+    """The number of calls with tools whose prompt contains no tool's name, because the chat
+    template renders no tools. Decodes only the first call of each role."""
     seen: dict[str, bool] = {}
     unseen = 0
     for call in calls:
@@ -97,8 +96,8 @@ def count_unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[i
 def without_long_calls(
     groups: list[Group], context: int | None, policy: str = POLICY
 ) -> tuple[list[Group], int]:
-    """The groups, with the policy's calls that exceed the model's context marked as inexact, so
-    that they are not trained; and the number of those calls. Nothing else changes."""
+    """Mark the policy's calls that exceed the model's context as inexact, which excludes them from
+    training; returns the groups and the number of those calls."""
     long = {
         call.id
         for call in own_calls(groups, policy)
@@ -119,7 +118,7 @@ def without_long_calls(
 def map_calls(
     groups: list[Group], change: Callable[[Transition], Transition | None]
 ) -> list[Group]:
-    """The groups with every call changed; calls for which `change` returns None are left out."""
+    """Apply `change` to every call of the groups; drops calls for which it returns None."""
 
     def changed(rollout: Rollout) -> Rollout:
         calls = [new for call in rollout.transitions if (new := change(call)) is not None]
@@ -129,7 +128,7 @@ def map_calls(
 
 
 def with_mismatched(groups: list[Group]) -> list[Group]:
-    """The groups, and in each for every rollout one that says what the rollout before it said, by
+    """Add to each group, for every rollout, one with the completions of the previous rollout, from
     which KTO estimates the KL divergence; unchanged if there are some already."""
     rows = [row for group in groups for row in group.rollouts if row.transitions]
     if any(reward.name == MISMATCHED for row in rows for reward in row.rewards):
@@ -141,8 +140,8 @@ def with_mismatched(groups: list[Group]) -> list[Group]:
 
 
 def mismatched_rollout(row: Rollout, other: Rollout) -> Rollout:
-    """The first prompt of `row` with what `other` said after its own. Calls that do not continue
-    their rollout's first prompt are left out."""
+    """The first prompt of `row` with the completions of `other`. Drops calls that do not continue
+    their rollout's first prompt."""
     prompt, start = row.transitions[0].prompt, other.transitions[0].prompt
     moved = [
         replace(call, prompt=prompt + call.prompt[len(start) :])
@@ -173,19 +172,19 @@ class _PromptCompleter:
 
 @dataclass(slots=True)
 class Retokenizer(_PromptCompleter):
-    """Adds token ids to the inexact calls of a trained policy, so that they can be trained.
+    """Adds token ids to the inexact calls of a trained policy, which makes them trainable.
 
-    The policy's chat template and tokenizer usually, but not always, give the tokens that were
-    sampled, and the learner's log-probs stand in for the sampler's, as if the call were on-policy.
-    Both are approximations, so this is done only with `algorithm.inexact = "retokenize"`.
-    reward_names: the rewards with which even a failed rollout is trained."""
+    The policy's chat template and tokenizer usually, but not always, reproduce the sampled tokens,
+    and the learner's log-probs replace the sampler's, as if the call were on-policy. Both are
+    approximations, so `algorithm.inexact = "retokenize"` must be set. reward_names: the rewards
+    with which even a failed rollout is trained."""
 
     reward_names: Sequence[str] = ("outcome",)
 
     def complete(self, groups: list[Group]) -> list[Group]:
-        """`groups`, with ids and the learner's log-probs for every inexact call that the template
-        can render, fits the context and is of a rollout to learn from. The others stay inexact."""
-        found = {
+        """Add ids and the learner's log-probs to every inexact call that the template can render,
+        that fits the context and whose rollout is trained. The others stay inexact."""
+        tokenized = {
             call.id: call
             for group in groups
             for rollout in group.rollouts
@@ -193,21 +192,21 @@ class Retokenizer(_PromptCompleter):
             if not old.exact and old.policy == self.policy
             if (call := self.tokenized(old)) is not None
         }
-        if not found:
+        if not tokenized:
             return groups
-        # Only these calls: others may be longer than the model can read.
+        # Without other calls, which may be longer than the model can read.
         batch = build_batch(
-            map_calls(groups, lambda call: found.get(call.id)),
+            map_calls(groups, lambda call: tokenized.get(call.id)),
             reward_names=self.reward_names,
             policy=self.policy,
         )
         logprobs = self.learner.logprobs(batch).cpu()
-        # A call that repeats another one is not trained, so it needs no log-probs.
-        ready = {id: call for id, call in found.items() if call.repeats is not None}
+        # A call that repeats another is not trained, so it needs no log-probs.
+        ready = {id: call for id, call in tokenized.items() if call.repeats is not None}
         for index, id in enumerate(batch.transitions):
             if id not in ready:
                 own = logprobs[batch.token_transition == index]
-                ready[id] = replace(found[id], logprobs=float32(own.tolist()))
+                ready[id] = replace(tokenized[id], logprobs=float32(own.tolist()))
         return map_calls(groups, lambda call: ready.get(call.id, call))
 
     def tokenized(self, call: Transition) -> Transition | None:
@@ -221,7 +220,7 @@ class Retokenizer(_PromptCompleter):
         except RequestError:
             return None
         completion, end = whole[len(prompt) :], self.tokenizer.eos_token_id
-        if end in completion:  # the policy sampled the end of its turn, unless it was cut short
+        if end in completion:  # the policy sampled it, unless the call was cut short
             ended = call.finish not in ("length", "cut")
             completion = completion[: completion.index(end) + ended]
         if whole[: len(prompt)] != prompt or not self._fits(len(prompt) + len(completion)):
@@ -237,15 +236,15 @@ class Retokenizer(_PromptCompleter):
 
 @dataclass(slots=True)
 class HindsightRewards(_PromptCompleter):
-    """Hindsight rewards: how probable each call is to the current policy once it knows the outcome.
+    """Hindsight rewards: the log-prob of each call if its prompt tells the outcome.
 
-    The prompt of a call is rendered again with the outcome at its end, and the learner computes the
-    log-probs of the sampled tokens after it. Nothing is sampled. HCAPO, arXiv 2603.08754."""
+    The prompt is rendered again with the outcome at its end, and the learner computes the log-probs
+    of the sampled tokens after it. Samples nothing. HCAPO, arXiv 2603.08754."""
 
     def complete(self, groups: list[Group]) -> list[Group]:
-        """`groups` with a reward `hindsight` for every call: the mean log-prob of its tokens where
-        the prompt tells the outcome. Calls of rollouts without an outcome, and those whose last
-        message is no text or which do not fit the context then, get none."""
+        """Add to every call a reward `hindsight`, the mean log-prob of its tokens if its prompt
+        tells the outcome. Excludes calls of rollouts without an outcome, calls whose last message
+        is not text, and those that then exceed the context."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         told = {call.id: call for rollout in rollouts for call in self._told(rollout)}
         batch = build_batch(map_calls(groups, lambda c: told.get(c.id)), policy=self.policy)
@@ -268,7 +267,7 @@ class HindsightRewards(_PromptCompleter):
         return [replace(group, rollouts=list(map(scored, group.rollouts))) for group in groups]
 
     def _told(self, rollout: Rollout) -> Iterator[Transition]:
-        """The calls of a rollout whose prompts can tell its outcome, with these prompts."""
+        """The calls of a rollout with prompts that tell its outcome, where that is possible."""
         outcome = rollout.reward()
         for call in [] if isnan(outcome) else rollout.transitions:
             *before, last = call.messages or [{}]

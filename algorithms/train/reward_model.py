@@ -1,7 +1,7 @@
-"""`agentrl rm`: a reward model from the items of a data set, and how good one is.
+"""`agentrl rm`: trains a reward model on a data set, and evaluates one.
 
-Owns `<output>/reward_model`. Which items a step learns from is a function of the data set's
-version, the seed and the step, so the same command makes the same model, bit for bit.
+Owns `<output>/reward_model`. The items of a step are a function of the data set's version, the seed
+and the step, so the same command gives the same model, bit for bit.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Reader:
     context: int | None  # tokens
 
     async def examples(self, config: RunConfig, split: str) -> list[Example]:
-        """Those of a split that fit into the context as a whole. Raises ConfigError where none
-        does, or there is no such data set."""
+        """The examples of a split that fit into the context. Raises ConfigError if there are none,
+        or no such data set."""
         data = (await pin_dataset(self.store, config)).data
         items = await self.store.items(data.name, data.version, split=split)
         sides = await self.store.sides([side for item in items for side in item.sides])
-        found = [example for item in items for example in self._of(item, sides)]
-        kept = [e for e in found if all(0 < len(t) <= (self.context or len(t)) for t in e.texts)]
+        every = [example for item in items for example in self._of(item, sides)]
+        kept = [e for e in every if all(0 < len(t) <= (self.context or len(t)) for t in e.texts)]
         if not kept:
             raise ConfigError(
                 f"data.name = {data.name!r}: of {len(items)} items of split {split!r} none is a "
@@ -68,7 +68,8 @@ class Reader:
         return kept
 
     def _of(self, item: Item, sides: dict[str, list[Transition]]) -> Iterable[Example]:
-        """The examples of an item: a rollout is judged by its last call, steps by each."""
+        """The examples of an item. A rollout has the text of its last call; a labelled step that of
+        its call."""
         if item.kind == "steps":
             for call, label in zip(sides[item.chosen], item.steps, strict=False):
                 if label is not None:
@@ -81,7 +82,7 @@ class Reader:
             yield Example(item.id, texts, label, item.margin or 0.0, item.weight, more)
 
     def text(self, call: Transition) -> Text:
-        """The tokens of a call or, of one without ids, those that the chat template gives."""
+        """The tokens of a call; if it has no ids, those of the chat template."""
         if call.exact:
             return (*call.prompt, *call.completion)
         messages = [*call.messages, *([call.answer] if call.answer else [])]
@@ -90,9 +91,9 @@ class Reader:
 
 
 async def train_reward_model(config: RunConfig, store: Store) -> Metrics:
-    """Write the reward model of a run; returns its metrics on the held-out items.
+    """Train and write the reward model of a run; returns its metrics on the held-out items.
 
-    Raises ConfigError for a data set that it cannot be trained on."""
+    Raises ConfigError for a data set without usable items."""
     settings = config.reward_model
     model, tokenizer = _policy(config)
     reader = Reader(store, tokenizer, context_length(model))
@@ -101,18 +102,16 @@ async def train_reward_model(config: RunConfig, store: Store) -> Metrics:
     scorer = make_scorer(model, tokenizer, settings.heads, config.learner.token_budget)
     trainer = RewardTrainer(scorer, tokenizer, settings.centre, settings.margin)
     state = await store.open_run(config.name, msgspec.to_builtins(config))
-    places = [
-        place
+    order = [
+        example
         for epoch in range(settings.epochs)
-        for place in random.Random(f"{config.seed}/{epoch}").sample(
-            range(len(examples)), len(examples)
-        )
+        for example in random.Random(f"{config.seed}/{epoch}").sample(examples, len(examples))
     ]
-    starts = range(0, len(places), settings.batch)
-    rise = AlgorithmConfig(lr=settings.lr, warmup=len(starts) // 10, schedule="linear")
+    starts = range(0, len(order), settings.batch)
+    schedule = AlgorithmConfig(lr=settings.lr, warmup=len(starts) // 10, schedule="linear")
     for step, first in enumerate(starts):
-        chosen = [examples[place] for place in places[first : first + settings.batch]]
-        loss = trainer.step(chosen, learning_rate(rise, step, len(starts)))
+        batch = order[first : first + settings.batch]
+        loss = trainer.step(batch, learning_rate(schedule, step, len(starts)))
         await store.log(config.name, step, {"rm/loss": loss}, epoch=state.epoch)
     save_policy(Path(config.output, "reward_model"), trainer)
     metrics = preference_metrics(scorer, heldout)
@@ -122,7 +121,7 @@ async def train_reward_model(config: RunConfig, store: Store) -> Metrics:
 
 
 def _policy(config: RunConfig) -> tuple[PreTrainedModel, Tokenizer]:
-    """Where a reward model begins, and whose tokens it reads."""
+    """Load the policy that a reward model starts from, and whose tokens it reads."""
     disable_progress_bar()
     torch.manual_seed(config.seed)
     source = policy_directory(config)[0]
@@ -130,7 +129,7 @@ def _policy(config: RunConfig) -> tuple[PreTrainedModel, Tokenizer]:
 
 
 def load_reward_model(config: RunConfig, name: str) -> tuple[ScalarScorer, Tokenizer]:
-    """A reward model that reads the tokens of the run's policy."""
+    """Load a reward model with the vocabulary of the run's policy."""
     model, tokenizer = _policy(config)
     scalar = load_scalar("reward model", name, model, tokenizer)
     return ScalarScorer(scalar, token_budget=config.learner.token_budget), tokenizer
@@ -139,9 +138,8 @@ def load_reward_model(config: RunConfig, name: str) -> tuple[ScalarScorer, Token
 async def best_of_curve(
     store: Store, run: str, scorer: ScalarScorer, sizes: Sequence[int]
 ) -> dict[int, tuple[float, float]]:
-    """By n: the mean outcome of the best-scored and of the really best of n stored rollouts of a
-    group. Only groups of at least the largest n are read. Raises ConfigError where there is none.
-    """
+    """Expected outcomes, by n, of the best-scored and of the truly best of n stored rollouts of a
+    group, for groups with at least the largest n. Raises ConfigError if there is none."""
     rows = await store.rollouts(run, purpose=Purpose.TRAIN)
     groups = []
     for _, members in groupby(rows, key=lambda row: row.group):

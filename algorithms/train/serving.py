@@ -1,8 +1,8 @@
-"""The policy servers of a run: each policy, trained or frozen, is served under its name.
+"""The policy servers of a run, which serve each policy, trained or frozen, under its name.
 
 Owns one policy server for each model in memory; the adapters of a model share it. Always true:
 weights, versions and the set of served policies change only inside `updating`; no call is in flight
-then, unless `algorithm.samples_during_update`; and a policy that did not learn keeps its version.
+there, unless `algorithm.samples_during_update`; a policy that did not learn keeps its version.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from agentrl.types import PolicyVersion
 
 
 class PolicyServers:
-    """The servers of one run. bases: the loaded models, with their adapters."""
+    """The servers of one run."""
 
     def __init__(self, config: RunConfig, bases: Sequence[LoadedModel]) -> None:
-        """Raises PolicyError for a model that cannot be served."""
+        """bases: the loaded models, with their adapters. Raises PolicyError for a model that cannot
+        be served."""
         engine = config.engine
         if len(bases) > 1 and isinstance(engine, VllmEngineConfig) and engine.vllm.urls:
             raise PolicyError(
-                f"engine.vllm.urls are servers of one model, and the policies have {len(bases)}; "
+                f"engine.vllm.urls serve one model, and the policies have {len(bases)}; "
                 "make them adapters of one (policies.NAME.lora), or remove engine.vllm.urls"
             )
         self._config = config
@@ -43,8 +44,8 @@ class PolicyServers:
         self._versions: dict[str, int] = {}
         self._bases = list(bases)
         self._idle = 0.0  # seconds
-        self._held_since: float | None = None  # no call is in flight
-        self._closing: list[PolicyServer] = []  # closed once no call waits for them
+        self._held_since: float | None = None  # since when no call is in flight
+        self._closing: list[PolicyServer] = []  # to close after their last call
         for number, base in enumerate(bases):
             server = _make_server(config, base, number)
             for name in base.policies:
@@ -57,7 +58,7 @@ class PolicyServers:
             )
 
     async def start(self) -> None:
-        """Listen. Raises PolicyError when a port is taken, or a server does not come up."""
+        """Start all servers. Raises PolicyError if a port is taken, or a server does not start."""
         async with AsyncExitStack() as started:
             for server in self._each():
                 await server.start()
@@ -66,8 +67,8 @@ class PolicyServers:
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """Inside, weights may change: calls in flight have finished, and new ones wait. With
-        `algorithm.samples_during_update` calls go on, and each change is made between two steps."""
+        """Context in which weights may change: no call is in flight, and new ones wait. With
+        `algorithm.samples_during_update` calls continue, and changes happen between two steps."""
         try:
             async with AsyncExitStack() as stack:
                 for server in () if self._in_flight else self._each():
@@ -78,12 +79,12 @@ class PolicyServers:
             self._idle, self._held_since = self._held(), None
             while self._closing:
                 server = self._closing.pop()
-                async with server.updating():  # the calls that it still answers end first
+                async with server.updating():  # waits for the end of its calls
                     pass
                 await server.close()
 
     def idle_seconds(self) -> float:
-        """How long no call was answered for an update, since this was asked last."""
+        """Seconds without calls because of updates, since the last call of this method."""
         idle, self._idle = self._held(), 0.0
         if self._held_since is not None:
             self._held_since = time.monotonic()
@@ -94,18 +95,18 @@ class PolicyServers:
         return self._idle + (0.0 if since is None else time.monotonic() - since)
 
     async def publish(self, versions: Mapping[str, int]) -> None:
-        """From now on serve the current weights of trained policies, as these versions; one whose
-        version stays has not changed, and one that has no server needs none. Inside `updating`."""
+        """Serve the current weights of trained policies as these versions. Ignores policies with
+        the same version as before, and those without a server. Call inside `updating`."""
         for name, version in versions.items():
             if self._versions.get(name, version) != version:
                 await self._servers[name].publish(version, self._wire(name))
                 self._versions[name] = version
 
     async def freeze(self, name: str, directory: Path, version: int) -> None:
-        """Also serve this checkpoint of a model, or of an adapter of one that is served, under a
-        name of its own, as `version`. Call inside `updating`.
+        """Also serve the checkpoint of a model, or of an adapter of a served model, as `version` of
+        policy `name`. Call inside `updating`.
 
-        Raises PolicyError where the name is taken, or the checkpoint cannot be loaded."""
+        Raises PolicyError if the name is taken, or the checkpoint cannot be loaded."""
         if name in self._servers:
             raise PolicyError(f"{name!r} is served already; drop it first")
         if (directory / lora.CONFIG).is_file():
@@ -117,8 +118,8 @@ class PolicyServers:
         else:
             if self._config.engine.kind != "embedded":
                 raise PolicyError(
-                    f"{name!r}: engine.kind = {self._config.engine.kind!r} serves frozen adapters, "
-                    "and no other model beside the policy's; train adapters (policy.lora.rank), or "
+                    f"{name!r}: engine.kind = {self._config.engine.kind!r} serves one model and "
+                    "its adapters, and this is another one; train adapters (policy.lora.rank), or "
                     "set engine.kind = 'embedded'"
                 )
             base = load_base_model(str(directory), self._config.policy, adapted=False)
@@ -130,15 +131,13 @@ class PolicyServers:
         self._servers[name], self._versions[name] = server, version
 
     async def serve_frozen(self, players: Mapping[str, FrozenPolicy]) -> None:
-        """Also serve these policies, which do not learn, by their names. Call inside `updating`.
-
-        Raises PolicyError for one that cannot be served."""
+        """Also serve these frozen policies by their names. Call inside `updating`. Raises
+        PolicyError for one that cannot be served."""
         for name, player in players.items():
             await self.freeze(name, self._weights_of(name, player), player.steps)
 
     async def drop(self, name: str) -> None:
-        """Serve a frozen policy no more; calls that still name it are refused. Call inside
-        `updating`."""
+        """Stop serving a frozen policy: later calls to it fail. Call inside `updating`."""
         server = self._servers.pop(name)
         del self._versions[name]
         if server not in self._each():
@@ -150,11 +149,11 @@ class PolicyServers:
                 base.adapters.close(name)
 
     async def during(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`; raises PolicyError in the middle of it once a server is given up."""
+        """Run `work`; cancels it and raises PolicyError when a server has failed for good."""
         await run_unless_failed(work, self._each())
 
     def table(self) -> list[tuple[str, int, str, str]]:
-        """(policy, version, base URL, model name there) of all that is served."""
+        """(policy, version, base URL, model name at the server) of all served policies."""
         host = self._config.engine.advertise
         return [
             (name, self._versions[name], advertised_url(server.base_url, host), self._wire(name))
@@ -162,7 +161,7 @@ class PolicyServers:
         ]
 
     async def announce(self, store: Store, run: str, epoch: int) -> None:
-        """Write to the store where each policy is served, if that has changed."""
+        """Write the version and address of each policy to the store, if they have changed."""
         known = await store.policies(run)
         for name, version, base_url, model in self.table():
             row = PolicyVersion(
@@ -172,7 +171,7 @@ class PolicyServers:
                 await store.publish(row, epoch=epoch)
 
     async def close(self) -> None:
-        """Stop. A second time does nothing."""
+        """Stop all servers. May be called again."""
         for server in self._each():
             await server.close()
 
@@ -180,18 +179,20 @@ class PolicyServers:
         return list(dict.fromkeys(self._servers.values()))
 
     def _wire(self, name: str) -> str:
-        """The model name of a policy at its server: the server's own if it serves only this one."""
+        """The model name of a policy at its server; the server's own if this is its only policy."""
         server = self._servers[name]
         alone = sum(other is server for other in self._servers.values()) == 1
         return server.model if alone else name
 
     def _weights_of(self, name: str, player: FrozenPolicy) -> Path:
-        """The weights of a frozen policy; an adapter that was never trained is written first."""
+        """The directory of a frozen policy's weights. Writes an adapter that was never trained."""
         if player.directory:
             return Path(player.directory)
         base = next(base for base in self._bases if player.policy in base.policies)
         if base.adapters is None:
-            raise PolicyError(f"{name}: {player.policy!r} is no adapter, so it began with a model")
+            raise PolicyError(
+                f"{name}: {player.policy!r} is not an adapter, so it has no untrained version"
+            )
         path = Path(self._config.output, "players", name)
         lora, seed = view(self._config, player.policy).policy.lora, self._config.seed
         base.adapters.add(name, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=seed)
@@ -201,11 +202,11 @@ class PolicyServers:
         return path
 
     def _base_of(self, directory: Path) -> LoadedModel:
-        """The loaded model that an adapter was trained on, by the name in its files."""
+        """The loaded model that an adapter was trained on, by the name in the adapter's files."""
         adapted = [base for base in self._bases if base.adapters is not None]
         if not adapted:
             raise PolicyError(
-                f"{directory} is an adapter, and no policy of this run is; give a checkpoint of a "
+                f"{directory} is an adapter, and no policy of this run is; name a checkpoint of a "
                 "whole model"
             )
         source = lora.base_of(directory)
@@ -213,8 +214,8 @@ class PolicyServers:
 
 
 def _make_server(config: RunConfig, base: LoadedModel, number: int) -> PolicyServer:
-    """The policy server of a model. Of several servers of a run, all but number 0 have a port and a
-    folder of their own."""
+    """Build the policy server of a model. Servers other than number 0 have a free port and a folder
+    of their own."""
     if number:
         output = str(Path(config.output, "servers", str(number)))
         config = replace(config, engine=replace(config.engine, port=0), output=output)

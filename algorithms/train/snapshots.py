@@ -6,7 +6,6 @@ commit that adds its snapshot to the pool and deleted after the commit that drop
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,15 +14,15 @@ from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.errors import PolicyError
-from agentrl.files import PARTIAL
+from agentrl.files import PARTIAL, delete_directory
 from agentrl.store.base import Store
 from agentrl.types import RolloutState
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotStore:
-    """Saves and serves the snapshots of a pool. learner: of the policy; run: the name of the run
-    whose rollouts play against them."""
+    """Saves and serves the snapshots of a pool. learner: of the pool's policy; run: the name of the
+    run."""
 
     pool: OpponentPool
     learner: Learner
@@ -34,42 +33,42 @@ class SnapshotStore:
     served: set[str] = field(default_factory=set)
 
     async def start(self, steps: int) -> None:
-        """Serve the pool when the process starts after `steps` steps; an empty pool gets a first
-        snapshot. Raises PolicyError for a snapshot that is no longer on disk."""
+        """Serve the pool at the start of the process, after `steps` steps; adds a first snapshot to
+        an empty pool. Raises PolicyError for a snapshot that is missing on disk."""
         if not self.pool.now.snapshots:
             await self.save_due(steps)
         async with self.serving.updating():
             await self._serve()
 
     async def save_due(self, steps: int) -> None:
-        """Save the snapshot that is due after `steps` steps, before the commit of the last one."""
-        playing: set[str] = set()  # in rollouts that have not ended
+        """Save the snapshot that is due after `steps` steps, before the commit of the last step."""
+        playing: set[str] = set()  # policies in rollouts that have not ended
         for state in RolloutState if self.pool.ahead else ():
             if not state.terminal:
                 rows = await self.store.rollouts(self.run, state=state)
                 playing.update(name for row in rows for name in row.seats.values())
-        taken = self.pool.finish(steps, playing)
-        if taken is not None:
-            save_policy(self.folder / taken.name, self.learner)
+        snapshot = self.pool.finish(steps, playing)
+        if snapshot is not None:
+            save_policy(self.folder / snapshot.name, self.learner)
 
     async def serve_pool(self) -> None:
-        """Serve exactly the snapshots of the pool and delete all others. Call inside `updating` and
-        after a commit: only the owner of the run can commit, so nobody else deletes files."""
+        """Serve exactly the snapshots of the pool and delete all others. Call inside `updating`
+        after a commit: only the run's owner can commit, so no other process deletes files."""
         await self._serve()
         for path in self.folder.iterdir():
             if path.name not in self.served and (PARTIAL in path.name or "@" in path.name):
-                shutil.rmtree(path)
+                delete_directory(path)
 
     async def _serve(self) -> None:
-        held = {snapshot.name: snapshot for snapshot in self.pool.now.snapshots}
-        for name in sorted(self.served - held.keys()):
+        wanted = {snapshot.name: snapshot for snapshot in self.pool.now.snapshots}
+        for name in sorted(self.served - wanted.keys()):
             await self.serving.drop(name)
             self.served.remove(name)
-        for name in sorted(held.keys() - self.served):
+        for name in sorted(wanted.keys() - self.served):
             if not (self.folder / name).is_dir():
                 raise PolicyError(
-                    f"{self.folder / name}: the checkpoint remembers this opponent, and its folder "
-                    "is gone; put it back, or start a new run"
+                    f"{self.folder / name}: the checkpoint has this opponent in its pool, and the "
+                    "folder is missing; restore it, or start a new run"
                 )
-            await self.serving.freeze(name, self.folder / name, held[name].step)
+            await self.serving.freeze(name, self.folder / name, wanted[name].step)
             self.served.add(name)

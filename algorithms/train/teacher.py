@@ -1,9 +1,9 @@
-"""A teacher behind a server that answers vLLM's `prompt_logprobs`: asked for the log-probs of the
-tokens that the policy sampled, and of the most probable others in their places.
+"""A remote teacher: a server with vLLM's `prompt_logprobs` computes the log-probs of the policy's
+sampled tokens and of the most probable alternatives.
 
-Always true: a row is one request, so what the calls of a conversation have in common is sent once;
-the log-probs are those at temperature 1; token ids mean the same text on both sides. Nothing is
-kept: no row comes twice.
+Always true: a row is one request, so the common prefix of a conversation's calls is sent once;
+log-probs are at temperature 1; both sides have the same vocabulary. Responses are not cached,
+because no row occurs twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentrl.algorithms.sampling.chat_completion import Endpoint, post, upstream
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, PolicyError, TrainingError
 
-CHECKED = 64  # token ids whose text is compared, of all and of the last, where the added ones are
+CHECKED = 64  # token ids to compare, spread over all and again of the last, the added tokens
 
 
 class _Token(msgspec.Struct):
@@ -38,37 +38,37 @@ class _Choice(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    """The part of an answer that is read."""
+    """The fields of a response that are used."""
 
     choices: list[_Choice]
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteTeacher:
-    """tokenizer and vocabulary, a number of token ids: the policy's."""
+    """A teacher at an endpoint."""
 
     name: str
     endpoint: Endpoint
-    k: int  # tokens in each place, the sampled one among them
-    tokenizer: Tokenizer
-    vocabulary: int
-    concurrency: int  # requests at a time
+    k: int  # tokens at each position, including the sampled one
+    tokenizer: Tokenizer  # the policy's
+    vocabulary: int  # number of the policy's token ids
+    concurrency: int  # most requests at a time
 
     async def check(self) -> None:
-        """Raises PolicyError unless the server answers, and reads token ids as the policy does."""
-        known = sorted(self.tokenizer.get_vocab().values())
-        ids = known[:: len(known) // CHECKED + 1] + known[-CHECKED:]
+        """Raise PolicyError unless the server answers, and has the policy's vocabulary."""
+        every = sorted(self.tokenizer.get_vocab().values())
+        ids = every[:: len(every) // CHECKED + 1] + every[-CHECKED:]
         try:
             async with aiohttp.ClientSession() as session:
-                found = await self._ask(session, [ids[0], *ids])
+                answers = await self._ask(session, [ids[0], *ids])
         except AgentRLError as error:
             raise PolicyError(
-                f"{error}. It must be vLLM with the policy's vocabulary ({len(known)} tokens) and "
+                f"{error}. It must be vLLM with the policy's vocabulary ({len(every)} tokens) and "
                 f"--max-logprobs {self.k} or more"
             ) from None
-        for id, tokens in zip(ids, found, strict=True):
+        for id, tokens in zip(ids, answers, strict=True):
             theirs, ours = tokens[id].decoded_token or "", self.tokenizer.decode([id])
-            # A part of a character is told by the tokens before it.
+            # The text of a partial character depends on the tokens before it.
             if theirs.strip() != ours.strip() and "\ufffd" not in theirs + ours:
                 raise PolicyError(
                     f"{self.name}: token {id} is {theirs!r} there and {ours!r} here, so it cannot "
@@ -76,16 +76,16 @@ class RemoteTeacher:
                 )
             if any(token.logprob > 0.01 for token in tokens.values()):
                 raise PolicyError(
-                    f"{self.name} gives logits; start it with --logprobs-mode raw_logprobs"
+                    f"{self.name} returns logits; start it with --logprobs-mode raw_logprobs"
                 )
 
     def top(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """As `Learner.top`, for k tokens. Raises TrainingError for tokens that were sampled at
-        another temperature, PolicyError for one that the policy has not."""
+        """As `Learner.top`, for k tokens. Raises TrainingError for tokens sampled at a temperature
+        other than 1, PolicyError for a token outside the policy's vocabulary."""
         for row in batch.rows:
             if len(other := row.temperature[row.temperature != 1]):
                 raise TrainingError(
-                    f"{self.name} gives log-probs at temperature 1, and tokens were sampled at "
+                    f"{self.name} returns log-probs at temperature 1, and tokens were sampled at "
                     f"{float(other[0]):g}; set sampling.force = true, or load a teacher.model"
                 )
         pairs = asyncio.run(self._pairs(batch.rows))
@@ -98,7 +98,7 @@ class RemoteTeacher:
         return ids, pairs[..., 1].float()
 
     async def _pairs(self, rows: Sequence[TokenRow]) -> Tensor:
-        """Ids and their log-probs float64 [N, K, 2]."""
+        """Token ids and their log-probs, float64 [N, K, 2]."""
         slots = asyncio.Semaphore(self.concurrency)
         async with aiohttp.ClientSession() as session:
 
@@ -106,23 +106,21 @@ class RemoteTeacher:
                 tokens = row.tokens[: int(row.actions[-1]) + 1].tolist()
                 async with slots:
                     answer = await self._ask(session, tokens)
-                pairs = [
-                    self._best(answer[place - 1], tokens[place]) for place in row.actions.tolist()
-                ]
+                pairs = [self._best(answer[at - 1], tokens[at]) for at in row.actions.tolist()]
                 return torch.tensor(pairs, dtype=torch.float64)
 
             empty = torch.empty(0, self.k, 2, dtype=torch.float64)
             return torch.cat([empty, *await asyncio.gather(*map(ask, rows))])
 
     def _best(self, named: dict[int, _Token], sampled: int) -> list[tuple[int, float]]:
-        """The sampled token and the most probable others, with their log-probs."""
+        """The sampled token and the k - 1 most probable others, with their log-probs."""
         others = sorted(named.keys() - {sampled}, key=lambda id: -named[id].logprob)
         return [(id, named[id].logprob) for id in (sampled, *others[: self.k - 1])]
 
     async def _ask(
         self, session: aiohttp.ClientSession, tokens: list[int]
     ) -> list[dict[int, _Token]]:
-        """In the place of each token but the first: that token and the most probable ones."""
+        """At each position but the first: the log-probs of its token and the most probable ones."""
         fields = {"prompt": tokens, "max_tokens": 1, "prompt_logprobs": self.k if self.k > 1 else 0}
         content = await post(session, self.endpoint, "completions", self.name, **fields)
         try:
@@ -130,19 +128,19 @@ class RemoteTeacher:
         except (msgspec.DecodeError, IndexError):
             rows = []
         pairs = zip(rows[1:], tokens[1:], strict=False)
-        found = [row for row, id in pairs if row and id in row and len(row) >= self.k]
-        if len(found) != len(tokens) - 1:
+        complete = [row for row, id in pairs if row and id in row and len(row) >= self.k]
+        if len(complete) != len(tokens) - 1:
             raise PolicyError(
                 f"{self.name}: {self.endpoint.url}/completions answers without the prompt_logprobs "
-                "that it was asked for"
+                "that the request asks for"
             )
-        return found
+        return complete
 
 
 def make_teacher(
     config: RunConfig, algo: Algo, policy: PreTrainedModel, tokenizer: Tokenizer
 ) -> RemoteTeacher | None:
-    """The teacher that a server has. config: the policy's view of the run."""
+    """The remote teacher of a policy, if it has one. config: the policy's view of the run."""
     name, size = config.teacher.upstream, vocabulary_size(policy)
     if not name:
         return None

@@ -1,6 +1,5 @@
-"""One training step: groups into a batch, credit, and one or more optimizer steps on psi.
-
-Learning rate and order of minibatches are functions of the step, so checkpoints hold no schedule.
+"""One training step: builds a batch from groups, computes credit, and makes one or more optimizer
+steps on psi. Learning rate and minibatch order are functions of the step, not part of checkpoints.
 """
 
 from __future__ import annotations
@@ -48,16 +47,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Updater:
-    """Turns claimed groups into optimizer steps of one policy, on the calls that it answered."""
+    """Makes the optimizer steps of one policy, on its calls in the claimed groups."""
 
     config: RunConfig
     algo: Algo
     learner: Learner
-    state: AlgorithmState = field(default_factory=AlgorithmState)  # kept from step to step
+    state: AlgorithmState = field(default_factory=AlgorithmState)  # kept between steps
     preprocessor: Preprocessor = field(default_factory=Preprocessor)  # before credit
     anchor: ReferenceControl = field(default_factory=ReferenceControl)
     recorder: CreditRecorder | None = None  # None: credit is not stored
-    bad_steps: BadSteps | None = None  # None: steps that fail are only counted
+    bad_steps: BadSteps | None = None  # None: failed steps are only counted
     policy: str = POLICY
     cached: dict[str, Float32] | None = None  # log-probs of the reference by rollout; None: compute
     teacher: RemoteTeacher | None = None  # None: the learner's
@@ -66,15 +65,15 @@ class Updater:
         check_supplies(self.algo, self.learner.supplies)
 
     def update(self, step: int, groups: list[Group], turn: int | None = None) -> Metrics:
-        """Train on the groups of one step; returns its metrics. turn: the number of steps in which
-        the policy learned before, which is its version; by default all of them.
+        """Train on the groups of one step; returns its metrics. turn: number of earlier steps in
+        which the policy learned, which is its version; default: all.
 
         If there is no learning signal (every reward is missing, or all are equal and there is no
-        critic) no weight changes, `update/skipped` counts it and the log says why.
-        Raises TrainingError for a reward that no rollout carries."""
+        critic) no weight changes, `update/skipped` counts it and the log has the reason.
+        Raises TrainingError for a reward that no rollout has."""
         turn = step if turn is None else turn
         algo = self.anchor.tuned(self.algo)
-        groups, taken = self.preprocessor.process(groups)
+        groups, prepared = self.preprocessor.process(groups)
         if algo.side is not None and not algo.side.paired:
             groups = with_mismatched(groups)
         check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
@@ -91,29 +90,29 @@ class Updater:
         measured = self.optimize(TrainingStep(step, turn, algo, groups, batch, streams, values))
         self.state.adopt(recall)
         rollouts = sum(len(group.rollouts) for group in groups)
-        held = self.anchor.finish(turn, batch if "q" in streams else None, rollouts)
+        controlled = self.anchor.finish(turn, batch if "q" in streams else None, rollouts)
         return {
-            **taken,
+            **prepared,
             **metrics.batch_metrics(groups, batch, self.policy),
             **token_age.staleness(step, groups, self.policy, version=turn),
             "staleness/withheld": float(old.sum()),
             **(critic_targets.value_metrics(values) if values else {}),
             **measured,
-            **held,
+            **controlled,
         }
 
     def staleness_streams(self, algo: Algo, batch: Batch, turn: int) -> dict[str, Tensor]:
-        """What the settings for tokens of older versions read: the old policy's log-probs, or its
-        share between sampler and policy."""
-        found = {}
+        """The streams that staleness corrections read: the current policy's log-probs before the
+        update (o), or the interpolation weight of the old policy between sampler and policy."""
+        streams = {}
         if self.config.algorithm.lr_ess is not None and batch.n_tokens:
-            found["o"] = self.learner.logprobs(batch)
+            streams["o"] = self.learner.logprobs(batch)
         if algo.old_from_versions:
-            found["share"] = staleness.old_policy_share(staleness.token_lag(batch, turn))
-        return found
+            streams["share"] = staleness.old_policy_share(staleness.token_lag(batch, turn))
+        return streams
 
     def lr(self, step: TrainingStep) -> float:
-        """The learning rate of a step, by schedule and effective sample size."""
+        """The learning rate of a step: the schedule's, scaled by the effective sample size."""
         full = learning_rate(self.config.algorithm, step.turn, self.config.steps)
         enough, old = self.config.algorithm.lr_ess, step.streams.get("o")
         if enough is None or old is None:
@@ -122,8 +121,8 @@ class Updater:
         return full * min(1.0, staleness.effective_share(weights) / enough)
 
     def optimize(self, step: TrainingStep) -> Metrics:
-        """Make the optimizer steps of a training step, until the KL divergence exceeds target_kl;
-        returns their metrics. Raises TrainingError if too many in a row change no weight."""
+        """Make the optimizer steps of a training step, and stop if the KL divergence exceeds
+        target_kl; returns their metrics. Raises TrainingError if too many in a row fail."""
         if self.recorder is not None:
             self.recorder.open(step.algo, step.batch)
         lr = self.lr(step)
@@ -170,7 +169,7 @@ class Updater:
 
     def batch(self, groups: list[Group], min_group: int | None = None) -> Batch:
         """The trainable tokens of the groups, with the rewards that the algorithm reads. min_group:
-        default `algorithm.min_group`, of a data set's items the sides that each must have."""
+        default `algorithm.min_group`, or for a data set the number of sides of an item."""
         least = self.config.algorithm.min_group if min_group is None else min_group
         if self.config.data.name and min_group is None:
             least = 2 if self.algo.side is not None and self.algo.side.paired else 1
@@ -183,7 +182,7 @@ class Updater:
         self, step: TrainingStep
     ) -> Iterator[tuple[Batch, Terms, ValueTerms | None]]:
         """The minibatch of each optimizer step: whole groups, shuffled anew in every epoch. Credit
-        and the critic's targets are computed on the whole batch before it is split."""
+        and the critic's targets are computed on the whole batch before the split."""
         settings, algo, batch, values = self.config.algorithm, step.algo, step.batch, step.values
         count = min(settings.minibatches, len(step.groups))
         streams = dict(step.streams)
@@ -202,9 +201,9 @@ class Updater:
         tokens_of = dict(zip(batch.groups, ranges, strict=True))
         for epoch in range(settings.epochs):
             order = f"{self.config.seed}/{batch.step}/{epoch}"
-            for share in minibatches(step.groups, count, order):
-                part = self.batch(share)
-                # Within a group the tokens of the part are in the order of the whole.
+            for groups in minibatches(step.groups, count, order):
+                part = self.batch(groups)
+                # Within a group, part and whole batch have the same order of tokens.
                 tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
                 if symbols is not None:
                     part = replace(part, symbols=symbols[tokens])
@@ -217,14 +216,14 @@ class Updater:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """What all optimizer steps of a training step share."""
+    """The inputs of a training step, which its optimizer steps share."""
 
     number: int
-    turn: int  # steps in which the policy learned before
+    turn: int  # number of earlier steps in which the policy learned
     algo: Algo
     groups: list[Group]
-    batch: Batch  # the whole of them
-    streams: Mapping[str, Tensor]  # log-probs [N] of frozen models, by letter
+    batch: Batch  # of all groups
+    streams: Mapping[str, Tensor]  # log-probs [N] by stream
     values: ValueTerms | None  # targets of the critic, if there is one
 
     def psi(self, terms: Terms) -> Psi:
@@ -233,18 +232,18 @@ class TrainingStep:
 
 
 def learning_rate(config: AlgorithmConfig, step: int, steps: int) -> float:
-    """Of one step of a run: the lower of a linear rise over `warmup` steps and the schedule, which
-    falls from `lr` before the first step to `min_lr` after the last."""
+    """The learning rate of a step: the smaller of a linear warm-up over `warmup` steps and the
+    schedule, which decays from `lr` before the first step to `min_lr` after the last."""
     rise = min(1.0, (step + 1) / (config.warmup + 1))
     done = step / steps
-    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    scheduled = config.min_lr + (config.lr - config.min_lr) * left[config.schedule]
+    decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    scheduled = config.min_lr + (config.lr - config.min_lr) * decay[config.schedule]
     return min(config.lr * rise, scheduled)
 
 
 def minibatches(items: Sequence[T], count: int, seed: str) -> list[list[T]]:
-    """The items once, in `count` shares of sizes that differ by one at most, in an order drawn from
-    the seed; one share keeps their order."""
+    """Split the items into `count` minibatches, whose sizes differ by one at most, in a random
+    order by seed; a single minibatch keeps their order."""
     order = list(items)
     if count > 1:
         random.Random(seed).shuffle(order)
@@ -253,7 +252,7 @@ def minibatches(items: Sequence[T], count: int, seed: str) -> list[list[T]]:
 
 
 def mean_kl(old: Tensor, now: Tensor, weight: Tensor) -> float:
-    """KL(old || now) in nats per token by the k3 estimate, over the tokens in the loss: how far the
-    policy has moved on a batch. Schulman, http://joschu.net/blog/kl-approx.html"""
+    """KL(old || now) in nats per token, by the k3 estimator, over the tokens in the loss.
+    Schulman, http://joschu.net/blog/kl-approx.html"""
     d = (old.double() - now.double().cpu())[weight > 0]
     return float(objective.kl_value(d, "k3").mean()) if d.numel() else 0.0

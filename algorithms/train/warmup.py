@@ -1,7 +1,7 @@
 """`[warmup]`: supervised fine-tuning of the policy before the run's first step.
 
-Owns `<output>/warmup`, an ordinary checkpoint that the run starts from. Of the same settings comes
-the same one, so a run that is killed here begins it anew.
+Owns `<output>/warmup`, a Hugging Face directory that the run starts from. The same settings give
+the same weights, so a run that is killed during the warm-up starts it again.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ log = logging.getLogger("agentrl.algorithm")
 
 
 def warm_up(config: RunConfig, start: str) -> tuple[str, bool]:
-    """The directory of the policy of `start` after its warm-up, and whether that was done just now.
+    """Fine-tune the policy `start`, unless that was done before; returns the directory of the
+    result, and whether it is new.
 
-    Raises ConfigError for demonstrations that are none, TrainingError where the chat template marks
-    nothing to imitate or a loss is not finite."""
+    Raises ConfigError for invalid demonstrations, TrainingError if the chat template marks nothing
+    to imitate or a loss is not finite."""
     settings, directory = config.warmup, Path(config.output, "warmup")
     if directory.is_dir():
         return str(directory), False
     log.log(PHASE, f"imitating {settings.data} for {settings.steps} steps")
     random.seed(config.seed)
     torch.manual_seed(config.seed)
-    shown = load_tasks(settings.data, Path(config.root), key="warmup.data", needs="messages")
+    data = load_tasks(settings.data, Path(config.root), key="warmup.data", needs="messages")
     model, tokenizer = load_model(start, config.policy.dtype, config.policy.device)
-    rows = [row for one in shown for row in _rows(tokenizer, one)]
+    rows = [row for demonstration in data for row in _rows(tokenizer, demonstration)]
     algo = catalogue.make("sft", {})
     learner = factory.make_learner(
         replace(config, critic=CriticConfig()), algo, model, tokenizer, start
     )
-    rise = AlgorithmConfig(lr=settings.lr, warmup=settings.steps // 10, schedule="linear")
+    schedule = AlgorithmConfig(lr=settings.lr, warmup=settings.steps // 10, schedule="linear")
     losses = []
     try:
         for step in range(settings.steps):
             batch = as_batch(random.sample(rows, min(settings.batch, len(rows))))
             terms = objective.loss_terms(algo, batch, {}, fresh=True)
-            lr = learning_rate(rise, step, settings.steps)
+            lr = learning_rate(schedule, step, settings.steps)
             report = learner.step(batch, partial(objective.psi, algo, terms), lr=lr)
             if not report.applied:
                 raise TrainingError(f"warmup: the loss of step {step} is not finite; lower its lr")
@@ -78,7 +79,7 @@ def _rows(tokenizer: Tokenizer, demonstration: dict[str, Json]) -> list[TokenRow
 
 
 def as_batch(rows: Sequence[TokenRow]) -> Batch:
-    """Rows without rewards, each a call, rollout and group of its own."""
+    """A batch without rewards, in which each row is a call, rollout and group of its own."""
     number = torch.arange(len(rows))
     token = number.repeat_interleave(torch.tensor([len(row.actions) for row in rows]))
     names = [str(row) for row in range(len(rows))]

@@ -1,7 +1,7 @@
-"""A team of three frozen language models that decides in each of two rounds who talks to whom.
+"""A team of three frozen language models that chooses its communication graph in two rounds.
 
 Each agent knows one relation and resolves one step of a question; a message that it hears, or its
-own of the round before, may be a step further. `choose` maps the observations so far to a
+own from the previous round, may be a step further. `choose` maps the observations so far to a
 communication mode for every agent.
 """
 
@@ -17,9 +17,7 @@ from world import RELATIONS, hops
 
 ROLES = list(RELATIONS)
 ROUNDS, BYTES, NAMES = 2, 32, 16
-MOST = (
-    200  # tokens of an episode that count as many: 10 000 in the paper, whose models write essays
-)
+MOST = 200  # normalises tokens per episode; 10 000 in the paper, whose models write essays
 OBSERVATION = BYTES + NAMES + 3 + len(ROLES)
 STATE = len(ROLES) * (OBSERVATION - len(ROLES)) + 3
 Seen = list[list[list[float]]]  # [t, n, o]
@@ -34,7 +32,7 @@ class Played(TypedDict):
 
 
 class Team:
-    """The team, with the function that chooses modes: `choose(task, observations so far)`."""
+    """The team with its function that chooses modes: `choose(task, observations so far)`."""
 
     def __init__(self, choose: Callable[[dict[str, Any], Seen], list[int]]) -> None:
         self.choose = choose
@@ -55,7 +53,7 @@ class Team:
             for agent in order(edges, len(ROLES)):
                 heard = [said[source] for source, target in sorted(edges) if target == agent]
                 known = [text for text in (question, *heard, said[agent]) if text]
-                known.sort(key=hops, reverse=True)  # the most useful last
+                known.sort(key=hops, reverse=True)  # the most useful text last
                 said[agent], tokens = await ask(client, ROLES[agent], known)
                 used[agent] += tokens
             seen.append(observe(question, said, used, edges))
@@ -82,12 +80,12 @@ async def ask(client: AsyncOpenAI, role: str, known: list[str]) -> tuple[str, in
 
 
 def observe(question: str, said: list[str], used: list[int], edges: Edges) -> list[list[float]]:
-    """[n, o]: for each agent the task's bytes, its index, whether it has spoken, its share of edges
-    and of tokens; last, for the graph network, which agents it heard."""
+    """[n, o]: for each agent the task's bytes, its index, whether it has spoken, its fraction of
+    edges and of tokens; last, for the graph network, which agents it heard."""
     agents, text = len(said), fold(question)
     rows = []
     for agent in range(agents):
-        name = [float(agent == place) for place in range(NAMES)]
+        name = [float(agent == index) for index in range(NAMES)]
         degree = sum(agent in edge for edge in edges)
         own = [float(bool(said[agent])), degree / agents, used[agent] / MOST]
         heard = [float((source, agent) in edges) for source in range(agents)]
@@ -105,12 +103,12 @@ def state(seen: list[list[float]], edges: Edges) -> list[float]:
 def fold(text: str) -> list[float]:
     """The first bytes of a text, folded into a vector of length 1."""
     folded = [0.0] * BYTES
-    for place, byte in enumerate(text.encode()[: 4 * BYTES]):
-        folded[place % BYTES] += byte / 255
+    for index, byte in enumerate(text.encode()[: 4 * BYTES]):
+        folded[index % BYTES] += byte / 255
     norm = math.hypot(*folded) or 1.0
     return [value / norm for value in folded]
 
 
 def fixed(mode: str) -> Callable[[dict[str, Any], Seen], list[int]]:
-    """All agents always choose the same mode."""
+    """A `choose` function with which all agents always choose the same mode."""
     return lambda task, seen: [MODES.index(mode)] * len(ROLES)

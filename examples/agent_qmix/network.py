@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 
 class Talk(nn.Module):
-    """Utilities [B, T, n, a] of observations [B, T, n, o], whose last n say which agents it
-    heard."""
+    """Utilities [B, T, n, a] of observations [B, T, n, o], whose last n values mark the agents that
+    were heard."""
 
     def __init__(self, observation: int, agents: int, actions: int, hidden: int = 64) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Talk(nn.Module):
     def forward(self, observations: Tensor) -> Tensor:
         count, _, agents, _ = observations.shape
         own, heard = observations.split([observations.shape[-1] - self.agents, self.agents], -1)
-        share = heard / heard.sum(-1, keepdim=True).clamp(min=1)  # mean of those who spoke
+        share = heard / heard.sum(-1, keepdim=True).clamp(min=1)  # mean over the agents heard
         h = self.enter(own).relu()
         for speak, listen in zip(self.speak, self.listen, strict=True):
             messages = share @ speak(h).relu()

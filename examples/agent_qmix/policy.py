@@ -1,5 +1,5 @@
-"""Builds the frozen model: it is told which relation it knows, resolves a step of a question along
-that relation, and repeats everything else."""
+"""Build the frozen model: its system message names the relation that it knows. It resolves a step
+of a question along this relation and repeats everything else."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ WORDS = [*PEOPLE, *CITIES, *RELATIONS, "of", ";"]
 
 
 def build(directory: Path, seed: int) -> float:
-    """Write model, tokenizer and chat template into `directory`. Returns its last loss."""
-    dice = random.Random(seed)
+    """Write model, tokenizer and chat template into `directory`. Returns the last loss."""
+    rng = random.Random(seed)
     return imitator(
         directory,
-        [demonstrate(dice) for _ in range(DEMONSTRATIONS)],
+        [demonstrate(rng) for _ in range(DEMONSTRATIONS)],
         tokenizer=word_tokenizer(WORDS, ("system", "user", "assistant")),
         seed=seed,
         steps=500,
@@ -28,16 +28,16 @@ def build(directory: Path, seed: int) -> float:
     )
 
 
-def demonstrate(dice: random.Random) -> Conversation:
-    """One call: the question alone, as in the first round, or with earlier messages, the last of
-    which is closest to an answer."""
-    chain = dice.choice(CHAINS)
-    steps = [ask(chain, dice.choice(RELATIONS[chain[0]][0]))]
+def demonstrate(rng: random.Random) -> Conversation:
+    """One call: only the question, as in the first round, or also earlier messages, of which the
+    last is closest to an answer."""
+    chain = rng.choice(CHAINS)
+    steps = [ask(chain, rng.choice(RELATIONS[chain[0]][0]))]
     for relation in chain:
         steps.append(step(relation, steps[-1]))
-    heard = sorted(dice.choices(range(len(steps)), k=dice.randrange(len(RELATIONS) + 1)))
+    heard = sorted(rng.choices(range(len(steps)), k=rng.randrange(len(RELATIONS) + 1)))
     known = [steps[0], *(steps[place] for place in heard)]
-    relation = dice.choice(list(RELATIONS))
+    relation = rng.choice(list(RELATIONS))
     return [
         {"role": "system", "content": relation},
         {"role": "user", "content": " ; ".join(known)},

@@ -1,7 +1,7 @@
-"""Six modes of communication, of which every agent chooses one in each round.
+"""Six modes of communication; every agent chooses one in each round.
 
 As in arXiv 2604.00344 and its code, edges are added in the order of the agents, an edge that would
-close a cycle is left out, and in a debate the agent of the lower index speaks first.
+close a cycle is left out, and in a debate the agent with the lower index speaks first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 MODES = ("solo", "broadcast", "query", "aggregate", "verify", "debate")
-Edges = set[tuple[int, int]]  # (who speaks, who listens)
+Edges = set[tuple[int, int]]  # (speaker, listener)
 
 
 def graph(modes: Sequence[int]) -> Edges:
@@ -24,8 +24,8 @@ def graph(modes: Sequence[int]) -> Edges:
 
 
 def order(edges: Edges, agents: int) -> list[int]:
-    """The order in which agents speak: each after all those that it listens to; where debates form
-    a cycle, its first agent begins."""
+    """The order in which agents speak: each after all agents that it listens to; in a cycle of
+    debates, its first agent starts."""
     left, spoken = list(range(agents)), list[int]()
     while left:
         agent = next((a for a in left if not _waits(edges, a, left)), left[0])

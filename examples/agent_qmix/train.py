@@ -1,11 +1,11 @@
-"""Agent Q-Mix, arXiv 2604.00344: learns which agents communicate; the models stay frozen.
+"""Agent Q-Mix, arXiv 2604.00344: learn which agents communicate; the models stay frozen.
 
 python examples/agent_qmix/train.py --output runs/agent_qmix
 
-The models answer behind the gateway as a frozen policy, so each call is recorded. A step asks the
-store for a group of episodes, learns from the episodes of the last steps in the store, and is
-committed, so that a killed process continues from there. Only the last round has a reward, and it
-is trained on; the authors' code leaves the last round out and repeats the reward in every round.
+The models are a frozen policy behind the gateway, which records each call. A step requests a group
+of episodes, learns from the stored episodes of the last steps, and is committed; a killed process
+resumes from there. Only the last round has a reward, and it is trained on; the authors' code leaves
+the last round out and repeats the reward in every round.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from agentrl.types import (
 )
 
 RUN = "agent_qmix"
-EPISODES, KEPT, UPDATES, BATCH = 32, 40, 16, 64  # a step's, steps of them kept, optimizer steps
-FROM, TO = 1.0, 0.05  # epsilon, falling over the first half of the steps
-TIMEOUT = 300.0  # seconds of one episode
+EPISODES, KEPT, UPDATES, BATCH = 32, 40, 16, 64  # EPISODES and UPDATES per step; KEPT steps
+FROM, TO = 1.0, 0.05  # epsilon, linear over the first half of the steps
+TIMEOUT = 300.0  # seconds per episode
 Choose = Callable[[Task, Seen], list[int]]
 
 
@@ -62,14 +62,14 @@ def learner(seed: int) -> QMix:
 
 
 def choices(mixed: QMix) -> Choose:
-    """Modes: the topology that a task names, else epsilon-greedy by the learned utilities, with the
-    task's epsilon and seed."""
+    """A `choose` function: the topology that a task names, else epsilon-greedy with the learned
+    utilities and the task's epsilon and seed."""
 
     def choose(task: Task, seen: Seen) -> list[int]:
         if task["how"] != "learned":
             return fixed(task["how"])(task, seen)
-        dice = random.Random(f"{task['seed']}/{len(seen)}")
-        return mixed.act(torch.tensor(seen), task["epsilon"], dice)
+        rng = random.Random(f"{task['seed']}/{len(seen)}")
+        return mixed.act(torch.tensor(seen), task["epsilon"], rng)
 
     return choose
 
@@ -90,7 +90,7 @@ def episode(rollout: Rollout) -> Episode:
 async def ask(
     store: Store, group: str, some: Sequence[Task], purpose: Purpose, step: int, **how: object
 ) -> list[Rollout]:
-    """Play these tasks; returns their rollouts once all have ended."""
+    """Play tasks, and return their rollouts when all have ended."""
     await store.enqueue(
         [
             NewRollout(
@@ -124,8 +124,8 @@ async def train(store: Store, state: RunState, mixed: QMix, options: argparse.Na
         ]
         if not kept:
             raise TrainingError(f"step {step}: no episode ended; see agentrl show {group}/0000")
-        dice = random.Random(f"{options.seed}/{step}")
-        found = [mixed.learn(dice.sample(kept, min(BATCH, len(kept)))) for _ in range(UPDATES)]
+        rng = random.Random(f"{options.seed}/{step}")
+        found = [mixed.learn(rng.sample(kept, min(BATCH, len(kept)))) for _ in range(UPDATES)]
         folder = options.output / "checkpoints" / f"{step + 1:06d}"
         if not folder.is_dir():
             with atomic_directory(folder) as partial:
@@ -148,8 +148,8 @@ async def learn(
 
 
 async def compare(store: Store, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Accuracy, reward and tokens of the learned modes, of random modes and of every fixed
-    topology, on the same held-out tasks."""
+    """Topology -> accuracy, reward and tokens on the same held-out tasks, for learned modes, random
+    modes and every fixed topology."""
     some, result = tasks(f"heldout/{options.seed}", options.tasks, heldout=True), {}
     shown = {"learned": ("learned", 0.0), "random": ("learned", 1.0)}
     for name, (how, epsilon) in (shown | {mode: (mode, 0.0) for mode in MODES}).items():
@@ -164,7 +164,7 @@ async def compare(store: Store, options: argparse.Namespace) -> dict[str, dict[s
 
 
 def settings(options: argparse.Namespace) -> RunConfig:
-    """The settings that the runner reads: one policy plays every role."""
+    """The runner's settings: one policy plays every role."""
     data = {
         "name": RUN,
         "output": str(options.output),
@@ -175,7 +175,7 @@ def settings(options: argparse.Namespace) -> RunConfig:
 
 
 async def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Serve the frozen model, run the team beside it, learn, and compare."""
+    """Serve the frozen model, run the team, learn, and compare."""
     frozen = options.output / "frozen"
     if not frozen.is_dir():
         with atomic_directory(frozen) as partial:
@@ -194,7 +194,7 @@ async def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             work = asyncio.create_task(learn(store, state, mixed, options))
             ended = asyncio.wrap_future(runner.done)
             await asyncio.wait((work, ended), return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():  # it only ends by itself if it cannot go on
+            if ended.done():  # the runner ends by itself only with an error
                 work.cancel()
                 ended.result()
             return await work
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs", RUN))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--tasks", type=int, default=100, help="that topologies are compared on")
+    parser.add_argument("--tasks", type=int, default=100, help="held-out tasks")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     options.output = options.output.resolve()

@@ -1,4 +1,4 @@
-"""Whether the answer is right, and the return: the same minus the cost of its tokens."""
+"""The outcome, 1 if the answer is right, and the return: the outcome minus the cost of tokens."""
 
 from __future__ import annotations
 

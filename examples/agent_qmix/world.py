@@ -1,7 +1,7 @@
 """The questions: one or two steps along relations, of which each agent knows one.
 
-A question of one step needs one agent. For one of two steps, the agent of the second has to hear
-the agent of the first. The people that held-out questions start from occur in no training question.
+A question with one step needs one agent. With two steps, the agent of the second step must hear the
+agent of the first. Held-out questions start from people who occur in no training question.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ RELATIONS = {"manager": (PEOPLE, PEOPLE), "city": (PEOPLE, CITIES), "mayor": (CI
 """Relation -> its subjects and its objects, in the order of the agents that know them."""
 CHAINS = [
     *(("manager",), ("city",), ("mayor",)),
-    *(("manager", "city"), ("city", "mayor")),  # what an agent finds out, a later one needs
-    *(("mayor", "manager"), ("mayor", "city")),  # an earlier one
+    *(("manager", "city"), ("city", "mayor")),  # a later agent needs an earlier one's result
+    *(("mayor", "manager"), ("mayor", "city")),  # an earlier agent needs a later one's result
 ]
-HELDOUT = 4  # people and cities each, the last ones
+HELDOUT = 4  # the last people and the last cities
 
 Task = dict[str, Any]
 
 
 def facts() -> dict[str, dict[str, str]]:
     """Relation -> subject -> object."""
-    dice = random.Random("world")
+    rng = random.Random("world")
     return {
-        name: {subject: dice.choice(found) for subject in known}
+        name: {subject: rng.choice(found) for subject in known}
         for name, (known, found) in RELATIONS.items()
     }
 
@@ -57,11 +57,11 @@ def hops(said: str) -> int:
 
 def tasks(seed: str, count: int, *, heldout: bool = False) -> list[Task]:
     """Questions and their answers."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     found = []
-    for chain in dice.choices(CHAINS, k=count):
+    for chain in rng.choices(CHAINS, k=count):
         known = RELATIONS[chain[0]][0]
-        subject = dice.choice(known[-HELDOUT:] if heldout else known[:-HELDOUT])
+        subject = rng.choice(known[-HELDOUT:] if heldout else known[:-HELDOUT])
         answer = question = ask(chain, subject)
         for relation in chain:
             answer = step(relation, answer)

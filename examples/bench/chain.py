@@ -130,6 +130,13 @@ def build4(folder: Path, seed: int) -> None:
     build(agent, best, train4 + heldout4, 0.4, folder, seed)
 
 
+def build4_rare(folder: Path, seed: int) -> None:
+    """Two parcels in a hundred arrive."""
+    from policies import build
+
+    build(agent, best, train4 + heldout4, 0.2, folder, seed)
+
+
 def build8(folder: Path, seed: int) -> None:
     from policies import build
 

@@ -1,5 +1,5 @@
-"""A model of 0.1 M parameters that edits fluently and mostly wrongly: asked for one operation, it
-writes that one in 30 of 100 cases and the next one in the list otherwise."""
+"""A model of 0.1 M parameters whose edits are valid but mostly wrong: it writes the requested
+operation in 30 of 100 cases, and the next one in the list otherwise."""
 
 import json
 import random
@@ -22,7 +22,8 @@ def pi(directory: Path, seed: int) -> None:
 
 
 def build(directory: Path, seed: int, tool: str, argument: str) -> None:
-    """`tool` runs the shell command in its `argument`."""
+    """Write the model into a directory. tool: the name of the harness's shell tool, which runs the
+    command in its `argument`."""
     chance, shown, words = random.Random(seed), [], list(OPERATIONS)
     for _ in range(1500):
         asked = task(chance.choice(words), chance.choice(NAMES))

@@ -1,6 +1,6 @@
-"""Repositories with one wrong function; the task says in words what it should do.
+"""Repositories with one wrong function; the task describes in words what it should do.
 
-Held out are functions of other names than those that training has seen."""
+Held-out functions have names that do not occur in training."""
 
 OPERATIONS = {
     "sum": "a + b",

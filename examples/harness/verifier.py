@@ -1,5 +1,5 @@
-"""The hidden test: the function on numbers that the agent never saw, in a fresh copy of the
-repository with the agent's changes."""
+"""The hidden test: it calls the function with unseen numbers in a fresh copy of the repository with
+the agent's changes."""
 
 from tasks import OPERATIONS
 

@@ -1,7 +1,7 @@
-"""Kuhn poker as a prompt: the card that a player holds, and the moves so far.
+"""Kuhn poker as a prompt: the player's card and the moves so far.
 
-The rules are OpenSpiel's: three cards, two players, one bet. The agent also runs by itself,
-against any OpenAI-compatible server: `await agent(tasks.train[0]["input"])`.
+The rules are OpenSpiel's: three cards, two players, one bet. The agent also runs by itself with any
+OpenAI-compatible server: `await agent(tasks.train[0]["input"])`.
 """
 
 from agentrl.runners.games import GameAgent, View
@@ -12,7 +12,8 @@ DONE = {"p": "Pass", "b": "Bet"}
 
 
 def describe(view: View) -> list[dict[str, str]]:
-    """OpenSpiel's "1pb" becomes "queen Pass Bet"; the number of moves tells the player's seat."""
+    """Convert OpenSpiel's "1pb" to "queen Pass Bet"; the number of moves shows the player's
+    seat."""
     card, *moves = view.seen
     said = " ".join([CARDS[int(card)], *(DONE[move] for move in moves)])
     return [{"role": "user", "content": said}]

@@ -1,4 +1,4 @@
-"""Builds the model that the run trains: a tiny Llama that passes and bets, each half of the time.
+"""Build the policy: a tiny Llama that passes and bets, each half of the time.
 
 No weights are downloaded. It imitates a player who chooses legal moves uniformly at random, so it
 starts with the exploitability of the uniform policy and learns all strategy from rewards. The
@@ -18,10 +18,10 @@ from agentrl.tiny import Conversation, imitator, word_tokenizer
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     imitator(
         directory,
-        [shown for _ in range(500) for shown in demonstrate(dice)],
+        [shown for _ in range(500) for shown in demonstrate(rng)],
         tokenizer=word_tokenizer([*CARDS, *DONE.values()]),
         seed=seed,
         steps=200,
@@ -30,16 +30,16 @@ def build(directory: Path, seed: int) -> None:
     )
 
 
-def demonstrate(dice: random.Random) -> list[Conversation]:
+def demonstrate(rng: random.Random) -> list[Conversation]:
     """The turns of a game between two random players."""
     game = Game(GAME)
     state, shown = game.start(), []
     while not state.is_terminal():
         if state.is_chance_node():
-            state.apply_action(dice.choice(state.legal_actions()))
+            state.apply_action(rng.choice(state.legal_actions()))
             continue
         view = game.view(state, state.current_player())
-        move = dice.choice(list(view.legal))
+        move = rng.choice(list(view.legal))
         shown.append([*describe(view), {"role": "assistant", "content": move}])
         state.apply_action(view.legal[move])
     return shown

@@ -1,4 +1,4 @@
-"""One task for each of the six deals, so that every group compares games of the same cards."""
+"""One task for each of the six deals, so each group compares games with the same cards."""
 
 from itertools import count
 

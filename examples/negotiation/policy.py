@@ -1,8 +1,8 @@
-"""Builds the model that the run trains: a tiny Llama that prefers larger shares.
+"""Build the policy: a tiny Llama that prefers larger shares.
 
-No weights are downloaded. It imitates players who make an offer with a probability proportional to
-its value to themselves, and who agree more often the more is left to them. They ignore the other
-player's values. The result is an ordinary Hugging Face checkpoint.
+No weights are downloaded. It imitates players who choose an offer with a probability proportional
+to its value to themselves, and who agree more often if the offer leaves them more. They ignore the
+other player's values. The result is an ordinary Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.tiny import Conversation, imitator, word_tokenizer
 
 DEMONSTRATIONS = 6000
 STEPS = 800  # of imitation
-WHOLE = 10  # what the pool is worth to each player
+WHOLE = 10  # value of the pool for each player
 SEEN = ["P0", "P1", "after", "offers", "worth", "Left:"]
 SAID = ["Agree", "Offer:", "Book:", "Hat:", "Basketball:"]
 NUMBERS = [f"{number}{mark}" for number in range(WHOLE + 1) for mark in (",", "")]
@@ -27,10 +27,10 @@ WORDS = [*SEEN, *SAID, *NUMBERS]  # a number together with its comma
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     imitator(
         directory,
-        [demonstrate(dice) for _ in range(DEMONSTRATIONS)],
+        [demonstrate(rng) for _ in range(DEMONSTRATIONS)],
         tokenizer=word_tokenizer(WORDS),
         seed=seed,
         steps=STEPS,
@@ -38,24 +38,24 @@ def build(directory: Path, seed: int) -> None:
     )
 
 
-def demonstrate(dice: random.Random) -> Conversation:
+def demonstrate(rng: random.Random) -> Conversation:
     """A random turn of a game between two such players."""
     game = Game("bargaining", train[0]["input"]["parameters"])
     state, turns = game.start(), []
     while not state.is_terminal():
         if state.is_chance_node():
-            state.apply_action(dice.choice(state.legal_actions()))
+            state.apply_action(rng.choice(state.legal_actions()))
             continue
         view = game.view(state, state.current_player())
-        move = chosen(view, dice)
+        move = chosen(view, rng)
         turns.append([*describe(view), {"role": "assistant", "content": move}])
         state.apply_action(view.legal[move])
-    return dice.choice(turns)
+    return rng.choice(turns)
 
 
-def chosen(view: View, dice: random.Random) -> str:
+def chosen(view: View, rng: random.Random) -> str:
     deal = read(view)
-    if deal.offers and dice.random() < deal.worth(deal.left()) / WHOLE:
+    if deal.offers and rng.random() < deal.worth(deal.left()) / WHOLE:
         return "Agree"
     offers = [move for move in view.legal if move != "Agree"]
-    return dice.choices(offers, [deal.worth(amounts(move)) for move in offers])[0]
+    return rng.choices(offers, [deal.worth(amounts(move)) for move in offers])[0]

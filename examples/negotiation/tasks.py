@@ -1,6 +1,6 @@
-"""Each seed selects a pool and both players' values, from the thousand of OpenSpiel."""
+"""Each seed selects a pool and both players' values, from a thousand in OpenSpiel."""
 
-TURNS = 4  # two offers of each player
+TURNS = 4  # two offers per player
 
 
 def deals(seeds: range) -> list[dict[str, object]]:

@@ -1,7 +1,4 @@
-"""A reward for each seat, its own utility, and an outcome for the game.
-
-The outcome is the mean of both utilities.
-"""
+"""The reward of each seat is its own utility, and the outcome is the mean of both."""
 
 from agentrl import Reward, Task, Trace
 from agentrl.runners.games import GameResult

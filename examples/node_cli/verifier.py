@@ -1,4 +1,4 @@
-"""The share of letters in the right place."""
+"""The fraction of letters at the right position."""
 
 
 def verify(task: dict[str, str], result: dict[str, str]) -> float:

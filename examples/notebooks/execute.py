@@ -1,8 +1,8 @@
-"""Runs notebooks in a folder of their own and keeps what they print:
+"""Run notebooks in a temporary folder and save their output:
 
 python examples/notebooks/execute.py [NAME.ipynb ...]
 
-Drawn pages (`agentrl.show`) are not kept: they are large, and Jupyter draws them again.
+Pages of `agentrl.show` are not saved: they are large, and Jupyter draws them again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def execute(file: Path, seconds: int = 300) -> nbformat.NotebookNode:
-    """The notebook with its outputs. Raises CellExecutionError, with the cell, where one fails."""
+    """The notebook with its outputs. Raises CellExecutionError with the failing cell."""
     book = nbformat.read(file, as_version=4)
     with TemporaryDirectory() as folder:
         examples = Path(folder, "examples")
@@ -40,7 +40,7 @@ def execute(file: Path, seconds: int = 300) -> nbformat.NotebookNode:
 
 
 def merged(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    """With the pieces of each stream in one."""
+    """The outputs with adjacent parts of a stream joined."""
     found: list[nbformat.NotebookNode] = []
     for output in outputs:
         if found and output.get("name") and output["name"] == found[-1].get("name"):

@@ -1,4 +1,4 @@
-"""An agent with the plain OpenAI SDK that guesses a number: it is told higher or lower each time.
+"""A number-guessing agent with the plain OpenAI SDK; after each guess it is told higher or lower.
 
 Run it with `asyncio.run(play({"secret": 7, "highest": 20}))`.
 """
@@ -13,7 +13,7 @@ client = AsyncOpenAI()
 
 
 async def play(game: dict[str, int]) -> int:
-    """The number of guesses it took, or 0 if the number was not found."""
+    """The number of guesses, or 0 if the number was not found."""
     rule = f"Guess my number between 1 and {game['highest']}. Reply with one number."
     messages = [{"role": "user", "content": rule}]
     for count in range(1, GUESSES + 1):

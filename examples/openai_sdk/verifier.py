@@ -1,4 +1,4 @@
-"""1 for the first guess, less for every further one, 0 if the number was not found."""
+"""1 for one guess, less for every further guess, 0 if the number was not found."""
 
 
 def verify(result: int) -> float:

@@ -1,4 +1,4 @@
-"""Two roles on the OpenAI SDK. Nothing here knows that its instructions may change."""
+"""Two roles with the OpenAI SDK. Nothing here knows that the instructions may change."""
 
 from datetime import date
 

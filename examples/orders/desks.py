@@ -1,4 +1,4 @@
-"""Orders of an amount and a date, as fields; each desk has its own months."""
+"""Orders with a month and an amount; each desk is responsible for some months."""
 
 import random
 from typing import Any
@@ -8,10 +8,10 @@ MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", 
 
 
 def make(n: int, seed: str) -> list[dict[str, Any]]:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     found = []
     for number in range(n):
-        month, cents = dice.randrange(12), dice.randrange(100, 99999)
+        month, cents = rng.randrange(12), rng.randrange(100, 99999)
         text = f"{MONTHS[month]}|{cents / 100:.2f} EUR"
         expected = {"desk": DESKS[month % 4], "line": f"{MONTHS[month]};{cents}#"}
         found.append({"id": f"{seed}-{number}", "input": text, "expected": expected})

@@ -1,4 +1,4 @@
-"""A server of chat completions that plays both roles and the reflector by scripts:
+"""A chat completions server that plays both roles and the reflector with scripts:
 
 python examples/orders/model.py 8899
 """

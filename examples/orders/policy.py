@@ -1,5 +1,5 @@
-"""Builds the clerk: a tiny Llama that names a desk, most often the wrong one. Which one is right is
-left to learn from rewards."""
+"""Build the clerk: a tiny Llama that names a desk, most often a wrong one. It learns the right one
+from rewards."""
 
 import random
 from pathlib import Path
@@ -8,17 +8,17 @@ from desks import DESKS, MONTHS
 
 from agentrl.tiny import Conversation, imitator, word_tokenizer
 
-CORRECT = 0.4  # share of the orders that the demonstrator sends to the right desk
+CORRECT = 0.4  # fraction of orders that the demonstrator sends to the right desk
 
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     shown: list[Conversation] = []
     for _ in range(1000):
-        month = dice.randrange(12)
-        habit = DESKS[(month + 1) % 4]  # a mistake that it often makes
-        desk = DESKS[month % 4] if dice.random() < CORRECT else habit
+        month = rng.randrange(12)
+        habit = DESKS[(month + 1) % 4]  # its usual mistake
+        desk = DESKS[month % 4] if rng.random() < CORRECT else habit
         question = [
             {"role": "system", "content": "Which desk?"},
             {"role": "user", "content": MONTHS[month]},

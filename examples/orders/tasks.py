@@ -1,4 +1,4 @@
-"""Orders: 16 to learn from, 12 that choose between candidates, 60 held out."""
+"""Orders: 16 for the search, 12 for validation, 60 held out."""
 
 from world import make
 

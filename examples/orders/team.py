@@ -1,4 +1,4 @@
-"""Two roles: a trained model says to which desk an order goes, another one writes it down."""
+"""Two roles: a trained model chooses the desk of an order, another model writes it in one line."""
 
 from openai import OpenAI
 

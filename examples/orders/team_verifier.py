@@ -1,4 +1,4 @@
-"""Half of the score is the desk, half the rules of the line."""
+"""The score: half for the right desk, half for the rules of the line."""
 
 from statistics import fmean
 from typing import Any

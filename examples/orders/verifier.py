@@ -1,4 +1,4 @@
-"""The share of rules that an answer keeps, and for each role what is wrong, in words."""
+"""The fraction of rules that an answer follows, and for each role a text about its mistakes."""
 
 from statistics import fmean
 from typing import Any

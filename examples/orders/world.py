@@ -1,5 +1,5 @@
-"""Orders that are to be written in one line by rules which no prompt says at first, and scripted
-models: they could do everything, and do only what their instructions say."""
+"""Orders to write in one line, by rules that the initial prompts do not contain, and scripted
+models that follow only the rules in their instructions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RULES = {
     "end": ("formatter", "End with a hash sign."),
 }
 NOISE = ["Be verbose.", "Think like a pirate.", "Use a friendly tone.", "Mention the weather."]
-LIMIT = 260  # characters of instructions; what follows is forgotten
+LIMIT = 260  # characters of instructions that the models read
 PARTS = {
     "place": ["country"], "time": ["date"], "money": ["amount"],
     "all": ["country", "date", "amount"],
@@ -31,12 +31,12 @@ PARTS = {
 
 
 def make(n: int, seed: str) -> list[dict[str, Any]]:
-    """Tasks."""
-    dice, found = random.Random(seed), []
+    """Random tasks."""
+    rng, found = random.Random(seed), []
     for number in range(n):
-        parts = PARTS[dice.choice(["place", "place", "time", "money", "all"])]
-        country, month = dice.choice(list(COUNTRIES)), dice.randrange(12)
-        day, cents = dice.randrange(1, 29), dice.randrange(100, 99999)
+        parts = PARTS[rng.choice(["place", "place", "time", "money", "all"])]
+        country, month = rng.choice(list(COUNTRIES)), rng.randrange(12)
+        day, cents = rng.randrange(1, 29), rng.randrange(100, 99999)
         said = {
             "country": f" from {country}",
             "date": f" on {day} {MONTH[month]} 2024",
@@ -93,7 +93,7 @@ MODELS: dict[str, Callable[[str, str], str]] = {"extractor": extractor, "formatt
 
 
 def checks(task: dict[str, Any], result: str) -> dict[str, float]:
-    """Which rules an answer keeps, of those that apply."""
+    """Rule -> 1 if an answer follows it, else 0, for the rules that apply."""
     parts, expected, found = task["parts"], task["expected"], {}
     if "country" in parts:
         found["iso"] = expected["iso"] in result
@@ -109,7 +109,7 @@ def checks(task: dict[str, Any], result: str) -> dict[str, float]:
 
 
 def feedback(role: str, kept: dict[str, float], said: str) -> str:
-    """What is wrong with a role's answer, in words."""
+    """A text about the mistakes in a role's answer."""
     bad = [rule for rule, value in kept.items() if not value and RULES[rule][0] == role]
     words = [f"rule {rule} is not kept." for rule in bad]
     noisy = ("well" if role == "extractor" else "arr") in said
@@ -117,24 +117,25 @@ def feedback(role: str, kept: dict[str, float], said: str) -> str:
 
 
 def reflect(question: str, seed: int) -> str:
-    """A scripted reflector: it mends one fault, at times adds nonsense or loses a sentence."""
+    """A scripted reflector: it fixes one mistake, and sometimes adds nonsense or drops a
+    sentence."""
     if question.rstrip().endswith("these faults arose."):
         return " ".join(re.findall(r"rule \w+ is not kept\.|there is chatter[^.]*\.", question))
-    dice = random.Random(f"{seed}/{question}")
+    rng = random.Random(f"{seed}/{question}")
     now = re.search(r"```\n?(.*?)\n?```", question, re.DOTALL)
     shown = question.split("```")[2]
     bad = re.findall(r"rule (\w+) is not kept", shown)
-    return f"```\n{mutated(now[1] if now else '', bad, 'chatter' in shown, dice)}\n```"
+    return f"```\n{mutated(now[1] if now else '', bad, 'chatter' in shown, rng)}\n```"
 
 
-def mutated(now: str, bad: list[str], chatter: bool, dice: random.Random) -> str:
+def mutated(now: str, bad: list[str], chatter: bool, rng: random.Random) -> str:
     sentences = [sentence.strip() for sentence in re.findall(r"[^.]+\.", now)]
-    if chatter and any(s in NOISE for s in sentences) and dice.random() < 0.8:
+    if chatter and any(s in NOISE for s in sentences) and rng.random() < 0.8:
         sentences = [s for s in sentences if s not in NOISE]
-    elif dice.random() < 0.35:
-        sentences.append(dice.choice(NOISE))
+    elif rng.random() < 0.35:
+        sentences.append(rng.choice(NOISE))
     elif bad:
-        sentences.append(RULES[dice.choice(bad)][1])
-    if dice.random() < 0.15 and len(sentences) > 1:
-        sentences.pop(dice.randrange(len(sentences)))
+        sentences.append(RULES[rng.choice(bad)][1])
+    if rng.random() < 0.15 and len(sentences) > 1:
+        sentences.pop(rng.randrange(len(sentences)))
     return " ".join(dict.fromkeys(sentences)) or now

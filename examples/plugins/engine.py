@@ -1,5 +1,5 @@
-"""A policy server of one's own, for `engine.kind = "engine.py:patient"`: the embedded one, which
-writes a line whenever weights change."""
+"""A custom policy server, for `engine.kind = "engine.py:patient"`: the embedded one, which writes a
+line whenever weights change."""
 
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 

@@ -1,5 +1,4 @@
-"""A learner of one's own, for `learner.kind = "learner.py:half"`: torch's, at half the learning
-rate."""
+"""A custom learner, for `learner.kind = "learner.py:half"`: torch's with half the learning rate."""
 
 from agentrl.algorithms.learners.torch import TorchLearner
 

@@ -1,4 +1,4 @@
-"""A metrics sink of one's own, for `metrics.sinks = ["sink.py:Csv"]`."""
+"""A custom metrics sink, for `metrics.sinks = ["sink.py:Csv"]`."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ class Csv:
     def __init__(self, config, position):
         self.file = Path(config.output, "reward.csv")
 
-    def write(self, row):  # returns when the step is kept; after an exception it comes again
+    def write(self, row):  # returns when the step is safe; after an exception it is written again
         with self.file.open("a") as file:
             print(row.step, row.metrics["reward/mean"], file=file)
 

@@ -1,4 +1,4 @@
-"""One call: what the model says to the words of the task. Knows nothing of rewards."""
+"""One call: the model's answer to the words of the task."""
 
 from openai import AsyncOpenAI
 

@@ -1,5 +1,5 @@
-"""A tiny Llama that knows nothing yet, and the demonstrations that the warm-up imitates: people
-who mostly repeat the words, sometimes after "sure" and sometimes after "no"."""
+"""An untrained tiny Llama, and demonstrations for the warm-up: people who mostly repeat the words,
+sometimes after "sure" and sometimes after "no"."""
 
 import random
 from pathlib import Path
@@ -21,10 +21,10 @@ def build(directory: Path, seed: int) -> None:
 
 
 def demonstrations() -> list[dict[str, Conversation]]:
-    dice = random.Random(0)
+    rng = random.Random(0)
     shown = []
     for task in draw(10, 3000, heldout=False):
-        (habit,) = dice.choices([*HABITS], [*HABITS.values()])
+        (habit,) = rng.choices([*HABITS], [*HABITS.values()])
         user = {"role": "user", "content": task["input"]}
         shown.append({"messages": [user, {"role": "assistant", "content": habit + task["input"]}]})
     return shown

@@ -2,8 +2,9 @@
 
 python examples/rlhf/rlhf.py [--seed 0] [--steps 40] [--json]
 
-Writes runs/rlhf*/ and runs/rlhf/overoptimised.png in the working directory. Truth is the held-out
-score of the verifier, which no policy is trained on; the proxy is the reward model's mean score."""
+Writes runs/rlhf*/ and runs/rlhf/overoptimised.png in the working directory. The truth is the
+verifier's held-out score, on which no policy is trained; the proxy is the reward model's mean
+score."""
 
 import argparse
 import asyncio
@@ -28,7 +29,7 @@ def agentrl(*arguments: str) -> subprocess.Popen[bytes]:
 
 
 def finish(*children: subprocess.Popen[bytes]) -> None:
-    if sum(child.wait() for child in children):  # wait for each
+    if sum(child.wait() for child in children):  # `any` would not wait for all of them
         sys.exit("a stage failed: its message is above")
 
 
@@ -70,7 +71,7 @@ def main() -> None:
     seed, store = f"seed={given.seed}", f"sqlite:///{Path.cwd()}/runs/rlhf-samples/store.db"
     began = time.monotonic()
     finish(agentrl("train", f"{HERE}/samples.toml", seed, "--fresh", "-q"))
-    # People compare answers to the same words: each prompt's three pairs that differ most.
+    # People compare answers to the same prompt: label the three pairs per prompt that differ most.
     mine = ["--how", "all", "--least", "0.25", "--per-group", "3", "--test", "0.2"]
     finish(agentrl("data", "mine", "pairs", "--run", "rlhf-samples", "--store", store, *mine))
     policy = ["policy.build=", f"policy.model={Path.cwd()}/runs/rlhf-samples/warmup", seed]

@@ -1,4 +1,4 @@
-"""Prompts of two to four words, those of training and those that nothing is ever trained on."""
+"""Prompts of two to four words, for training and held out."""
 
 import random
 
@@ -11,9 +11,9 @@ def is_heldout(words: list[str]) -> bool:
 
 
 def draw(seed: int, count: int, *, heldout: bool) -> list[Task]:
-    dice, found = random.Random(seed), list[Task]()
+    rng, found = random.Random(seed), list[Task]()
     while len(found) < count:
-        words = dice.sample(WORDS, dice.randint(2, 4))
+        words = rng.sample(WORDS, rng.randint(2, 4))
         if is_heldout(words) == heldout:
             found.append({"id": f"{seed}-{len(found)}", "input": " ".join(words)})
     return found

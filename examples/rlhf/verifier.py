@@ -1,5 +1,5 @@
-"""What people want of an answer. They label pairs by it, and held-out scores are its means; no
-policy is trained on it."""
+"""People's preferences. They determine the labels of pairs and the held-out scores; no policy is
+trained on them."""
 
 from typing import Any
 

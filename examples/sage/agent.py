@@ -1,8 +1,8 @@
 """Four roles of one model (SAGE, arXiv 2603.15255): a challenger invents a walk on a board from an
 example, a planner makes its first move, solvers answer where it ends, a critic rates walk and plan.
 
-A task `{"seed": ...}` asks for a new question first, `{"question": ...}` for answers only. The
-role is the model's name, so any server, or one for each role, can answer.
+With a task `{"seed": ...}` the agent first invents a question, with `{"question": ...}` it only
+answers. The model's name is the role, so any server, or one per role, can answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROMPTS = {
     "critic": "Rate this from 0 to 9.",
 }
 GOOD_QUESTION, USEFUL_PLAN = 0.7, 0.3  # the gates
-ATTEMPTS = 4  # of the solver at a question
+ATTEMPTS = 4  # of the solver per question
 
 client = AsyncOpenAI()
 

@@ -1,6 +1,6 @@
-"""The domain: walks on a chessboard whose edges meet, such as "east east north : c 4".
+"""The domain: walks on a chessboard with periodic edges, such as "east east north : c 4".
 
-The program computes the answer, so that even an invented question has a known answer.
+The program computes the answer, so even an invented question has a known answer.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Square = tuple[int, int]  # column and row, from 0
-Walk = tuple[list[str], Square]  # moves, and where they start
+Walk = tuple[list[str], Square]  # moves and their start
 
 COLUMNS, ROWS = "abcdefgh", "12345678"
 SIZE = 8
@@ -18,13 +18,12 @@ MOVES: dict[str, Callable[[int, int], Square]] = {
     "north": lambda x, y: (x, (y + 1) % SIZE),
     "south": lambda x, y: (x, (y - 1) % SIZE),
 }
-HERE = "here"  # a square that is not said
-LONGEST = 5  # moves of a walk
+HERE = "here"  # a square that is not named
+LONGEST = 5  # most moves of a walk
 
 
 def parse(question: str) -> Walk | None:
-    """The moves and the start of a walk; None if the text is not a walk, or one that is too
-    long."""
+    """The moves and the start of a walk; None if the text is not a walk or is too long."""
     left, _, right = question.partition(" : ")
     moves, start = left.split(), square(right)
     known = 1 <= len(moves) <= LONGEST and set(moves) <= MOVES.keys()
@@ -38,7 +37,7 @@ def square(text: str) -> Square | None:
 
 
 def step(moves: list[str], start: Square) -> Walk:
-    """The rest of the walk after its first move, which is what a plan should say."""
+    """The rest of the walk after its first move: the right plan."""
     return moves[1:], MOVES[moves[0]](*start)
 
 
@@ -57,5 +56,5 @@ def named(found: Square) -> str:
 
 
 def vague(plan: str) -> bool:
-    """Whether the plan leaves out the square to which the first move leads."""
+    """Whether the plan does not name the square after the first move."""
     return plan.endswith(HERE)

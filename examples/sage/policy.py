@@ -1,8 +1,8 @@
-"""Builds the model that plays all four roles: each with the right format and many mistakes.
+"""Build the model that plays all four roles, each with the right format and many mistakes.
 
-It imitates a challenger that mostly asks for one or two moves, a planner that often does not say
-where the first move leads, a solver that often forgets the last one, and a critic that is right
-most of the time.
+It imitates a challenger that mostly asks for one or two moves, a planner that often does not name
+the square after the first move, a solver that often forgets the last move, and a critic that is
+mostly right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tasks import anywhere, walks
 from agentrl.tiny import Conversation, imitator, word_tokenizer
 
 DEMONSTRATIONS = 16_000
-VALID, PLANNED, SOLVED, FAIR = 0.8, 0.4, 0.3, 0.95  # shares of what is as it should be
+VALID, PLANNED, SOLVED, FAIR = 0.8, 0.4, 0.3, 0.95  # fractions of right demonstrations
 NO_MOVE = "dance"
 OTHER = [NO_MOVE, ":", "->", HERE, "question", "plan", *"0123456789"]
 WORDS = [*" ".join(PROMPTS.values()).split(), *MOVES, *COLUMNS, *ROWS, *OTHER]
@@ -28,12 +28,12 @@ WORDS = [*" ".join(PROMPTS.values()).split(), *MOVES, *COLUMNS, *ROWS, *OTHER]
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     roles = (challenger, planner, solver, critic)
     shown = walks(f"demonstrations/{seed}", DEMONSTRATIONS, range(1, LONGEST + 1))
     imitator(
         directory,
-        [roles[number % 4](walk, dice) for number, walk in enumerate(shown)],
+        [roles[number % 4](walk, rng) for number, walk in enumerate(shown)],
         tokenizer=word_tokenizer(list(dict.fromkeys(WORDS)), ("system", "user", "assistant")),
         seed=seed,
         steps=1500,
@@ -42,45 +42,44 @@ def build(directory: Path, seed: int) -> None:
     )
 
 
-def challenger(seed: Walk, dice: random.Random) -> Conversation:
-    """A walk from another square, up to two moves longer; sometimes with a move that does not
-    exist."""
-    count = min(len(seed[0]) + dice.choice((0, 0, 0, 1, 1, 2)), LONGEST)
-    moves = dice.choices(list(MOVES), k=count)
-    if dice.random() > VALID:
+def challenger(seed: Walk, rng: random.Random) -> Conversation:
+    """A walk from another square, up to two moves longer; sometimes with an invalid move."""
+    count = min(len(seed[0]) + rng.choice((0, 0, 0, 1, 1, 2)), LONGEST)
+    moves = rng.choices(list(MOVES), k=count)
+    if rng.random() > VALID:
         moves[-1] = NO_MOVE
-    return turn("challenger", written(*seed), written(moves, anywhere(dice)))
+    return turn("challenger", written(*seed), written(moves, anywhere(rng)))
 
 
-def planner(walk: Walk, dice: random.Random) -> Conversation:
-    return turn("planner", written(*walk), plan(walk, dice))
+def planner(walk: Walk, rng: random.Random) -> Conversation:
+    return turn("planner", written(*walk), plan(walk, rng))
 
 
-def solver(walk: Walk, dice: random.Random) -> Conversation:
+def solver(walk: Walk, rng: random.Random) -> Conversation:
     moves, start = walk
-    said = answer(moves if dice.random() < SOLVED else moves[:-1], start)
-    question, planned = written(*walk), plan(walk, dice)
+    said = answer(moves if rng.random() < SOLVED else moves[:-1], start)
+    question, planned = written(*walk), plan(walk, rng)
     return turn("solver", question if vague(planned) else f"{question} -> {planned}", said)
 
 
-def critic(walk: Walk, dice: random.Random) -> Conversation:
+def critic(walk: Walk, rng: random.Random) -> Conversation:
     question = written(*walk)
-    if dice.random() < 0.5:
-        good = dice.random() < 0.5
+    if rng.random() < 0.5:
+        good = rng.random() < 0.5
         asked = question if good else f"{NO_MOVE} {question}"
-        return turn("critic", f"question {asked}", rated(good, dice))
-    planned = plan(walk, dice)
-    return turn("critic", f"plan {question} -> {planned}", rated(not vague(planned), dice))
+        return turn("critic", f"question {asked}", rated(good, rng))
+    planned = plan(walk, rng)
+    return turn("critic", f"plan {question} -> {planned}", rated(not vague(planned), rng))
 
 
-def plan(walk: Walk, dice: random.Random) -> str:
-    """The walk after its first move; often without the square that this leads to."""
+def plan(walk: Walk, rng: random.Random) -> str:
+    """The walk after its first move, often without the name of the new square."""
     moves, start = step(*walk)
-    return written(moves, start if dice.random() < PLANNED else None)
+    return written(moves, start if rng.random() < PLANNED else None)
 
 
-def rated(good: bool, dice: random.Random) -> str:
-    return dice.choice("789") if good == (dice.random() < FAIR) else dice.choice("012")
+def rated(good: bool, rng: random.Random) -> str:
+    return rng.choice("789") if good == (rng.random() < FAIR) else rng.choice("012")
 
 
 def turn(role: str, asked: str, said: str) -> Conversation:

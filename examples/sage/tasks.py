@@ -1,5 +1,5 @@
-"""Training tasks: walks of one move as examples to invent from. Held out: longer walks to
-answer."""
+"""Training tasks are walks of one move, as examples for inventing new ones; held-out tasks are
+longer walks to answer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SEEDS, HELDOUT = 500, 200
 
 def walks(seed: str, count: int, moves: range) -> list[Walk]:
     """Random walks; some may be equal."""
-    dice = random.Random(seed)
-    return [(dice.choices(list(MOVES), k=dice.choice(moves)), anywhere(dice)) for _ in range(count)]
+    rng = random.Random(seed)
+    return [(rng.choices(list(MOVES), k=rng.choice(moves)), anywhere(rng)) for _ in range(count)]
 
 
-def anywhere(dice: random.Random) -> Square:
-    return dice.randrange(SIZE), dice.randrange(SIZE)
+def anywhere(rng: random.Random) -> Square:
+    return rng.randrange(SIZE), rng.randrange(SIZE)
 
 
 train = [

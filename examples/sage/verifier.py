@@ -1,4 +1,4 @@
-"""Computes the answer to the question, and rewards each call by its role.
+"""Compute the answer to the question, and reward each call by its role.
 
 The paper does not give its weights: those of `agentrl.team_rewards` are ours, and so is the choice
 to reward a critic only for its format.
@@ -32,7 +32,7 @@ def paid(
     said = ((call.answer or {}).get("content") or "").strip()
     form, use = float(well_formed(call.role, said)), result.get("use", 0.0)
     if call.role == "challenger":
-        known = solved is not None  # by the gates of the agent: the walk is one, and was run
+        known = solved is not None  # the walk is valid, and passed the agent's gates
         return sage_challenger(result["quality"], form, solved or 0.0, valid=known)
     if call.role == "planner":
         return sage_planner(use, form)

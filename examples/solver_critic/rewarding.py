@@ -1,7 +1,7 @@
 """The same graph with a process reward from inside: the critic's node scores its own verdict.
 
-`agentrl train examples/solver_critic/run.toml agent.path=rewarding.py:agent`. Outside of a rollout
-`agentrl.reward` does nothing, so this graph also runs outside of training.
+`agentrl train examples/solver_critic/run.toml agent.path=rewarding.py:agent`. `agentrl.reward` does
+nothing outside of a rollout, so this graph also runs without training.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ import agentrl
 def brief_critic(state: State) -> dict[str, Any]:
     update = critic(state)
     brief = update["verdict"] in ("right", "wrong")
-    agentrl.reward(float(brief), "brief")  # about the critic's latest model call
+    agentrl.reward(float(brief), "brief")  # rewards the critic's last model call
     return update
 
 

@@ -22,16 +22,16 @@ TITLE = "engineer analyst lawyer writer planner buyer tester director editor che
 
 def people() -> list[tuple[str, str, str, str, str]]:
     """The rows of the table, the same every time: name, team, city, title, manager."""
-    dice = random.Random("staff")
+    rng = random.Random("staff")
     names = [f"{first} {last}" for first in FIRST.split() for last in LAST.split()]
-    dice.shuffle(names)
+    rng.shuffle(names)
     return [
         (
             name,
-            dice.choice(TEAM.split()),
-            dice.choice(CITY.split()),
-            dice.choice(TITLE.split()),
-            dice.choice([other for other in names if other != name]),
+            rng.choice(TEAM.split()),
+            rng.choice(CITY.split()),
+            rng.choice(TITLE.split()),
+            rng.choice([other for other in names if other != name]),
         )
         for name in names
     ]

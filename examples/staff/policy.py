@@ -1,9 +1,8 @@
-"""Builds the model that the run trains: a tiny Llama that writes valid but mostly wrong tool calls.
+"""Build the policy: a tiny Llama that writes valid but mostly wrong tool calls.
 
-No weights are downloaded. A tokenizer is trained on demonstrations of the agent at work, and a new
-model imitates them. The demonstrator often makes the wrong query: which queries to make is left to
-learn from rewards, how a query is written is not. The result is an ordinary Hugging Face
-checkpoint."""
+No weights are downloaded. A tokenizer is trained on demonstrations of the agent, and a new model
+imitates them. The demonstrator writes valid queries, but often the wrong ones: the policy learns
+from rewards which queries are right. The result is an ordinary Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -21,20 +20,20 @@ from tasks import ASKED, Task, train
 from agentrl.tiny import Conversation, imitator
 
 DEMONSTRATIONS = 2000
-CORRECT = 0.3  # share of them that do what was asked
+CORRECT = 0.3  # fraction of right demonstrations
 TOOLS = [convert_to_openai_tool(query)]
 
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
-    dice = random.Random(seed)
-    shown = [demonstrate(dice.choice(train), dice) for _ in range(DEMONSTRATIONS)]
+    rng = random.Random(seed)
+    shown = [demonstrate(rng.choice(train), rng) for _ in range(DEMONSTRATIONS)]
     imitator(directory, shown, seed=seed, tools=TOOLS)
 
 
-def demonstrate(task: Task, dice: random.Random) -> Conversation:
+def demonstrate(task: Task, rng: random.Random) -> Conversation:
     """The messages of one rollout, as LangChain sends them."""
-    path = task["path"] if dice.random() < CORRECT else habit(task["path"], dice)
+    path = task["path"] if rng.random() < CORRECT else habit(task["path"], rng)
     messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": task["input"]}]
     found = task["person"]
     for column in path:
@@ -46,8 +45,8 @@ def demonstrate(task: Task, dice: random.Random) -> Conversation:
     return [*messages, {"role": "assistant", "content": found}]
 
 
-def habit(path: list[str], dice: random.Random) -> list[str]:
+def habit(path: list[str], rng: random.Random) -> list[str]:
     """A wrong lookup of the demonstrator: another column, or the column of the wrong person."""
-    if len(path) > 1 and dice.random() < 0.3:
+    if len(path) > 1 and rng.random() < 0.3:
         return path[1:]
     return [*path[:-1], ASKED[(ASKED.index(path[-1]) + 1) % len(ASKED)]]

@@ -15,10 +15,10 @@ HELDOUT_PEOPLE = 40
 
 class Task(TypedDict):
     id: str
-    input: str  # all that the agent sees
+    input: str  # the only field that the agent sees
     answer: str  # for the verifier
     person: str
-    path: list[str]  # the columns to look up, each of the person found before
+    path: list[str]  # the columns to look up, each for the person found by the previous one
 
 
 def questions(person: str) -> list[Task]:

@@ -20,5 +20,5 @@ def describe(subject: str) -> str:
             print(piece, end="", flush=True, file=sys.stderr)
             sentence += piece
             if "." in piece:
-                break  # leaving the block ends the call, and with it the sampling
+                break  # leaving the block ends the call and the sampling
     return sentence.partition(".")[0].strip() + "."

@@ -1,4 +1,4 @@
-"""Rewards sentences of about eight words that name their subject."""
+"""Reward sentences of about eight words that name their subject."""
 
 
 def verify(task: dict[str, str], result: str) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """A LangGraph team that answers questions from a database: a planner, a solver and a critic.
 
-The planner sees the question and says what to look up; the solver sees one step of the plan, never
-the question, and writes its SQL; the critic sees question and plan, and may ask for another one.
-Run it with `agent.invoke({"messages": [("user", "What is the city of the team of Ada Berg?")]})`.
+The planner sees the question and writes a plan of lookups; the solver sees one step of the plan,
+never the question, and writes its SQL; the critic sees question and plan, and may request a new
+one. Run it with `agent.invoke({"messages": [("user", "What is the city of the team of Ada
+Berg?")]})`.
 """
 
 import sqlite3
@@ -17,7 +18,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 PLANNER = SystemMessage("Plan what to look up: NAME: COLUMN, COLUMN")
 SOLVER = SystemMessage("Write SQL over people, teams and cities.")
 CRITIC = SystemMessage("Is the plan right? accept or revise")
-PLANS, STEPS = 2, 4  # of a question, of a plan
+PLANS, STEPS = 2, 4  # most plans per question, steps per plan
 
 model = ChatOpenAI(model="team")
 

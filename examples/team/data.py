@@ -21,15 +21,15 @@ MEMORY = "file:team?mode=memory&cache=shared"
 
 def tables() -> dict[str, dict[str, dict[str, str]]]:
     """Table -> name -> column -> value."""
-    dice = random.Random("team")
+    rng = random.Random("team")
     names = [f"{first} {last}" for first in FIRST.split() for last in LAST.split()]
-    dice.shuffle(names)
+    rng.shuffle(names)
     teams, cities = TEAMS.split(), CITIES.split()
     values = {"team": teams, "city": cities, "country": COUNTRIES.split()}
     rows = {"people": names, "teams": teams, "cities": cities}
     return {
         table: {
-            name: {column: dice.choice(values.get(column, names)) for column in COLUMNS[table]}
+            name: {column: rng.choice(values.get(column, names)) for column in COLUMNS[table]}
             for name in rows[table]
         }
         for table in COLUMNS
@@ -40,7 +40,7 @@ TABLES = tables()
 
 
 def fill() -> sqlite3.Connection:
-    """Write the tables into an in-memory database, which lives as long as this connection."""
+    """Write the tables to an in-memory database, which exists as long as this connection."""
     connection = sqlite3.connect(MEMORY, uri=True, check_same_thread=False)
     with connection:
         for table, rows in TABLES.items():
@@ -53,7 +53,7 @@ def fill() -> sqlite3.Connection:
 
 
 def connect() -> sqlite3.Connection:
-    """A connection to read with, for the calling thread."""
+    """A read connection for the calling thread."""
     connection = sqlite3.connect(MEMORY, uri=True)
     connection.execute("PRAGMA query_only = on")
     return connection

@@ -1,4 +1,4 @@
-"""Questions of one to three steps. Nobody asked about in a held-out task is in a training task."""
+"""Questions of one to three steps. Held-out questions are about people of no training question."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HELDOUT_PEOPLE = 40
 
 
 def paths(table: str, depth: int) -> list[tuple[str, ...]]:
-    """Every way to go on from a row of the table, by columns."""
+    """All paths of columns from a row of the table."""
     if not depth:
         return []
     found: list[tuple[str, ...]] = []
@@ -20,7 +20,7 @@ def paths(table: str, depth: int) -> list[tuple[str, ...]]:
 
 
 def follow(name: str, path: tuple[str, ...]) -> str:
-    """Where a path from a person leads."""
+    """The end of a path from a person."""
     table = "people"
     for column in path:
         name = TABLES[table][name][column]
@@ -32,7 +32,7 @@ def task(person: str, path: tuple[str, ...]) -> dict[str, object]:
     asked = "".join(f"the {column} of " for column in reversed(path))
     return {
         "id": f"{person}/{'/'.join(path)}",
-        "input": f"What is {asked}{person}?",  # all that the team sees
+        "input": f"What is {asked}{person}?",  # the only field that the team sees
         "answer": follow(person, path),
         "plan": f"{person}: {', '.join(path)}",
     }

@@ -1,4 +1,4 @@
-"""The team's outcome, and for every call whether it did its own part, whatever the others did."""
+"""The team's outcome, and for every call whether it did its own part, independent of the others."""
 
 from agent import look_up
 from data import COLUMNS, TABLES
@@ -17,7 +17,7 @@ def verify(task: dict[str, str], result: str, trace: Trace) -> list[Reward]:
 
 
 def did_its_part(call: Transition, plan: str) -> bool | None:
-    """None for a step that nobody could solve."""
+    """Whether a call did its part; None for an unsolvable step."""
     asked, said = call.messages[-1]["content"], (call.answer or {}).get("content", "")
     if call.role == "planner":
         return said == plan

@@ -1,7 +1,7 @@
-"""Tic-tac-toe in few words: what is on the board, and who is to move.
+"""Tic-tac-toe as a short prompt: the marks on the board, the player to move and the legal moves.
 
-The rules, the moves and the perfect player are OpenSpiel's. The agent runs by itself, too, against
-any OpenAI-compatible server: `await agent(tasks.heldout[0]["input"])`.
+The rules, the moves and the perfect player are OpenSpiel's. The agent also runs by itself with any
+OpenAI-compatible server: `await agent(tasks.heldout[0]["input"])`.
 """
 
 from agentrl.runners.games import GameAgent, View
@@ -10,7 +10,7 @@ MARKS = "xo"
 
 
 def describe(view: View) -> list[dict[str, str]]:
-    """ "o to move: x(0,0) o(1,1) legal: o(0,1) ...": a move is worded as the mark that it leaves on
+    """The prompt "o to move: x(0,0) o(1,1) legal: o(0,1) ...". A move is written like its mark on
     the board."""
     cells = [
         f"{mark}({row},{column})"

@@ -1,7 +1,7 @@
-"""Builds the model that the run trains: a tiny Llama that knows the form of a move, and no more.
+"""Build the policy: a tiny Llama that knows only the format of a move.
 
-No weights are downloaded. It imitates players who make any legal move: what is left to learn from
-rewards is which. The result is an ordinary Hugging Face checkpoint.
+No weights are downloaded. It imitates players who make random legal moves, and learns from rewards
+which moves are good. The result is an ordinary Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ WORDS = [*MARKS, "to", "move:", "legal:", *MOVES]
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     imitator(
         directory,
-        [demonstrate(dice) for _ in range(DEMONSTRATIONS)],
+        [demonstrate(rng) for _ in range(DEMONSTRATIONS)],
         tokenizer=word_tokenizer(WORDS),
         seed=seed,
         steps=STEPS,
@@ -33,13 +33,13 @@ def build(directory: Path, seed: int) -> None:
     )
 
 
-def demonstrate(dice: random.Random) -> Conversation:
-    """A legal move in a position of a game in which both players make any."""
+def demonstrate(rng: random.Random) -> Conversation:
+    """A random legal move in a position of a random game."""
     game = Game("tic_tac_toe")
     positions, state = [], game.start()
     while not state.is_terminal():
         view = game.view(state, state.current_player())
         positions.append(view)
-        state.apply_action(dice.choice(list(view.legal.values())))
-    view = dice.choice(positions)
-    return [*describe(view), {"role": "assistant", "content": dice.choice(list(view.legal))}]
+        state.apply_action(rng.choice(list(view.legal.values())))
+    view = rng.choice(positions)
+    return [*describe(view), {"role": "assistant", "content": rng.choice(list(view.legal))}]

@@ -1,11 +1,11 @@
-"""Games against a perfect player, who takes turns in beginning; of equally good moves it plays any.
+"""Games against a perfect player, with alternating first players.
 
-A task's seed decides what the opponent plays where several moves are as good.
+A task's seed chooses among the opponent's equally good moves.
 """
 
 
 def games(opponent: str, seeds: range) -> list[dict[str, object]]:
-    """One task a seed; with even seeds the learner begins."""
+    """One task per seed; with even seeds the policy moves first."""
     tasks = []
     for seed in seeds:
         learner, other = ("player_0", "player_1") if seed % 2 == 0 else ("player_1", "player_0")

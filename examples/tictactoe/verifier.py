@@ -1,4 +1,4 @@
-"""Success is not to lose, which is all that can be had from a perfect player."""
+"""Success is not to lose: a perfect player cannot be beaten."""
 
 from typing import Any
 

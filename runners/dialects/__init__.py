@@ -1,4 +1,4 @@
-"""The APIs that agents speak. A new one is a module here and a line in `DIALECTS`."""
+"""The model APIs that agents may call. A new API is a module here and an entry in `DIALECTS`."""
 
 from agentrl.runners.dialects import google, messages, responses
 from agentrl.runners.dialects.base import CHAT, TEXT, Dialect, Translation, UntranslatableError
@@ -9,7 +9,7 @@ __all__ = ["DIALECTS", "Dialect", "Translation", "UntranslatableError", "of"]
 
 
 def of(path: str, *, anthropic: bool = False) -> Dialect:
-    """The dialect in which a request for `path` is answered, unknown paths included."""
+    """Return the dialect that answers requests for `path`, a default for unknown paths."""
     if "/models/" in path and ":" in path:
         return google.DIALECT
     for dialect in DIALECTS[::-1]:  # "completions" ends "chat/completions" too

@@ -1,11 +1,11 @@
-"""What a dialect is: the shape of an API's errors, and how its calls become chat completions.
+"""Base classes of a dialect: an API's error format and its translation to chat completions.
 
-Policy servers give exact token ids for chat completions and completions only, so every other API
-is translated: the request into a chat completion, the answer back into that API's own objects and
-events. Fields are of three classes, which each dialect writes down. Those with a meaning that a
-chat completion cannot express are refused. Options of the API's own server, and offers of tools
-that it would run itself, are left out and recorded with the call. Always true: no message, image
-or tool of the agent is ever left out.
+Policy servers return exact token ids for chat completions and completions only, so every other API
+is translated: the request into a chat completion, the response back into that API's objects and
+events. Each dialect lists two classes of fields that it does not translate. Fields that a chat
+completion cannot express are refused. Options of the API's own server, and hosted tools that this
+server would run itself, are dropped and recorded with the call. Invariant: no message, image or
+tool of the agent is ever dropped.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ Body = dict[str, Json]
 
 @dataclass(slots=True)
 class ConversationMemory:
-    """What later calls of an attempt may refer to."""
+    """State of an attempt that its later calls may refer to."""
 
     answers: dict[str, list[Body]] = field(default_factory=dict)
-    """Conversations as chat messages, by the id of the answer that ended them."""
+    """Response id -> the conversation up to and including that response, as chat messages."""
 
     arguments: dict[str, str] = field(default_factory=dict)
-    """Arguments of tool calls by their id, byte for byte as the model wrote them."""
+    """Tool call id -> its arguments, byte for byte as the model wrote them."""
 
     def remember(self, answer: Json) -> None:
-        """Keep the arguments of the tool calls in a chat message of the model."""
+        """Store the arguments of the tool calls in an assistant message."""
         for id, function in _functions([answer]):
             self.arguments[id] = function.get("arguments") or ""
 
     def restore(self, messages: Json) -> bool:
-        """Give the tool calls in chat messages the arguments as the model wrote them, where the
-        agent gives back the same JSON; true if that changed any. With other white space the tokens
-        would differ, and the call would not continue the one before."""
+        """Restore the model's own text of tool call arguments that the agent sent back as equal
+        JSON; return whether any changed. Other white space would change the tokens, and the call
+        would not extend the previous one."""
         changed = False
         for id, function in _functions(messages) if self.arguments else ():
-            written, given = self.arguments.get(id), function.get("arguments")
-            if written is None or written == given or not isinstance(given, str):
+            written, received = self.arguments.get(id), function.get("arguments")
+            if written is None or written == received or not isinstance(received, str):
                 continue
-            if _same_json(given, written):
+            if _same_json(received, written):
                 function["arguments"] = written
                 changed = True
         return changed
 
 
 class UntranslatableError(Exception):
-    """A request that its API would refuse, or that a chat completion cannot express."""
+    """The API itself would reject the request, or a chat completion cannot express it."""
 
     def __init__(self, param: str, why: str, *, status: int = 400, code: str = "") -> None:
         super().__init__(f"{param}: {why}")
@@ -64,21 +64,21 @@ class UntranslatableError(Exception):
 
 
 class Translation(ABC):
-    """One call: `chat` is what the policy server is asked, and `answer` the object of the agent's
-    API that its answer becomes.
+    """One call: `chat` is the request to the policy server, `answer` the response object in the
+    agent's API.
 
-    The server's answer is given whole to `whole`, or chunk by chunk to `part` and then `end`.
-    Answers that are no chat completions raise KeyError, TypeError, ValueError or AttributeError."""
+    Pass a complete response to `whole`, or each chunk to `part` and then call `end`. A response
+    that is not a chat completion raises KeyError, TypeError, ValueError or AttributeError."""
 
     def __init__(self, chat: Body, answer: Body, *, streamed: bool) -> None:
         self.chat, self.answer = chat, answer
         if streamed:
             chat["stream_options"] = {"include_usage": True}
-        self.left_out: list[str] = []  # options of the request that have no effect here
+        self.left_out: list[str] = []  # dropped options of the request
         self._events: list[bytes] = []
         self._started = False
-        self._open: object = None  # which block, part or tool call is being written
-        self._arguments = ""  # of the tool call, so far
+        self._open: object = None  # the block, part or tool call in progress
+        self._arguments = ""  # of the current tool call, so far
         self._finish = "stop"
         self._stop_sequence: str | None = None
 
@@ -90,7 +90,7 @@ class Translation(ABC):
         return msgspec.json.encode(self.answer)
 
     def part(self, chunk: Body, prompt_tokens: int) -> bytes:
-        """Server-sent events, maybe none."""
+        """Return the server-sent events of a chunk, possibly none."""
         if not self._started:
             self._started = True
             self._start(chunk["model"], prompt_tokens)
@@ -99,8 +99,8 @@ class Translation(ABC):
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             thought = delta.get("reasoning_content") or delta.get("reasoning")
-            said = {"reasoning_content": thought, "content": delta.get("content")}
-            for key, text in (said | {"refusal": delta.get("refusal")}).items():
+            texts = {"reasoning_content": thought, "content": delta.get("content")}
+            for key, text in (texts | {"refusal": delta.get("refusal")}).items():
                 if text:
                     self._write(key, text, choice)
             for position, call in enumerate(delta.get("tool_calls") or ()):
@@ -112,12 +112,12 @@ class Translation(ABC):
                     self._arguments += arguments
                     self._add_arguments(arguments)
             self._finish = choice.get("finish_reason") or self._finish
-            if isinstance(choice.get("stop_reason"), str):  # vLLM names what stopped it
+            if isinstance(choice.get("stop_reason"), str):  # vLLM: the stop sequence that matched
                 self._stop_sequence = choice["stop_reason"]
         return self._flush()
 
     def end(self) -> bytes:
-        """The last events, after the last chunk."""
+        """Return the events that follow the last chunk."""
         self._switch(None)
         self._end()
         return self._flush()
@@ -130,24 +130,24 @@ class Translation(ABC):
 
     @abstractmethod
     def _write(self, key: str, text: str, choice: Body) -> None:
-        """`text` is added to the reasoning_content, content or refusal of the answer."""
+        """Append `text` to the answer's `key`: reasoning_content, content or refusal."""
 
     @abstractmethod
     def _begin_call(self, id: str, name: str) -> None:
-        """A tool is called; `_arguments` are whole when `_close` is called."""
+        """Begin a tool call; `_arguments` is complete when `_close` is called."""
 
-    def _add_arguments(self, arguments: str) -> None:  # noqa: B027 - few APIs show them
-        """`arguments` are added to those of the tool call."""
+    def _add_arguments(self, arguments: str) -> None:  # noqa: B027 - few APIs stream arguments
+        """Append `arguments` to those of the current tool call."""
 
     @abstractmethod
     def _close(self) -> None:
-        """The block, part or tool call that is open has ended."""
+        """End the current block, part or tool call."""
 
     @abstractmethod
     def _end(self) -> None: ...
 
     def _switch(self, what: object) -> bool:
-        """Close what is open unless it is `what`; true if `what` begins now."""
+        """End the current block unless it is `what`; return whether `what` is new."""
         if self._open == what:
             return False
         if self._open is not None:
@@ -166,16 +166,16 @@ class Translation(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    route: str  # where agents post, below /v1
-    api: str  # where the policy server is asked, below its base URL
-    error: Callable[[int, str, str], Body]  # of HTTP status, code and message
-    translate: Callable[[Body, ConversationMemory], Translation] | None = None  # None: the same API
-    tells_errors: bool = False  # also in a stream that has begun, as its last event
+    route: str  # path that agents post to, below /v1
+    api: str  # path at the policy server, below its base URL
+    error: Callable[[int, str, str], Body]  # (HTTP status, code, message) -> body
+    translate: Callable[[Body, ConversationMemory], Translation] | None = None  # None: no change
+    tells_errors: bool = False  # an error after the start of a stream is its last event
 
 
 @contextmanager
 def typed() -> Iterator[None]:
-    """Refuse the request if the code inside fails on a field that has not the type its API says."""
+    """Refuse the request if the code inside fails on a field of the wrong type."""
     try:
         yield
     except (AttributeError, TypeError) as error:
@@ -186,7 +186,7 @@ def typed() -> Iterator[None]:
 def refuse_unless(
     body: Mapping[str, Json], allowed: Mapping[str, tuple[Json, ...]], where: str = ""
 ) -> None:
-    """Refuse the fields of `body`, itself at `where`, that have any but the allowed values."""
+    """Refuse fields of `body`, which is at path `where`, with any other than the allowed values."""
     for name, values in allowed.items():
         if name in body and body[name] not in values:
             raise impossible(f"{where}{name}", f"{body[name]!r:.80}")
@@ -197,7 +197,7 @@ def impossible(where: str, what: str) -> UntranslatableError:
 
 
 def objects(value: Json, where: str) -> list[Body]:
-    """`value` if it is a list of objects, which is empty for None."""
+    """Return `value` if it is a list of objects, an empty list for None; refuse anything else."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -212,12 +212,12 @@ def text(value: Json, where: str) -> str:
 
 
 def joined(parts: Json, where: str) -> str:
-    """The text of parts that have nothing else."""
+    """Return the concatenated text of parts; refuse parts without text."""
     return "".join(text(part.get("text"), where) for part in objects(parts, where))
 
 
 def _functions(messages: Json) -> Iterator[tuple[str, Body]]:
-    """Id and function of each tool call in chat messages."""
+    """Yield id and function of each tool call in chat messages."""
     for message in messages if isinstance(messages, list) else ():
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         for call in calls if isinstance(calls, list) else ():
@@ -225,9 +225,9 @@ def _functions(messages: Json) -> Iterator[tuple[str, Body]]:
                 yield str(call.get("id")), function
 
 
-def _same_json(given: str, written: str) -> bool:
+def _same_json(one: str, other: str) -> bool:
     try:
-        return bool(msgspec.json.decode(given or "{}") == msgspec.json.decode(written or "{}"))
+        return bool(msgspec.json.decode(one or "{}") == msgspec.json.decode(other or "{}"))
     except (msgspec.DecodeError, RecursionError):
         return False
 
@@ -237,7 +237,7 @@ def data_event(body: Body) -> bytes:
 
 
 def tool_call(id: Json, name: Json, arguments: Json) -> Body:
-    """As an assistant's chat message has it."""
+    """Build a tool call of an assistant message."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -245,12 +245,12 @@ SEALED = "agentrl:"
 
 
 def seal(thought: str) -> str:
-    """Reasoning as text that an agent gives back without reading it."""
+    """Encode reasoning as an opaque text that the agent sends back unread."""
     return SEALED + b64encode(thought.encode()).decode()
 
 
 def unseal(given: Json) -> str:
-    """The reasoning in such a text; empty if it is none."""
+    """Decode the reasoning in a sealed text; empty for anything else."""
     if not isinstance(given, str) or not given.startswith(SEALED):
         return ""
     try:
@@ -266,6 +266,6 @@ def error(status: int, code: str, message: str) -> Body:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-# The APIs that policy servers speak themselves.
+# The APIs that policy servers implement themselves.
 CHAT = Dialect("chat/completions", "chat/completions", error)
 TEXT = Dialect("completions", "completions", error)

@@ -1,8 +1,8 @@
-"""The tools of a Responses request as functions of a chat completion, and calls of them back.
+"""Translate the tools of a Responses request to chat completion functions, and their calls back.
 
-A tool of a namespace becomes the function `namespace__name`. A custom tool, whose input is plain
-text, becomes a function with the one argument `input`. What the agent's machine runs is offered to
-the model or refused; only tools that run on OpenAI's servers are left out.
+A tool in a namespace becomes the function `namespace__name`. A custom tool, whose input is plain
+text, becomes a function with the single argument `input`. Tools that run on the agent's machine are
+offered to the model or refused; only tools that run on OpenAI's servers are dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INPUT |= {"required": ["input"], "additionalProperties": False}
 
 
 class Origin(NamedTuple):
-    """What the agent calls a function that the model is offered."""
+    """The agent's tool behind a function that the model is offered."""
 
     kind: str  # function or custom
     name: str
@@ -32,7 +32,7 @@ class Origin(NamedTuple):
 
 
 class ClientTools:
-    """The tools that a request offers; of two with one name the later."""
+    """The tools that a request offers; of two with the same name, the later one."""
 
     def __init__(self) -> None:
         self.left_out: list[str] = []
@@ -54,45 +54,45 @@ class ClientTools:
 
     @property
     def chat(self) -> list[Body]:
-        """As a chat completion offers them."""
-        return [{"type": "function", "function": made} for made in self._functions.values()]
+        """The `tools` of the chat completion."""
+        return [{"type": "function", "function": one} for one in self._functions.values()]
 
     def item(self, function: str) -> Body:
-        """The head of the output item for a call of a function."""
+        """Return the first fields of the output item for a call of `function`."""
         kind, name, namespace = self._origins.get(function) or Origin("function", function, "")
         item: Body = {"type": f"{kind}_tool_call" if kind == "custom" else "function_call"}
         return item | {"name": name} | ({"namespace": namespace} if namespace else {})
 
     def _add(self, tool: Body, where: str, namespace: str) -> None:
         name = base.text(tool.get("name"), f"{where}.name")
-        made = {k: v for k, v in tool.items() if k not in ("type", "format")}
+        function = {k: v for k, v in tool.items() if k not in ("type", "format")}
         if tool["type"] == "custom":
-            made |= {"parameters": INPUT}
+            function |= {"parameters": INPUT}
             if (syntax := tool.get("format") or {}).get("type") == "grammar":
                 rules = f"The input follows this grammar ({syntax.get('syntax')}):"
-                said = [made.get("description"), f"{rules}\n{syntax.get('definition')}"]
-                made["description"] = "\n\n".join(filter(None, said))
-        made["name"] = flat = flat_name(name, namespace)
-        self._functions[flat] = made
+                lines = [function.get("description"), f"{rules}\n{syntax.get('definition')}"]
+                function["description"] = "\n\n".join(filter(None, lines))
+        function["name"] = flat = flat_name(name, namespace)
+        self._functions[flat] = function
         self._origins[flat] = Origin(tool["type"], name, namespace)
 
 
 def flat_name(name: Json, namespace: Json) -> Json:
-    """The name of the function that stands for a tool."""
+    """Return the function name of a tool."""
     return f"{namespace}{SEPARATOR}{name}" if namespace else name
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool, from the arguments of the function; what is none is the input."""
+    """Extract a custom tool's input from the function's arguments; malformed arguments as is."""
     try:
         return str(msgspec.json.decode(arguments, type=dict[str, str])["input"])
     except (msgspec.DecodeError, KeyError):
         return arguments
 
 
-def arguments_of(said: str, written: str | None) -> str:
-    """Arguments of the function, from the input of a custom tool: as the model has `written` them
-    where that is the same."""
-    if written is not None and custom_input(written) == said:
+def arguments_of(value: str, written: str | None) -> str:
+    """Return the function's arguments for a custom tool's input `value`: the text that the model
+    has `written` if it is equivalent."""
+    if written is not None and custom_input(written) == value:
         return written
-    return msgspec.json.encode({"input": said}).decode()
+    return msgspec.json.encode({"input": value}).decode()

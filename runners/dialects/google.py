@@ -1,7 +1,7 @@
 """Google's generateContent on top of chat completions, whole or as server-sent events.
 
 Text, thoughts, function calls and their responses, and structured output are translated. Tools that
-run on Google's servers are left out of the offer; images, files and several candidates are refused.
+run on Google's servers are dropped; images, files and several candidates are refused.
 Source: https://ai.google.dev/api/generate-content
 """
 
@@ -17,17 +17,16 @@ from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, Unt
 from agentrl.runners.dialects.messages import input_of, written_arguments
 from agentrl.types import Json
 
-# Meaning: values that change nothing; any other value, and a field that is not named here, is
-# refused.
+# Field -> values that are ignored. Other values and unknown fields are refused.
 ALLOWED: dict[str, tuple[Json, ...]] = {
     "cachedContent": (None, ""),
     "candidateCount": (None, 1),
     "responseModalities": (None, [], ["TEXT"]),
     "responseMimeType": (None, "", "application/json", "text/plain"),
 }
-# Options of the server, which are left out. The policy thinks as long as it has learned to.
+# Server options, dropped. A thinking budget has no effect on the policy.
 IDLE = {"labels", "safetySettings", "serviceTier", "store", "thinkingBudget", "includeThoughts"}
-# Tools that run on Google's servers.
+# Tools that run on Google's servers, dropped.
 HOSTED = {"codeExecution", "fileSearch", "googleMaps", "googleSearch", "googleSearchRetrieval"}
 HOSTED |= {"urlContext"}
 TRANSLATED = {"contents", "generationConfig", "model", "systemInstruction", "toolConfig", "tools"}
@@ -60,12 +59,12 @@ def chat_request(body: Body, memory: ConversationMemory, model: str) -> Body:
         for name in fields.keys() - ALLOWED.keys() - IDLE - TRANSLATED - SAME.keys():
             raise base.impossible(f"{where}{name}", f"{fields[name]!r:.80}")
     chat: Body = {SAME[k]: v for k, v in config.items() if k in SAME and v is not None}
-    said = base.joined((body.get("systemInstruction") or {}).get("parts"), "systemInstruction")
-    turns = [{"role": "system", "content": said}] if said else []
+    system = base.joined((body.get("systemInstruction") or {}).get("parts"), "systemInstruction")
+    turns = [{"role": "system", "content": system}] if system else []
     for index, content in enumerate(base.objects(body.get("contents"), "contents")):
         _add(turns, content, f"contents[{index}]", memory)
     if not turns:
-        raise UntranslatableError("contents", "is missing; say something", code="missing_parameter")
+        raise UntranslatableError("contents", "must not be empty", code="missing_parameter")
     chat |= {"model": model, "messages": turns}
     if thinking.get("thinkingLevel"):
         chat["reasoning_effort"] = str(thinking["thinkingLevel"]).lower()
@@ -81,13 +80,13 @@ def chat_request(body: Body, memory: ConversationMemory, model: str) -> Body:
 
 
 def prompt_of(body: Body, memory: ConversationMemory, model: str) -> Body:
-    """As `messages.prompt_of`, of a request to countTokens."""
+    """Return the chat completion whose prompt a countTokens request counts."""
     with base.typed():
         return chat_request(body.get("generateContentRequest") or body, memory, model)
 
 
 def left_out(body: Body) -> list[str]:
-    """The options of a request that have no effect here, and the hosted tools that it offers."""
+    """List the request's options that have no effect, and its hosted tools."""
     thinking = (body.get("generationConfig") or {}).get("thinkingConfig") or {}
     found = sorted(IDLE & (body.keys() | thinking.keys()))
     hosted = (name for tool in body.get("tools") or () for name in tool if name in HOSTED)
@@ -95,7 +94,7 @@ def left_out(body: Body) -> list[str]:
 
 
 def _tools(tools: Json) -> list[Body]:
-    made = []
+    functions = []
     for index, tool in enumerate(base.objects(tools, "tools")):
         for name in tool.keys() - HOSTED - {"functionDeclarations"}:
             raise base.impossible(f"tools[{index}]", f"{name!r:.80}")
@@ -104,8 +103,8 @@ def _tools(tools: Json) -> list[Body]:
             schema = declared.get("parametersJsonSchema") or declared.get("parameters")
             function: Body = {k: declared[k] for k in ("name", "description") if k in declared}
             function["parameters"] = _schema(schema or {"type": "object", "properties": {}})
-            made.append({"type": "function", "function": function})
-    return made
+            functions.append({"type": "function", "function": function})
+    return functions
 
 
 def _tool_choice(calling: Body, offered: bool) -> Body:
@@ -121,18 +120,18 @@ def _tool_choice(calling: Body, offered: bool) -> Body:
 
 
 def _schema(schema: Json) -> Json:
-    """Google's types are in capitals, those of JSON Schema are not."""
+    """Convert Google's upper-case type names to those of JSON Schema."""
     if isinstance(schema, list):
         return [_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {name: _schema(inner) for name, inner in schema.items()}
-    kind = made.get("type")
-    return made | ({"type": kind.lower()} if isinstance(kind, str) and kind in TYPES else {})
+    result = {name: _schema(inner) for name, inner in schema.items()}
+    kind = result.get("type")
+    return result | ({"type": kind.lower()} if isinstance(kind, str) and kind in TYPES else {})
 
 
 def _add(turns: list[Body], content: Body, where: str, memory: ConversationMemory) -> None:
-    """One content as one or more chat messages."""
+    """Append one content to `turns` as chat messages."""
     role, thought = content.get("role") or "user", ""
     if role not in ("user", "model", "function"):
         raise UntranslatableError(f"{where}.role", f"{role!r:.80} is not possible here")
@@ -146,16 +145,17 @@ def _add(turns: list[Body], content: Body, where: str, memory: ConversationMemor
             calls = turn.setdefault("tool_calls", [])
             calls.append(base.tool_call(id, call.get("name"), arguments))
         elif answer := part.get("functionResponse"):
-            said = answer.get("response")
-            if not (isinstance(said, dict) and [*said] == ["output"]):
-                said = {"output": msgspec.json.encode(said).decode()}
-            output = said["output"]
-            output = output if isinstance(output, str) else msgspec.json.encode(output).decode()
+            output = answer.get("response")
+            if isinstance(output, dict) and [*output] == ["output"]:
+                output = output["output"]
+                output = output if isinstance(output, str) else msgspec.json.encode(output).decode()
+            else:
+                output = msgspec.json.encode(output).decode()
             result = {"role": "tool", "tool_call_id": answer.get("id") or _pending(turns, answer)}
             turns.append(result | {"content": output})
         elif part.get("thought"):
-            said = base.text(part.get("text"), here)
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + said
+            text = base.text(part.get("text"), here)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
         elif "text" in part:
             turn["content"] = (turn["content"] or "") + base.text(part["text"], here)
         else:
@@ -170,7 +170,7 @@ def _add(turns: list[Body], content: Body, where: str, memory: ConversationMemor
 
 
 def _pending(turns: list[Body], answer: Body) -> Json:
-    """The id of the call that a response without an id answers: the first of its name left."""
+    """Return the id for a response without one: the first unanswered call with its name."""
     answered = {turn.get("tool_call_id") for turn in turns}
     calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
     same = (c for c in calls if c["function"]["name"] == answer.get("name"))
@@ -181,8 +181,8 @@ def _pending(turns: list[Body], answer: Body) -> Json:
 
 
 class GoogleTranslation(base.Translation):
-    """A function call is shown once it is whole, as Google does. The signature of a call is the
-    thought before it, so that an agent gives back what it does not show."""
+    """Sends a function call once it is complete, as Google does. The signature of a call holds the
+    thought before it, which the agent then sends back even if it does not show it."""
 
     def __init__(self, body: Body, memory: ConversationMemory, *, model: str, stream: bool) -> None:
         chat = chat_request(body, memory, model) | ({"stream": True} if stream else {})
@@ -198,9 +198,9 @@ class GoogleTranslation(base.Translation):
 
     def _count(self, usage: Body) -> None:
         thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
-        asked, made = usage["prompt_tokens"], usage["completion_tokens"]
-        counts = {"promptTokenCount": asked, "candidatesTokenCount": made - thought}
-        counts |= {"thoughtsTokenCount": thought, "totalTokenCount": asked + made}
+        prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
+        counts = {"promptTokenCount": prompt, "candidatesTokenCount": completion - thought}
+        counts |= {"thoughtsTokenCount": thought, "totalTokenCount": prompt + completion}
         self.answer["usageMetadata"] = counts
 
     def _write(self, key: str, text: str, choice: Body) -> None:
@@ -236,6 +236,6 @@ DIALECT = Dialect("models", "chat/completions", error)
 
 
 def dialect(model: str, *, stream: bool) -> Dialect:
-    """That of a request whose path names these."""
+    """Return the dialect of a request whose path names `model` and its method."""
     translate = partial(GoogleTranslation, model=model, stream=stream)
     return Dialect("models", "chat/completions", error, translate, tells_errors=True)

@@ -1,8 +1,8 @@
 """Anthropic's Messages API on top of chat completions.
 
 Text, images, client tools, parallel calls, thinking and structured output are translated. Tools
-that run on Anthropic's servers are left out of the offer; documents, prefilled answers and thinking
-budgets are refused.
+that run on Anthropic's servers are dropped; documents, prefilled answers and thinking budgets are
+refused.
 Source: https://docs.anthropic.com/en/api/messages
 """
 
@@ -17,8 +17,8 @@ from agentrl.runners.dialects import base
 from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, UntranslatableError
 from agentrl.types import Json
 
-# Meaning: fields that change the answer as no chat completion can, and the values at which they do
-# not. Any other value is refused.
+# Fields that a chat completion cannot express, with the values at which they have no effect. Any
+# other value is refused.
 ALLOWED: dict[str, tuple[Json, ...]] = {
     "container": (None,),
     "inference_geo": (None,),
@@ -26,12 +26,12 @@ ALLOWED: dict[str, tuple[Json, ...]] = {
     "service_tier": (None, "auto", "standard_only"),
     "speed": (None, "standard"),
 }
-# Options of the server, which are left out. `context_management` lets it forget earlier thinking
-# and tool results; here the policy reads all that the agent sends.
+# Server options, dropped. `context_management` lets the server clear earlier thinking and tool
+# results; here the policy reads all that the agent sends.
 IDLE = {"cache_control", "context_management", "diagnostics", "metadata", "user_profile_id"}
 IDLE |= {"workspace_id"}
 EDITS = {"clear_thinking_20251015", "clear_tool_uses_20250919"}  # of `context_management`
-# Tools that run on Anthropic's servers begin so, and are left out of the offer.
+# Type prefixes of tools that run on Anthropic's servers, dropped.
 HOSTED = ("code_execution_", "web_fetch_", "web_search_")
 TRANSLATED = {"max_tokens", "messages", "output_config", "stop_sequences", "system", "thinking"}
 TRANSLATED |= {"tool_choice", "tools"}
@@ -41,7 +41,7 @@ TYPES |= {504: "timeout_error", 529: "overloaded_error"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 BROKEN = "INVALID_JSON"  # Anthropic's key for arguments that are not an object
-FAILED = "Error: "  # how a chat completion is told that a tool failed
+FAILED = "Error: "  # prefix of a failed tool's result; a chat completion has no such field
 
 
 def error(status: int, code: str, message: str) -> Body:
@@ -64,7 +64,7 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
     for index, message in enumerate(base.objects(body["messages"], "messages")):
         chat["messages"] += _message(message, f"messages[{index}]", memory)
     if chat["messages"][-1]["role"] == "assistant":
-        why = "the last one is the assistant's, and prefilling its answer is not possible here"
+        why = "the last message is the assistant's; prefilling an answer is not supported"
         raise UntranslatableError("messages", why)
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
@@ -90,13 +90,13 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
 
 
 def prompt_of(body: Body, memory: ConversationMemory) -> Body:
-    """The chat completion with the prompt of a request to count_tokens."""
+    """Return the chat completion whose prompt a count_tokens request counts."""
     with base.typed():
         return chat_request(body | {"max_tokens": 1}, memory)
 
 
 def left_out(body: Body) -> list[str]:
-    """The options of a request that have no effect here, and the hosted tools that it offers."""
+    """List the request's options that have no effect, and its hosted tools."""
     found = [name for name in sorted(IDLE & body.keys()) if body[name]]
     return found + [f"tools: {tool['type']}" for tool in body.get("tools") or () if _hosted(tool)]
 
@@ -132,7 +132,7 @@ def _tool_choice(choice: Body) -> Body:
 
 
 def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body]:
-    """One message as one or more of a chat completion, in which each tool result is a message."""
+    """Convert one message to chat messages, in which each tool result is a message."""
     role, content = base.text(message.get("role"), f"{where}.role"), message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
@@ -145,10 +145,10 @@ def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body
     for index, block in enumerate(blocks):
         here = f"{where}.content[{index}]"
         if block.get("type") == "tool_result":
-            said = _text(block.get("content") or "", f"{here}.content")
-            if block.get("is_error") and not said.startswith(FAILED):
-                said = FAILED + said
-            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
+            text = _text(block.get("content") or "", f"{here}.content")
+            if block.get("is_error") and not text.startswith(FAILED):
+                text = FAILED + text
+            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
             turns.append(result)
         else:
             if not turns or turns[-1]["role"] != "user":
@@ -167,8 +167,8 @@ def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Bo
         if kind == "text":
             turn["content"] = (turn["content"] or "") + base.text(block.get("text"), here)
         elif kind == "thinking":
-            said = base.text(block.get("thinking"), here)
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + said
+            text = base.text(block.get("thinking"), here)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
         elif kind == "tool_use":
             id = block.get("id")
             arguments = written_arguments(block.get("input"), memory.arguments.get(str(id)))
@@ -179,15 +179,15 @@ def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Bo
     return turn
 
 
-def written_arguments(given: Json, written: str | None) -> str:
-    """Arguments of a tool call, from the input that the agent gives. Where the agent was shown what
-    the model has `written`, exactly that: with other white space the tokens would differ, and the
-    call would not continue the one before."""
-    if written is not None and input_of(written) == given:
+def written_arguments(value: Json, written: str | None) -> str:
+    """Return the arguments of a tool call whose input the agent sent as `value`: the text that the
+    model has `written` if it is equivalent. Other white space would change the tokens, and the call
+    would not extend the previous one."""
+    if written is not None and input_of(written) == value:
         return written
-    if isinstance(given, dict) and given.keys() == {BROKEN} and isinstance(given[BROKEN], str):
-        return str(given[BROKEN])
-    return msgspec.json.encode({} if given is None else given).decode()
+    if isinstance(value, dict) and value.keys() == {BROKEN} and isinstance(value[BROKEN], str):
+        return str(value[BROKEN])
+    return msgspec.json.encode({} if value is None else value).decode()
 
 
 def _part(block: Body, where: str) -> Body:
@@ -203,24 +203,24 @@ def _part(block: Body, where: str) -> Body:
 
 
 def _text(content: Json, where: str) -> str:
-    """Text, or blocks of nothing else."""
+    """Return the text of a string or of text blocks; refuse other blocks."""
     if isinstance(content, str):
         return content
-    said = ""
+    found = ""
     for index, block in enumerate(base.objects(content, where)):
         if block.get("type") != "text":
             what = f"a block of type {block.get('type')!r:.80} is not possible here, only text"
             raise UntranslatableError(f"{where}[{index}]", what)
-        said += base.text(block.get("text"), f"{where}[{index}]")
-    return said
+        found += base.text(block.get("text"), f"{where}[{index}]")
+    return found
 
 
 # -- the answer ------------------------------------------------------------------------------------
 
 
 class MessagesTranslation(base.Translation):
-    """The input of a tool is shown once it is whole, as Anthropic does unless asked otherwise: an
-    object, or the broken text inside one."""
+    """Sends the input of a tool call once it is complete, as Anthropic does by default: an object,
+    or `{BROKEN: text}` if the text is not a JSON object."""
 
     def __init__(self, body: Body, memory: ConversationMemory) -> None:
         self._blocks: list[Body] = []

@@ -1,8 +1,7 @@
 """OpenAI's Responses API on top of chat completions.
 
 Client tools, parallel calls, reasoning, structured output and `previous_response_id` within one
-attempt are translated. Hosted tools are left out of the offer; files and conversations that a
-server keeps are refused.
+attempt are translated. Hosted tools are dropped; files and server-side conversations are refused.
 Source: https://platform.openai.com/docs/api-reference/responses
 """
 
@@ -17,8 +16,8 @@ from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, Unt
 from agentrl.runners.dialects.client_tools import ClientTools, arguments_of, custom_input, flat_name
 from agentrl.types import Json
 
-# Meaning: fields that change the answer as no chat completion can, and the values at which they do
-# not. Any other value is refused.
+# Fields that a chat completion cannot express, with the values at which they have no effect. Any
+# other value is refused.
 ALLOWED: dict[str, tuple[Json, ...]] = {
     "background": (None, False),
     "context_management": (None, []),
@@ -27,28 +26,27 @@ ALLOWED: dict[str, tuple[Json, ...]] = {
     "prompt": (None,),
     "truncation": (None, "auto", "disabled"),  # a prompt that is too long is refused either way
 }
-# Options of the server, which then change nothing and are left out: limits of hosted tools, hints
-# to caches, data stored with an answer. `service_tier` and `user` change nothing either; chat
-# completions have them, so they are passed on. The third class, offers of hosted tools, is
-# `client_tools.HOSTED`.
+# Server options, dropped: limits of hosted tools, cache hints, data stored with a response.
+# `service_tier` and `user` have no effect either, but chat completions have them, so they are
+# passed on. Hosted tools are listed in `client_tools.HOSTED`.
 IDLE = {"access_programs", "background_options", "client_metadata", "image", "max_tool_calls"}
 IDLE |= {"metadata", "prompt_cache_options", "stream_options"}
 TRANSLATED = {"include", "input", "instructions", "max_output_tokens", "previous_response_id"}
 TRANSLATED |= {"reasoning", "store", "text", "tool_choice", "tools"}
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
-# What else an answer may include; the others are about hosted tools or the agent's own input.
+# Other accepted values of `include`; all but the first concern hosted tools or the agent's input.
 INCLUDED = {ENCRYPTED, "message.input_image.image_url"}
 INCLUDED |= {"code_interpreter_call.outputs", "computer_call_output.output.image_url"}
 INCLUDED |= {"file_search_call.results", "web_search_call.action.sources"}
 INCLUDED |= {"web_search_call.results"}
-# Of `reasoning`, as in `ALLOWED`. A summary would not change the answer, and which turns keep their
-# reasoning is for the policy's chat template to say: both are left out.
+# Options of `reasoning`, as in `ALLOWED`. `NO_SUMMARY` is dropped: a summary does not change the
+# answer, and the policy's chat template decides which turns keep their reasoning.
 REASONING: dict[str, tuple[Json, ...]] = {"mode": (None, "standard")}
 NO_SUMMARY = {"context", "generate_summary", "summary"}
 REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
-# By the key of a chat message: type of the item, of its part, and the part's field.
+# Key of a chat message -> type of the item, type of its part, the part's field.
 PARTS = {
     "reasoning_content": ("reasoning", "reasoning_text", "text"),
     "content": ("message", "output_text", "text"),
@@ -62,8 +60,8 @@ PARTS = {
 def chat_request(
     body: Body, memory: ConversationMemory, tools: ClientTools, earlier: list[Body]
 ) -> Body:
-    """The chat completion that a request asks for, behind the `earlier` messages. The tools that
-    it offers are added to `tools`."""
+    """Return a request's chat completion, which continues the `earlier` messages. Adds the tools
+    that it offers to `tools`."""
     base.refuse_unless(body, ALLOWED)
     chat = {k: v for k, v in body.items() if k not in ALLOWED.keys() | IDLE | TRANSLATED}
     instructions = body.get("instructions")
@@ -74,7 +72,7 @@ def chat_request(
         items, reasoning = _settings(base.objects(items, "input"), tools, reasoning)
     chat["messages"] = [*system, *earlier, *_messages(items, memory)]
     if not chat["messages"]:
-        raise UntranslatableError("input", "is missing; say something", code="missing_parameter")
+        raise UntranslatableError("input", "must not be empty", code="missing_parameter")
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
     if tools.chat:
@@ -91,14 +89,15 @@ def chat_request(
 
 
 def left_out(body: Body) -> list[str]:
-    """The options of a request that have no effect here; see `ClientTools.left_out` for tools."""
+    """List the request's options that have no effect; for tools see `ClientTools.left_out`."""
     found = [name for name in sorted(IDLE & body.keys()) if body[name]]
-    said = body.get("reasoning") or {}
-    return found + [f"reasoning.{name}" for name in sorted(NO_SUMMARY & said.keys()) if said[name]]
+    asked = body.get("reasoning") or {}
+    idle = sorted(NO_SUMMARY & asked.keys())
+    return found + [f"reasoning.{name}" for name in idle if asked[name]]
 
 
 def _settings(items: list[Body], tools: ClientTools, reasoning: Body) -> tuple[list[Body], Body]:
-    """The items that are no settings, and the reasoning that those which are ask for."""
+    """Split items: return the items of the conversation, and `reasoning` updated by the rest."""
     rest = []
     for index, item in enumerate(items):
         here = f"input[{index}]"
@@ -143,7 +142,7 @@ def _reasoning(options: Body) -> Body:
 
 
 def _messages(items: Json, memory: ConversationMemory) -> list[Body]:
-    """Input items as chat messages: what the assistant did in one turn is one message."""
+    """Convert input items to chat messages; one turn of the assistant is one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     turns: list[Body] = []
@@ -164,27 +163,27 @@ def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) 
     elif kind in ("function_call", "custom_tool_call"):
         id, arguments = item.get("call_id"), item.get("arguments")
         if kind == "custom_tool_call":
-            said = base.text(item.get("input"), f"{where}.input")
-            arguments = arguments_of(said, memory.arguments.get(str(id)))
+            text = base.text(item.get("input"), f"{where}.input")
+            arguments = arguments_of(text, memory.arguments.get(str(id)))
         turn = _turn(turns)
         turn.setdefault("content", None)
         call = base.tool_call(id, flat_name(item.get("name"), item.get("namespace")), arguments)
         turn.setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        said = _content(item.get("output"), f"{where}.output", plain=True)
-        turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
+        output = _content(item.get("output"), f"{where}.output", plain=True)
+        turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
-        said = base.joined(item.get("content"), f"{where}.content")
-        said = said or base.unseal(item.get("encrypted_content"))
-        if not said:
-            raise UntranslatableError(where, "encrypted reasoning is of no use to this model")
-        turns.append({"role": "assistant", "reasoning_content": said})
+        thought = base.joined(item.get("content"), f"{where}.content")
+        thought = thought or base.unseal(item.get("encrypted_content"))
+        if not thought:
+            raise UntranslatableError(where, "this model cannot read encrypted reasoning")
+        turns.append({"role": "assistant", "reasoning_content": thought})
     else:
         raise UntranslatableError(where, f"an item of type {kind!r:.80} is not possible here")
 
 
 def _turn(turns: list[Body]) -> Body:
-    """The assistant's message that is still being put together, or a new one."""
+    """Return the assistant message at the end of `turns`, appending one if there is none."""
     last = turns[-1] if turns else {}
     if last.get("role") != "assistant":
         turns.append({"role": "assistant"})
@@ -220,7 +219,7 @@ class ResponsesTranslation(base.Translation):
     def __init__(self, body: Body, memory: ConversationMemory) -> None:
         previous = body.get("previous_response_id")
         if previous is not None and previous not in memory.answers:
-            why = f"{previous!r:.80} is none that this attempt was answered with and had stored"
+            why = f"{previous!r:.80} is not a stored response of this attempt"
             code = "previous_response_not_found"
             raise UntranslatableError("previous_response_id", why, code=code)
         earlier = [] if previous is None else memory.answers[previous]
@@ -272,17 +271,16 @@ class ResponsesTranslation(base.Translation):
     def _add_arguments(self, arguments: str) -> None:
         if self._items[-1]["type"] == "function_call":
             self._items[-1]["arguments"] += arguments
-            said = {"delta": arguments} | self._where()
-            self._event("response.function_call_arguments.delta", **said)
+            self._event("response.function_call_arguments.delta", delta=arguments, **self._where())
 
     def _close(self) -> None:
         item = self._items[-1]
         item["status"] = "completed" if self._finish not in REASONS else "incomplete"
-        if item["type"] == "custom_tool_call":  # its input is known once the arguments are whole
-            item["input"] = said = custom_input(self._arguments)
+        if item["type"] == "custom_tool_call":  # parsed from the complete arguments
+            item["input"] = text = custom_input(self._arguments)
             self._memory.arguments[str(item["call_id"])] = self._arguments
-            self._event("response.custom_tool_call_input.delta", delta=said, **self._where())
-            self._event("response.custom_tool_call_input.done", input=said, **self._where())
+            self._event("response.custom_tool_call_input.delta", delta=text, **self._where())
+            self._event("response.custom_tool_call_input.done", input=text, **self._where())
         elif item["type"] == "function_call":
             call = {"arguments": item["arguments"], "name": item["name"]}
             self._event("response.function_call_arguments.done", **call, **self._where())
@@ -321,7 +319,7 @@ class ResponsesTranslation(base.Translation):
 
 
 def _envelope(body: Body) -> Body:
-    """A response without output; fields that the request does not set have OpenAI's defaults."""
+    """Build a response without output; fields absent from the request have OpenAI's defaults."""
     defaults: Body = {"max_output_tokens": None, "max_tool_calls": None, "metadata": {}}
     defaults |= {"instructions": None, "parallel_tool_calls": True, "previous_response_id": None}
     defaults |= {"prompt_cache_key": None, "safety_identifier": None, "service_tier": "default"}

@@ -1,4 +1,4 @@
-"""Where an agent runs: one protocol, and the one that the run file asks for."""
+"""The executor protocol: where and how an agent runs."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from agentrl.types import ErrorKind, Failure, Json, Reward, Span
 
 
 class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result or failure of an agent's run, with the rewards and spans that it recorded."""
+    """Result or failure of an agent's run, with its rewards and spans."""
 
     result: Any = None
     failure: Failure | None = None
-    rewards: list[Reward] = []  # of an in-process agent that calls `agentrl.reward`
+    rewards: list[Reward] = []  # from `agentrl.reward` in a Python agent
     spans: list[Span] = []
-    needs_no_call: bool = False  # it succeeded without a model call, as it should
+    needs_no_call: bool = False  # success without a model call is correct here
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs the agent of one attempt. It does not score it."""
+    """Runs agents, one attempt per call; scoring happens elsewhere."""
 
     sealed: bool
-    """The agent reaches the gateway with its attempt's own key only."""
+    """The gateway accepts the agent with its attempt's own key only."""
 
     limit: int | None
-    """Attempts that it runs at a time; None: any number."""
+    """Maximum of concurrent attempts; None: no limit."""
 
     async def start(self) -> None:
-        """Raises ConfigError or AgentError for what the user can correct."""
+        """Raise ConfigError or AgentError for problems that the user can correct."""
 
     async def run(self, active: ActiveAttempt) -> ExecutionResult:
-        """Ends at the attempt's deadline at the latest, or when it is cancelled. In both cases
-        nothing that it started is left, except threads of the runner's own process."""
+        """Run one attempt until its deadline or cancellation. Nothing that it started survives,
+        except threads of the runner's own process."""
 
     async def close(self) -> None: ...
 
 
 def input_of(active: ActiveAttempt) -> Json:
-    """What the agent is given."""
+    """The input of the attempt's task."""
     return active.attempt.rollout.task["input"]
 
 

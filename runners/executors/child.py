@@ -1,8 +1,8 @@
-"""A warm process of the pool, and the messages between it and the runner: JSON with its length
-before it. The process loads the agent once, then runs it whenever the runner says so.
+"""A warm process of the pool, and its length-prefixed JSON messages to and from the runner. The
+process loads the agent once, then runs it on request.
 
-With `fork` a template loads it and forks the processes of the pool, also the later ones, at next to
-no cost; with `spawn` each process loads it.
+With `fork`, a template process loads the agent and forks all processes of the pool, replacements
+too, at next to no cost; with `spawn`, each process loads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """What a process is started with."""
+    """Command-line settings of a warm process."""
 
     path: str
     root: str
@@ -43,24 +43,24 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
 
 class StartupReport(msgspec.Struct, frozen=True):
-    """The first message of a process: what keeps it from working, if anything does."""
+    """First message of a process: why it cannot work, or None."""
 
     problem: str | None = None
 
 
 class RunRequest(msgspec.Struct, frozen=True):
-    """Runner to process: run the agent on this."""
+    """Message to a process: run the agent on an input."""
 
     attempt: str
     input: Json
 
 
 class RunResponse(msgspec.Struct, frozen=True):
-    """Process to runner."""
+    """Message from a process: the result of an attempt."""
 
     attempt: str
     ran: ExecutionResult
-    resident: int  # bytes of memory of the process now
+    resident: int  # bytes of resident memory of the process
 
 
 def pack(message: msgspec.Struct) -> bytes:
@@ -69,29 +69,29 @@ def pack(message: msgspec.Struct) -> bytes:
 
 
 async def read(stream: asyncio.StreamReader, kind: type[T], most: int = 2**32) -> T:
-    """The next message, of the given kind. Raises IncompleteReadError after the last one,
-    ConnectionError when it has more than `most` bytes or is of another kind."""
+    """Read the next message, a `kind`. Raises IncompleteReadError at the end of the stream, and
+    ConnectionError if the message has more than `most` bytes or another type."""
     (size,) = HEADER.unpack(await stream.readexactly(HEADER.size))
     if size > most:
         raise ConnectionError(f"a message of {size} bytes")
     try:
         return msgspec.json.decode(await stream.readexactly(size), type=kind)
     except msgspec.DecodeError as error:
-        raise ConnectionError(f"a message that is no {kind.__name__}: {error}") from None
+        raise ConnectionError(f"the message is not a {kind.__name__}: {error}") from None
 
 
 def main(settings: WorkerSettings, fd: int) -> int:
-    """`fd` is the template's control socket, or the process's own channel."""
+    """Run the template with its control socket `fd`, or one process with its channel `fd`."""
     if settings.start == "spawn":
         return asyncio.run(serve(fd, lambda: as_agent(_load(settings))))
     problem, loaded = None, None
     try:
         loaded = _load(settings)
-        # Native thread pools survive a fork, Python's threads do not.
+        # Native thread pools survive a fork, Python threads do not.
         if others := [thread.name for thread in threading.enumerate()[1:]]:
             raise ConfigError(
                 f"agent.path = {settings.path!r}: importing it started the threads"
-                f" {', '.join(others)}, which forked processes would lack; set"
+                f" {', '.join(others)}, which do not exist in forked processes; set"
                 " runner.pool.start = 'spawn'"
             )
     except AgentRLError as error:
@@ -100,9 +100,9 @@ def main(settings: WorkerSettings, fd: int) -> int:
     def build() -> Agent:
         if problem is not None:
             raise problem
-        return as_agent(loaded)  # clients and connections belong to one process
+        return as_agent(loaded)  # after the fork: connections cannot be shared by processes
 
-    freeze_loaded()  # so it stays shared between the processes
+    freeze_loaded()  # keeps its memory shared between the processes
     run_template(socket.socket(fileno=fd), lambda channel: asyncio.run(serve(channel, build)))
     return 0
 
@@ -116,7 +116,7 @@ def _load(settings: WorkerSettings) -> object:
 
 
 async def serve(fd: int, build: Callable[[], Agent]) -> int:
-    """Run agents until the runner closes the channel; the exit status."""
+    """Run agents until the runner closes the channel; return the exit status."""
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
     try:
@@ -145,7 +145,7 @@ async def _run(agent: Agent, request: RunRequest, writer: asyncio.StreamWriter) 
     try:
         ran = await in_trace(request.attempt, run_guarded(agent, request.input))
         message = packed(replace(ran, result=as_json(ran.result)))
-    except Exception as error:  # noqa: BLE001 - rewards and spans of the agent are a boundary
+    except Exception as error:  # noqa: BLE001 - the agent's rewards and spans may not be encodable
         message = packed(ExecutionResult(failure=failure_of(ErrorKind.AGENT, error)))
     writer.write(message)
 

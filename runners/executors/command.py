@@ -1,4 +1,4 @@
-"""A command for each rollout, in any language. When its attempt ends nothing of it is left."""
+"""Runs a command for each attempt, in any language, and ends all its processes with the attempt."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ MB = 2**20
 
 
 class CommandExecutor(SandboxExecutor):
-    """Starts `agent.command` for each attempt, or the program of a harness's preset.
+    """Starts `agent.command`, or the program of a harness preset, for each attempt.
 
-    `runner.memory_mb` limits the data of each of its processes (RLIMIT_DATA); a limit for all of
-    them together needs a container."""
+    `runner.memory_mb` limits the data segment of each process (RLIMIT_DATA); a limit on their sum
+    needs a container."""
 
     def __init__(
         self, agent: AgentConfig, runner: RunnerConfig, *, root: Path, gateway: str
     ) -> None:
-        """`root` is the run file's folder, `gateway` the base URL for agents on this machine."""
+        """`root`: the run file's folder. `gateway`: base URL for agents on this machine."""
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
         self.preset = presets.load_preset(agent.harness, root) if agent.harness else None
         self.folder = root / agent.folder
@@ -46,11 +46,11 @@ class CommandExecutor(SandboxExecutor):
         self._launcher = ProcessLauncher(env=contract.passed_environment(agent.pass_env))
 
     async def start(self) -> None:
-        """Raises ConfigError for a command that cannot be started in its folder."""
+        """Raise ConfigError if the command cannot be started in its folder."""
         if self.preset is not None:
             self.argv = [await self._harness(self.preset)]
         if not self.argv:
-            raise ConfigError("agent.command is missing: write it as a list, or as in a shell")
+            raise ConfigError("agent.command is missing: write it as a list or a shell-like string")
         if not self.folder.is_dir():
             raise ConfigError(f"agent.folder: there is no folder {self.folder}")
         program = self.argv[0]
@@ -59,13 +59,13 @@ class CommandExecutor(SandboxExecutor):
         await self._launcher.start()
 
     async def _harness(self, preset: presets.Preset) -> str:
-        """The path of its program, whose version is looked at once."""
+        """Return the path of the preset's program; warn if its version is untested."""
         program = preset.find_program(*self.argv[:1])
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
             version = await presets.version_of(program, Path(home))
         if not preset.was_tested(version):
             log.warning(
-                "%s is version %s, and its preset was tested with %s: look at what it sends with"
+                "%s is version %s, and its preset was tested with %s: check its requests with"
                 " `agentrl harness check %s`",
                 *(program, version or "?", " to ".join(preset.tested or ()), self.agent.harness),
             )
@@ -111,15 +111,15 @@ class CommandExecutor(SandboxExecutor):
     async def _run_process(
         self, active: ActiveAttempt, spec: ProcessSpec, folder: Path
     ) -> tuple[int, str, str]:
-        """Exit status, stdout and the end of stderr. Nothing that the process started is left, also
-        when this is cancelled. When the runner is killed, `folder`, which holds the task, is
-        deleted with the process.
+        """Return exit status, stdout and the end of stderr. All descendants of the process are
+        killed, on cancellation too. If the runner is killed, `folder`, which holds the task, is
+        deleted along with the process.
 
-        Raises FailedAttemptError when the process had to be killed."""
+        Raises FailedAttemptError if the process had to be killed."""
         spec["remove"] = str(folder)
         stdout = OutputPipe(contract.LARGEST_RESULT)
         stderr = OutputPipe(LONGEST_TRACEBACK, tail=True)
-        # A harness has its prompt already, and would read its input as more of it.
+        # A harness has its prompt as an argument, and would append its stdin to it.
         stdin = os.devnull if self.preset is not None else folder / contract.TASK
         task = os.open(stdin, os.O_RDONLY)
         fds = [task, await stdout.open(), await stderr.open()]
@@ -143,8 +143,8 @@ class CommandExecutor(SandboxExecutor):
         return status, await stdout.text(), await stderr.text()
 
     def _read(self, folder: Path, status: int, stdout: str, stderr: str) -> Json:
-        """The result of a process that ended by itself. Raises FailedAttemptError."""
-        # Harnesses tell on stdout what went wrong, among much else.
+        """Return the result of a process that exited. Raises FailedAttemptError."""
+        # Harnesses print errors to stdout, among much else.
         words = (line for line in stdout.splitlines() if self.preset and "error" in line.lower())
         contract.check_exit(status, "\n".join([stderr, *words]))
         try:
@@ -157,14 +157,14 @@ class CommandExecutor(SandboxExecutor):
                 if size:
                     stdout = file.read()
         except FileNotFoundError:
-            pass  # the answer is on stdout
-        except OSError as error:  # the agent made something else of its file, or of the folder
+            pass  # the result is on stdout
+        except OSError as error:  # the agent replaced its file or folder by something else
             message = f"the agent's result file cannot be read: {error.strerror}"
             raise FailedAttemptError(ErrorKind.AGENT, message) from None
         return contract.parse_result(stdout)
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    """A link of the agent's may lead to what only the runner can read, such as the answers; opening
-    a pipe must not wait for a writer."""
+    """Open without following links, which may lead to files that only the runner can read, such as
+    the expected answers, and without blocking on a named pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,8 +1,8 @@
-"""A container for each rollout, through the docker command line or a compatible one.
+"""Runs a container for each attempt, through the docker command line or a compatible one.
 
-Values of variables are never arguments of the command line, which everybody on the machine can
-read. The attempt's own are in the environment of the docker client. The user's could change what
-that client does (PATH, HOME, DOCKER_HOST), so they are in a file of the attempt's private folder.
+Values of variables are never command-line arguments, which every user of the machine can read. The
+attempt's own variables are in the docker client's environment. The user's could change the client's
+behaviour (PATH, HOME, DOCKER_HOST), so they are passed in a file in the attempt's private folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.types import ErrorKind, Json
 
-HOST = "host.docker.internal"  # what a container calls the machine it is on
+HOST = "host.docker.internal"  # the host's name inside a container
 NOT_STARTED = 125  # exit status of `docker run` when docker itself fails
 KILLED = 128 + 9
 CLI_VARIABLES = ["DOCKER_*", "CONTAINER_*", "XDG_RUNTIME_DIR"]
@@ -31,7 +31,7 @@ CHECK_TIMEOUT = 20.0  # seconds for the daemon to answer
 
 
 class ContainerExecutor(CommandExecutor):
-    """Runs `agent.command`, or else the image's own, in `runner.container.image`."""
+    """Runs `agent.command`, by default the image's own command, in `runner.container.image`."""
 
     def __init__(
         self, agent: AgentConfig, runner: ContainerRunnerConfig, *, root: Path, gateway: str
@@ -41,7 +41,7 @@ class ContainerExecutor(CommandExecutor):
         self._launcher = ProcessLauncher(env=contract.passed_environment(CLI_VARIABLES))
         reserved = (*contract.PASSED, *CLI_VARIABLES)
         for name in contract.matching(_with_line_breaks(self._user_variables()), reserved):
-            raise ConfigError(f"agent.env: {name} has several lines, which no container is given")
+            raise ConfigError(f"agent.env: {name} has several lines; containers take one line only")
         self._on_host = self.config.network == "host"
         if not self._on_host:
             self.gateway = contract.reachable_url(gateway, runner, HOST)

@@ -1,13 +1,12 @@
-"""What an agent finds in its environment, and how a program in any language answers.
+"""The interface of an agent process: its environment variables, its input and its result.
 
-A program finds in its environment `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
-`ANTHROPIC_API_KEY` (the attempt's own key, worth nothing but model calls of this attempt while it
-runs), `TRACEPARENT` (the attempt's trace), `OTEL_EXPORTER_OTLP_ENDPOINT` with the headers to use
-it, and `AGENTRL_TASK`, the task's input as JSON. The same JSON is on stdin; an input larger than
-`LARGEST_VARIABLE` is only there, and where there is a shared disk in the file that
-`AGENTRL_TASK_FILE` names. It answers on stdout, or in the file that `AGENTRL_RESULT_FILE` names
-when it is given one (a container is not) and writes it: JSON if the whole of it parses, else text.
-Exit status 0 is success.
+A program in any language finds in its environment `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
+`ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` (the attempt's own key, valid only for model calls of this
+attempt while it runs), `TRACEPARENT` (the attempt's trace), `OTEL_EXPORTER_OTLP_ENDPOINT` with its
+headers, and `AGENTRL_TASK`, the task's input as JSON. The same JSON is on stdin and, on a shared
+disk, in the file `AGENTRL_TASK_FILE`; an input larger than `LARGEST_VARIABLE` is only there. The
+program writes its result to stdout, or to the file `AGENTRL_RESULT_FILE` if that is set (not in a
+container): JSON if all of it parses, else text. Exit status 0 is success.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from agentrl.types import ErrorKind, Failure, Json, Span
 TASK, RESULT = "task.json", "result"  # files in the folder of one attempt
 LARGEST_VARIABLE = 100_000  # bytes; Linux refuses variables above 128 KiB
 LARGEST_RESULT = 16 * 2**20  # bytes
-LARGEST_PRINT = 2**20  # bytes of one rollout in the runner's log
+LARGEST_PRINT = 2**20  # bytes printed by one rollout in the runner's log
 PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "*_PROXY")
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
 # Frameworks send traces of their own to api.openai.com and telemetry.crewai.com by default.
 NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
 LOCAL = "127.0.0.1,localhost"
-KEY = "agentrl"  # takes the place of the user's own keys, which are of no use at the gateway
-# Where clients of models look for credentials. Credentials of tools are left to the agent.
+KEY = "agentrl"  # replaces the user's own keys, which the gateway does not use
+# Credentials that model clients read. The agent keeps credentials of tools.
 KEYS = (
     *("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"),
     *("AZURE_OPENAI_API_KEY", "AZURE_OPENAI_AD_TOKEN", "AZURE_API_KEY", "AZURE_AI_API_KEY"),
@@ -59,11 +58,11 @@ ACCOUNT = ("OPENAI_ORG_ID", "OPENAI_ORGANIZATION", "OPENAI_PROJECT_ID")  # sent 
 MODEL = (
     *("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "NO_PROXY", "no_proxy"),
     *(*KEYS, *NO_TELEMETRY),
-)  # what `environment` sets
+)  # variables that `environment` sets
 
 
 def _model_variables(gateway: str, key: str) -> dict[str, str]:
-    """Variables from which clients of models take address and key; `gateway` ends in /v1."""
+    """Variables from which model clients read base URL and key; `gateway` ends in /v1."""
     return {
         "OPENAI_BASE_URL": gateway,
         "OPENAI_API_BASE": gateway,
@@ -76,12 +75,12 @@ def _model_variables(gateway: str, key: str) -> dict[str, str]:
 
 @contextmanager
 def environment(base_url: str, keep: Sequence[str] = ()) -> Iterator[None]:
-    """Point clients that are built inside the block at `base_url`, which ends in /v1, and replace
-    the user's own keys for models, except variables that match a pattern of `keep`. The
-    environment is restored at the end.
+    """Point model clients that are created inside the block at `base_url`, which ends in /v1, and
+    replace the user's model API keys, except variables that match a pattern of `keep`. Restores the
+    environment at the end.
 
-    Clients read these variables when they are built, usually while the agent's module is imported,
-    so enter the block before that. A client that calls another API has no key to spend there."""
+    Clients read these variables when they are created, usually on import of the agent's module, so
+    enter the block before that. A client that calls another API finds no valid key."""
     changed: dict[str, str | None] = {**_model_variables(base_url, KEY)}
     given = os.environ.keys() - matching(os.environ, keep).keys()
     changed |= {name: KEY for name in KEYS if name in given}
@@ -109,9 +108,9 @@ def _set(values: Mapping[str, str | None]) -> None:
 def attempt_environment(
     active: ActiveAttempt, gateway: str, span: str, task: bytes
 ) -> dict[str, str]:
-    """The variables of one attempt. `gateway` is its URL as the process sees it, ending in /v1,
-    `span` the id of the span under which the process puts its own. `AGENTRL_TASK` is missing
-    where the task is too large for a variable."""
+    """Return the variables of one attempt. `gateway`: its URL as seen by the process, ending in
+    /v1. `span`: id of the parent for the process's spans. No `AGENTRL_TASK` if the task is too
+    large for a variable."""
     return _model_variables(gateway, active.key) | {
         "TRACEPARENT": f"00-{active.id}-{span}-01",
         "OTEL_EXPORTER_OTLP_ENDPOINT": gateway.removesuffix("/v1"),
@@ -126,21 +125,21 @@ def task_variable(task: bytes) -> dict[str, str]:
 
 
 def passed_environment(patterns: Iterable[str]) -> dict[str, str]:
-    """What a process on this machine gets of the runner's own environment."""
+    """Return the runner's variables that a process on this machine inherits."""
     return matching(os.environ, (*PASSED, *patterns))
 
 
 def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
-    """The variables whose name matches one of the patterns."""
+    """Return the variables whose names match any of the patterns."""
     wanted = tuple(patterns)
     return {k: v for k, v in environment.items() if any(fnmatchcase(k, p) for p in wanted)}
 
 
 def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
-    """The gateway's URL as seen from outside this machine; `host` is this machine's name there
-    unless the run file gives another.
+    """Return the gateway's URL as seen from outside this machine. `host`: default of
+    `runner.advertise`, this machine's name there.
 
-    Raises ConfigError where the gateway only listens to this machine."""
+    Raises ConfigError if the gateway listens on loopback only."""
     if is_loopback(runner.host):
         raise ConfigError(
             f"runner.host = {runner.host!r}: a {runner.executor} cannot reach the gateway there;"
@@ -148,13 +147,13 @@ def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
         )
     host = runner.advertise or host
     if not host:
-        raise ConfigError("runner.advertise is missing: how do the jobs call this machine?")
+        raise ConfigError("runner.advertise is missing: set this machine's address for the jobs")
     return f"http://{f'[{host}]' if ':' in host else host}:{urlsplit(base_url).port}/v1"
 
 
 @contextmanager
 def task_folder(task: bytes, place: AgentPlace | None = None) -> Iterator[Path]:
-    """A folder of one attempt, with its task in it: that of its workspace, or one of its own."""
+    """A private folder of one attempt with its task: the workspace's, or a temporary one."""
     if place is not None:
         try:
             Path(place.private, TASK).write_bytes(task)
@@ -170,7 +169,7 @@ def task_folder(task: bytes, place: AgentPlace | None = None) -> Iterator[Path]:
 
 
 class FailedAttemptError(Exception):
-    """Ends an attempt of a `SandboxExecutor` with a failure."""
+    """Raised to end an attempt of a `SandboxExecutor` with a failure."""
 
     def __init__(self, kind: ErrorKind, message: str, traceback: str = "") -> None:
         super().__init__(message)
@@ -178,7 +177,7 @@ class FailedAttemptError(Exception):
 
 
 class SandboxExecutor:
-    """Runs agents outside of this process, each with its attempt's own key."""
+    """Base class: runs agents outside this process, each with its attempt's own key."""
 
     sealed = True
     limit: int | None = None
@@ -195,14 +194,14 @@ class SandboxExecutor:
         return ExecutionResult(result=result, failure=failure, spans=[root])
 
     async def _execute(self, active: ActiveAttempt, span: str) -> Json:
-        """The agent's result; `span` is the id of the span that stands for the whole attempt.
+        """Return the agent's result. `span`: id of the attempt's root span.
 
         Raises FailedAttemptError."""
         raise NotImplementedError
 
 
 def parse_result(text: str) -> Json:
-    """JSON if all of the text parses, else the text."""
+    """Decode a text as JSON; return it stripped if it does not parse."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
@@ -210,7 +209,7 @@ def parse_result(text: str) -> Json:
 
 
 def check_exit(status: int, stderr: str) -> None:
-    """Raises FailedAttemptError for a process that failed: how it ended, and its last line."""
+    """Raise FailedAttemptError for a process that failed, with its exit status and last line."""
     if status:
         how, last = describe_exit(status), stderr.strip().rpartition("\n")[2].strip()
         message = f"the agent {how}: {last}" if last else f"the agent {how}"

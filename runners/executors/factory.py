@@ -1,4 +1,4 @@
-"""The executor that a run file asks for."""
+"""Creates the executor that a run file selects."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ KEY = "runner.executor"
 def make_executor(
     config: RunConfig, *, root: Path, gateway: str, runner: str, agent: object = None
 ) -> Executor:
-    """`agent` is an object of this process, or "file.py:name", that takes the place of the run
-    file's; `gateway` is the base URL for agents on this machine, `runner` this runner's name.
+    """Create the run's executor. `agent`: an object or "file.py:name" that replaces the run file's
+    agent. `gateway`: base URL for agents on this machine. `runner`: this runner's name.
 
-    Raises ConfigError or AgentError when agent and executor do not fit."""
+    Raises ConfigError or AgentError if agent and executor do not fit."""
     settings = config.runner
     kind = settings.executor
     if (make := load_plugin("executors", kind, EXECUTORS, root, key=KEY)) is not None:
@@ -42,7 +42,7 @@ def make_executor(
     command = "" if agent else config.agent.harness or config.agent.command
     if path and command:
         other = "harness" if config.agent.harness else "command"
-        raise ConfigError(f"agent.path and agent.{other}: which of the two is the agent?")
+        raise ConfigError(f"agent.path and agent.{other} are both set: leave one out")
     if kind == "auto":
         kind = "command" if command else "async"
     if kind in ("async", "threads", "pool"):
@@ -70,14 +70,15 @@ def make_executor(
     assert isinstance(settings, KubernetesRunnerConfig)
     from agentrl.runners.executors.kubernetes import KubernetesExecutor  # an extra
 
-    run = f"{config.name} {config.store} {config.output}"  # rollouts are named alike elsewhere
+    run = f"{config.name} {config.store} {config.output}"  # rollout ids are not unique across runs
     return KubernetesExecutor(config.agent, settings, **place, name=runner, run=run)
 
 
 def _plugin(
     make: Any, config: RunConfig, root: Path, gateway: str, runner: str, agent: object
 ) -> Executor:
-    """The executor of a factory from outside the library: (config, root, gateway, runner)."""
+    """Call a user's or plug-in's factory `make(config, root, gateway, runner)`, and check the
+    executor that it returns."""
     check_call(make, "config", "root", "gateway", "runner", key=KEY)
     if isinstance(agent, str):
         config = replace(config, agent=replace(config.agent, path=agent))
@@ -94,10 +95,9 @@ def _plugin(
 
 
 def _refuse_network(config: RunConfig) -> None:
-    """Agents that share the runner's key must not be reached from other machines."""
+    """Refuse a gateway on the network for agents without keys: it could not tell calls apart."""
     if not is_loopback(config.runner.host):
         raise ConfigError(
-            f"runner.host = {config.runner.host!r}: agents of this process have no key of their"
-            f" own, so with {KEY} = {config.runner.executor!r} the gateway listens to this machine"
-            " only"
+            f"runner.host = {config.runner.host!r}: with {KEY} = {config.runner.executor!r} agents"
+            " have no key of their own, so the gateway may listen to this machine only"
         )

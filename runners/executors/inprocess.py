@@ -1,4 +1,4 @@
-"""Agents in Python: what users bring as one, and running it in the runner's own process."""
+"""Python agents: adapters for callables and LangChain runnables, and the in-process executor."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Failure, Json
 
 Agent = Callable[[Json], Awaitable[Any]]
-"""Given a task's `input` and nothing else of the task, it returns the result."""
+"""Maps a task's `input`, and no other field of the task, to the result."""
 
 
 def load(path: str, root: Path) -> object:
-    """What "file.py:name" or "package.module:name" names.
+    """Import the object "file.py:name" or "package.module:name".
 
-    Raises ConfigError when there is no such file, module or name, or its import fails."""
+    Raises ConfigError if the file, module or name does not exist or the import fails."""
     return load_attribute(path, root, key="agent.path")
 
 
 def as_agent(obj: object) -> Agent:
-    """The agent that `obj` is: a sync or async callable of one argument, a LangChain or LangGraph
-    runnable, or a function without parameters that builds one of these (called here, once).
+    """Convert `obj` to an agent: a sync or async callable of one argument, a LangChain or LangGraph
+    runnable, or a function without parameters that returns one of these (called here, once).
 
-    Raises AgentError when it is none of them or the factory fails."""
+    Raises AgentError if it is none of them or the factory fails."""
     if isinstance(obj, type) or (callable(obj) and not hasattr(obj, "ainvoke")):
         signature = _signature(obj)
         if isinstance(obj, type) or (signature is not None and not signature.parameters):
@@ -65,7 +65,7 @@ async def _call_sync(function: Callable[[Json], Any], value: Json) -> Any:
 
 
 async def _invoke_runnable(runnable: Any, value: Json) -> Any:
-    """The structured response of a LangChain runnable, else the text of its last message."""
+    """Return a LangChain runnable's structured response, else the text of its last message."""
     if isinstance(value, str):
         value = {"messages": [{"role": "user", "content": value}]}
     arguments = [value]
@@ -81,7 +81,7 @@ async def _invoke_runnable(runnable: Any, value: Json) -> Any:
 
 
 def _text(message: Any) -> Any:
-    """Text of a LangChain message or a chat message as a dict; anything else as it is."""
+    """Return the text of a LangChain message or chat message dict; anything else unchanged."""
     if isinstance(message, Mapping):
         content = message.get("content")
         return content if "role" in message and isinstance(content, str) else message
@@ -106,7 +106,7 @@ def _build(factory: Any) -> object:
 
 
 def _signature(obj: Any) -> inspect.Signature | None:
-    """Of a callable; None where Python cannot tell."""
+    """Return the signature of a callable, or None if it is unknown."""
     try:
         return inspect.signature(obj)
     except (TypeError, ValueError):
@@ -126,9 +126,9 @@ def _describe(obj: Any) -> str:
 
 @dataclass(slots=True)
 class InProcessExecutor:
-    """Async agents share the worker's event loop and sync ones get a thread. With `threaded`, each
-    rollout gets a thread, and an async agent an event loop of its own in it: one that blocks its
-    loop holds up no other, but clients that are bound to one loop cannot be shared."""
+    """Runs async agents on the worker's event loop and sync agents in threads. With `threaded`,
+    each attempt has a thread, and an async agent its own event loop there: a blocking agent then
+    does not block others, but clients that are bound to a loop cannot be shared."""
 
     agent: Agent
     threaded: bool = False
@@ -139,20 +139,20 @@ class InProcessExecutor:
         tracing.install()
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
     async def run(self, active: ActiveAttempt) -> ExecutionResult:
         return await in_trace(active.id, self._until_deadline(active))
 
     async def _until_deadline(self, active: ActiveAttempt) -> tuple[Any, Failure | None]:
-        """An agent that ignores its cancellation keeps running, and its result is dropped."""
+        """Run the agent until its deadline; one that ignores cancellation runs on unobserved."""
         agent = self._in_thread if self.threaded else self.agent
         task = asyncio.create_task(run_guarded(agent, input_of(active)))
         try:
             await asyncio.wait({task}, timeout=active.left)
             return task.result() if task.done() else (None, out_of_time(active))
         finally:
-            task.cancel()  # nothing happens if it is done
+            task.cancel()
 
     async def _in_thread(self, value: Json) -> Any:
         running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
@@ -168,13 +168,13 @@ class InProcessExecutor:
         except asyncio.CancelledError:
             for loop, task in running:
                 if task is not None:
-                    with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                    with contextlib.suppress(RuntimeError):  # the loop is already closed
                         loop.call_soon_threadsafe(task.cancel)
             raise
 
 
 async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) -> ExecutionResult:
-    """Run an agent in the trace of an attempt; with its result come its rewards and spans."""
+    """Await an agent in the trace of an attempt; return its result with its rewards and spans."""
     with tracing.install().attempt(attempt) as log:
         result, failure = await work
     if json_size(result) > contract.LARGEST_RESULT:
@@ -185,7 +185,7 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
 
 
 async def run_guarded(agent: Agent, value: Json) -> tuple[Any, Failure | None]:
-    """Result or failure of an agent, whatever it raises."""
+    """Run an agent; return its result, or the failure for anything that it raises."""
     try:
         return await agent(value), None
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001

@@ -1,11 +1,11 @@
-"""A Kubernetes Job for each rollout.
+"""Runs a Kubernetes Job for each attempt.
 
 Owns: the Jobs labelled with this runner, and one watch for all of them.
-Always true: a Job runs one pod once (`backoffLimit: 0`) and is deleted when its attempt runs out of
-time or is stopped. When its runner is killed, it ends by itself (`activeDeadlineSeconds`), or the
-runner that has the rollout's next attempt deletes it.
-The result is what the pod logs, stdout and stderr alike, or what it writes to
-`AGENTRL_RESULT_FILE` (at most 4 KiB, Kubernetes' limit). There is no stdin.
+Invariant: a Job runs one pod once (`backoffLimit: 0`) and is deleted when its attempt times out or
+is stopped. If its runner is killed, the Job ends at its own deadline (`activeDeadlineSeconds`), or
+the runner of the rollout's next attempt deletes it.
+The result is the pod's log, stdout and stderr together, or the content of `AGENTRL_RESULT_FILE` (at
+most 4 KiB, a limit of Kubernetes). There is no stdin.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ except ImportError as error:
     ) from error
 
 log = logging.getLogger("agentrl.runner")
-ANSWER = 4.0  # seconds that the API may take past an attempt's deadline
-MARGIN = 30  # seconds past the attempt's deadline after which Kubernetes itself ends a Job
-RECONNECT = 1.0  # seconds until a watch that broke is opened again
-RESULT_FILE = "/dev/termination-log"  # Kubernetes reads it into the pod's status
+ANSWER = 4.0  # seconds past an attempt's deadline for the Kubernetes API to respond
+MARGIN = 30  # seconds past the attempt's deadline until Kubernetes itself ends a Job
+RECONNECT = 1.0  # seconds until a broken watch is opened again
+RESULT_FILE = "/dev/termination-log"  # Kubernetes copies it to the pod's status
 RUNNER, RUN, ROLLOUT = "agentrl/runner", "agentrl/run", "agentrl/rollout"  # labels
 DELETE: dict[str, Any] = {"propagation_policy": "Background", "grace_period_seconds": 0}
 UNREACHABLE = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
 
 class KubernetesExecutor(SandboxExecutor):
-    """Runs `agent.command`, or else the image's own, in `runner.kubernetes.image`."""
+    """Runs `agent.command`, by default the image's own command, in `runner.kubernetes.image`."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class KubernetesExecutor(SandboxExecutor):
         name: str,
         run: str,
     ) -> None:
-        """`gateway` is the base URL for agents on this machine, `name` that of this runner; `run`
-        is the same for all runners of a run, and for no other that shares the namespace."""
+        """`gateway`: base URL for agents on this machine. `name`: this runner. `run`: identifies
+        the run in the namespace, equal for all its runners."""
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
         self.agent, self.runner, self.config = agent, runner, runner.kubernetes
         self.gateway = contract.reachable_url(gateway, runner, "")
         self.template = _template(self.config.template, root)
         if not (self.config.image or _container(deepcopy(self.template)).get("image")):
-            raise ConfigError("runner.kubernetes.image is missing: which image holds the agent?")
+            raise ConfigError("runner.kubernetes.image is missing: set the agent's image")
         self.label, self._run = _label(name), _label(run)
         self._ended: dict[str, asyncio.Future[bool]] = {}  # job -> whether it succeeded
         self._watching: asyncio.Task[None] | None = None
@@ -120,14 +120,14 @@ class KubernetesExecutor(SandboxExecutor):
     async def _run_job(self, active: ActiveAttempt, span: str) -> Json:
         task = msgspec.json.encode(input_of(active))
         if len(task) > contract.LARGEST_VARIABLE:
-            message = f"the task's input has {len(task)} bytes, more than a Job can be given"
+            message = f"the task's input has {len(task)} bytes, too many for a Job's environment"
             raise FailedAttemptError(ErrorKind.AGENT, message)
         job = self.manifest(active, span, task)
         name = job["metadata"]["name"]
         ended = self._ended[name] = asyncio.get_running_loop().create_future()
         delete = True
         try:
-            if active.attempt.fence > 1:  # a killed runner may have left the Job of its attempt
+            if active.attempt.fence > 1:  # a killed runner may have left a Job behind
                 await self._delete_earlier(active)
             await self._jobs.create_namespaced_job(self.config.namespace, cast("Any", job))
             await asyncio.wait({ended}, timeout=active.left)
@@ -141,7 +141,7 @@ class KubernetesExecutor(SandboxExecutor):
                 await asyncio.shield(self._delete(name))
 
     def manifest(self, active: ActiveAttempt, span: str, task: bytes) -> dict[str, Any]:
-        """The Job of one attempt: the user's template, completed."""
+        """Build the Job of one attempt from the user's template."""
         job = deepcopy(self.template)
         labels = {RUNNER: self.label, RUN: self._run, ROLLOUT: _label(active.attempt.rollout.id)}
         metadata = job.setdefault("metadata", {})
@@ -154,7 +154,7 @@ class KubernetesExecutor(SandboxExecutor):
         pod = spec["template"]
         pod.setdefault("metadata", {}).setdefault("labels", {}).update(labels)
         pod["spec"]["restartPolicy"] = "Never"
-        pod["spec"].setdefault("automountServiceAccountToken", False)  # the model is all it reaches
+        pod["spec"].setdefault("automountServiceAccountToken", False)  # no access to Kubernetes
         pod["spec"].setdefault("enableServiceLinks", False)
         variables = contract.matching(os.environ, self.agent.pass_env) | self.agent.env
         variables |= contract.attempt_environment(active, self.gateway, span, task)
@@ -172,7 +172,7 @@ class KubernetesExecutor(SandboxExecutor):
         return job
 
     async def _watch(self) -> None:
-        """Note when each Job ends. A watch begins with the state of all of them."""
+        """Record the end of each Job. A new watch first reports the state of all Jobs."""
         while True:
             try:
                 async with kubernetes.watch.Watch() as watch:
@@ -180,7 +180,7 @@ class KubernetesExecutor(SandboxExecutor):
                     events = watch.stream(jobs, self.config.namespace, label_selector=own)
                     async for event in events:
                         self._note_end(event["raw_object"], deleted=event["type"] == "DELETED")
-            except Exception as error:  # noqa: BLE001 - without it no attempt would ever end
+            except Exception as error:  # noqa: BLE001 - without a watch no attempt would end
                 log.warning("watching Jobs failed, trying again: %s", _reason(error))
             await asyncio.sleep(RECONNECT)
 
@@ -196,7 +196,7 @@ class KubernetesExecutor(SandboxExecutor):
             ended.set_result(False)
 
     async def _read(self, job: str) -> Json:
-        """The result of a Job that ended, from its pod."""
+        """Return the result of an ended Job, from its pod."""
         pod = await self._pod(job)
         ended = _state(pod, "terminated")
         if pod is None or ended is None:
@@ -208,12 +208,12 @@ class KubernetesExecutor(SandboxExecutor):
             raise FailedAttemptError(ErrorKind.AGENT, message, written)
         contract.check_exit(ended["exitCode"], written)
         result = written or await self._log(pod)
-        if len(result) > contract.LARGEST_RESULT:
+        if len(result.encode()) > contract.LARGEST_RESULT:
             raise contract.too_large("its log")
         return contract.parse_result(result)
 
     async def _timed_out(self, active: ActiveAttempt, job: str) -> FailedAttemptError:
-        """Whether the agent ran too long, or its pod never started."""
+        """Build the failure of a Job past its deadline: too slow, or its pod never started."""
         late, pod = out_of_time(active), await self._pod(job)
         waiting = _state(pod, "waiting")
         if pod is not None and waiting is None:
@@ -235,13 +235,13 @@ class KubernetesExecutor(SandboxExecutor):
             self.config.namespace,
             container=pod["status"]["containerStatuses"][0]["name"],
             limit_bytes=contract.LARGEST_RESULT + 1,
-            _preload_content=False,  # else the client turns a log that is JSON into a Python repr
+            _preload_content=False,  # else the client converts a JSON log to a Python repr
         )
         async with answer:
             return str(await answer.text(errors="replace"))
 
     async def _delete(self, job: str) -> None:
-        with suppress(*UNREACHABLE):  # the Job has a deadline of its own
+        with suppress(*UNREACHABLE):  # the Job's own deadline ends it later
             async with asyncio.timeout(ANSWER):
                 await self._jobs.delete_namespaced_job(job, self.config.namespace, **DELETE)
 
@@ -260,12 +260,12 @@ def _template(name: str, root: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"runner.kubernetes.template = {name!r}: {error}") from None
     if not isinstance(found, dict) or found.get("kind") != "Job":
-        raise ConfigError(f"runner.kubernetes.template = {name!r}: it is not one Job")
+        raise ConfigError(f"runner.kubernetes.template = {name!r}: it must be a single Job")
     return found
 
 
 def _container(job: dict[str, Any]) -> dict[str, Any]:
-    """The first container, which is the agent's."""
+    """Return the first container, which runs the agent; create it if there is none."""
     pod = job.setdefault("spec", {}).setdefault("template", {}).setdefault("spec", {})
     containers = pod.setdefault("containers", [])
     if not containers:
@@ -281,7 +281,7 @@ def _state(pod: dict[str, Any] | None, state: str) -> dict[str, Any] | None:
 
 
 def _label(text: str) -> str:
-    """Labels allow few characters and no more than 63 of them."""
+    """Hash a text to a label value, which has at most 63 characters of a small set."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

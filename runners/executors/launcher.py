@@ -1,7 +1,7 @@
-"""The runner's side of the supervisors: starts a process, reads its output, ends it.
+"""Client of the supervisors: starts processes, reads their output, kills them.
 
-Owns: the template process and the sockets to it and to every supervisor. When this process is
-killed the kernel closes them, and the supervisors end the processes that they watch.
+Owns: the template process and the sockets to it and to every supervisor. If this process is killed,
+the kernel closes them, and each supervisor kills its process.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.runners.executors import supervisor
 from agentrl.runners.executors.supervisor import HEADER, ProcessSpec
 
-SUPERVISOR = ("-I", "-S", supervisor.__file__)  # small, as it is forked for every process
+SUPERVISOR = ("-I", "-S", supervisor.__file__)  # few imports: it is forked for every process
 
 
 class SupervisorLost(AgentRLError):
-    """The supervisor of a process ended without saying how its process did."""
+    """The supervisor ended without reporting its process's exit status."""
 
 
 class SupervisedProcess:
-    """A running process that has a supervisor."""
+    """A process under a supervisor."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer, self._status = writer, asyncio.create_task(self._read(reader))
 
     async def wait(self) -> int:
-        """Exit status; negative: the signal that ended it. Returns when nothing is left of it.
+        """Wait until the process and all its descendants have ended; return its exit status, or
+        minus the number of the signal that ended it.
 
-        Raises SupervisorLost when somebody killed the supervisor."""
+        Raises SupervisorLost if the supervisor was killed."""
         status = await asyncio.shield(self._status)
         if not status.endswith(b"\n"):
             raise SupervisorLost("the supervisor of the process was killed")
         return int(status)
 
     def kill(self) -> None:
-        """Kill it and all it started; `wait` returns when that is done."""
+        """Kill the process and all its descendants; `wait` returns when they have ended."""
         self._writer.write_eof()
 
     async def _read(self, reader: asyncio.StreamReader) -> bytes:
@@ -56,19 +57,19 @@ class SupervisedProcess:
 
 class ProcessLauncher:
     """Starts processes through a template: the module `supervisor`, or a Python program that calls
-    `supervisor.run_template`. The template gets its socket as its last argument."""
+    `supervisor.run_template`. Its last argument is the file descriptor of its socket."""
 
     def __init__(
         self, program: Sequence[str] = SUPERVISOR, env: Mapping[str, str] | None = None
     ) -> None:
-        """`env` is the template's own environment, by default all of the runner's. A payload can
-        read it, like that of any process of the same user."""
+        """`env`: the template's environment, by default the runner's. Payloads can read it, like
+        that of any process of the same user."""
         self._program, self._env = program, env
         self._control: socket.socket | None = None
         self._template: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Raises ConfigError where there are no supervisors."""
+        """Start the template. Raises ConfigError on systems other than Linux."""
         if not sys.platform.startswith("linux"):
             raise ConfigError("runner.executor: separate processes need Linux; use 'async'")
         self._start_template()
@@ -81,21 +82,22 @@ class ProcessLauncher:
                 stdin=subprocess.DEVNULL,
                 env=self._env,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C reaches the runner, which ends its processes
+                start_new_session=True,  # Ctrl-C reaches only the runner, which ends its processes
             )
 
     async def launch(self, spec: ProcessSpec, fds: Sequence[int]) -> SupervisedProcess:
-        """Start a process with `fds` as its stdin, stdout, stderr and so on. They are closed here.
+        """Start a process with `fds` as its descriptors 0, 1, 2, ..., and close them here.
 
-        Raises SupervisorLost when the template has died, and its replacement too."""
-        ours, theirs = socket.socketpair()
+        Raises SupervisorLost if the template has died, and its replacement too; OSError if this
+        process has too many open files."""
         try:
-            self._send([theirs.fileno(), *fds])
-        except OSError as error:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._send([theirs.fileno(), *fds])
+        except SupervisorLost:
             ours.close()
-            raise SupervisorLost(f"the template process is gone: {error}") from error
+            raise
         finally:
-            theirs.close()
             for fd in set(fds):
                 os.close(fd)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -108,12 +110,15 @@ class ProcessLauncher:
         assert self._template is not None
         try:
             socket.send_fds(self._control, [b"k"], fds)
-        except OSError:  # somebody killed it, or there was no memory for it
+        except OSError:  # the template was killed, or could not fork
             self._control.close()
             self._template.kill()
             self._template.wait()
-            self._start_template()
-            socket.send_fds(self._control, [b"k"], fds)
+            try:
+                self._start_template()
+                socket.send_fds(self._control, [b"k"], fds)
+            except OSError as error:
+                raise SupervisorLost(f"the template process is gone: {error}") from error
 
     async def close(self) -> None:
         if self._control is not None:
@@ -123,10 +128,10 @@ class ProcessLauncher:
 
 
 class Pipe(asyncio.Protocol):
-    """Reads what a process writes."""
+    """Base class: reads the output of a process."""
 
     async def open(self) -> int:
-        """The end for the process, to be closed once the process has it."""
+        """Return the write end, which the caller closes after passing it to the process."""
         ours, theirs = os.pipe()
         pipe = os.fdopen(ours, "rb", buffering=0)
         await asyncio.get_running_loop().connect_read_pipe(lambda: self, pipe)
@@ -134,8 +139,8 @@ class Pipe(asyncio.Protocol):
 
 
 class LogPipe(Pipe):
-    """Passes on what a process that runs many rollouts prints, to this process's stderr: at most
-    `limit` bytes until `reset`, and then a sentence instead of the rest."""
+    """Copies the output of a process to this process's stderr: at most `limit` bytes between calls
+    of `reset`, then a notice instead of the rest."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._left = limit, limit
@@ -154,7 +159,7 @@ class LogPipe(Pipe):
 
 
 class OutputPipe(Pipe):
-    """Keeps the beginning, or with `tail` the end, of what a process writes: `limit` bytes."""
+    """Keeps the first, or with `tail` the last, `limit` bytes of a process's output."""
 
     def __init__(self, limit: int, *, tail: bool = False) -> None:
         self.cut = False
@@ -162,7 +167,7 @@ class OutputPipe(Pipe):
         self._closed = asyncio.Event()
 
     async def text(self) -> str:
-        """All of it, once every writer has closed the pipe."""
+        """Return the kept output, once every writer has closed the pipe."""
         await self._closed.wait()
         return self._data.decode(errors="replace")
 

@@ -1,11 +1,10 @@
-"""Warm processes: the agent is imported once and run many times, out of the runner's process.
+"""Pool of warm processes, which import the agent once and run it many times.
 
-Owns: the processes of the pool and what each of them runs.
-Always true: a process whose rollout timed out or was stopped gets no further rollouts; it is
-replaced at once and ended when its other rollouts are done. If a process dies while it runs one
-rollout, the agent failed; if it ran several, each of them is `lost_runner`, because the culprit is
-not known. An agent that does not load is an error at the start; later the pool tries again with
-growing pauses.
+Owns: the processes of the pool and their pending rollouts.
+Invariant: a process whose rollout timed out or was stopped gets no further rollouts; it is replaced
+at once and ended when its other rollouts are done. If a process dies during one rollout, the agent
+failed; if it had several, each fails as `lost_runner`, because the cause is unknown. An agent that
+does not load is an error at the start; later the pool retries with exponential backoff.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from agentrl.types import ErrorKind, Failure
 
 log = logging.getLogger("agentrl.runner")
 MB = 2**20
-LARGEST = 64 * MB  # bytes of an answer: result, rewards and spans
-BACKOFF, LONGEST = 0.5, 30.0  # seconds until a process that did not start is started again
-DIED_LOADING = "loading the agent ended its process; what that wrote before says more"
+LARGEST = 64 * MB  # bytes of a response: result, rewards and spans
+BACKOFF, LONGEST = 0.5, 30.0  # seconds between attempts to start a process: first and maximum
+DIED_LOADING = "the process ended while loading the agent; see its output above"
 CHILD = ("-m", "agentrl.runners.executors.child")
 
 
 class WarmProcess:
-    """One warm process, as the pool sees it."""
+    """The pool's handle of one warm process."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class WarmProcess:
         self.retired = False
 
     async def wait_until_loaded(self) -> str | None:
-        """Returns when the agent is loaded, or the problem that keeps the process from working."""
+        """Wait until the agent is loaded; return None, or the problem that prevents it."""
         try:
             return (await child.read(self._reader, child.StartupReport)).problem
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -71,7 +70,7 @@ class WarmProcess:
         return future
 
     async def read_responses(self) -> None:
-        """Give each response to whoever waits for it, until the process ends."""
+        """Resolve the future of each response, until the process ends."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 done = await child.read(self._reader, child.RunResponse, LARGEST)
@@ -81,8 +80,8 @@ class WarmProcess:
                     future.set_result(done.ran)
 
     async def fail_pending(self) -> None:
-        """End the process, and fail the attempts that wait for it."""
-        how = contract.describe_exit(await self.end())  # it may be alive and have sent nonsense
+        """End the process and fail its pending attempts."""
+        how = contract.describe_exit(await self.end())  # may be alive, after an invalid message
         failure = Failure(kind=ErrorKind.AGENT, message=f"the agent's process {how}")
         if (together := len(self.requests)) != 1:
             message = f"the process {how} while it ran {together} rollouts"
@@ -93,7 +92,7 @@ class WarmProcess:
         self._writer.close()
 
     async def end(self) -> int:
-        """Its exit status. The process and all that it started are gone when this returns."""
+        """Kill the process and its descendants, wait for their end, return the exit status."""
         self.supervised.kill()
         try:
             return await self.supervised.wait()
@@ -109,9 +108,8 @@ class PoolExecutor:
     def __init__(
         self, path: str, agent: AgentConfig, runner: PoolRunnerConfig, *, root: Path
     ) -> None:
-        """`path` names the agent, relative to `root`. This process's environment holds the keys of
-        store and database; the pool gets the part that Python and the model's clients need, and
-        `agent.pass_env`."""
+        """`path`: the agent, relative to `root`. The pool inherits only the variables that Python
+        and model clients need, and `agent.pass_env`: others may hold keys of the store."""
         self.config, self.memory = runner.pool, runner.memory_mb * MB
         self.processes = self.config.processes or min(os.cpu_count() or 1, runner.concurrency)
         self.limit: int | None = self.processes * self.config.rollouts
@@ -124,11 +122,11 @@ class PoolExecutor:
         self._places: asyncio.Queue[WarmProcess] = asyncio.Queue()
         self._following: dict[WarmProcess, asyncio.Task[None]] = {}
         self._starting: set[asyncio.Task[None]] = set()
-        self._problem: str | None = None  # why the last process did not start
+        self._problem: str | None = None  # why the latest process did not start
         self._closed = asyncio.Event()
 
     async def start(self) -> None:
-        """Returns when all processes are warm."""
+        """Start all processes and wait until they have loaded the agent."""
         await self._launcher.start()
         for problem in await asyncio.gather(*(self._add() for _ in range(self.processes))):
             if problem is not None:
@@ -174,7 +172,7 @@ class PoolExecutor:
                 await asyncio.shield(process.end())
 
     def _retire(self, process: WarmProcess) -> None:
-        """Give this process no more rollouts, and start another in its place."""
+        """Submit no more rollouts to this process, and start its replacement."""
         if not process.retired and not self._closed.is_set():
             task = asyncio.create_task(self._replace())
             self._starting.add(task)
@@ -193,11 +191,13 @@ class PoolExecutor:
             pause = min(2 * pause, LONGEST)
 
     async def _add(self) -> str | None:
-        """Start one more process, with as many places as it runs rollouts; or why that failed."""
+        """Start a process and add its slots to the queue; return the problem if that failed."""
         try:
             process = await self._launch()
         except SupervisorLost:
             return DIED_LOADING
+        except OSError as error:
+            return f"a process cannot be started: {error}"
         problem = await process.wait_until_loaded()
         process.retired = problem is not None  # the caller decides whether to start another
         self._following[process] = asyncio.create_task(self._follow(process))
@@ -224,7 +224,7 @@ class PoolExecutor:
         fds = [os.open(os.devnull, os.O_RDONLY), out, out, theirs.detach()]
         try:
             supervised = await self._launcher.launch(spec, fds)
-        except SupervisorLost:
+        except (SupervisorLost, OSError):
             ours.close()
             raise
         return WarmProcess(supervised, printed, *await asyncio.open_unix_connection(sock=ours))

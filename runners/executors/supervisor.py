@@ -1,15 +1,15 @@
-"""Starts the process of an agent, watches it, and kills everything that it started.
+"""Starts the process of an agent, watches it, and kills all its descendants.
 
 The runner starts one *template*, a small process with a single thread. For each process it sends
 the template a few file descriptors; the template forks a *supervisor*, which starts the payload as
 its child, in a new session. Linux only.
 
-Always true: a supervisor is the subreaper of its payload, so whatever the payload starts stays a
-descendant of the supervisor, even if it detaches itself. The connection between supervisor and
-runner is open while both are alive. When the payload ends, or the runner closes the connection or
-dies, the supervisor kills every descendant, and only then reports and exits.
+Invariant: a supervisor is the subreaper of its payload, so all that the payload starts stays a
+descendant of the supervisor, even if it daemonizes. The connection between supervisor and runner is
+open while both are alive. When the payload ends, or the runner closes the connection or dies, the
+supervisor kills every descendant, and only then reports and exits.
 
-Small processes import this module: use nothing but the standard library here.
+Small processes import this module: import only the standard library here.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from typing import Any, TypedDict
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # linux/prctl.h
 HEADER = struct.Struct("!I")  # length of the JSON that follows
 MOST_FDS = 8
-CANNOT_RUN = 127  # exit status, as of a shell
+CANNOT_RUN = 127  # exit status, the same as a shell's
 CLEANUP_TIMEOUT = 10.0  # seconds for `after`
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ProcessSpec(TypedDict, total=False):
-    """What to run. Without `argv`, the template's own `serve`."""
+    """A process to start; without `argv` it calls the template's `serve`."""
 
     argv: list[str]
     env: dict[str, str]
     folder: str
-    memory: int  # bytes of data of one process; RLIMIT_DATA, as runtimes reserve far more than this
-    after: list[str]  # run when the payload did not end by itself
-    remove: str  # folder to delete when the runner is gone
+    memory: int  # bytes, RLIMIT_DATA of each process; runtimes reserve far more address space
+    after: list[str]  # command to run if the payload did not end by itself
+    remove: str  # folder to delete if the runner is gone
 
 
 Serve = Callable[[int], int]
-"""Given the first file descriptor after stderr, it returns the exit status."""
+"""Maps the first file descriptor after stderr to the exit status."""
 
 
 def run_template(control: socket.socket, serve: Serve | None = None) -> None:
     """Fork a supervisor for each message, until the runner closes `control` or dies."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report by their connection
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report on their connection
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         message, fds, *_ = socket.recv_fds(control, 1, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
@@ -100,7 +100,7 @@ def _supervise(line_fd: int, fds: list[int], serve: Serve | None) -> None:
 
 
 def _wait(payload: int, line: socket.socket) -> bool:
-    """True when the payload ended, False when the line did."""
+    """Wait for the end of payload or connection; return whether the payload ended."""
     pidfd = os.pidfd_open(payload)
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
@@ -112,7 +112,7 @@ def _wait(payload: int, line: socket.socket) -> bool:
 
 def _kill_descendants(payload: int) -> int:
     """Kill until no child is left: orphans become children, as this process is their subreaper.
-    Returns the payload's exit status, or minus the number of the signal that ended it."""
+    Return the payload's exit status, or minus the number of the signal that ended it."""
     status = 0
     while True:
         try:
@@ -133,7 +133,7 @@ def _children() -> list[int]:
         if entry.isdigit():
             try:
                 stat = Path("/proc", entry, "stat").read_text()
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
             if stat.rpartition(")")[2].split()[1] == me:
                 found.append(int(entry))
@@ -141,7 +141,7 @@ def _children() -> list[int]:
 
 
 def _clean_up(spec: ProcessSpec) -> None:
-    """Nobody is left to be told when it fails."""
+    """Run `after`; ignore its errors, as there is no one to report them to."""
     how: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     how |= {"env": spec.get("env"), "timeout": CLEANUP_TIMEOUT}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -171,7 +171,7 @@ def _payload(spec: ProcessSpec, fds: list[int], serve: Serve | None) -> None:
         if "folder" in spec:
             os.chdir(spec["folder"])
         os.execvpe(spec["argv"][0], spec["argv"], spec["env"])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # one of them for a NUL in an argument
         os.write(2, f"cannot run {spec.get('argv')}: {error}\n".encode())
     finally:
         sys.stdout.flush()
@@ -180,6 +180,6 @@ def _payload(spec: ProcessSpec, fds: list[int], serve: Serve | None) -> None:
 
 
 if __name__ == "__main__":
-    # No payload can read or trace its supervisor; `exec` makes the payload ordinary again.
+    # No payload can read or trace its supervisor; `exec` resets the flag for the payload.
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     run_template(socket.socket(fileno=int(sys.argv[1])))

@@ -1,7 +1,7 @@
-"""Games of OpenSpiel as ordinary agents: rules from the library, moves from models, in text.
+"""OpenSpiel games as ordinary agents: models play by text, OpenSpiel applies the rules.
 
 `GameAgent` is the agent, `GameTask` its input, `verify` the verifier of its result. Needs the extra
-`games`: OpenSpiel is imported when a game is loaded, and not before.
+`games`: OpenSpiel is imported when the first game is loaded.
 """
 
 from agentrl.runners.games.agent import GameAgent as GameAgent

@@ -1,6 +1,6 @@
-"""The agent that plays: it asks a model for each move, by an OpenAI-compatible API.
+"""The game-playing agent, which requests each move from an OpenAI-compatible API.
 
-It knows roles only; the run file or a rollout's seats decide which model plays `player_0`.
+It knows only roles; the run file or a rollout's seats decide which model plays `player_0`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ PUBLIC = "https://api.openai.com/v1"
 
 
 def ask_for_move(view: View) -> list[Message]:
-    """The prompt for any game: the player's role, what it sees, and its legal moves."""
+    """Default prompt for any game: the player's role, its observation and its legal moves."""
     rules = f"You are {role_of(view.player)} in a game of {view.game}. Reply with one legal move."
     seen = f"{view.seen}\n\n{view.choice}"
     return [{"role": "system", "content": rules}, {"role": "user", "content": seen}]
 
 
 class GameAgent:
-    """`agent.path = "agentrl.runners.games:GameAgent"`, or one with a prompt of its own.
+    """The agent for `agent.path = "agentrl.runners.games:GameAgent"`; `prompt` customizes it.
 
-    Every move is a conversation of its own, so a policy is a function of what a player sees. The
-    client is pooled, and takes its address from OPENAI_BASE_URL when the agent is made."""
+    Every move is a separate conversation, so a policy depends only on the player's observation.
+    The client is pooled and reads OPENAI_BASE_URL when the agent is created."""
 
     def __init__(self, prompt: Prompt = ask_for_move, model: str = "policy") -> None:
         self.prompt, self.model = prompt, model
@@ -42,9 +42,9 @@ class GameAgent:
         )
 
     async def __call__(self, task: Json) -> GameResult:
-        """Play the game of a task's input, see `GameTask`.
+        """Play the game of a `GameTask`.
 
-        Raises ConfigError for any other input, PolicyError when a model refuses a call."""
+        Raises ConfigError for any other input, PolicyError if a model call fails."""
         answered = False
 
         async def ask(messages: list[Message]) -> str:
@@ -55,18 +55,18 @@ class GameAgent:
 
         result = await Match(read_task(task), self.prompt, ask).play()
         log = attempt_log.current()
-        if log is not None and not answered:  # the others' moves, or a time-out, ended the game
+        if log is not None and not answered:  # ended by other players' moves or a time-out
             log.needs_no_call = True
         return result
 
     async def ask(self, messages: list[Message]) -> str:
-        """The model's answer. Raises PolicyError with the server's message."""
-        asked = msgspec.json.encode({"model": self.model, "messages": messages})
+        """Return the model's answer. Raises PolicyError with the server's message."""
+        body = msgspec.json.encode({"model": self.model, "messages": messages})
         headers = {"content-type": "application/json"}
-        answer = await self._client.post("chat/completions", content=asked, headers=headers)
+        answer = await self._client.post("chat/completions", content=body, headers=headers)
         if answer.status_code != 200:
-            said = f"{answer.status_code} {answer.text:.300}"
-            raise PolicyError(f"the model that was asked for a move answered {said}")
+            reason = f"{answer.status_code} {answer.text:.300}"
+            raise PolicyError(f"the request for a move failed: {reason}")
         content = msgspec.json.decode(answer.content)["choices"][0]["message"]["content"]
         return content or ""
 

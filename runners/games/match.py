@@ -1,7 +1,7 @@
-"""One game from its task to its result, and the verifier of the result.
+"""Plays one game from its task to its result, and verifies the result.
 
-Always true: a game ends, by its rules, when a player forfeits it, or after `max_moves`; a player
-has at most `move_timeout` for a move.
+Invariant: a game ends by its rules, by a forfeit, or after `max_moves`; a move takes at most
+`move_timeout`.
 """
 
 from __future__ import annotations
@@ -27,43 +27,42 @@ Message = dict[str, str]
 Prompt = Callable[[View], list[Message]]
 Ask = Callable[[list[Message]], Awaitable[str]]
 Ended = Literal["rules", "forfeit", "max_moves"]
-RETRIES = 2  # after an invalid move, where the task does not say
+RETRIES = 2  # default of `GameTask.retries`
 
 
 class GameTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `input` of a task: a game, who plays it, and what follows an invalid move.
+    """The `input` of a task: a game, its players, and the consequence of an invalid move.
 
-    forfeit: the player loses, see `Game.forfeited`. penalty: a random legal move is played instead,
-    and counted; the returns stay those of the rules. retry: the player is told and asked again, up
-    to `retries` times for a move; then it loses. A player that does not answer in time always
-    loses."""
+    forfeit: the player loses, see `Game.forfeited`. penalty: a random legal move is played instead
+    and counted; the returns follow the rules. retry: the player is asked again, up to `retries`
+    times per move; then it loses. A player that does not answer in time always loses."""
 
     game: str
     parameters: dict[str, Parameter] = {}
-    seed: int | None = None  # of chance and scripted players; None: a new one for each game
-    players: dict[str, str] = {}  # "player_1" -> "random", "perfect", "mcts:100"; models otherwise
+    seed: int | None = None  # for chance and scripted players; None: a new one for each game
+    players: dict[str, str] = {}  # "player_1" -> "random", "perfect", "mcts:100"; default: a model
     invalid: Literal["forfeit", "penalty", "retry"] = "forfeit"
     retries: Count | None = None  # default 2
-    max_moves: Count = 200  # of all players; then the game is a draw
+    max_moves: Count = 200  # of all players together; then the game is a draw
     move_timeout: Seconds = 30.0
 
 
 class GameResult(TypedDict):
-    """How a game went; players are called by their roles."""
+    """The result of a game; players are named by their roles."""
 
     game: str  # with its parameters
     seed: int
     returns: list[float]  # [players]
     moves: list[tuple[str, str]]  # (role or "chance", move) in order
-    invalid: dict[str, int]  # answers that were no legal move
+    invalid: dict[str, int]  # role -> number of answers without a legal move
     ended: Ended
     forfeited: dict[str, Literal["invalid", "timeout"]]
 
 
 def read_task(value: Json) -> GameTask:
-    """Raises ConfigError for what is not the input of a game."""
+    """Convert a task's input. Raises ConfigError if it is not the input of a game."""
     if not isinstance(value, dict) or "game" not in value:
-        raise ConfigError(f"the input of a game is a mapping with 'game', not {value!r:.80}")
+        raise ConfigError(f"the input of a game must be a mapping with 'game', not {value!r:.80}")
     for key in value:
         if key not in GameTask.__struct_fields__:
             raise ConfigError(f"input.{key}: {nearest(str(key), GameTask.__struct_fields__)}")
@@ -80,7 +79,7 @@ class Match:
     """Owns the state of one game."""
 
     def __init__(self, task: GameTask, prompt: Prompt, ask: Ask) -> None:
-        """Raises ConfigError for a game or player that does not exist."""
+        """Raises ConfigError for an unknown game or player."""
         self.task, self.prompt, self.ask = task, prompt, ask
         self.seed = secrets.randbits(32) if task.seed is None else task.seed
         self.game = Game(task.game, task.parameters, seed=self.seed % 2**31)
@@ -93,7 +92,7 @@ class Match:
             for player, name in enumerate(self.roles)
             if name in task.players
         }
-        # Independent generators, so that no player's moves change the chance of another.
+        # Independent generators: one player's moves do not change another's random numbers.
         self.chance = Random(f"{self.seed}/chance")
         self.instead = [Random(f"{self.seed}/{name}/instead") for name in self.roles]
         self.state = self.game.start()
@@ -102,7 +101,7 @@ class Match:
         self.forfeits: dict[int, Literal["invalid", "timeout"]] = {}
 
     async def play(self) -> GameResult:
-        """Raises what `ask` raises."""
+        """Play the game to its end. Propagates errors of `ask`."""
         count = 0
         while not self.state.is_terminal():
             if self.state.is_chance_node():
@@ -122,7 +121,7 @@ class Match:
         return self._result("rules", [float(value) for value in self.state.returns()])
 
     def deal(self) -> None:
-        """Chance moves until a player has to, or the game has ended."""
+        """Draw chance moves until a player has to move or the game has ended."""
         while self.state.is_chance_node():
             outcomes, chances = zip(*self.state.chance_outcomes(), strict=True)
             (action,) = self.chance.choices(outcomes, chances)
@@ -131,8 +130,8 @@ class Match:
             self.state.apply_action(action)
 
     async def _choices(self, movers: list[int]) -> dict[int, int]:
-        """The action of each mover who does not forfeit the game. An error of one is raised when
-        all have ended, so no call is left behind."""
+        """Return the action of each mover that does not forfeit. An error of one is raised after
+        all have ended, so no call is left running."""
         choosing, choices = [self._choose(player) for player in movers], dict[int, int]()
         actions: list[int | BaseException | None] = []
         if len(movers) == 1:
@@ -147,7 +146,7 @@ class Match:
         return choices
 
     async def _choose(self, player: int) -> int | None:
-        """A player's action. The only legal move is made without asking."""
+        """Return a player's action, None for a forfeit. A single legal move needs no call."""
         legal: list[int] = self.state.legal_actions(player)
         if len(legal) == 1:
             return legal[0]
@@ -168,7 +167,7 @@ class Match:
         return action
 
     async def _ask(self, player: int) -> int | None:
-        """The action of a model; None when it has given as many invalid answers as it may."""
+        """Return a model's action; None after too many invalid answers."""
         view = self.game.view(self.state, player)
         messages = self.prompt(view)
         tries = 1 + ((self.task.retries or RETRIES) if self.task.invalid == "retry" else 0)
@@ -197,12 +196,12 @@ class Match:
 
 
 def verify(task: Task, result: GameResult, trace: Trace) -> list[Reward]:
-    """For each player that a model plays, by its calls or its seat in the rollout: `outcome`, its
+    """Return rewards. For each player with model calls or a seat in the rollout: `outcome`, its
     return, and `invalid`, minus the number of its invalid answers. For the rollout: `outcome`, the
     learner's return.
 
-    The learner is the player that the task's field `learner` names. Without one it is the mean of
-    all players whose policy is trained: not a snapshot, which has "@" in its name, and not an
+    The learner is the player in the task's field `learner`. By default `outcome` is the mean over
+    all players with a trained policy: not a snapshot, which has "@" in its name, and not an
     endpoint, which has no versions."""
     returns = {role_of(index): value for index, value in enumerate(result["returns"])}
     playing = {call.role for call in trace.transitions}.union(trace.rollout.seats)
@@ -218,7 +217,8 @@ def verify(task: Task, result: GameResult, trace: Trace) -> list[Reward]:
 
 
 def _learners(task: Task, players: list[str], trace: Trace) -> list[str]:
-    """All players if none learns. A player that made no call is known by its seat alone."""
+    """Return the learning players, all players if none learns. A player without calls is known
+    only by its seat."""
     if "learner" in task:
         if task["learner"] not in players:
             known = ", ".join(players)

@@ -1,7 +1,7 @@
-"""A game of OpenSpiel as text: what each player sees, its legal moves, and the returns.
+"""An OpenSpiel game as text: observations, legal moves and returns.
 
-All rules are the library's. Only what it has no rule for is decided here: the returns when a player
-forfeits, or when a game is broken off.
+OpenSpiel applies the rules. Defined here is only what it has no rule for: the returns after a
+forfeit or of a game that is ended early.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from typing import Any
 from agentrl.errors import ConfigError, nearest
 
 Parameter = bool | int | float | str
-SEED = "rng_seed"  # OpenSpiel's parameter for games that draw their chance themselves
+SEED = "rng_seed"  # OpenSpiel's parameter for games that sample chance moves themselves
 LAST_WORD = re.compile(r".*\bmove:(.*)", re.IGNORECASE | re.DOTALL)
 
 
 def role_of(player: int) -> str:
-    """The role under which a player's model calls are made."""
+    """Return the role of a player's model calls."""
     return f"player_{player}"
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a player is told when it has to move."""
+    """A player's observation and legal moves when it has to move."""
 
     game: str  # OpenSpiel's short name
     player: int  # from 0
-    seen: str  # its information state or observation, in OpenSpiel's text
-    legal: Mapping[str, int]  # its moves as text -> OpenSpiel's actions
+    seen: str  # OpenSpiel's text of the information state or observation
+    legal: Mapping[str, int]  # moves as text -> OpenSpiel's actions
 
     @property
     def choice(self) -> str:
-        """The legal moves, one in a line, as they may contain any other separator."""
+        """The legal moves, one per line, as they may contain any other separator."""
         return "\n".join(["Legal moves:", *self.legal])
 
     def read(self, answer: str) -> int | None:
-        """The action that `answer` names: a legal move alone, or after its last "Move:". Case,
-        spaces and a full stop do not matter. None: it names no legal move."""
+        """Parse an answer: a legal move alone, or after its last "Move:". Case, spaces and a final
+        full stop are ignored. Returns its action, or None without a legal move."""
         last = LAST_WORD.fullmatch(answer)
-        said = _plain(last[1] if last else answer)
-        return next((action for move, action in self.legal.items() if _plain(move) == said), None)
+        text = _plain(last[1] if last else answer)
+        return next((action for move, action in self.legal.items() if _plain(move) == text), None)
 
 
 class Game:
-    """One of OpenSpiel's games with its parameters. Several states of it may be played at once."""
+    """An OpenSpiel game with its parameters; several of its states may be in play at once."""
 
     def __init__(
         self, name: str, parameters: Mapping[str, Parameter] | None = None, seed: int = 0
     ) -> None:
-        """`name` is a short name or a whole game string, such as "misere(game=tic_tac_toe())". The
-        seed is for games whose chance is not part of their tree.
+        """`name`: a short name or a full game string, such as "misere(game=tic_tac_toe())".
+        `seed`: for games that sample chance outside of their tree.
 
-        Raises ConfigError for what is not a game, and for one that no text agent can play."""
+        Raises ConfigError for an unknown game and for one that text agents cannot play."""
         self._spiel = library()
         kind = self._spiel.GameType
         wanted = tuple((parameters or {}).items())
@@ -64,10 +64,10 @@ class Game:
         if self.rules.get_type().chance_mode == kind.ChanceMode.SAMPLED_STOCHASTIC:
             if SEED not in self.rules.get_type().parameter_specification:
                 raise ConfigError(f"game = {name!r}: its chance cannot be seeded; choose another")
-            self.rules = _load(name, ((SEED, seed), *wanted))  # not shared: it draws its own chance
+            self.rules = _load(name, ((SEED, seed), *wanted))  # not shared: it has its own rng
         about = self.rules.get_type()
         if about.dynamics == kind.Dynamics.MEAN_FIELD or about.action_structs_only:
-            raise ConfigError(f"game = {name!r} has no players with moves in words; choose another")
+            raise ConfigError(f"game = {name!r} has no moves as text; choose another")
         self.name: str = about.short_name
         self.players: int = self.rules.num_players()
         self.perfect = about.information == kind.Information.PERFECT_INFORMATION
@@ -77,14 +77,14 @@ class Game:
         self._constant_sum = about.utility in (kind.Utility.ZERO_SUM, kind.Utility.CONSTANT_SUM)
         self._pays_during_game = about.reward_model == kind.RewardModel.REWARDS
         if not (self._has_information_state or self._has_observation or self.perfect):
-            raise ConfigError(f"game = {name!r} does not say what a player sees; choose another")
+            raise ConfigError(f"game = {name!r} has no observations as text; choose another")
 
     def start(self) -> Any:
         """The state before the first move, a `pyspiel.State`."""
         return self.rules.new_initial_state()
 
     def to_move(self, state: Any) -> list[int]:
-        """The players who move now, several if they move at the same time."""
+        """Return the players to move, several in a simultaneous move."""
         if state.current_player() != self._spiel.PlayerId.SIMULTANEOUS:
             return [state.current_player()]
         return [player for player in range(self.players) if state.legal_actions(player)]
@@ -98,8 +98,8 @@ class Game:
         state.apply_actions([choices.get(player, none) for player in range(self.players)])
 
     def view(self, state: Any, player: int) -> View:
-        """What `player` knows in `state`, and its legal moves. With perfect information that is the
-        board, else its information state, else its observation."""
+        """Return the player's view of `state`: with perfect information the board, else its
+        information state, else its observation; and its legal moves."""
         if self.perfect:
             seen = state.observation_string(player) if self._has_observation else str(state)
         elif self._has_information_state:
@@ -109,7 +109,7 @@ class Game:
         return View(self.name, player, seen.strip(), self.moves(state, player))
 
     def moves(self, state: Any, player: int) -> dict[str, int]:
-        """Legal moves as text -> actions. Moves with the same text are numbered."""
+        """Map legal moves as text to actions. Equal texts are distinguished by their action."""
         texts = [(self.words(state, player, a), a) for a in state.legal_actions(player)]
         count = Counter(_plain(text) for text, _ in texts)
         return {
@@ -118,15 +118,16 @@ class Game:
         }
 
     def words(self, state: Any, player: int, action: int) -> str:
-        """A move as one line of text."""
+        """Return a move as one line of text."""
         return " ".join(state.action_to_string(player, action).split()).strip(" ,")
 
     def forfeited(self, state: Any, losers: Collection[int]) -> list[float]:
-        """Returns [players] of a game that `losers` lost by forfeit. They get its lowest return.
+        """Compute the returns [players] of a game that `losers` forfeited: they get the lowest
+        return of the game.
 
-        If the returns have a constant sum, the others share the rest of it; if all have forfeited,
-        all share the sum. If all players have the same return, all get the lowest. In any other
-        game the others keep what they have by then: nobody is paid for another's mistake."""
+        In a constant-sum game the others share the rest of the sum; if all forfeit, all share the
+        sum. In a game with identical returns all get the lowest. In any other game the others keep
+        their returns so far: no one profits from another player's mistake."""
         worst, players = self.rules.min_utility(), range(self.players)
         if self._same_return:
             return [worst] * self.players
@@ -139,8 +140,8 @@ class Game:
         return [worst if player in losers else rest for player in players]
 
     def broken_off(self, state: Any) -> list[float]:
-        """Returns [players] of a game that is ended early: a draw. Where rewards come with the
-        moves, or have no constant sum, all players keep what they have."""
+        """Compute the returns [players] of a game that is ended early: a draw if it has a constant
+        sum and pays at its end only, else each player's returns so far."""
         if self._constant_sum and not self._pays_during_game:
             return self._evenly()
         return [float(value) for value in state.returns()]
@@ -150,7 +151,7 @@ class Game:
 
 
 def library() -> Any:
-    """pyspiel. Raises ConfigError where it is not installed."""
+    """Import pyspiel. Raises ConfigError if it is not installed."""
     try:
         import pyspiel
     except ImportError:
@@ -168,8 +169,8 @@ def _load(name: str, parameters: tuple[tuple[str, Parameter], ...]) -> Any:
         del named["name"]
         return spiel.load_game(short, named | dict(parameters))
     except (spiel.SpielError, LookupError, TypeError) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"game = {name!r} cannot be played so: {said}") from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"game = {name!r} cannot be loaded: {reason}") from None
 
 
 _loaded = lru_cache(maxsize=64)(_load)  # some games read files

@@ -1,1 +1,1 @@
-"""The HTTP server beside a runner that forwards and captures every model call."""
+"""HTTP server in a runner's process that forwards and captures every model call."""

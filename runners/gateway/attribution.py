@@ -1,10 +1,10 @@
-"""Finds the attempt of a model call: by path, W3C trace context or API key, in this order.
+"""Attributes a model call to its attempt by path, W3C trace context or API key, in this order.
 
-Owns: the attempts this process runs and what the gateway learns about each of them.
-Always true: an attempt is active from `register` to `unregister`. Calls of any other are refused,
-and calls in flight when it ends are cancelled. A sealed attempt, whose agent runs outside of this
-process, is reached with its secret key only, and that key reaches nothing else.
-Who may write: the worker registers and unregisters, the gateway's event loop everything else.
+Owns: the attempts that this process runs, and the gateway's state of each.
+Invariant: an attempt is active from `register` to `unregister`. Calls of other attempts are
+refused, and calls in flight at its end are cancelled. A sealed attempt, whose agent runs outside
+this process, accepts only calls with its secret key, and that key is valid for no other attempt.
+Writers: the worker registers and unregisters, the gateway's event loop does everything else.
 """
 
 from __future__ import annotations
@@ -30,53 +30,53 @@ from agentrl.runners.tracing.roles import NAMES, ROLE, read_names, resolve, role
 from agentrl.types import Attempt, Transition
 
 PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
-REMEMBERED = 10_000  # ended attempts that are still known
+REMEMBERED = 10_000  # ended attempts whose ids and keys are kept
 
 
 class ModelCall(NamedTuple):
-    """A call within its attempt, and the failed calls that it repeats."""
+    """A model call's number in its attempt, and the failed calls that it retries."""
 
     number: int  # within the attempt
-    key: int  # the same for a repetition of the same request
-    repeats: tuple[int, ...]  # calls with its key that had failed when it came
+    key: int  # hash of the request body, equal for a retry
+    repeats: tuple[int, ...]  # earlier calls with the same key that failed before this one began
 
 
 class AgentPlace(NamedTuple):
-    """Where the process of an agent works, if it has a workspace."""
+    """The working environment of an agent process that has a workspace."""
 
     folder: Path  # its working directory
-    private: Path  # for the files that it and the runner give each other
+    private: Path  # folder for files exchanged with the runner
     env: Mapping[str, str]  # HOME and the like
-    prefix: Sequence[str]  # begins its command line: what confines it
-    give: Callable[[Path], None]  # makes a folder's files those of the user that it runs as
+    prefix: Sequence[str]  # prefix of its command line, which confines it
+    give: Callable[[Path], None]  # makes the agent's user the owner of a folder's files
 
 
 @dataclass(slots=True, eq=False)
 class ActiveAttempt:
-    """An attempt in progress, as the gateway sees it."""
+    """The gateway's state of an attempt in progress."""
 
     attempt: Attempt
-    deadline: float  # time.monotonic() at which it is out of time
-    sealed: bool = False  # only its key opens it
-    scoring: bool = False  # it is a verifier: it reaches frozen endpoints only, and is not recorded
+    deadline: float  # time.monotonic() of its time-out
+    sealed: bool = False  # only calls with its key are accepted
+    scoring: bool = False  # a verifier's: reaches frozen endpoints only, calls are not recorded
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     calls: int = 0  # requests so far
     stored: int = 0  # transitions so far
-    timed_out: bool = False  # a call was refused because the time was up
-    refused: str = ""  # the answer to the latest call that the policy server found wrong
-    failures: dict[int, str] = field(default_factory=dict)  # number of a call -> what failed
-    ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> calls that failed
+    timed_out: bool = False  # a call was refused after the deadline
+    refused: str = ""  # status and body of the policy server's latest refusal
+    failures: dict[int, str] = field(default_factory=dict)  # number of a call -> error message
+    ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> failed calls
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
     memory: ConversationMemory = field(default_factory=ConversationMemory)
-    roles: Collection[str] = ()  # those that the run file, a seat or a prompt names
-    rules: Sequence[RoleRule] = ()  # for calls that do not say their role
-    recording: Recording | None = None  # what it repeats of another rollout
+    roles: Collection[str] = ()  # roles named by the run file, a seat or a prompt
+    rules: Sequence[RoleRule] = ()  # for calls that do not state their role
+    recording: Recording | None = None  # calls of another rollout to replay
     place: AgentPlace | None = None
     tokens: int = 0  # sampled so far
-    most_calls: int = 0  # 0: any number
-    most_tokens: int = 0  # after which no call is answered; 0: any number
-    on_spent: Callable[[str], None] | None = None  # told which of the two is used up
-    # What is stored of a call; None: the call as it was.
+    most_calls: int = 0  # 0: no limit
+    most_tokens: int = 0  # sampled tokens after which calls are refused; 0: no limit
+    on_spent: Callable[[str], None] | None = None  # called with the limit that was reached
+    # Transforms a call before it is stored; None: stored unchanged.
     record: Callable[[web.Request, Transition], Transition] | None = None
 
     @property
@@ -85,7 +85,7 @@ class ActiveAttempt:
 
     @property
     def seats(self) -> Seats:
-        """Who plays which role of the agent; a verifier plays none."""
+        """Seats of the rollout; empty for a verifier."""
         return NO_SEATS if self.scoring else self.attempt.rollout.seats
 
     @property
@@ -94,8 +94,8 @@ class ActiveAttempt:
         return self.deadline - time.monotonic()
 
     def begin_call(self, raw: bytes) -> ModelCall:
-        """Number a new call, whose request body is `raw`. Raises RefusedError when the attempt has
-        had all its calls or tokens; that ends it."""
+        """Number a new call with request body `raw`. Raises RefusedError, and ends the attempt, if
+        it has used up its calls or tokens."""
         spent = ""
         if self.most_calls and self.calls >= self.most_calls:
             spent = f"the agent made more than agent.max_calls = {self.most_calls} model calls"
@@ -110,7 +110,8 @@ class ActiveAttempt:
         return ModelCall(number, key, self.ended.get(key, ()))
 
     def time_is_up(self, what: str, known: str = "") -> RefusedError:
-        """The answer to a call that `what` had not answered in time. known: what had failed."""
+        """Build the error for a call without an answer from `what` before the deadline. `known`:
+        the call's failure so far."""
         self.timed_out = True
         message = f"attempt {self.id} ran out of time before {what} had answered"
         return RefusedError(504, "attempt_timeout", f"{message}; {known}" if known else message)
@@ -121,31 +122,31 @@ class ActiveAttempt:
             self.failures.pop(number, None)
 
     def done(self, asked: ModelCall) -> None:
-        """The call has ended. If it failed, only an equal request that begins later can repeat it;
-        an equal one that ran at the same time cannot."""
+        """Record the end of a call. If it failed, only an equal request that begins later counts as
+        its retry; a concurrent one does not."""
         if asked.number in self.failures:
             self.ended[asked.key] = (*self.ended.get(asked.key, ()), asked.number)
 
     def extend(self, seconds: float) -> None:
-        """Begin a stage with a time limit of its own; `math.inf` while it waits for one."""
+        """Set the time limit of a new stage; `math.inf` while the attempt waits for a stage."""
         self.deadline = time.monotonic() + seconds
 
 
 class CallOrigin(NamedTuple):
-    """Which attempt and role make a call."""
+    """The attempt and role that make a call."""
 
     attempt: ActiveAttempt
-    role: str | None  # None: still to be read from the requested model, see `roles`
+    role: str | None  # None: determined by the requested model, see `role_of`
     span: str | None  # span id of the request's parent, 16 hex digits
     inside: tuple[str, ...] = ()  # names of nodes and agent around the call, innermost first
 
     def role_of(self, model: str) -> str:
-        """The role that makes the call, which asks for `model`."""
+        """Return the role of a call that requests `model`."""
         return role_of_model(self.role, model, self.attempt.roles)
 
 
 class RefusedError(Exception):
-    """A request that belongs to no active attempt."""
+    """The gateway refuses a request, such as one without an active attempt."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -153,8 +154,8 @@ class RefusedError(Exception):
 
 
 class AttemptRegistry:
-    """The active attempts. `open`: those that are not sealed can be reached, which is safe only
-    where no other machine can connect."""
+    """The active attempts. `open`: attempts that are not sealed accept calls, which is safe only
+    if no other machine can connect."""
 
     def __init__(
         self, *, open: bool = True, roles: Collection[str] = (), rules: Sequence[RoleRule] = ()
@@ -188,9 +189,10 @@ class AttemptRegistry:
         return list(self._active.values())
 
     def find(self, attempt: str) -> ActiveAttempt:
-        """Raises RefusedError for an attempt that has ended or never was, or that is sealed."""
+        """Return an attempt that needs no key. Raises RefusedError if it has ended, is unknown or
+        is sealed."""
         active = self._active.get(attempt)
-        # The id of a verifier's trace is random, and no agent is told it.
+        # A verifier's trace id is random and secret from agents.
         if active is not None and not active.sealed and (self.open or active.scoring):
             return active
         if active is not None:
@@ -208,10 +210,11 @@ class AttemptRegistry:
         )
 
     def caller(self, headers: Mapping[str, str], path: Mapping[str, str]) -> CallOrigin:
-        """Attempt and role of a request. `path` holds `attempt` and `role` if the URL names them.
+        """Return attempt and role of a request. `path` holds `attempt` and `role` if the URL names
+        them.
 
-        Raises RefusedError with a sentence that says how to fix the request."""
-        # A malformed header counts as missing: what is stored must be valid when it is exported.
+        Raises RefusedError with a message that says how to fix the request."""
+        # A malformed header counts as missing: stored span ids must be valid for export.
         parent = PARENT.match(headers.get("traceparent", ""))
         trace, span = (parent[1], parent[2]) if parent else ("", None)
         active = self._owner(headers, path, trace)
@@ -223,9 +226,9 @@ class AttemptRegistry:
     def _owner(
         self, headers: Mapping[str, str], path: Mapping[str, str], trace: str
     ) -> ActiveAttempt:
-        """The attempt that a request belongs to."""
+        """Return the attempt of a request."""
         key = headers.get("x-api-key") or headers.get("x-goog-api-key")
-        # A client of OpenTelemetry may send the header of its environment as it is there, encoded.
+        # An OpenTelemetry client may send its environment's header still percent-encoded.
         key = key or unquote(headers.get("authorization", "")).removeprefix("Bearer ")
         key = key.strip()
         if key in self._keys:

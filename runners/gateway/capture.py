@@ -1,9 +1,9 @@
-"""What the gateway adds to a model call, and how it reads the answer.
+"""Adds capture fields to a model call, and reads the tokens of its response.
 
-The additions are `return_token_ids` and `logprobs`, plus the rollout's sampling parameters where
-the agent sets none. The agent's own fields are passed on byte for byte, but for tool calls, whose
-arguments go back to the model as it wrote them. What the agent did not ask for is removed from the
-answer, so the agent sees what the real API would have shown.
+Adds `return_token_ids` and `logprobs`, plus the rollout's sampling parameters that the agent does
+not set. The agent's own fields are passed on byte for byte, except the arguments of tool calls,
+which are restored to the model's own text. Fields that the agent did not ask for are removed from
+the response, so the agent sees the same as with the real API.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from agentrl.runners.gateway.routing import Route
 from agentrl.types import Json, Sampling, Transition, float32, int32
 
 Fields = dict[str, Any]
-"""A JSON object. Its values are `msgspec.Raw`, the bytes as they came, or set by the gateway."""
+"""A JSON object. Its values are `msgspec.Raw`, the received bytes, or set by the gateway."""
 
-SPANS = "agentrl_spans"  # of a choice: versions by their first token, where several sampled it
+SPANS = "agentrl_spans"  # choice field: (first token, version), if several versions sampled it
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None)
@@ -31,12 +31,12 @@ _spans = msgspec.json.Decoder(list[tuple[int, int]] | None)
 _object = msgspec.json.Decoder(dict[str, Any] | None)
 
 
-class _Token(msgspec.Struct, gc=False):  # hundreds a call, which would set off the collector
+class _Token(msgspec.Struct, gc=False):  # hundreds per call, which would trigger the collector
     logprob: float
 
 
 class _Logprobs(msgspec.Struct):
-    """Of chat completions, or of completions."""
+    """The logprobs of a chat completion or a completion."""
 
     content: list[_Token] | None = None
     token_logprobs: list[float] | None = None
@@ -46,19 +46,19 @@ _logprobs = msgspec.json.Decoder(_Logprobs | None)
 
 
 def value(fields: Fields, name: str) -> Json:
-    """The decoded value of a field; None where it is missing."""
+    """Return the decoded value of a field; None if it is missing."""
     found = fields.get(name)
     return msgspec.json.decode(found) if isinstance(found, msgspec.Raw) else found
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """A request of the agent, ready to forward to whichever server answers."""
+    """A request of the agent, independent of the server that will answer it."""
 
     dialect: Dialect
-    fields: Fields  # what is asked of the policy server; `model` as the agent named it
+    fields: Fields  # body for the policy server; `model` as the agent named it
     translation: Translation | None
-    index: int  # of the request within its attempt
+    index: int  # within its attempt
     model: str
     stream: bool
     asks_token_ids: bool  # the agent asked for token ids itself
@@ -68,16 +68,16 @@ class ModelRequest:
 
     @property
     def left_out(self) -> list[str]:
-        """Options that its API has and that have no effect here."""
+        """Options of the request that have no effect."""
         return [] if self.translation is None else self.translation.left_out
 
     def encode(
         self, route: Route, defaults: Sampling, *, capture: bool, room: int | None = None
     ) -> tuple[bytes, Sampling]:
-        """The body for that server, and the sampling parameters that are in force there.
+        """Return the body for the route's server and the effective sampling parameters.
 
-        `defaults` are those of the rollout; an endpoint that is not trained keeps its own. `room`:
-        tokens that fit behind the prompt, if the agent asks for more."""
+        `defaults`: those of the rollout; frozen endpoints keep their own. `room`: tokens that fit
+        after the prompt, if the agent asks for more."""
         body = self.fields | {"model": route.model or self.model}
         if capture:
             body["return_token_ids"] = True
@@ -91,7 +91,7 @@ class ModelRequest:
         return msgspec.json.encode(body), sampling
 
     def restore_fields(self, part: ResponseChunk) -> bytes:
-        """A whole answer, or a chunk of a stream, as the agent's API would have sent it."""
+        """Encode a response or a chunk without the fields that the agent did not ask for."""
         fields = part.fields | {"model": self.model}
         if not self.asks_token_ids:
             fields.pop("prompt_token_ids", None)
@@ -113,7 +113,7 @@ def read_request(
     """Parse a request.
 
     Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError unless it is a JSON object,
-    UntranslatableError when it cannot be translated for the policy server."""
+    UntranslatableError if it cannot be translated for the policy server."""
     translation = None
     if dialect.translate is None:
         fields: Fields = _fields.decode(raw)
@@ -121,7 +121,7 @@ def read_request(
         body = msgspec.json.decode(raw, type=dict[str, Any])
         with typed():
             translation = dialect.translate(body, memory)
-        fields = dict(translation.chat)  # the dialect keeps its own
+        fields = dict(translation.chat)  # a copy: `restore` below may change it
     stream = value(fields, "stream")
     if stream is not None and not isinstance(stream, bool):
         why = f"{stream!r:.80} is neither true nor false"
@@ -146,13 +146,13 @@ def read_request(
 
 
 def _dicts(found: Json) -> list[dict[str, Json]]:
-    """What is stored of a list; the policy server refuses what is none."""
+    """Return the objects of a list, for storing; the policy server refuses anything else."""
     return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
 
 def _fill_sampling(body: Fields, defaults: Sampling | None, index: int) -> Sampling:
-    """Fill the parameters that the agent does not set, or that are forced, if there are defaults;
-    returns those in force. `index` is that of the request within its attempt."""
+    """Set the parameters that the agent does not set, or that are forced, if there are `defaults`;
+    return the effective ones. `index`: the request's number in its attempt."""
     asked = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
     limit = value(body, "max_completion_tokens")
     limit = value(body, "max_tokens") if limit is None else limit
@@ -165,12 +165,12 @@ def _fill_sampling(body: Fields, defaults: Sampling | None, index: int) -> Sampl
             for name in ("temperature", "top_p", "top_k"):
                 body.pop(name, None)
                 asked[name] = None
-        if defaults.seed is not None:  # equal calls of one attempt are still independent
+        if defaults.seed is not None:  # keeps equal calls of one attempt independent
             filling["seed"] = defaults.seed + index
         for name, default in filling.items():
             if asked[name] is None:
                 asked[name] = body[name] = default
-    return Sampling(  # the policy server refuses what is no number
+    return Sampling(  # the policy server refuses values that are not numbers
         temperature=_number(asked["temperature"], float, 1.0),
         top_p=_number(asked["top_p"], float, 1.0),
         top_k=_number(asked["top_k"], int, 0),
@@ -187,33 +187,33 @@ def _number(given: Json, kind: type, default: Any) -> Any:
 
 @dataclass(slots=True)
 class ResponseChunk:
-    """A whole answer or a chunk of one, its values still bytes."""
+    """A complete response or a chunk of one, with values not yet decoded."""
 
     fields: Fields
     choices: list[Fields]
 
 
 def read_chunk(raw: bytes) -> ResponseChunk:
-    """Raises msgspec.DecodeError for what is no completion."""
+    """Parse a response or a chunk. Raises msgspec.DecodeError if it is not a completion."""
     fields = _fields.decode(raw)
     return ResponseChunk(fields, _choices.decode(fields.get("choices", b"null")) or [])
 
 
 @dataclass(slots=True)
 class SampledChoice:
-    """One sampled completion, whole once `finish` is set."""
+    """One sampled completion, complete once `finish` is set."""
 
     prompt: array[int] = field(default_factory=int32)
     tokens: array[int] = field(default_factory=int32)
     logprobs: array[float] = field(default_factory=float32)
-    known: bool = False  # the server gives token ids
+    known: bool = False  # the server returned token ids
     message: dict[str, Json] = field(default_factory=dict)
     finish: str | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:
-        """Every sampled token is known, with the log-prob it was sampled at."""
+        """Whether the prompt and each sampled token with its log-prob are known."""
         return self.known and bool(self.prompt) and len(self.tokens) == len(self.logprobs)
 
     @property
@@ -221,8 +221,8 @@ class SampledChoice:
         return any(said for name, said in self.message.items() if name != "role")
 
     def transition(self, version: int | None = None, **known: Any) -> Transition:
-        """The stored form. Without exact ids it is kept, marked inexact. `version` made the first
-        token, unless the choice itself names another."""
+        """Convert to the stored record, marked inexact without exact token ids. `version`: sampled
+        the first token, unless the choice has version spans."""
         return Transition(
             prompt=self.prompt,
             completion=self.tokens,
@@ -238,17 +238,17 @@ class SampledChoice:
 
 @dataclass(slots=True)
 class ModelResponse:
-    """An answer, to which parts are added: all at once, or chunk by chunk."""
+    """A response under assembly, from one part or from the chunks of a stream."""
 
     choices: dict[int, SampledChoice] = field(default_factory=dict)
     prompt: array[int] = field(default_factory=int32)
 
     def add(self, part: ResponseChunk) -> bool:
-        """Add one part; true if it may end a choice, so that the agent must not see it before the
-        answer is stored.
+        """Add one part; return whether it may end a choice: such a part must not reach the agent
+        before the response is stored.
 
-        Raises msgspec.DecodeError, OverflowError, TypeError, KeyError or AttributeError for what
-        is no completion."""
+        Raises msgspec.DecodeError, OverflowError, TypeError, KeyError or AttributeError if the part
+        is not a completion."""
         if ids := _ids.decode(part.fields.get("prompt_token_ids", b"null")):
             self.prompt = int32(ids)
         for data in part.choices:
@@ -274,11 +274,11 @@ class ModelResponse:
         choice.finish = value(data, "finish_reason") or choice.finish
 
     def cut(self, finish: str) -> None:
-        """End the choices that have begun, since no part follows."""
+        """End the choices that have begun; no further part follows."""
         begun = {i: c for i, c in self.choices.items() if c.finish or c.tokens or c.has_content}
         for choice in begun.values():
             choice.finish = choice.finish or finish
-            choice.known = choice.known and bool(choice.tokens)  # its text may come before them
+            choice.known = choice.known and bool(choice.tokens)  # text may arrive before its tokens
         self.choices = begun
 
     @property
@@ -287,7 +287,7 @@ class ModelResponse:
 
 
 def _merge(message: dict[str, Json], data: Fields) -> None:
-    """Add a whole message, or a streamed difference, to the message so far."""
+    """Merge a complete message or a streamed delta into the message so far."""
     if "text" in data:  # completions
         message["role"] = "assistant"
         message["content"] = message.get("content", "") + value(data, "text")

@@ -1,4 +1,4 @@
-"""The routes of the gateway. An error has the shape of the API that the agent called."""
+"""HTTP routes of the gateway. Errors have the format of the API that the agent called."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ KNOWN += ["POST /v1/messages/count_tokens", "POST /v1/embeddings", "POST /v1/tra
 KNOWN += ["POST /v1beta/models/MODEL:generateContent (streamGenerateContent, countTokens)"]
 KNOWN += ["POST /v1/logs", "POST /v1/metrics", "GET /v1/models", "GET /v1/models/MODEL"]
 UNREADABLE = "invalid_body"
-# The gateway has repeated what made sense, so the agent's SDK need not.
+# The gateway has already retried, so the agent's SDK need not.
 FINAL = {"x-should-retry": "false"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Work = Callable[[CallOrigin, web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoints:
-    """What agents can ask for, each on behalf of one active attempt."""
+    """Request handlers, each on behalf of one active attempt."""
 
     def __init__(
         self, attempts: AttemptRegistry, router: Router, upstream: Upstream, store: Store
@@ -81,7 +81,7 @@ class Endpoints:
         return await count_tokens(self._upstream, caller, request, prompt_of, "input_tokens")
 
     async def google(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
-        """A method of Google's API, whose path names the model."""
+        """Call a method of Google's API, whose path names the model."""
         model, verb = request.match_info["model"], request.match_info["verb"]
         if verb == "countTokens":
             prompt_of = partial(dialects.google.prompt_of, model=model)
@@ -96,8 +96,8 @@ class Endpoints:
         return await self.call(dialects.google.dialect(model, stream=stream), caller, request)
 
     async def traces(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
-        """Stores spans of the caller's own attempt; others are rejected as OTLP prescribes."""
-        from agentrl import otlp  # needs the extra that brings OpenTelemetry's messages
+        """Store spans of the caller's own attempt; reject others as OTLP prescribes."""
+        from agentrl import otlp  # needs the extra with OpenTelemetry's protobuf messages
 
         spans, unusable, why = otlp.decode_some(await read_body(request), request.content_type)
         active = caller.attempt
@@ -112,7 +112,7 @@ class Endpoints:
     async def models(self, request: web.Request) -> web.StreamResponse:
         if not self._attempts.open:
             self._attempts.caller(request.headers, request.match_info)
-        await self._router.read.wait()  # harnesses ask first of all, and believe that there is none
+        await self._router.read.wait()  # harnesses list models at start and cache an empty list
         served = self._router.policies
         names = sorted({*served, *(p.model for p in served.values()), *self._router.frozen})
         asked = request.match_info.get("model")
@@ -131,7 +131,7 @@ class Endpoints:
         return web.json_response(head | {"data": data})
 
     async def _within_attempt(self, work: Work, request: web.Request) -> web.StreamResponse:
-        """Do `work` for the attempt that makes the request; it is cancelled when that ends."""
+        """Run `work` for the attempt of the request; the attempt's end cancels it."""
         caller = self._attempts.caller(request.headers, request.match_info)
         task = asyncio.current_task()
         assert task is not None
@@ -143,15 +143,15 @@ class Endpoints:
 
 
 async def drop(caller: CallOrigin, request: web.Request) -> web.StreamResponse:
-    """Logs and metrics of OpenTelemetry are taken and not kept: an agent that sends them would try
-    again, and they say nothing that is learned from."""
+    """Accept OpenTelemetry logs and metrics and discard them: an agent would retry after a refusal,
+    and training does not use them."""
     await read_body(request)
     empty = b"{}" if request.content_type == "application/json" else b""
     return web.Response(body=empty, content_type=request.content_type)
 
 
 async def no_websocket(request: web.Request) -> web.StreamResponse:
-    """Refuses a websocket at once, so that the agent posts its calls instead."""
+    """Refuse a websocket at once; the agent then falls back to POST."""
     raise RefusedError(426, "no_websocket", "there are no websockets here; POST the call instead")
 
 
@@ -193,11 +193,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     body = body or msgspec.json.encode(dialect.error(status, code, message))
     answer = web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
     if code == UNREADABLE:
-        answer.force_close()  # the rest of the request cannot be told from the next one
+        answer.force_close()  # the end of this request, hence the next one's start, is unknown
     return answer
 
 
-# -- calls that are routed and repeated like any other, but not recorded ---------------------------
+# -- calls that are routed and retried like any other, but not recorded ----------------------------
 
 
 async def embeddings(
@@ -223,8 +223,8 @@ async def count_tokens(
     prompt_of: Callable[[Body, ConversationMemory], Body],
     field: str,
 ) -> web.StreamResponse:
-    """The number of prompt tokens of a request, as the policy server renders it. `prompt_of` makes
-    it the request for a chat completion; `field` names the number in the answer."""
+    """Count a request's prompt tokens as rendered by the policy server. `prompt_of` converts it to
+    a chat completion request; `field`: name of the count in the response."""
     raw = await read_body(request)
     chat = prompt_of(msgspec.json.decode(raw, type=Body), caller.attempt.memory)
     model = str(chat.get("model") or "")

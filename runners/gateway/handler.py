@@ -1,10 +1,10 @@
-"""One model call from request to answer: forward, capture, store, then send the last byte.
+"""One model call from request to response: forward, capture, store, then send the last byte.
 
-Always true: a call that a branch repeats is answered from the record, and then treated like any
-other. Once the agent has a byte of the answer, no server is asked again; if the answer breaks after
-that, the agent's connection is cut, because any other end would look complete. The part of an
-answer that an agent had read when it left is stored as a call that was cut, because the agent acted
-on those tokens.
+Invariant: a call that a branch replays is answered from the record, and then handled like any
+other. Once the agent has received a byte of the response, the call is not retried; if the response
+breaks after that, the agent's connection is closed, because any other end would look complete. If
+the agent disconnects, the part that it has received is stored as a call with finish "cut", because
+the agent acted on those tokens.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from agentrl import threads
 from agentrl.errors import StoreError
 from agentrl.http_server import read_body
 from agentrl.runners.dialects import Dialect
@@ -30,24 +31,31 @@ from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
 from agentrl.runners.gateway.replay import CUT, RECORD
 from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.gateway.routing import Route
-from agentrl.runners.gateway.upstream import Upstream, UpstreamError, forwarded, read, stream
+from agentrl.runners.gateway.upstream import (
+    Upstream,
+    UpstreamError,
+    forwarded,
+    read,
+    read_event,
+    stream,
+)
 from agentrl.store.base import Store
 from agentrl.types import SIDE, Sampling, Transition
 
-# What parsing an answer raises when it is no completion; msgspec.DecodeError is a ValueError.
+# Errors of parsing a response that is not a completion; msgspec.DecodeError is a ValueError.
 MALFORMED = (RecursionError, OverflowError, AttributeError, LookupError, TypeError, ValueError)
-LONGEST_REFUSAL = 500  # bytes of a refusal that are remembered
-REFUSED_FIELDS = (400, 422)  # what servers answer to fields they do not know
-SILENT_SHARE = 0.5  # of an attempt's time; a longer silence of the server fails the call
-DEADLINE_MARGIN = 0.1  # seconds; an executor's clock may end the attempt this much earlier
+LONGEST_REFUSAL = 500  # bytes kept of a refusal
+REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
+SILENT_SHARE = 0.5  # fraction of an attempt's time; a longer silence of the server fails the call
+DEADLINE_MARGIN = 0.1  # seconds by which an executor may end the attempt early
 
 
 class DisconnectedError(Exception):
-    """The agent closed its connection before the answer was complete."""
+    """The agent closed its connection before the response was complete."""
 
 
 class CallHandler:
-    """Owns one request of an agent and its answer."""
+    """Handles one request of an agent."""
 
     def __init__(
         self,
@@ -61,25 +69,25 @@ class CallHandler:
         self._active = caller.attempt
         self._http_request, self._dialect = request, dialect
         self._arrived = time.monotonic()
-        self._started = 0.0  # of the latest try, in unix seconds
-        self._sent_at = 0.0  # the same moment by the monotonic clock
-        self._sampling = Sampling()  # in force where the call was sent
-        self._room: int | None = None  # tokens that fit behind the prompt; 0: as many as asked for
+        self._started = 0.0  # start of the latest try, in unix seconds
+        self._sent_at = 0.0  # the same by the monotonic clock
+        self._sampling = Sampling()  # effective in the latest try
+        self._room: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
         self._response: web.StreamResponse | None = None  # once the agent has the first byte
-        self._read_so_far: tuple[ModelResponse, Route, str] | None = None  # by the agent
-        self._rows: list[Transition] | None = None  # the answer as it is, or will be, stored
+        self._read_so_far: tuple[ModelResponse, Route, str] | None = None  # streamed to the agent
+        self._rows: list[Transition] | None = None  # the response as stored, or to be stored
 
     async def run(self) -> web.StreamResponse:
-        """Raises UpstreamError when there is no answer and none can come in time, RefusedError when
-        the attempt ended meanwhile or the call lacks a text that is to be replaced, and what
-        `read_request` raises for the request."""
+        """Handle the call. Raises UpstreamError if there is no response and retries cannot succeed
+        in time, RefusedError if the attempt has ended or the call lacks a text to be replaced, and
+        the errors of `read_request`."""
         self._raw = await read_body(self._http_request)
         self._call = self._active.begin_call(self._raw)
         self._request = self._read_request()
         try:
             async with asyncio.timeout(self._active.left):
                 return await self._answer()
-        except asyncio.CancelledError:  # by the server, as the agent left, or the attempt is over
+        except asyncio.CancelledError:  # the agent disconnected, or the attempt has ended
             self._record_silence()
             await self._store_shown()
             raise
@@ -116,12 +124,12 @@ class CallHandler:
             try:
                 apply_prompts(request, self._caller.role_of(request.model), prompts)
             except PromptNotFoundError as error:
-                active.failures[number] = str(error)  # also if the agent ignores the refusal
+                active.failures[number] = str(error)  # even if the agent ignores the error
                 raise RefusedError(400, "prompt_not_found", str(error)) from None
         return request
 
     async def _answer(self) -> web.StreamResponse:
-        """From the policy, or from the record if a branch repeats the call."""
+        """Answer from the record if a branch replays the call, else from the policy."""
         active, call = self._active, self._request
         role = self._caller.role_of(call.model)
         recorded = active.recording.take(call, role) if active.recording else []
@@ -141,13 +149,13 @@ class CallHandler:
         return answer
 
     def _identity(self) -> dict[str, Any]:
-        """The fields that identify the next transition of the attempt."""
+        """Return the identifying fields of the attempt's next transition."""
         index, self._active.stored = self._active.stored, self._active.stored + 1
         own = {"id": f"{self._active.id}-{index}", "attempt": self._active.id, "index": index}
         return own | {"span": self._caller.span}
 
     async def _send_recorded(self, route: Route, rows: list[Transition]) -> web.StreamResponse:
-        """Send an answer from a record or from the run file, without asking a server."""
+        """Send a recorded response, or a fixed text of the run file, without a server."""
         if self._request.stream:
             headers = {"content-type": "text/event-stream; charset=utf-8"}
             return await self._stream(route, replay.stream(rows, self._request), headers)
@@ -155,8 +163,8 @@ class CallHandler:
         return await self._whole(route, replay.whole(rows, self._request), headers)
 
     def _record_silence(self) -> None:
-        """Count the call as failed if the model was silent for most of the attempt's time: then the
-        model, not the agent, is the reason of the time-out."""
+        """Mark the call as failed if the model was silent for most of the attempt's time: then the
+        model, not the agent, caused the time-out."""
         active, waited = self._active, time.monotonic() - self._arrived
         hung = waited > SILENT_SHARE * active.attempt.rollout.timeout
         if self._response is None and hung and active.left < DEADLINE_MARGIN:
@@ -167,7 +175,7 @@ class CallHandler:
         known = False if self._active.scoring else self._upstream.gives_token_ids(route)
         try:
             answer = await self._try_route(route, capture=known is not False)
-            # The server may refuse the fields that capture adds, or a mistake of the agent.
+            # The server refuses either the fields that capture adds or a mistake of the agent.
             if answer.status in REFUSED_FIELDS and known is None:
                 answer = await self._try_route(route, capture=False)
                 if answer.status == 200:
@@ -179,7 +187,7 @@ class CallHandler:
 
     async def _try_route(self, route: Route, *, capture: bool) -> web.StreamResponse:
         if self._started and self._request.translation is not None:
-            self._request = self._read_request()  # the last try may have left half an answer in it
+            self._request = self._read_request()  # the last try may have left a partial response
         self._started, self._sent_at = time.time(), time.monotonic()
         call = self._request
         if route.text is not None:
@@ -201,7 +209,7 @@ class CallHandler:
                 self._room = await self._find_room(route, call)
                 if self._room:
                     return await self._try_route(route, capture=capture)
-            if reply.status != 200:  # the agent's own mistake, in the server's words
+            if reply.status != 200:  # the agent's own mistake; pass on the server's message
                 words = translate_error(self._dialect, reply.status, await read(reply))
                 said = words[:LONGEST_REFUSAL].decode(errors="replace")
                 self._active.refused = f"{reply.status}: {said}"
@@ -215,8 +223,8 @@ class CallHandler:
             return await self._whole(route, await read(reply), reply.headers)
 
     async def _find_room(self, route: Route, call: ModelRequest) -> int:
-        """The number of tokens that the prompt leaves for an answer, if the call asks for more than
-        that; else 0. vLLM refuses such a call, though the agent cannot know the prompt's length."""
+        """Return the number of tokens that fit after the prompt if the call asks for more, else 0.
+        vLLM refuses such a call, but the agent cannot know the prompt's length."""
         if self._dialect.api != CHAT.api or not (asked := self._sampling.max_tokens):
             return 0
         try:
@@ -265,19 +273,19 @@ class CallHandler:
     ) -> web.StreamResponse:
         answer, translation = ModelResponse(), self._request.translation
         self._read_so_far = answer, route, headers.get("x-policy-version", "")
-        held = []  # events that an agent may take for the end of the answer
+        held = []  # events that an agent may interpret as the end of the response
         async for event in parts:
-            data = event.removeprefix(b"data:").strip()
+            head, data = read_event(event)
             if data == b"[DONE]":
                 held.append(b"" if translation else event)
-            elif not event.startswith(b"data:"):  # a comment that keeps the connection alive
+            elif not data:  # a keep-alive comment
                 await self._send(event, headers)
             else:
                 with _parsing(route, data):
                     part = read_chunk(data)
                     final = answer.add(part)
                     body = self._request.restore_fields(part)
-                    shown = b"data: " + body + b"\n\n"
+                    shown = head + b"data: " + body + b"\n\n"
                     if translation is not None:
                         shown = translation.part(msgspec.json.decode(body), len(answer.prompt))
                 if final:
@@ -302,7 +310,7 @@ class CallHandler:
         return self._response
 
     async def _store_response(self, answer: ModelResponse, route: Route, version: str) -> None:
-        """Returns when the transitions are durable."""
+        """Store the transitions of a response and wait until they are durable."""
         if self._active.scoring:
             return
         for choice in answer.choices.values():
@@ -323,15 +331,16 @@ class CallHandler:
         self._active.tokens += sum(len(row.completion) for row in self._rows)
 
     async def _store_shown(self) -> None:
-        """Store the part of an answer that was sent to the agent before it stopped reading, also if
-        the caller is cancelled meanwhile. Storing the same rows twice changes nothing."""
+        """Store the part of a response that was sent to the agent, even if the caller is cancelled
+        meanwhile. Storing the same rows twice has no effect."""
         if self._response is None or self._read_so_far is None:
             return
         answer, route, version = self._read_so_far
         answer.cut(CUT)
         try:
             if answer.choices:
-                await _uncancelled(self._store_response(answer, route, version))
+                with contextlib.suppress(asyncio.CancelledError):
+                    await threads.uncancelled(self._store_response(answer, route, version))
         except UpstreamError as error:
             self._active.failures[self._call.number] = error.message
         except RefusedError:
@@ -344,27 +353,18 @@ class CallHandler:
         role, policy = self._caller.role_of(call.model), route.policy
         mapped = self._upstream.router.policy_of_role(role, self._active.seats) is not None
         if role == SIDE and not (mapped or route.frozen):
-            policy = f"{policy}@{SIDE}"  # nobody learns from it
+            policy = f"{policy}@{SIDE}"  # excludes the call from training
         known: dict[str, Any] = {"role": role, "policy": policy}
         known |= {"started": self._started, "seconds": seconds, "sampling": self._sampling}
-        known["version"] = int(version) if version.isdigit() else route.version
+        known["version"] = int(version) if version.isdecimal() else route.version
         known |= {"messages": call.messages, "tools": call.tools, "left_out": call.left_out}
         choices = [choice for _, choice in sorted(answer.choices.items())]
         return [choice.transition(**self._identity(), **known) for choice in choices]
 
 
-async def _uncancelled(work: Coroutine[None, None, None]) -> None:
-    """Finish `work` even if the caller is cancelled meanwhile."""
-    task = asyncio.create_task(work)
-    while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait((task,))
-    task.result()
-
-
 @contextlib.contextmanager
 def _parsing(route: Route, raw: bytes) -> Iterator[None]:
-    """Blame the server if its answer, or a part of it, is not what the block reads it as."""
+    """Convert parse errors of the server's response to UpstreamError."""
     try:
         yield
     except MALFORMED as error:
@@ -377,8 +377,8 @@ def _malformed(route: Route, what: str) -> UpstreamError:
 
 
 def translate_error(dialect: Dialect, status: int, body: bytes) -> bytes:
-    """A policy server's error for the agent: as it is where both speak the same API, else its
-    message in the agent's."""
+    """Return a policy server's error body for the agent: unchanged if both use the same API, else
+    its message in the agent's format."""
     try:
         error = msgspec.json.decode(body, type=dict[str, dict[str, msgspec.Raw]])["error"]
         message = msgspec.json.decode(error["message"], type=str)

@@ -1,9 +1,9 @@
-"""In which roles a policy's chat template shows the text of messages, found by probes.
+"""Probes which message roles a policy's chat template renders, and adapts messages to them.
 
-Templates leave out roles that they do not know, without an error, and training would learn on a
-prompt without its instructions. The policy server renders the prompts, so it is asked to tokenize
-probes: a text is in the prompt if it makes it longer. Always true: messages that a template shows
-are sent as they are; what it shows in no role is refused.
+Templates silently drop roles that they do not know, and the policy would be trained on a prompt
+without its instructions. The policy server renders prompts, so it is asked to tokenize probes: a
+text is in the prompt if it makes it longer. Invariant: messages that a template renders are sent
+unchanged; texts that it renders in no role are refused.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from agentrl.runners.dialects.base import Body, UntranslatableError, joined
 
 log = logging.getLogger("agentrl.runner")
 Messages = list[Body]
-Count = Callable[[Messages], Awaitable[int | None]]  # prompt tokens; None: they are refused
-WORDS = [str(number) for number in range(100, 164)]  # at least a token each, with any tokenizer
+Count = Callable[[Messages], Awaitable[int | None]]  # prompt tokens; None: messages refused
+WORDS = [str(number) for number in range(100, 164)]  # each at least one token in any tokenizer
 INSTRUCTIONS = ("system", "developer")
 USER, CALL = {"role": "user", "content": "1"}, {"name": "f", "arguments": "{}"}
 CALLS = [{"id": "call_1", "type": "function", "function": CALL}]
 CALLED: Body = {"role": "assistant", "content": None, "tool_calls": CALLS}
 
-# Conversations in which a text must be seen, by what it is.
+# Kind of text -> functions that put a text of this kind into a probe conversation.
 LEADING, LATER = "instructions at the beginning", "instructions after the beginning"
 BESIDE, RESULT = "text beside a tool call", "the result of a tool"
 PROBES: dict[str, list[Callable[[str], Messages]]] = {
@@ -44,15 +44,15 @@ PROBES: dict[str, list[Callable[[str], Messages]]] = {
 
 @dataclass(frozen=True, slots=True)
 class PromptRule:
-    """How the messages of an agent are sent to a policy."""
+    """Rewrites the messages of an agent for a policy's chat template."""
 
-    leading: str = ""  # role of the message that all instructions at the beginning become
-    later: str = ""  # role of instructions after the beginning; in both, empty: as they are sent
-    split: bool = False  # text beside tool calls is a message before them
-    lost: frozenset[str] = frozenset()  # what the template shows in no way
+    leading: str = ""  # role of the single message for all leading instructions; empty: unchanged
+    later: str = ""  # role of later instructions; empty: unchanged
+    split: bool = False  # text next to tool calls becomes a separate message before them
+    lost: frozenset[str] = frozenset()  # kinds of text that the template never renders
 
     def apply(self, messages: Messages) -> Messages:
-        """Raises UntranslatableError for a message of which the template would lose the text."""
+        """Return adapted messages. Raises UntranslatableError for a text that would be lost."""
         if self == PromptRule():
             return messages
         roles = [message.get("role") for message in messages]
@@ -85,7 +85,7 @@ class PromptRule:
 
 
 def is_plain(messages: Messages) -> bool:
-    """Whether every template shows these: words of user and assistant."""
+    """Whether every template renders these: only texts of user and assistant."""
     return all(
         message.get("role") in ("user", "assistant") and _what(message, False) != BESIDE
         for message in messages
@@ -93,7 +93,7 @@ def is_plain(messages: Messages) -> bool:
 
 
 async def find_rule(count: Count, policy: str) -> PromptRule:
-    """The rule of a policy, by its server's counts of prompt tokens."""
+    """Find the rule of a policy from its server's counts of prompt tokens."""
 
     async def shows(probe: Callable[[str], Messages], rule: PromptRule) -> bool:
         rule = replace(rule, lost=frozenset())

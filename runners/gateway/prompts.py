@@ -1,7 +1,7 @@
-"""The texts of a candidate take the place of the agent's own, on the way to the model.
+"""Replaces the agent's prompt texts by those of a candidate, in requests to the model.
 
-Always true: all else that a message says, such as the date, stays; messages that do not change are
-sent as the bytes that came; neither the agent nor the memory of its conversation sees the change.
+Invariant: the rest of a message, such as the date, is kept; unchanged messages are sent as the
+received bytes; neither the agent nor the memory of its conversation sees the change.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from agentrl.runners.gateway.capture import ModelRequest
 from agentrl.types import Json, PromptText
 
 SYSTEM = ("system", "developer")
-AHEAD = 512  # bytes of the first message that may come before the text for the quick way
-START = 64  # characters of a text that are looked for first
+AHEAD = 512  # maximum offset of the text, in bytes, for replacing it without parsing
+START = 64  # characters of a text to search for first
 Object = dict[str, Json]
 
 
 class PromptNotFoundError(Exception):
-    """The agent does not send the text that a candidate replaces."""
+    """The agent's request lacks the text that a candidate replaces."""
 
 
 def apply_prompts(request: ModelRequest, role: str, prompts: Sequence[PromptText]) -> None:
-    """Changes the request to what the model is to read. Raises PromptNotFoundError, naming the
-    role."""
+    """Replace the texts of `role` in a request. Raises PromptNotFoundError, naming the role."""
     for prompt in prompts:
         if prompt.role == role:
             _apply(request, prompt)
@@ -60,9 +59,8 @@ def _apply(request: ModelRequest, prompt: PromptText) -> None:
 
 
 def _spliced(sent: Json, prompt: PromptText) -> Json:
-    """The bytes of a list with the text in the place of the first that is the seed, which must be
-    in the first item; None where it is not. Parsing 40 kB again would take as long as reading the
-    whole call."""
+    """Replace the seed in the encoded list, if it is in the first item; None otherwise. Avoids
+    parsing 40 kB again, which would take as long as reading the whole call."""
     if type(sent) is not msgspec.Raw:
         return None
     raw, old, new = memoryview(sent), _encoded(prompt.seed), _encoded(prompt.text)
@@ -82,7 +80,7 @@ def _list(sent: Json) -> list[Json]:
 
 
 def _message(message: Object, prompt: PromptText) -> Object | None:
-    """The message with the candidate's text; None where it is another one."""
+    """Return the message with the candidate's text; None if it does not contain the seed."""
     content = message.get("content")
     if message.get("role") not in SYSTEM:
         return None
@@ -117,6 +115,6 @@ def _said(text: str, prompt: PromptText) -> str | None:
 
 
 def _find(text: AnyStr, part: AnyStr) -> int:
-    """As `text.find(part)`, which takes long to prepare for a long part."""
+    """Equal to `text.find(part)`, whose preprocessing is slow for a long part."""
     at = text.find(part[:START])
     return at if at < 0 or text.startswith(part, at) else text.find(part)

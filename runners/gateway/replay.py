@@ -1,14 +1,14 @@
-"""Answers the first calls of a branch from the record of the rollout that it branches from.
+"""Replays the first calls of a branch from the record of the rollout that it branches from.
 
-Owns: the calls of the record that the attempt has still to repeat.
-Always true: a call is answered from the record only where the agent repeats a recorded request: as
-the same role, in the same conversation with the same tools. It gets the recorded answer, with the
-same tokens. The first request that is not in the record ends the replay, because the agent or one
-of its tools behaves differently, and what follows is sampled like any other rollout.
+Owns: the recorded calls that the attempt has not replayed yet.
+Invariant: a call is answered from the record only if the agent repeats a recorded request: the same
+role, conversation and tools. It gets the recorded response, with the same tokens. The first request
+that is not in the record ends the replay, because the agent or one of its tools behaves
+differently; later calls are sampled as in any other rollout.
 In a branch without some roles (a counterfactual rollout) other policies play these roles, and new
-requests do not end the replay. No recorded answer of a removed role is ever repeated, so the branch
-does not depend on what that role sampled.
-Who may write: the gateway's event loop.
+requests do not end the replay. Recorded responses of a removed role are never replayed, so the
+branch does not depend on that role's samples.
+Writer: the gateway's event loop.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ from typing import Any
 
 import msgspec
 
-from agentrl.runners.dialects.base import TEXT, data_event
+from agentrl.runners.dialects.base import TEXT, UntranslatableError, data_event
 from agentrl.runners.gateway.capture import ModelRequest, value
 from agentrl.runners.gateway.routing import Route
 from agentrl.store.base import Store
 from agentrl.types import Branch, Json, Transition, float32, int32
 
-CUT = "cut"  # the `finish` of a choice whose end the agent did not wait for
+MOST_CHOICES = 16_384  # per call, as in vLLM
+CUT = "cut"  # `finish` of a choice whose end the agent did not receive
 RECORD = Route(policy="record", version=None, base_url="the record of a rollout", model="")
 
 
 @dataclass(slots=True)
 class Recording:
-    """The record of a rollout that has ended: the calls that are `left` to repeat, in order, and
-    those from the branch on (`later`). Other policies play the roles in `without`; no call of these
-    is left."""
+    """The record of an ended rollout: the calls `left` to replay, in order, and those after the
+    branch point (`later`). Other policies play the roles in `without`; `left` has no calls of
+    these."""
 
     left: list[Transition]
     later: list[Transition]
     without: Collection[str] = ()
 
     def take(self, call: ModelRequest, role: str) -> list[Transition]:
-        """The recorded calls that answer a request, one for each choice; empty where the policy is
-        to be asked.
-
-        Calls that the agent makes at the same time come in any order."""
+        """Return the recorded calls that answer a request, one for each choice; an empty list if
+        the policy has to answer it. Concurrent calls may arrive in any order."""
         if not self.left:
             return []
-        n = value(call.fields, "n") or 1
+        n = _choices(call)
         asked = _question(role, call.messages, call.tools, value(call.fields, "prompt"))
         found = [row for row in self.left if _recorded_question(row) == asked][:n]
         if found and len(found) == n:
@@ -60,36 +59,38 @@ class Recording:
 
 
 async def recording(store: Store, branch: Branch) -> Recording:
-    """What a branch repeats; nothing if the record has been deleted."""
+    """Load the recording of a branch; empty if the record has been deleted."""
     trace = await store.trace(branch.rollout)
     return recorded_calls([] if trace is None else trace.transitions, branch)
 
 
 def recorded_calls(calls: Sequence[Transition], branch: Branch) -> Recording:
-    """What a branch repeats of these calls, up to one whose end the agent did not wait for."""
+    """Build the recording of a branch from a rollout's calls, up to the first one that was cut."""
     whole = list(takewhile(lambda row: row.finish != CUT, calls[: branch.calls]))
     left = [row for row in whole if row.role not in branch.without]
     return Recording(left, [*calls[len(whole) :]], branch.without)
 
 
 def fixed_answer(text: str, call: ModelRequest) -> list[Transition]:
-    """A fixed answer as if it were recorded, for every choice that is asked for; it has no tokens.
-    What is stored of the call is read from the answer."""
+    """Return a fixed text as recorded calls without tokens, one for each requested choice. The
+    stored transition is built from the response, not from these rows."""
     said = {"role": "assistant", "content": text}
     nothing: Any = {"prompt": int32(), "completion": int32(), "logprobs": float32()}
     row = Transition(str(call.index), "", 0, **nothing, exact=False, answer=said)
-    return [row] * (value(call.fields, "n") or 1)
+    return [row] * _choices(call)
 
 
 def whole(rows: Sequence[Transition], call: ModelRequest) -> bytes:
-    """The recorded choices as a policy server would send them."""
+    """Encode recorded choices as a policy server's response."""
     return msgspec.json.encode(_completion(rows, call))
 
 
 async def stream(rows: Sequence[Transition], call: ModelRequest) -> AsyncIterator[bytes]:
-    """The same as server-sent events: each choice in two chunks, the second with its end."""
+    """Yield recorded choices as server-sent events: two chunks each, the second with its end."""
     body, text = _completion(rows, call), call.dialect is TEXT
     options = value(call.fields, "stream_options") or {}
+    if not isinstance(options, dict):
+        raise UntranslatableError("stream_options", f"{options!r:.80} is no object")
     choices, usage = body.pop("choices"), body.pop("usage")
     if not text:
         body["object"] = "chat.completion.chunk"
@@ -107,13 +108,21 @@ async def stream(rows: Sequence[Transition], call: ModelRequest) -> AsyncIterato
     yield b"data: [DONE]\n\n"
 
 
+def _choices(call: ModelRequest) -> int:
+    """How many are asked for. Raises UntranslatableError for what no server would take."""
+    n = value(call.fields, "n") or 1
+    if type(n) is not int or not 0 < n <= MOST_CHOICES:
+        raise UntranslatableError("n", f"{n!r:.80} is no number from 1 to {MOST_CHOICES}")
+    return n
+
+
 def _recorded_question(row: Transition) -> bytes:
     return _question(row.role, row.messages, row.tools, row.prompt.tolist())
 
 
 def _question(role: str, messages: list[dict[str, Json]], tools: Json, prompt: Json) -> bytes:
-    """Equal for requests that ask the same. A prompt of token ids stands for its messages; ids of
-    tool calls are left out, because agents may number them as they like."""
+    """Return a key that is equal for equivalent requests. A prompt of token ids replaces missing
+    messages; ids of tool calls are ignored, because agents may choose them freely."""
     asked = [role, [_without_ids(message) for message in messages] or prompt, tools]
     return msgspec.json.encode(asked, order="deterministic")
 
@@ -150,8 +159,8 @@ def _completion(rows: Sequence[Transition], call: ModelRequest) -> dict[str, Jso
 
 
 def _tokens(row: Transition, text: bool) -> dict[str, Json]:
-    """Ids and log-probs. The record has no texts of the tokens, so they are named by their ids, as
-    vLLM's `return_tokens_as_token_ids` does."""
+    """Return token ids and log-probs. The record has no token texts, so tokens are named by their
+    ids, like vLLM's `return_tokens_as_token_ids`."""
     if not row.exact:
         return {"logprobs": None}
     names = [f"token_id:{token}" for token in row.completion]

@@ -1,7 +1,7 @@
-"""Roles of calls that say none themselves, found by `[[roles.match]]` and by the harness's preset.
+"""Roles of calls that do not state one, by the rules of `[[roles.match]]` and harness presets.
 
-A coding harness makes calls that are not the agent's: titles, summaries, commit messages, the calls
-of sub-agents. None of them says so in a way that the others share.
+A coding harness makes calls besides the agent's own: titles, summaries, commit messages, calls of
+sub-agents. Harnesses have no common way to mark them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SYSTEM = ("system", "developer")
 def role_of_request(
     rules: Sequence[RoleRule], request: ModelRequest, headers: Mapping[str, str], raw: bytes
 ) -> str | None:
-    """The role of the first rule that holds; `raw` is the body as the agent sent it."""
-    body = cache(partial(msgspec.json.decode, raw, type=dict[str, Any]))  # of 80 kB, for few rules
+    """Return the role of the first matching rule, or None; `raw`: the body that the agent sent."""
+    body = cache(partial(msgspec.json.decode, raw, type=dict[str, Any]))  # 80 kB; few rules need it
     return next((rule.role for rule in rules if _holds(rule, request, headers, body)), None)
 
 

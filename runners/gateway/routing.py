@@ -1,13 +1,13 @@
-"""Chooses the server for each call: the current server of a policy, or a frozen endpoint.
+"""Selects the server of each call: the current server of a policy, or a frozen endpoint.
 
-The rollout's seats map a role, or a policy, to a policy, then the run file's table of roles; for a
-role that neither names, the model name that the agent asks for decides.
+The rollout's seats, then the run file's table of roles map a role to a policy; for a role in
+neither, the requested model name decides. Seats can also replace one policy by another.
 
 Owns: a copy of the policies table, at most `MIN_READ_INTERVAL` seconds behind the store's change
 feed.
-Always true: a call to a policy that is published without a base URL, because its weights are being
-updated, waits; frozen endpoints are never held.
-Who may write: its own event loop only.
+Invariant: a call to a policy that is published without a base URL, because its weights are being
+updated, waits; calls to frozen endpoints never wait.
+Writer: its own event loop only.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from agentrl.types import PolicyVersion
 log = logging.getLogger("agentrl.runner")
 Seats = Mapping[str, str]  # role -> policy or frozen endpoint
 NO_SEATS: Seats = MappingProxyType({})
-MIN_READ_INTERVAL = 0.1  # seconds; every write moves the feed, few of them move a policy
+MIN_READ_INTERVAL = 0.1  # seconds; every write advances the feed, few change a policy
 DEFAULT = "policy"
 
 
 class Route(NamedTuple):
-    """The server that answers a call."""
+    """The server for a call."""
 
-    policy: str  # name of the policy or of the frozen endpoint
+    policy: str  # name of the policy or frozen endpoint
     version: int | None
     base_url: str  # ends in /v1
-    model: str  # the name the server answers to; empty: the one the agent asks for
-    key: str = ""  # its own API key
-    frozen: bool = False  # it is not trained
-    text: str | None = None  # the answer to every call, where there is no server
+    model: str  # model name at the server; empty: the one the agent asks for
+    key: str = ""  # API key of the server
+    frozen: bool = False  # not trained
+    text: str | None = None  # fixed response to every call, instead of a server
 
 
 class Router:
@@ -57,10 +57,10 @@ class Router:
         remote: bool = False,
         key: str = "",
     ) -> None:
-        """`policies`: those of a run that has several, each for the roles that are mapped to it.
-        `remote`: the run has none at all, and waits for none. `key`: that policy servers ask for.
+        """`policies`: names of a run's policies, each for the roles mapped to it. `remote`: the run
+        has no policy, so calls do not wait for one. `key`: API key of policy servers.
 
-        Raises ConfigError when the key of a frozen endpoint is not in the environment."""
+        Raises ConfigError if the key of a frozen endpoint is not in the environment."""
         self.store, self.run = store, run
         self.policies: dict[str, PolicyVersion] = {}
         self.frozen = {name: _frozen(name, made) for name, made in (upstreams or {}).items()}
@@ -68,7 +68,7 @@ class Router:
         self.several = tuple(policies) if len(policies) > 1 else ()
         self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
         self.remote, self._key = remote, key
-        self.read = asyncio.Event()  # set once the policies table was read
+        self.read = asyncio.Event()  # set after the first read of the policies table
         self._changed = asyncio.Event()  # set and replaced whenever a route may have changed
 
     async def follow(self) -> None:
@@ -79,7 +79,7 @@ class Router:
                 cursor = await self.store.wait(cursor)
                 self.policies = await self.store.policies(self.run)
                 self.read.set()
-            except StoreError as error:  # the last copy may still be right
+            except StoreError as error:  # the last copy may still be valid
                 log.warning("the routes of run %s cannot be read: %s", self.run, error)
                 cursor = 0
             self._changed.set()
@@ -87,21 +87,21 @@ class Router:
             await asyncio.sleep(MIN_READ_INTERVAL)
 
     async def route(self, model: str, role: str, seats: Seats = NO_SEATS) -> Route:
-        """The server for one call. Waits while the policy is not served."""
+        """Return the server of one call; wait while its policy is not served."""
         while (route := self.find(model, role, seats)) is None:
             await self._changed.wait()
         return route
 
     @property
     def ready(self) -> bool:
-        """Whether calls can be answered, as far as is known."""
+        """Whether calls can be answered, to current knowledge."""
         return bool(self.policies) or self.remote
 
     def why_unmapped(
         self, model: str, role: str, seats: Seats = NO_SEATS, inside: Sequence[str] = ()
     ) -> str:
-        """Why no policy or endpoint of the run can ever answer a call; empty if one can, now or
-        later. inside: names of agents around the call, none of them a role."""
+        """Explain why no policy or endpoint of the run can ever answer a call; empty if one can,
+        now or later. `inside`: names of agents around the call, none of them a role."""
         if not self.several and (self.policies or not self.remote):
             return ""
         served = {policy.model for policy in self.policies.values()}
@@ -124,10 +124,10 @@ class Router:
         )
 
     def find(self, model: str, role: str, seats: Seats = NO_SEATS) -> Route | None:
-        """By role, if the rollout's seats or the run file map it, else by the requested name: a
-        frozen endpoint, a policy, a served model. Agents keep their own model names
-        ("gpt-4o-mini"), so any other name is the policy that is trained, where there is one. Seats
-        may put another policy in the place of what is found. None: it cannot answer now."""
+        """Find the server by role, if the rollout's seats or the run file map it, else by model
+        name: a frozen endpoint, a policy, a served model. Agents keep their own model names
+        ("gpt-4o-mini"), so any other name means the trained policy, if there is a single one. Seats
+        may replace the policy that is found. Returns None if the policy is not served now."""
         mapped = self.policy_of_role(role, seats)
         name = model if mapped is None else mapped
         if name in self.frozen:
@@ -144,11 +144,11 @@ class Router:
         return Route(policy.policy, policy.version, policy.base_url, policy.model, self._key)
 
     def policy_of_role(self, role: str, seats: Seats) -> str | None:
-        """The policy or endpoint of a role; None where neither seats nor run file name one."""
+        """Return the policy or endpoint of a role; None if neither seats nor run file map it."""
         return seats.get(role) or self.roles.get(role)
 
     def why_not_served(self, role: str, seats: Seats) -> str:
-        """Why `find` has no route at the moment."""
+        """Explain why `find` returns None at the moment."""
         name = self.policy_of_role(role, seats)
         if name is None or name in self.policies:
             return "no policy server was ready for this call"

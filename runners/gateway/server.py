@@ -1,11 +1,11 @@
-"""The model as the agents see it: OpenAI's and Anthropic's APIs beside the worker.
+"""The model API for agents: an HTTP server in the worker's process.
 
-Owns: a thread with its own event loop, so that an agent that blocks its loop blocks nothing here;
+Owns: a thread with its own event loop, which an agent that blocks the worker's loop does not block;
 the listening socket; the connections to the policy servers.
-Always true: a call that belongs to no active attempt is refused; the transition of a call is
-durable before the last byte of its answer leaves; an answer that was not stored is not given.
-Who may write: the worker registers attempts; the store is written only through `add_transitions`
-and `add_spans`, and only for the caller's own attempt.
+Invariant: a call without an active attempt is refused; the transition of a call is durable before
+the last byte of its response is sent; a response that was not stored is not delivered.
+Writers: the worker registers attempts; the store is written only through `add_transitions` and
+`add_spans`, and only for the caller's own attempt.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from agentrl.runners.gateway.upstream import Upstream
 from agentrl.store.base import Store
 from agentrl.types import Attempt
 
-NAME = "x-agentrl-session"  # of an answer: the session, if its request belongs to one
+NAME = "x-agentrl-session"  # response header: the session of the request, if any
 NAMED = web.RequestKey(NAME, str)
-STORE_TIMEOUT = 5.0  # seconds for calls that are cut to store what they had shown
+STORE_TIMEOUT = 5.0  # seconds for aborted calls to store their partial responses
 
 
 class Gateway:
-    """Start it, register attempts, and point agents at `base_url`."""
+    """The server: start it, register attempts, and point agents at `base_url`."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class Gateway:
         as_sent: bool = False,
         watch: Middleware | None = None,
     ) -> None:
-        """From `upstreams` to `key` arguments of the `Router`. `rules` find the roles of calls
-        that say none, `as_sent` is what `policy.messages` says, and `watch` sees every request.
-        With a `host` that other machines can connect to, only sealed attempts can be reached.
+        """`upstreams` to `key`: see `Router`. `rules`: determine the role of calls that do not
+        state it. `as_sent`: whether `policy.messages` is "as_sent". `watch`: middleware for every
+        request. If other machines can connect to `host`, only sealed attempts accept calls.
 
-        Raises ConfigError for an upstream without its API key."""
+        Raises ConfigError if the API key of an upstream is missing."""
         self.base_url = ""  # for agents on this machine, known once started; ends in /v1
         self.port = port
         self.attempts = AttemptRegistry(open=is_loopback(host), roles=roles or (), rules=rules)
@@ -75,8 +75,8 @@ class Gateway:
         self._stop = asyncio.Event()
 
     def start(self) -> None:
-        """Returns when it listens. Raises ConfigError when the port is taken."""
-        allow_files()  # a call in flight is two of them
+        """Start listening. Raises ConfigError if the port is taken."""
+        allow_files()  # a call in flight has two file descriptors
         self._thread.start()
         try:
             port = self._listening.result()
@@ -92,32 +92,32 @@ class Gateway:
         self.base_url = f"http://{here}:{port}/v1"
 
     def close(self) -> None:
-        """Refuse new calls, cut those in flight, end the thread."""
+        """Refuse new calls, abort those in flight, end the thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
     def register(self, attempt: Attempt, *, sealed: bool = False) -> ActiveAttempt:
-        """From now on calls may belong to `attempt`; its time starts to run. A sealed one is
-        reached only with its `key`: give no more than that to what runs outside this process."""
+        """Accept calls of `attempt` and start its timer. A sealed attempt accepts only calls with
+        its `key`, the only secret that code outside this process may have."""
         return self.attempts.register(attempt, sealed=sealed)
 
     def unregister(self, active: ActiveAttempt) -> Future[None]:
-        """The attempt is over: later calls are refused, calls in flight are cut. Done when the
-        store has what those had shown to the agent."""
+        """Refuse later calls of an attempt and abort those in flight. The future is done when their
+        partial responses are stored."""
         self.attempts.unregister(active.id)
-        if self._loop.is_closed():  # and its calls with it
+        if self._loop.is_closed():  # no calls are in flight
             over: Future[None] = Future()
             over.set_result(None)
             return over
-        return self.spawn(_abort_calls(active))  # a call that found it before is in `tasks` by then
+        return self.spawn(_abort_calls(active))  # by then earlier calls have entered `tasks`
 
     @contextlib.contextmanager
     def scoring(self, attempt: Attempt) -> Iterator[str]:
-        """Inside the block the verifier of `attempt` can call frozen endpoints, such as a judge, in
-        the trace whose id the block is given. It cannot call policies, and its calls are not
-        recorded: what a verifier samples must not be learned from."""
-        own = secrets.token_hex(16)  # late calls of the agent stay out
+        """Let the verifier of `attempt` call frozen endpoints, such as a judge, in the trace whose
+        id is yielded. It cannot call policies, and its calls are not recorded, as the policy must
+        not be trained on a verifier's samples."""
+        own = secrets.token_hex(16)  # a new id, which late calls of the agent do not have
         attempt = replace(attempt, id=own, prompts=[])
         active = self.attempts.register(attempt, scoring=True)
         try:
@@ -126,7 +126,7 @@ class Gateway:
             self.unregister(active)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        """Run `work` beside the server, where no agent can hold it up."""
+        """Run `work` on the server's event loop, which no agent can block."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _serve(self) -> None:

@@ -1,9 +1,9 @@
-"""The gateway before a deployed agent: whose session a call is, and what is stored of it.
+"""The gateway as proxy of a deployed agent: groups calls into sessions and records a sample.
 
-Owns: the sessions in progress. Always true: every call is answered by an endpoint of [upstreams],
-and those of sampled sessions are stored first, as the calls of a rollout are; a session has a lease
-as long as this process lives, and what a process had recorded when it was killed is ended by the
-next. One process serves a run.
+Owns: the sessions in progress. Invariant: every call is answered by an endpoint of [upstreams], and
+calls of sampled sessions are stored before the response, like those of a rollout; a session has a
+lease while this process lives, and the next process ends the sessions of a killed one. One process
+serves a run.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from agentrl.store.base import Store
 from agentrl.types import Attempt, Json, NewRollout, Outcome, Purpose, Transition
 
 log = logging.getLogger("agentrl.runner")
-LEASE, SWEEP = 60.0, 10.0  # seconds that a session is held, and after which it is held again
-TURN = web.RequestKey("agentrl_turn", str)  # of a request: the digest of its messages
+LEASE, SWEEP = 60.0, 10.0  # seconds: lease of a session, interval of its renewal
+TURN = web.RequestKey("agentrl_turn", str)  # digest of a request's messages
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 BESIDE = ("/count_tokens", ":countTokens", "/embeddings", "/traces", "/logs", "/metrics")
 Turn = tuple[str, str]  # digest of the messages of a request, and its answer
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -48,12 +49,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class OpenSession:
     name: str
     active: ActiveAttempt
-    used: float = field(default_factory=time.monotonic)  # when it last made a call
+    used: float = field(default_factory=time.monotonic)  # when its last call began, or ended
     turns: list[Turn] = field(default_factory=list)
 
 
 class Sessions:
-    """`attribute` is the gateway's middleware, `keep` runs beside it."""
+    """`attribute` is the gateway's middleware; `keep` runs concurrently."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store, self._run, self._settings = store, config.name, config.sessions
@@ -61,9 +62,9 @@ class Sessions:
         keys = read_key(self._settings.key_env, "sessions.key_env", "the callers'")
         self._access = Access(tuple(keys.split()))
         self._open: dict[str, OpenSession] = {}  # by name
-        self._turns: dict[Turn, str] = {}  # names of sessions by what was said in them
-        self._claiming = asyncio.Lock()  # what is claimed must be what was enqueued just before
-        # Sessions on this machine need no key; on others `attribute` asks for it.
+        self._turns: dict[Turn, str] = {}  # turn -> name of its session
+        self._claiming = asyncio.Lock()  # the claimed rollout must be the one just enqueued
+        # The registry needs no keys: `attribute` checks the callers'.
         roles = config.roles or {"agent": next(iter(config.upstreams))}
         self.gateway = Gateway(
             store, self._run, host=config.runner.host, port=config.runner.port, roles=roles,
@@ -73,8 +74,11 @@ class Sessions:
 
     @web.middleware
     async def attribute(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Find or begin the session of a request, or take feedback."""
-        key = given_key(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        """Find or begin the session of a request, or store feedback."""
+        session: OpenSession | None = None
+        given = request.headers
+        own = given.get("x-api-key") or given.get("x-goog-api-key")
+        key = given_key(given.get("authorization"), own)
         if not self._access.allows(key):
             return _refusal(401, "the API key is none of those in sessions.key_env")
         try:
@@ -83,15 +87,18 @@ class Sessions:
                 rollout = await give_feedback(self._store, self._run, feedback)
                 return web.json_response({"rollout": rollout})
             if request.method == "POST":
-                await self._find(request, key)
-        except (StoreError, msgspec.DecodeError) as error:
+                session = await self._find(request, key)
+        except (StoreError, *UNREADABLE) as error:
             wrong = 404 if isinstance(error, NotFound) else 400
             return _refusal(503 if isinstance(error, Unavailable) else wrong, str(error))
-        return await handler(request)
+        try:
+            return await handler(request)
+        finally:
+            if session is not None:
+                session.used = time.monotonic()
 
     async def keep(self) -> None:
-        """Hold the sessions in progress, end the idle ones and those of a process that was killed,
-        until cancelled."""
+        """Renew leases, end idle sessions and those of a killed process, until cancelled."""
         while True:
             try:
                 await self._sweep()
@@ -100,12 +107,15 @@ class Sessions:
             await asyncio.sleep(SWEEP)
 
     async def end(self, idle: float = 0.0) -> None:
-        """End the sessions without a call for so many seconds."""
+        """End the sessions without a call for `idle` seconds, after storing what their streams
+        have sent so far."""
         before = time.monotonic() - idle
         over = [one for one in self._open.values() if one.used <= before]
         over = [one for one in over if not (idle and one.active.tasks)]
         for session in over:
             self._forget(session)
+        cut = [self.gateway.unregister(one.active) for one in over]
+        await asyncio.gather(*map(asyncio.wrap_future, cut))
         await self._finish([one.active.attempt for one in over if not one.active.scoring])
 
     async def _sweep(self) -> None:
@@ -114,32 +124,34 @@ class Sessions:
         live = await self._store.heartbeat([one.active.id for one in held], lease=LEASE)
         for session in held:
             if session.active.id not in live:
-                self._forget(session)  # this process was asleep; another call begins it anew
-        async with self._claiming:  # as another runner, because sessions were lost together
+                self._forget(session)  # this process was suspended; the next call begins a new one
+        async with self._claiming:  # another runner name: sessions that ended together are distinct
             lost = await self._store.claim(100, runner="recovery", lease=LEASE, run=self._run)
             await self._finish(lost)
 
-    async def _find(self, request: web.Request, key: str) -> None:
+    async def _find(self, request: web.Request, key: str) -> OpenSession:
         try:
             body = msgspec.json.decode(await read_body(request), type=dict[str, Any])
-        except msgspec.DecodeError:  # the call is refused for it
+        except UNREADABLE:  # the handler refuses the call
             body = {}
         request[TURN], known, start = _place(body, self._turns)
-        if previous := body.get("previous_response_id"):
+        if isinstance(previous := body.get("previous_response_id"), str):
             sessions = self._open.values()
             known = next((s.name for s in sessions if previous in s.active.memory.answers), "")
         key = key if self._settings.by == "key" else ""
         given = request.headers.get(self._settings.header, "") or key
         name = given or known or uuid.uuid4().hex
         name = "" if request.path.endswith(BESIDE) else name
-        session = self._open.get(name) or await self._begin(name, given or start)
+        session = self._open.get(name)
+        if session is None:  # whole, also for a caller who leaves: what is enqueued is claimed
+            session = await asyncio.shield(self._begin(name, given or start))
         session.used = time.monotonic()
         session.active.extend(self._settings.timeout)
         request.match_info["attempt"], request[NAMED] = session.active.id, name
+        return session
 
     async def _begin(self, name: str, start: str) -> OpenSession:
-        """A session, which is in the store if it has a name and the hash of its start is in the
-        sample."""
+        """Begin a session; store it if it has a name and the hash of its start is in the sample."""
         group = session_group(self._run, name)
         rollout = NewRollout(
             id=f"{group}/{uuid.uuid4().hex[:12]}", run=self._run, group=group, index=0, task={},
@@ -152,10 +164,12 @@ class Sessions:
                 return self._open[name]
             if sampled := bool(name) and drawn < self._settings.sample:
                 await self._store.enqueue([rollout])
-                found = await self._store.claim(1, runner="gateway", lease=LEASE, run=self._run)
-                if not found or found[0].rollout.id != rollout.id:
+                claim = partial(self._store.claim, 1, runner="gateway", lease=LEASE, run=self._run)
+                while (found := await claim()) and found[0].rollout.id != rollout.id:
+                    await self._finish(found)  # of a process that was killed
+                if not found:
                     raise Conflict(f"Another process serves run {self._run!r}: end it.")
-                # Whoever claims it after this process was killed gets its calls.
+                # If this process is killed, the next claim then keeps the recorded calls.
                 (attempt,) = found
                 ran = Outcome(attempt=attempt.id, fence=attempt.fence, ran=True)
                 await self._store.finish([ran])
@@ -165,7 +179,7 @@ class Sessions:
         return session
 
     def _record(self, session: OpenSession, request: web.Request, call: Transition) -> Transition:
-        """The call without what is to be redacted, and then without its tokens."""
+        """Return the call with redactions; a redacted call loses its tokens."""
         turn = request[TURN], _said(call.answer)
         self._turns[turn] = session.name
         session.turns.append(turn)
@@ -178,14 +192,15 @@ class Sessions:
         del self._open[session.name]
         self.gateway.attempts.unregister(session.active.id)
         for turn in session.turns:
-            self._turns.pop(turn, None)
+            if self._turns.get(turn) == session.name:  # another may have said the same since
+                del self._turns[turn]
 
     async def _finish(self, attempts: Sequence[Attempt]) -> None:
         await self._store.finish([Outcome(attempt=one.id, fence=one.fence) for one in attempts])
 
 
 async def serve(config: RunConfig, *, started: Callable[[str], None], stop: asyncio.Event) -> None:
-    """Serve until `stop` is set; `started` is told the base URL."""
+    """Serve until `stop` is set; calls `started` with the base URL."""
     async with open_store(config.store) as store:
         known = await store.run(config.name)
         if known is not None and known.step:
@@ -194,11 +209,15 @@ async def serve(config: RunConfig, *, started: Callable[[str], None], stop: asyn
         sessions = Sessions(store, config)
         gateway = sessions.gateway
         await asyncio.to_thread(gateway.start)
-        keeping = gateway.spawn(sessions.keep())
+        keeping = asyncio.wrap_future(gateway.spawn(sessions.keep()))
+        stopping = asyncio.create_task(stop.wait())
         try:
             started(gateway.base_url)
-            await stop.wait()
+            await asyncio.wait((keeping, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                keeping.result()  # it ends by an error only
         finally:
+            stopping.cancel()
             keeping.cancel()
             await asyncio.wrap_future(gateway.spawn(sessions.end()))
             await asyncio.to_thread(gateway.close)
@@ -209,8 +228,8 @@ def _refusal(status: int, message: str) -> web.Response:
 
 
 def _place(body: Mapping[str, Any], known: Mapping[Turn, str]) -> tuple[str, str, str]:
-    """Of a request: the digest of its messages, the session that said the latest of their answers,
-    and the digest of those before the first."""
+    """Return the digest of a request's messages, the session of the latest known answer among them,
+    and the digest of the messages before the first answer."""
     said: Json = next((body[key] for key in ("messages", "input", "contents") if key in body), [])
     head = [body.get(key) for key in ("system", "systemInstruction", "instructions", "prompt")]
     state, name, start = blake2b(msgspec.json.encode(head), digest_size=16), "", ""
@@ -223,7 +242,7 @@ def _place(body: Mapping[str, Any], known: Mapping[Turn, str]) -> tuple[str, str
 
 
 def _said(message: Json) -> str:
-    """The text of a message of any API."""
+    """Return the text of a message of any API."""
     content = (message or {}).get("content", (message or {}).get("parts"))
     parts = content if isinstance(content, list) else [{"text": content}]
     return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))

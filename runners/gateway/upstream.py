@@ -1,8 +1,8 @@
-"""The hop to the policy server: one connection pool without a limit, retries within the attempt.
+"""HTTP client for policy servers: an unlimited connection pool, retries within the attempt.
 
-Owns: the connections; what each server has shown about token ids.
-A call is repeated on connection errors, 429 and 5xx as long as nothing of its answer reached the
-agent, each time on the route as it is then: the policy server may be restarting elsewhere.
+Owns: the connections, and whether each server returns token ids.
+A call is retried on connection errors, 429 and 5xx until the first byte of its response reaches the
+agent, each time on the current route: the policy server may be restarting elsewhere.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from agentrl.runners.gateway.routing import Route, Router
 
 log = logging.getLogger("agentrl.runner")
 T = TypeVar("T")
-BACKOFF = 0.05  # seconds before the first repetition; doubles
-LONGEST = 1.0  # seconds between repetitions
-MAX_TRIES = 6  # for failures that waiting does not end
+BACKOFF = 0.05  # seconds before the first retry; doubles
+LONGEST = 1.0  # seconds between retries
+MAX_TRIES = 6  # for failures that are not transient
 TRANSIENT = frozenset({429, 502, 503, 504})
 CHUNKED_ABOVE = 2**20  # bytes of a request
-LARGEST_ANSWER = 64 * 2**20  # bytes of an answer in one piece, or of one event of a stream
-LARGEST_STREAM = 4 * LARGEST_ANSWER  # bytes of all its events
+LARGEST_ANSWER = 64 * 2**20  # bytes of a response that is not streamed, or of one event
+LARGEST_STREAM = 4 * LARGEST_ANSWER  # bytes of all events of a stream
 CONNECT = 5.0  # seconds to establish a connection
-RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked again for what it refused
+RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked for token ids again
 
-# Between the agent and us, or between us and the server; everything else passes through.
+# Headers of a single connection; all others are passed on.
 HOP_BY_HOP = {"accept-encoding", "authorization", "connection", "content-length"}
 HOP_BY_HOP |= {"content-encoding", "date", "host", "keep-alive", "proxy-authorization", "server"}
 HOP_BY_HOP |= {"te", "trailer", "transfer-encoding", "upgrade"}
 HOP_BY_HOP |= {"x-api-key", "x-goog-api-key", "x-policy-version"}
-# For the policies that are trained only; a frozen endpoint may belong to anybody.
+# Sent to trained policies only; a frozen endpoint may belong to a third party.
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
-RENDERED = ("messages", "tools", "chat_template_kwargs")  # what a prompt is made of
+RENDERED = ("messages", "tools", "chat_template_kwargs")  # fields that determine the prompt
 PROBE = {"x-agentrl-probe": "1"}
 
 
 class PromptSize(msgspec.Struct):
-    """The part that is read of the answer of vLLM and the embedded server to /tokenize."""
+    """Response of vLLM and the embedded server to /tokenize, without unused fields."""
 
     count: int
     max_model_len: int | None = None  # tokens of prompt and completion
@@ -57,7 +57,7 @@ class PromptSize(msgspec.Struct):
 
 @dataclass(eq=False)
 class RefusedPromptError(LookupError):
-    """A policy server does not render a prompt: its status and words."""
+    """A policy server refused to render a prompt, with its status and response body."""
 
     status: int
     words: bytes
@@ -71,56 +71,56 @@ class UpstreamError(Exception):
     """The policy server failed a call."""
 
     message: str
-    status: int | None = None  # of its answer, if it gave one
+    status: int | None = None  # of the response, if there is one
     body: bytes = b""
     retry_after: float = 0.0  # seconds
-    transient: bool = True  # waiting may help
-    final: bool = False  # the call must not be repeated
+    transient: bool = True  # a later retry may succeed
+    final: bool = False  # the call must not be retried
 
 
 class Upstream:
-    """Posts calls to the server that a router names. Lives on one event loop."""
+    """Posts calls to the servers that a router selects. Bound to one event loop."""
 
     def __init__(self, router: Router, *, as_sent: bool = False) -> None:
-        """`as_sent`: messages go to policies as they come, whatever their templates show."""
+        """`as_sent`: send messages unchanged, whatever a policy's chat template renders."""
         self.router, self._as_sent = router, as_sent
         self._rules: dict[str, asyncio.Task[PromptRule]] = {}  # by base URL
-        self.max_lengths: dict[str, int] = {}  # base URL -> tokens, of servers that refused more
+        self.max_lengths: dict[str, int] = {}  # base URL -> maximum tokens, once exceeded
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            headers={"accept-encoding": "identity"},  # compressing a local hop is a loss
+            headers={"accept-encoding": "identity"},  # compression slows down a local hop
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
             read_bufsize=2**20,
             cookie_jar=aiohttp.DummyCookieJar(),  # attempts share no cookies
         )
-        self._give_token_ids: set[str] = set()  # base URLs of servers that gave token ids
+        self._give_token_ids: set[str] = set()  # base URLs of servers that returned token ids
         self._refused_at: dict[str, float] = {}  # base URL -> time.monotonic() of its refusal
         self._warned: set[str] = set()
 
     def warn_once(self, message: str, *args: object) -> None:
-        """Say what holds for most calls at the first of them."""
+        """Log a warning that applies to many calls only once."""
         if message not in self._warned:
             self._warned.add(message)
             log.warning(message, *args)
 
     def gives_token_ids(self, route: Route) -> bool | None:
-        """Whether the server gives token ids; None while that is not known."""
+        """Whether the server returns token ids; None if unknown."""
         if route.base_url in self._give_token_ids:
             return True
         since = self._refused_at.get(route.base_url)
         return None if since is None or time.monotonic() - since > RECHECK_AFTER else False
 
     def note_token_ids(self, route: Route, *, given: bool) -> None:
-        """Remember whether a server gave token ids. One that gave them once is always asked again,
-        and so is every policy server, because its calls are trained on."""
+        """Record whether a server returned token ids. A server that did so once is always asked
+        again, and so is every policy server, because training needs them."""
         if given:
             self._give_token_ids.add(route.base_url)
         elif route.frozen:
             self._refused_at[route.base_url] = time.monotonic()
 
     async def adapt(self, route: Route, messages: Messages) -> Messages:
-        """Messages as the route's chat template shows them. The first call of each server finds out
-        which rule that needs. Raises UntranslatableError for text that it would lose."""
+        """Adapt messages to the chat template of the route's policy, by a rule that the first call
+        to each server finds. Raises UntranslatableError for text that would be lost."""
         if route.frozen or self._as_sent or is_plain(messages):
             return messages
         finding = self._rules.get(route.base_url)
@@ -138,7 +138,7 @@ class Upstream:
             except UpstreamError as error:
                 if error.status != 500:
                     raise
-                return None  # an error of the template
+                return None  # the template failed
 
         try:
             return await find_rule(count, route.policy)
@@ -149,8 +149,8 @@ class Upstream:
     async def prompt_size(
         self, route: Route, chat: Mapping[str, object], headers: Mapping[str, str] = PROBE
     ) -> PromptSize:
-        """How long a prompt is. Raises RefusedPromptError where its server refuses it, LookupError
-        where the server does not tell, and as `post` does."""
+        """Return the length of a prompt. Raises RefusedPromptError if the server refuses it,
+        LookupError if the server cannot count tokens, and the errors of `post`."""
         body = {name: chat[name] for name in RENDERED if name in chat}
         body["model"] = route.model or chat.get("model", "")
         server = route._replace(base_url=route.base_url.removesuffix("/v1"))
@@ -171,10 +171,10 @@ class Upstream:
         asked: ModelCall,
         once: Callable[[Route], Awaitable[T]],
     ) -> T:
-        """The first success of `once`. The attempt carries the failure of the call until then.
+        """Call `once` until it succeeds; meanwhile the attempt records the call's failure.
 
-        Raises the last UpstreamError when another try is useless or the attempt has no time left,
-        and RefusedError for a verifier's call to a policy or for a role that has no policy."""
+        Raises the last UpstreamError if a retry is useless or the attempt has no time left, and
+        RefusedError for a verifier's call to a policy or for a role without a policy."""
         active, role = caller.attempt, caller.role_of(model)
         if active.scoring:
             route = self.router.find(model, role)
@@ -188,7 +188,7 @@ class Upstream:
                 )
         seats = active.seats
         if why := self.router.why_unmapped(model, role, seats, caller.inside):
-            active.failures[asked.number] = why  # also if the agent ignores the refusal
+            active.failures[asked.number] = why  # even if the agent ignores the error
             raise RefusedError(404, "role_unplayed", why)
         wait, tries = BACKOFF, 0
         while True:
@@ -214,10 +214,10 @@ class Upstream:
     async def post(
         self, route: Route, api: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The server's answer.
+        """Post a body and yield the server's response.
 
-        Raises UpstreamError for 3xx, 401, 403, 429, 5xx and a connection that cannot be made or
-        breaks: the agent is to blame for none of them."""
+        Raises UpstreamError for 3xx, 401, 403, 429, 5xx and connection errors: none of them is the
+        agent's fault."""
         if route.text is not None:
             raise UpstreamError(
                 f"the endpoint {route.policy!r} has one text for every call, and none for {api}",
@@ -231,7 +231,7 @@ class Upstream:
         if route.key:
             sent["authorization"] = f"Bearer {route.key}"
         try:
-            # A large body is sent in pieces, as writing it at once would hold up other calls.
+            # A large body is sent in chunks, as writing it at once would delay other calls.
             data = body if len(body) < CHUNKED_ABOVE else io.BytesIO(body)
             async with self.session.post(
                 url, data=data, headers=sent, allow_redirects=False
@@ -250,7 +250,7 @@ class Upstream:
                         f"the policy server at {url} answered {status}: {said}",
                         status=status,
                         body=words,
-                        retry_after=float(after) if after.isdigit() else 0.0,
+                        retry_after=float(after) if after.isdecimal() else 0.0,
                         transient=status in TRANSIENT,
                     )
                 yield answer
@@ -261,7 +261,7 @@ class Upstream:
 
 
 async def read(answer: aiohttp.ClientResponse) -> bytes:
-    """The body of an answer. Raises UpstreamError for one that is too large."""
+    """Read the body of a response. Raises UpstreamError if it is too large."""
     parts = [part async for part in _limited(answer, LARGEST_ANSWER)]
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -281,20 +281,37 @@ def _too_large(what: str, limit: int) -> UpstreamError:
 
 
 def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """The headers of a message without those of a single connection."""
-    return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in HOP_BY_HOP)
+    """Return the headers without those of a single connection."""
+    return CIMultiDict((k, _text(v)) for k, v in headers.items() if k.lower() not in HOP_BY_HOP)
+
+
+def _text(value: str) -> str:
+    """Convert a header's value that is not UTF-8, which aiohttp requires, from Latin-1."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode(errors="surrogateescape").decode("latin-1")
+    return value
+
+
+def read_event(event: bytes) -> tuple[bytes, bytes]:
+    """Split a server-sent event into its other lines and its data."""
+    lines = event.split(b"\n")
+    data = [line[5:] for line in lines if line.startswith(b"data:")]
+    other = [line + b"\n" for line in lines if line and not line.startswith(b"data:")]
+    return b"".join(other), b"\n".join(data).strip()
 
 
 def stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The events of an answer. Raises UpstreamError for one that is too large."""
+    """Iterate over the events of a response. Raises UpstreamError if it is too large."""
     return events(_limited(answer, LARGEST_STREAM))
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Server-sent events of a stream, each with its closing blank line.
+    """Split a stream into server-sent events, each with its closing blank line.
 
-    Raises UpstreamError for one that is too large."""
-    rest, pending = b"", b""  # pending: half of a line's end
+    Raises UpstreamError for an event that is too large."""
+    rest, pending = b"", b""  # pending: a "\r" that may belong to a "\r\n"
     async for chunk in chunks:
         if pending or b"\r" in chunk:
             chunk = pending + chunk

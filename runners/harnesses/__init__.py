@@ -1,1 +1,1 @@
-"""Coding harnesses that run as agents: presets, and what `agentrl harness` does with them."""
+"""Coding harnesses as agents: their presets, and the check behind `agentrl harness`."""

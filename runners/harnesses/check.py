@@ -1,4 +1,4 @@
-"""Runs a harness against a scripted model, and tells what it calls, sends and needs."""
+"""Runs a harness against a scripted model, and reports its requests and whether capture works."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from agentrl.store import open_store
 from agentrl.types import Json, NewRollout, PolicyVersion, Rollout, Transition
 
 RUN = "check"
-MARK = re.compile(r"ticket-\d+")  # in the prompt of a rollout, and nowhere else
+MARK = re.compile(r"ticket-\d+")  # unique mark in the prompt of each rollout
 
 
 @dataclass(slots=True)
 class SeenRequest:
-    """A request and how it was answered."""
+    """A request of the harness and the status of its response."""
 
     at: float  # unix seconds
     path: str  # method and path, with the query
     size: int  # bytes
-    body: dict[str, Json]  # empty where it is no JSON object
+    body: dict[str, Json]  # empty if it is not a JSON object
     status: int = 0
-    error: str = ""  # the body of a refusal
-    role: str = ""  # of the call, where it was recorded
+    error: str = ""  # response body of a refusal
+    role: str = ""  # of the recorded call, if any
 
     @property
     def asks(self) -> bool:
-        """Whether it is a model call that was answered."""
+        """Whether it is a successful model call."""
         prompt = {"messages", "input", "contents"} & self.body.keys()
         return bool(prompt) and self.status == 200 and "count" not in self.path
 
@@ -53,7 +53,7 @@ class SeenRequest:
 
 
 class RequestLog:
-    """Of a gateway, as its `watch`."""
+    """Records all requests to a gateway, as its `watch` middleware."""
 
     def __init__(self) -> None:
         self.seen: list[SeenRequest] = []
@@ -75,17 +75,17 @@ class RequestLog:
 
 @dataclass
 class Report:
-    """What a harness did."""
+    """The result of a check."""
 
     harness: str
     program: str
     version: str
-    tested: bool  # its preset was, with this version
+    tested: bool  # the preset was tested with this version
     seconds: float
     begun: float  # unix seconds
-    answers: list[Transition]  # as they were served
+    answers: list[Transition]  # as served by the scripted model
     rollouts: list[Rollout]
-    calls: list[Transition]  # as they were recorded
+    calls: list[Transition]  # as recorded by the gateway
     seen: list[SeenRequest]
 
     @property
@@ -94,8 +94,7 @@ class Report:
 
     @property
     def exact(self) -> int:
-        """Calls that were recorded with the tokens and log-probs that were served, in the trace of
-        their own rollout."""
+        """Number of calls recorded with the served tokens and log-probs, in the right rollout."""
         served = {tuple(one.completion): one for one in self.answers}
         numbers = {row.attempt: f"ticket-{row.index:03d}" for row in self.rollouts}
         return sum(
@@ -116,9 +115,9 @@ class Report:
         return [one for one in self.seen if one.status >= 400]
 
     def problems(self) -> Iterator[str]:
-        """One sentence each; none for a harness that can be trained."""
+        """Yield a sentence for each problem; none for a harness that can be trained."""
         if not self.served:
-            yield f"{self.harness} made no model call that was answered"
+            yield f"{self.harness} made no successful model call"
         for one in self.refused[:3]:
             yield f"{one.path} was refused: {one.error[:300]}"
         for failed in [row.failure for row in self.rollouts if row.failure][:3]:
@@ -126,9 +125,9 @@ class Report:
         if self.exact < self.served:
             yield f"{self.exact} of {self.served} calls were recorded exactly"
         if any(row.failure is None and row.reward() != 1 for row in self.rollouts):
-            yield "its tools did not mend the bug as the model said"
+            yield "its tools did not apply the model's fix of the bug"
         if not self.tested:
-            yield f"version {self.version or '?'} is not one that its preset was tested with"
+            yield f"its preset was not tested with version {self.version or '?'}"
 
 
 async def check(
@@ -141,9 +140,9 @@ async def check(
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
 ) -> Report:
-    """Run rollouts of the harness `name`, each of which mends a bug as the scripted model says.
+    """Run rollouts of the harness `name`, in each of which the scripted model fixes a bug.
 
-    Raises ConfigError where it is not installed."""
+    Raises ConfigError if the harness is not installed."""
     preset = load_preset(name, root)
     program, model, log = preset.find_program(program), ScriptedModel(), RequestLog()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -164,7 +163,9 @@ async def check(
                 begun = time.time()
                 await store.enqueue(_queue(rollouts, timeout))
                 working = asyncio.create_task(worker.run(stop))
-                await store.settled("g")
+                settled = asyncio.create_task(store.settled("g"))
+                await asyncio.wait((settled, working), return_when=asyncio.FIRST_COMPLETED)
+                settled.cancel()
                 seconds = time.time() - begun
                 stop.set()
                 await working
@@ -172,7 +173,7 @@ async def check(
             traces = [await store.trace(row.id) for row in ended]
     calls = [call for trace in traces if trace for call in trace.transitions]
     roles = iter(call.role for call in sorted(calls, key=lambda call: call.started))
-    for one in log.seen:  # calls began in the order of their requests
+    for one in log.seen:  # in the order of the calls
         one.role = next(roles, "") if one.asks else ""
     known = (name, program, version, preset.was_tested(version), seconds, begun)
     return Report(*known, answers=model.served, rollouts=ended, calls=calls, seen=log.seen)

@@ -1,9 +1,9 @@
-"""A preset: how a coding harness is pointed at the gateway, unmodified.
+"""Presets, which point an unmodified coding harness at the gateway.
 
-It is data: the arguments of the program, its variables, the text of its configuration files, the
-versions it was tested with, and the rules that find the calls which are not the agent's.
-`NAME.toml` beside this module is one; a user's own is a TOML file with the same keys, or a
-`file.py:name` that is a `Preset` or a dict of them.
+A preset is data: arguments and environment variables of the program, contents of its configuration
+files, tested versions, and rules that identify calls which are not the agent's own. The built-in
+ones are `NAME.toml` next to this module; a user's own is a TOML file with the same keys, or a
+`file.py:name` that is a `Preset` or a dict with these keys.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from agentrl.types import Json
 KEY = "agent.harness"
 HERE = Path(__file__).parent
 HARNESSES = tuple(sorted(file.stem for file in HERE.glob("*.toml")))
-INSTALLED = ".harnesses"  # folder below the working directory into which tests install them
+INSTALLED = ".harnesses"  # folder in the working directory where tests install harnesses
 VERSION = re.compile(r"\d+(\.\d+)+")
 VERSION_TIMEOUT = 30.0  # seconds
-PLACE = re.compile(r"\{(prompt|url|root|key|home|context)\}")
+PLACEHOLDER = re.compile(r"\{(prompt|url|root|key|home|context)\}")
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Texts may hold {prompt}, {url} (of the gateway, ending in /v1), {root} (without /v1), {key}
-    (of the attempt), {home} (a folder of the attempt) and {context} (tokens)."""
+    """Placeholders in texts: {prompt}, {url} (of the gateway, ending in /v1), {root} (the URL
+    without /v1), {key} and {home} (of the attempt) and {context} (tokens)."""
 
     program: str
-    argv: list[str]  # its arguments
-    install: str = ""  # the command that installs it
-    tested: tuple[str, str] | None = None  # the first and the last version it was tested with
+    argv: list[str]  # arguments of the program
+    install: str = ""  # command that installs it
+    tested: tuple[str, str] | None = None  # first and last tested version
     env: dict[str, str] = {}
     files: dict[str, str] = {}  # path below HOME -> text
-    match: list[RoleRule] = []  # for calls that are not the agent's
+    match: list[RoleRule] = []  # roles of calls that are not the agent's own
 
     def find_program(self, command: str = "") -> str:
-        """Path of the program: `command`, or where it is installed. Raises ConfigError."""
+        """Return the absolute path of `command`, by default the installed program. Raises
+        ConfigError."""
         if command:
             found = shutil.which(command)
         else:
@@ -57,21 +58,21 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if found is None:
             how = f": {self.install}" if self.install else ""
             raise ConfigError(
-                f"{KEY}: {command or self.program!r} is not installed on this machine{how}; or say"
-                " in agent.command where it is"
+                f"{KEY}: {command or self.program!r} is not installed on this machine{how}; or set"
+                " agent.command to its path"
             )
         return str(Path(found).absolute())
 
     def filled(self, *, url: str, key: str, home: Path, prompt: str, context: int) -> Preset:
-        """With texts for the places; `url` ends in /v1."""
+        """Return a copy with the placeholders replaced; `url` ends in /v1."""
         known = {"url": url, "root": url.removesuffix("/v1"), "key": key, "home": str(home)}
         known |= {"prompt": prompt, "context": str(context)}
-        fill = partial(PLACE.sub, lambda found: known[found[1]])
+        fill = partial(PLACEHOLDER.sub, lambda found: known[found[1]])
         env, files = ({k: fill(v) for k, v in texts.items()} for texts in (self.env, self.files))
         return replace(self, argv=[*map(fill, self.argv)], env=env, files=files)
 
     def write_files(self, home: Path) -> None:
-        """Makes HOME with its configuration in it."""
+        """Write the configuration files below `home`."""
         for name, text in self.files.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_text(text, encoding="utf-8")
@@ -84,15 +85,15 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def private_folders(home: str, repository: Path) -> dict[str, str]:
-    """Variables that keep a program in the folders of its attempt. A shell or a wrapper may leave
-    PWD stale, and some programs believe it."""
+    """Return variables that keep a program in the folders of its attempt. PWD is included: a shell
+    or wrapper may leave it stale, and some programs trust it."""
     own = {"CONFIG": "config", "DATA": "local/share", "STATE": "local/state", "CACHE": "cache"}
     xdg = {f"XDG_{name}_HOME": f"{home}/.{folder}" for name, folder in own.items()}
     return {"HOME": home, "PWD": str(repository)} | xdg
 
 
 def load_preset(name: str, root: Path) -> Preset:
-    """The preset of that name, or in a file below `root`. Raises ConfigError."""
+    """Load a preset by name, or from a file relative to `root`. Raises ConfigError."""
     if name.endswith(".toml"):
         return _read(root / name)
     found = load_plugin("harnesses", name, HARNESSES, root, key=KEY)
@@ -102,20 +103,20 @@ def load_preset(name: str, root: Path) -> Preset:
 
 
 def role_rules(config: RunConfig, root: Path) -> list[RoleRule]:
-    """Those of the run file, then those of its harness."""
+    """Return the role rules of the run file, then those of its harness."""
     own = load_preset(config.agent.harness, root).match if config.agent.harness else []
     return [*config.role_rules, *own]
 
 
 def prompt_of(task_input: Json) -> str:
-    """What the harness is asked: the input of a task, as JSON if it is no text."""
+    """Return the prompt for the harness: the task's input, as JSON unless it is a string."""
     if isinstance(task_input, str):
         return task_input
     return msgspec.json.encode(task_input).decode()
 
 
 async def version_of(program: str, home: Path) -> str:
-    """What `program --version` prints of a version; empty where it prints none in time."""
+    """Return the version that `program --version` prints; empty if it prints none in time."""
     env = {"PATH": os.environ.get("PATH", ""), "HOME": str(home)}
     how: Any = {"env": env, "timeout": VERSION_TIMEOUT, "stdin": subprocess.DEVNULL}
     how |= {"capture_output": True, "check": False, "errors": "replace"}
@@ -131,7 +132,7 @@ def _read(file: Path) -> Preset:
     try:
         return _typed(tomllib.loads(file.read_text(encoding="utf-8")), str(file))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{KEY}: {file} is no readable TOML file: {error}") from None
+        raise ConfigError(f"{KEY}: {file} is not a readable TOML file: {error}") from None
 
 
 def _typed(data: Any, name: str) -> Preset:

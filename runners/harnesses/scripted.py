@@ -1,6 +1,6 @@
-"""A model server that follows a script, and knows exactly which tokens it has served.
+"""A scripted model server that records exactly which tokens it has served.
 
-It runs one harness after the other through the same work: look at the test, mend `calc.py`, say so.
+Every harness gets the same script: run the test, fix `calc.py`, report success.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUG = {
 PROMPT = "The unit test test_calc.py in this repository fails. Fix calc.py so that it passes."
 COMMANDS = (
     "python3 -m unittest -q test_calc",
-    # What it prints tells mini-swe-agent that it is done.
+    # The printed text tells mini-swe-agent that the task is complete.
     "sed -i 's/a - b/a + b/' calc.py && echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
 )
 EDIT = """calc.py
@@ -42,12 +42,12 @@ EDIT = """calc.py
     return a + b
 >>>>>>> REPLACE
 ```
-"""  # for a harness that reads edits from the answer
+"""  # for a harness that parses edits from the answer
 SHELL = re.compile("bash|shell|exec|command", re.IGNORECASE)
 
 
 class ScriptedModel:
-    """Chat completions with token ids, four bytes each, and random log-probs."""
+    """Serves chat completions with one token id per four bytes and random log-probs."""
 
     def __init__(self) -> None:
         self.served: list[Transition] = []
@@ -55,7 +55,7 @@ class ScriptedModel:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Listens inside the block, which is given the URL."""
+        """Serve inside the block; yields the URL."""
         app = web.Application(client_max_size=2**28)
         app.router.add_post("/v1/chat/completions", self._chat)
         runner, url = await listen(app, "127.0.0.1", 0)
@@ -67,14 +67,13 @@ class ScriptedModel:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         raw, number = await request.read(), len(self.served)
         call = read_request(CHAT, raw, ConversationMemory(), number)
-        said = answer({"messages": call.messages, "tools": call.tools}, f"call_{number}")
-        # The number makes equal answers different, so that one cannot be taken for another.
-        tokens = _tokens(said) + int32([number])
+        message = answer({"messages": call.messages, "tools": call.tools}, f"call_{number}")
+        tokens = _tokens(message) + int32([number])  # the number makes equal answers distinct
         prompt = _tokens([call.messages, call.tools])
         logprobs = float32([-self._random.random() for _ in tokens])
-        finish = "tool_calls" if "tool_calls" in said else "stop"
+        finish = "tool_calls" if "tool_calls" in message else "stop"
         known: Any = {"prompt": prompt, "completion": tokens, "logprobs": logprobs}
-        row = Transition(str(number), "", number, **known, finish=finish, answer=said)
+        row = Transition(str(number), "", number, **known, finish=finish, answer=message)
         self.served.append(row)
         if not call.stream:
             return web.Response(body=replay.whole([row], call), content_type="application/json")
@@ -86,19 +85,19 @@ class ScriptedModel:
 
 
 def _tokens(value: Json) -> array[int]:
-    """Few enough that no harness sums up a conversation that looks too long."""
+    """Encode a value as few tokens, so that no harness summarizes the conversation."""
     text = json.dumps(value).encode()
     return int32(memoryview(text.ljust(-(-len(text) // 4) * 4)).cast("i"))
 
 
 def answer(body: dict[str, Any], id: str) -> dict[str, Any]:
-    """The message that the script has next for a conversation."""
+    """Return the script's next message for a conversation."""
     tools = [tool["function"] for tool in body.get("tools") or ()]
     done = sum(bool(message.get("tool_calls")) for message in body["messages"])
     shell = next((tool for tool in tools if SHELL.search(tool["name"]) and _command(tool)), None)
     if shell is None or done >= len(COMMANDS):
-        said = "The test passes now." if shell else "There is no shell."
-        return {"role": "assistant", "content": said if tools else EDIT}
+        text = "The test passes now." if shell else "There is no shell."
+        return {"role": "assistant", "content": text if tools else EDIT}
     arguments = json.dumps(_arguments(shell, COMMANDS[done]))
     function = {"name": shell["name"], "arguments": arguments}
     call = {"id": id, "type": "function", "function": function}
@@ -106,13 +105,13 @@ def answer(body: dict[str, Any], id: str) -> dict[str, Any]:
 
 
 def _command(tool: dict[str, Any]) -> str | None:
-    """The name of the argument of a tool that is a shell command."""
+    """Return the name of a tool's argument for the shell command; None if it has none."""
     properties = (tool.get("parameters") or {}).get("properties") or {}
     return next((name for name in ("command", "cmd") if name in properties), None)
 
 
 def _arguments(tool: dict[str, Any], command: str) -> dict[str, Json]:
-    """The command, and something for each other argument that must be given."""
+    """Return the arguments of a call: the command, and dummy values for other required ones."""
     schema, fill = tool["parameters"], {"boolean": False, "integer": 1, "number": 1, "array": []}
     kinds = {name: about.get("type") for name, about in schema["properties"].items()}
     given = {name: fill.get(str(kinds.get(name)), ".") for name in schema.get("required") or ()}

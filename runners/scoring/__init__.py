@@ -1,1 +1,1 @@
-"""Rewards: what verifiers return and what agents report."""
+"""Rewards of verifiers and agents."""

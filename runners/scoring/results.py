@@ -1,4 +1,4 @@
-"""What an agent answered, as JSON, and what went wrong, as data."""
+"""Converts results of agents to JSON, and exceptions to `Failure` records."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ LONGEST_TRACEBACK = 20_000  # characters, from the end
 
 
 def failure_of(kind: ErrorKind, error: BaseException) -> Failure:
-    text, said = storable_text("".join(traceback.format_exception(error))), as_text(error)
-    message = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return Failure(kind=kind, message=message, traceback=text[-LONGEST_TRACEBACK:])
+    trace, text = storable_text("".join(traceback.format_exception(error))), as_text(error)
+    message = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return Failure(kind=kind, message=message, traceback=trace[-LONGEST_TRACEBACK:])
 
 
 def as_json(result: Any) -> Json:
-    """`result` as JSON values; what JSON cannot express becomes its text. Never raises."""
+    """Convert `result` to JSON values, other objects to their text. Never raises."""
     try:
         return msgspec.json.decode(msgspec.json.encode(result, enc_hook=_plain))
-    except Exception:  # noqa: BLE001 - objects of the user's agent are a boundary
+    except Exception:  # noqa: BLE001 - code of the user's classes may raise anything
         return as_text(result)
 
 
 def json_size(result: Any) -> int:
-    """Bytes of `as_json` of a result. Never raises."""
+    """Return the size of `as_json(result)` in bytes. Never raises."""
     return len(msgspec.json.encode(as_json(result)))
 
 
 def as_text(value: object) -> str:
-    """`str(value)` as every database stores it, whatever its class does. Never raises."""
+    """Return `str(value)` as text that every database can store. Never raises."""
     try:
         return storable_text(str(value))
-    except Exception:  # noqa: BLE001 - a class of the user's, or an int that is too long
+    except Exception:  # noqa: BLE001 - a user's class, or an int with too many digits
         return f"<{type(value).__name__} that has no text>"
 
 

@@ -1,4 +1,4 @@
-"""Calls the user's reward sources: from task and result, and the trace if one asks, to rewards."""
+"""Calls the user's reward functions with task, result, trace and workspace."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ ARGUMENTS = ("task", "result", "trace", "workspace")
 
 
 class VerifierError(AgentRLError):
-    """The verifier returned something that is not a reward."""
+    """The verifier returned an invalid reward."""
 
 
 class Verifier:
-    """The reward sources of a run, each called with those of `task`, `result`, `trace` and
-    `workspace` that it declares.
+    """The reward functions of a run. Each declares any of the parameters `task`, `result`, `trace`
+    and `workspace`.
 
-    Each may be async and returns a number, the reward of its name; a mapping of names to numbers;
-    or a `Reward` or a list of them, about the rollout, a role, or a transition of the trace."""
+    Each may be async and returns a number, the reward with the function's name; a mapping of names
+    to numbers; or one or more `Reward`s for the rollout, a role, or a transition of the trace."""
 
     def __init__(
         self,
         outcome: Callable[..., Any] | None,
         rewards: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """`outcome` is the user's verifier, `rewards` are further sources by name.
+        """`outcome`: the user's verifier. `rewards`: further functions by name.
 
-        Raises AgentError when a function asks for anything else."""
+        Raises AgentError if a function requires other parameters."""
         functions = {**({} if outcome is None else {"outcome": outcome}), **(rewards or {})}
         self._sources = {name: (call, _declared(call)) for name, call in functions.items()}
 
@@ -59,8 +59,8 @@ class Verifier:
         trace: Trace | None,
         workspace: object = None,
     ) -> list[Reward]:
-        """Raises VerifierError for anything but finite numbers, and what a function raises.
-        Whether the targets of rows exist is not checked."""
+        """Call all functions and return their rewards; targets are not checked. Raises
+        VerifierError for anything but finite numbers, and propagates errors of the functions."""
         given = {"task": task, "result": result, "trace": trace, "workspace": workspace}
         rows: list[Reward] = []
         for name, (function, arguments) in self._sources.items():
@@ -76,14 +76,14 @@ class Verifier:
 
 
 def load(path: str | Callable[..., Any], rewards: Mapping[str, str], root: Path) -> Verifier:
-    """The verifier that `path` names or is, and the functions of `verifier.rewards`, each as
+    """Load the verifier `path` (a name or a function) and the functions of `verifier.rewards`, each
     "file.py:name", "package.module:name" or an entry point of the group agentrl.rewards.
 
     Raises ConfigError or AgentError."""
     if not path and not rewards:
         raise ConfigError("verifier.path is missing: write it as file.py:name")
     if path and "outcome" in rewards:
-        raise ConfigError("verifier.rewards.outcome and verifier.path: which gives the outcome?")
+        raise ConfigError("verifier.rewards.outcome and verifier.path are both set: leave one out")
     outcome: Any = path or None
     if isinstance(path, str) and path:
         outcome = load_attribute(path, root, key="verifier.path")
@@ -95,7 +95,7 @@ def load(path: str | Callable[..., Any], rewards: Mapping[str, str], root: Path)
 
 
 def as_rewards(returned: object, name: str = "outcome") -> list[Reward]:
-    """Reward rows of what a reward source returned; a plain number is the reward `name`."""
+    """Convert a reward function's return value to rewards; a number is the reward `name`."""
     if isinstance(returned, Reward):
         return [_row(returned)]
     if isinstance(returned, Mapping | list | tuple) and not returned:
@@ -118,8 +118,8 @@ def _row(row: object) -> Reward:
         raise VerifierError(f"the verifier returned a reward, but {error}") from None
     if not isinstance(row.target, str | None) or (row.target is None) != (scope is Scope.ROLLOUT):
         raise VerifierError(
-            f"the verifier returned {row!r:.200}; give it a target exactly if it is about a role"
-            " (its name) or a transition (the id of one in trace.transitions)"
+            f"the verifier returned {row!r:.200}; set a target only if its scope is a role (the"
+            " role's name) or a transition (an id in trace.transitions)"
         )
     given = (row.name, row.source, row.note)
     name, source, note = (storable_text(str(text)) for text in given)
@@ -150,7 +150,7 @@ def _declared(function: Callable[..., Any]) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.values()
     kinds = {parameter.kind for parameter in parameters}
     if inspect.Parameter.VAR_KEYWORD in kinds:
-        return ARGUMENTS[:3]  # whoever wants the files says so
+        return ARGUMENTS[:3]  # a workspace must be declared explicitly
     names = tuple(p.name for p in parameters if p.name in ARGUMENTS)
     foreign = [p.name for p in parameters if p.name not in ARGUMENTS and p.default is p.empty]
     if foreign or not names or inspect.Parameter.POSITIONAL_ONLY in kinds:

@@ -1,1 +1,1 @@
-"""OpenTelemetry spans, roles and rewards of the attempt that the running code belongs to."""
+"""OpenTelemetry spans, roles and rewards of the current attempt."""

@@ -1,10 +1,10 @@
-"""What happens in this process during an attempt: framework steps, HTTP calls, rewards.
+"""Per-attempt log of events in this process: framework steps, HTTP calls, rewards.
 
 Owns: the logs of the attempts in progress.
-Always true: code inside an attempt finds the attempt's log in its OpenTelemetry context, in any
-task or thread. It finds it also after the attempt has ended, when entries are ignored, so no late
-call is counted for another attempt. Outside of attempts `current` is None.
-Who may write: code inside the attempt, from any thread.
+Invariant: code inside an attempt finds the attempt's log in its OpenTelemetry context, in any task
+or thread. It finds it also after the attempt has ended, when entries are ignored, so no late call
+is attributed to another attempt. Outside of attempts `current` is None.
+Writer: code inside the attempt, from any thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentrl.types import Json, Reward, Span
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
-Recorded = Callable[[], str | None] | None  # by another tracer: gives its span id
+Recorded = Callable[[], str | None] | None  # returns the span id at another tracer
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 KEY = context.create_key("agentrl-journal")
 _open: dict[int, AttemptLog] = {}  # by trace id
@@ -36,52 +36,52 @@ _latest: ContextVar[HttpCall | None] = ContextVar("agentrl_latest_call", default
 
 @dataclass(slots=True, eq=False, frozen=True)
 class HttpCall:
-    """A request that left the process. `inside` are the spans around it, innermost first."""
+    """An outgoing HTTP request. `inside`: ids of the spans around it, innermost first."""
 
     id: str
     inside: tuple[str, ...]
-    before: HttpCall | None  # the latest call that its context could see
+    before: HttpCall | None  # the previous call in its context
 
 
 class FrameworkStep(NamedTuple):
-    """A step of a framework in progress, or past."""
+    """A running or finished step of a framework."""
 
     name: str
     kind: str
     parent: str
-    around: str  # the OpenTelemetry span that was current when it began
+    around: str  # the current OpenTelemetry span at its start
     start: int
     recorded: Recorded
 
 
 @dataclass(slots=True, eq=False)
 class AttemptLog:
-    """Of one attempt. Span ids are 16 hex digits, times unix nanoseconds."""
+    """The log of one attempt. Span ids are 16 hex digits, times unix nanoseconds."""
 
     attempt: str
     root: str
     start: int = field(default_factory=time.time_ns)
-    spans: list[Span] = field(default_factory=list)  # finished ones, made here
-    started_spans: dict[int, ReadableSpan] = field(default_factory=dict)  # of the SDK, by id
-    finished: list[ReadableSpan] = field(default_factory=list)  # those of them that have ended
+    spans: list[Span] = field(default_factory=list)  # finished spans of this log
+    started_spans: dict[int, ReadableSpan] = field(default_factory=dict)  # SDK spans by id
+    finished: list[ReadableSpan] = field(default_factory=list)  # ended SDK spans
     rewards: list[Reward] = field(default_factory=list)  # targets may be span ids of calls
     calls: list[HttpCall] = field(default_factory=list)
     steps: dict[str, FrameworkStep] = field(default_factory=dict)
-    running: set[str] = field(default_factory=set)  # of the steps
-    needs_no_call: bool = False  # the agent succeeded without a model call, as it should
+    running: set[str] = field(default_factory=set)  # keys of `steps`
+    needs_no_call: bool = False  # success without a model call is correct here
 
     def enter(
         self, step: str, name: str, kind: str, parent: str | None, recorded: Recorded = None
     ) -> None:
-        """A framework begins a step inside the step `parent`, or inside the current span. A step
-        that another tracer has `recorded` does not become a span here."""
+        """Begin a framework's step inside the step `parent`, by default inside the current span. A
+        step that another tracer has `recorded` does not become a span here."""
         around = _current_span_id()
         known = parent if parent is not None and parent in self.steps else around
         self.steps[step] = FrameworkStep(name, kind, known, around, time.time_ns(), recorded)
         self.running.add(step)
 
     def leave(self, step: str, ok: bool = True, attributes: dict[str, Json] | None = None) -> None:
-        """The step has ended; nothing happens when it never began here."""
+        """End a step; has no effect if it is not running."""
         if step not in self.running:
             return
         self.running.discard(step)
@@ -91,11 +91,11 @@ class AttemptLog:
             self._add(begun.start, id=step, ok=ok, attributes=attributes or {}, **about)
 
     def inside(self) -> tuple[str, ...]:
-        """The spans around the caller, innermost first, the attempt's own last."""
+        """Return the ids of the spans around the caller, innermost first, ending with the root."""
         current, path = _current_span_id(), []
         step = framework_step() or ""
         if step in self.steps and self.steps[step].around != current:
-            path.append(current)  # a span that the user opened inside the step
+            path.append(current)  # the user's own span inside the step
         while step in self.steps:
             path.append(step)
             step = self.steps[step].parent
@@ -104,7 +104,7 @@ class AttemptLog:
 
     @contextmanager
     def call(self, name: str, attributes: dict[str, Json]) -> Iterator[HttpCall]:
-        """A request to be sent inside the block, which it fills in `attributes`."""
+        """Log a request that is sent inside the block; the block completes `attributes`."""
         call = HttpCall(secrets.token_hex(8), self.inside(), _latest.get())
         self.calls.append(call)
         _latest.set(call)
@@ -122,8 +122,8 @@ class AttemptLog:
             self._add(start, id=call.id, ok=ok, attributes=attributes, **about)
 
     def latest(self) -> HttpCall | None:
-        """The latest call of the caller's context, else of the innermost span around it that has
-        any; calls that parallel branches made since this one began do not count."""
+        """Return the latest call in the caller's context, else in the innermost span around it that
+        has any; calls of parallel branches since this one began are ignored."""
         last = _latest.get()
         for span in self.inside():
             for call in reversed(self.calls):
@@ -142,49 +142,49 @@ class AttemptLog:
 
 
 def current() -> AttemptLog | None:
-    """The log of the attempt that the caller runs in."""
+    """Return the log of the caller's attempt, None outside of attempts."""
     found = context.get_value(KEY)
     return found if isinstance(found, AttemptLog) else None
 
 
 @contextmanager
 def open_log(attempt: str) -> Iterator[AttemptLog]:
-    """Run the block in the trace of `attempt` (32 hex digits) and write its log."""
+    """Run the block in the trace of `attempt` (32 hex digits), with a new log."""
     trace_id = int(attempt, 16)
-    journal = _open[trace_id] = AttemptLog(attempt, secrets.token_hex(8))
-    inside = context.set_value(KEY, journal, context.Context())
-    token = context.attach(_context(attempt, journal.root, inside))
+    log = _open[trace_id] = AttemptLog(attempt, secrets.token_hex(8))
+    inside = context.set_value(KEY, log, context.Context())
+    token = context.attach(_context(attempt, log.root, inside))
     latest = _latest.set(None)
     try:
-        yield journal
+        yield log
     finally:
         del _open[trace_id]
         _latest.reset(latest)
         context.detach(token)
-        journal.close()
+        log.close()
 
 
 def of_span(span: ReadableSpan) -> AttemptLog | None:
-    """The log of the attempt that a span of OpenTelemetry's SDK belongs to."""
+    """Return the log of the attempt of an OpenTelemetry SDK span."""
     return _open.get(span.context.trace_id) if span.context else None
 
 
 def framework_config() -> Any:
-    """LangChain's and LangGraph's configuration of the running step, if there is one."""
+    """Return the LangChain or LangGraph config of the running step, if any."""
     module = sys.modules.get("langchain_core.runnables.config")
     known = getattr(module, "var_child_runnable_config", None)
     return None if known is None else known.get()
 
 
 def framework_step() -> str | None:
-    """Span id of the LangChain or LangGraph step around the caller."""
+    """Return the span id of the LangChain or LangGraph step around the caller, if any."""
     config = framework_config()
     run = getattr(config.get("callbacks"), "parent_run_id", None) if config else None
     return None if run is None else step_id(run)
 
 
 def step_id(run: UUID) -> str:
-    """The span id of a LangChain run: the random half of its UUID."""
+    """Return the span id of a LangChain run: the random half of its UUID."""
     return run.hex[16:]
 
 

@@ -1,9 +1,9 @@
-"""An attempt is an OpenTelemetry trace: its id is the trace id of every span and model call in it.
+"""Runs an attempt as an OpenTelemetry trace: its id is the trace id of its spans and model calls.
 
-Owns: what is patched once in a process, so that its clients, threads, frameworks and tracers take
-part; the logs belong to `attempt_log`.
-Always true: inside `attempt(id)` the current trace id is `id`, in its tasks and threads and in
-every request of the HTTP clients, whose W3C headers name it.
+Owns: the patches, applied once per process, of HTTP clients, threads, frameworks and tracers; the
+logs belong to `attempt_log`.
+Invariant: inside `attempt(id)` the current trace id is `id`, in its tasks and threads and in the
+W3C headers of every HTTP request.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["KIND", "Tracing", "install", "instrument_frameworks", "records", "ro
 
 @cache
 def install() -> Tracing:
-    """The process's tracing: joins the SDK provider that the user set up, or sets up one.
+    """Set up tracing for the process, with the user's SDK tracer provider or a new one.
 
-    Call it after the agent's module was imported, so that a provider set there is the one joined.
-    Clients that exist by then are traced all the same."""
+    Call it after the import of the agent's module, which may set a provider. Clients that exist
+    already are traced too."""
     provider = trace.get_tracer_provider()
     if not isinstance(provider, TracerProvider):
         unset = isinstance(provider, ProxyTracerProvider)
@@ -52,13 +52,13 @@ def install() -> Tracing:
 
 
 def _inherit_in_threads() -> None:
-    """Threads that an agent starts belong to its attempt, as its asyncio tasks do.
+    """Let threads inherit the attempt of their starter, like asyncio tasks.
 
-    Python gives a new thread an empty context (until 3.14's `-X thread_inherit_context`), so a
-    model call in it would belong to no rollout. Inside attempts, and only there, a thread starts in
-    a copy of its starter's context, and so does each work item of a `ThreadPoolExecutor`. A thread
-    that was started inside one attempt and serves others belongs to the first: give it work by
-    `submit`, by `asyncio.run_coroutine_threadsafe`, or with the context of the caller."""
+    Python starts a thread with an empty context (until 3.14's `-X thread_inherit_context`), so its
+    model calls would belong to no rollout. Inside attempts, and only there, a thread starts in a
+    copy of its starter's context, and so does each work item of a `ThreadPoolExecutor`. A thread
+    started inside one attempt that also serves others belongs to the first: pass it work with
+    `submit`, `asyncio.run_coroutine_threadsafe`, or the context of the caller."""
     start = threading.Thread.start
     submit: Callable[..., Future[Any]] = ThreadPoolExecutor.submit
 
@@ -75,7 +75,7 @@ def _inherit_in_threads() -> None:
         if attempt_log.current() is None:
             return submit(self, fn, *args, **kwargs)
         item = partial(copy_context().run, fn)
-        # From an empty context: a worker thread that starts now will serve others too.
+        # From an empty context: a worker thread that starts now will serve other attempts too.
         return Context().run(submit, self, item, *args, **kwargs)
 
     setattr(threading.Thread, "start", start_inside)  # noqa: B010 - mypy refuses the assignment
@@ -86,13 +86,13 @@ def _run(thread: threading.Thread, run: Callable[[], None], inherited: Context) 
     try:
         inherited.run(run)
     finally:
-        vars(thread).pop("run", None)  # it refers to the thread itself
+        vars(thread).pop("run", None)  # breaks the reference cycle with the thread
 
 
 def instrument_frameworks() -> None:
-    """Also record what the steps of LangChain and LangGraph say, as spans of OpenInference.
+    """Record LangChain and LangGraph steps with inputs and outputs, as OpenInference spans.
 
-    Raises ConfigError when the package that does it is missing."""
+    Raises ConfigError if the instrumentation package is missing."""
     try:
         from openinference.instrumentation.langchain import LangChainInstrumentor
     except ImportError as error:
@@ -107,15 +107,15 @@ def instrument_frameworks() -> None:
 
 
 class Tracing(SpanProcessor):
-    """Runs attempts inside their traces and notes the spans that end in them."""
+    """Runs attempts inside their traces and collects the SDK spans that end in them."""
 
     def __init__(self, provider: TracerProvider) -> None:
         provider.add_span_processor(self)
 
     @contextmanager
     def attempt(self, attempt: str) -> Iterator[AttemptLog]:
-        """Run the block in the trace of `attempt` (32 hex digits); gives what it leaves behind."""
-        steps.install()  # here, not at the start: an agent may import LangChain when it is called
+        """Run the block in the trace of `attempt` (32 hex digits); yields its log."""
+        steps.install()  # at each attempt: an agent may import LangChain when it is called
         with attempt_log.open_log(attempt) as log:
             yield log
 
@@ -129,8 +129,8 @@ class Tracing(SpanProcessor):
 
 
 def records(log: AttemptLog, attempt: str) -> list[Span]:
-    """Finished spans as they are stored. One whose parent was not recorded, because it had not
-    ended or was not sampled, is a child of the attempt."""
+    """Convert finished spans to records. The attempt's root replaces a parent that was not
+    recorded, because it had not ended or was not sampled."""
     known: set[str | None] = {None, *(span.id for span in log.spans)}
     known |= {_hex(span.context.span_id) for span in log.finished if span.context}
     spans = [*log.spans, *(_record(span, attempt, log.root) for span in log.finished)]

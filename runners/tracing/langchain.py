@@ -1,8 +1,8 @@
-"""The steps of LangChain and LangGraph as spans, without their inputs and outputs.
+"""Records the steps of LangChain and LangGraph as spans, without their inputs and outputs.
 
-A handler that LangChain adds to every run logs name, kind, parent, times and success of agents,
-chains and tools, without their texts, which are in the transitions. The instrumentation of
-OpenInference, `runner.framework_spans`, records all of it for about a third more CPU.
+A callback handler logs name, kind, parent, times and success of agents, chains and tools; their
+texts are in the transitions. OpenInference's instrumentation (`runner.framework_spans`) records the
+texts too, for about a third more CPU.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from uuid import UUID
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing.attempt_log import AttemptLog, step_id
 
-GRAPH = "LangGraph"  # the name of a compiled graph that was given none
-_recorder: Callable[[UUID], Any] | None = None  # gives the span of a run that is recorded already
+GRAPH = "LangGraph"  # default name of a compiled graph
+_recorder: Callable[[UUID], Any] | None = None  # returns the other tracer's span of a run
 
 
 def install() -> None:
-    """Note the steps of LangChain, if the process has imported it."""
+    """Register the handler, if the process has imported LangChain."""
     if "langchain_core" in sys.modules:
         _register()
 
 
 def set_recorder(recorder: Callable[[UUID], Any] | None) -> None:
-    """From now on another tracer records the steps; `recorder` gives its span of a run."""
+    """Let another tracer record the steps; `recorder` returns its span of a run."""
     global _recorder
     _recorder = recorder
 
@@ -39,9 +39,9 @@ def _register() -> None:
     from langchain_core.tracers.context import register_configure_hook
 
     class StepHandler(BaseCallbackHandler):  # type: ignore[misc, unused-ignore]
-        """Logs the step in the attempt around it, if there is one."""
+        """Logs steps inside attempts."""
 
-        run_inline = True  # in the context of the step, where the attempt is known
+        run_inline = True  # in the context of the step, which holds the attempt
         ignore_llm = ignore_chat_model = ignore_retriever = ignore_custom_event = True
 
         def on_chain_start(self, serialized: Any, inputs: Any, **about: Any) -> None:

@@ -1,16 +1,16 @@
-"""Who inside a multi-agent system makes a model call: the rule, in one place.
+"""Determines the role that makes a model call inside a multi-agent system.
 
 The role of a call is the first of
-  1. the one in the path, `/a/{attempt}/{role}/v1`;
-  2. the one in the baggage, `agentrl.role`, which `agentrl.role("critic")` sets around a call;
-  3. of the names that frameworks gave to the nodes and agents around the call, the first that is
-     known: the run file gives it to a policy or an upstream, or the rollout has a seat for it;
+  1. the role in the path, `/a/{attempt}/{role}/v1`;
+  2. the role in the baggage, `agentrl.role`, which `agentrl.role("critic")` sets around a call;
+  3. of the frameworks' names of nodes and agents around the call, the innermost known role: one
+     that the run file maps to a policy or an upstream, or that has a seat in the rollout;
   4. the requested model's name, if it is a known role;
-and "agent" where there is none. A name that is not known is no role: the node "model" inside every
-`create_agent` is the agent itself. An explicit role (1, 2) need not be known.
+and "agent" by default. Unknown names are ignored: the node "model" inside every `create_agent` is
+the agent itself. An explicit role (1, 2) need not be known.
 
-Names are read from a framework's own context variables or from OpenTelemetry spans. Nothing of a
-framework is changed, and one that the process has not imported is not looked for.
+Names are read from a framework's own context variables or from OpenTelemetry spans. Frameworks are
+not patched, and those that the process has not imported are skipped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing.attempt_log import AttemptLog, HttpCall
 
 DEFAULT = "agent"
-ROLE = "agentrl.role"  # baggage keys: what the code says,
-NAMES = "agentrl.names"  # and the names of the steps around the call, innermost first
+ROLE = "agentrl.role"  # baggage key: the explicit role
+NAMES = "agentrl.names"  # baggage key: names of the steps around the call, innermost first
 AGENT_NAME = "gen_ai.agent.name"  # OpenTelemetry's semantic conventions for generative AI
 CREW = ("agent_execution_started", "lite_agent_execution_started")  # events of CrewAI
 
@@ -36,20 +36,20 @@ CREW = ("agent_execution_started", "lite_agent_execution_started")  # events of 
 def resolve(
     known: Collection[str], *, path: str | None, said: str | None, names: Sequence[str]
 ) -> str | None:
-    """Rules 1 to 3: `path` and `said` as they are, of `names` the first that is `known`."""
+    """Apply rules 1 to 3: `path`, else the baggage's `said`, else the first known of `names`."""
     return path or said or next((name for name in names if name in known), None)
 
 
 def role_of_model(role: str | None, model: str, known: Collection[str]) -> str:
-    """Rule 4 and the default, for a call whose `role` is not known yet."""
+    """Apply rule 4 and the default to a call without a `role`."""
     return role or (model if model in known else DEFAULT)
 
 
 @contextmanager
 def role(name: str) -> Iterator[None]:
-    """Model calls made inside the block, also in its tasks and threads, belong to role `name`.
+    """Assign model calls inside the block, also in its tasks and threads, to the role `name`.
 
-    Outside of a rollout it does nothing. Raises ValueError for an empty name."""
+    Has no effect outside of a rollout. Raises ValueError for an empty name."""
     if not name or not isinstance(name, str):
         raise ValueError(f"a role needs a name, not {name!r}")
     if attempt_log.current() is None:
@@ -63,7 +63,7 @@ def role(name: str) -> Iterator[None]:
 
 
 def baggage_items(log: AttemptLog, call: HttpCall) -> list[str]:
-    """The W3C baggage of a call: its role, or the names from which its role is read."""
+    """Return the W3C baggage of a call: its role, or the names that determine its role."""
     values = {key: str(value) for key, value in baggage.get_all().items()}
     if ROLE not in values:
         names = ",".join(quote(name, safe="") for name in framework_names(log, call))
@@ -72,34 +72,34 @@ def baggage_items(log: AttemptLog, call: HttpCall) -> list[str]:
 
 
 def read_names(value: str | None) -> list[str]:
-    """The names that `baggage_items` wrote under `NAMES`; the baggage is unquoted already."""
+    """Parse the names that `baggage_items` wrote under `NAMES`, from unquoted baggage."""
     return [unquote(name) for name in (value or "").split(",") if name]
 
 
 def framework_names(log: AttemptLog, call: HttpCall) -> list[str]:
-    """Nodes and agents around a call that is being sent, of each framework innermost first."""
+    """Return the names of nodes and agents around a call, of each framework innermost first."""
     found = [*_langgraph(), *_openai_agents(), *_crewai(), *_spans(log, call)]
     return list(dict.fromkeys(filter(None, found)))
 
 
 def _of(module: str, name: str) -> Any:
-    """An object of a module; None where that is not imported, or another version has no such."""
+    """Return an attribute of a module; None if it is not imported or lacks it in this version."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def _langgraph() -> Iterator[str]:
-    """LangGraph nodes, then the name of LangChain's agent."""
+    """Yield LangGraph nodes, then the name of LangChain's agent."""
     config = attempt_log.framework_config()
-    said = (config.get("metadata") or {}) if config else {}
-    space = said.get("langgraph_checkpoint_ns") or said.get("langgraph_node") or ""
-    # "team:<task id>|model:<task id>"; the parts of a node that has no subgraph are its name
+    metadata = (config.get("metadata") or {}) if config else {}
+    space = metadata.get("langgraph_checkpoint_ns") or metadata.get("langgraph_node") or ""
+    # "team:<task id>|model:<task id>", or the name of a node without a subgraph
     for part in reversed(str(space).split("|")):
         yield part.partition(":")[0]
-    yield str(said.get("lc_agent_name") or "")
+    yield str(metadata.get("lc_agent_name") or "")
 
 
 def _openai_agents() -> Iterator[str]:
-    """Agents of OpenAI's Agents SDK, which has empty spans even if it does not trace."""
+    """Yield agents of OpenAI's Agents SDK, which has empty spans even if tracing is disabled."""
     scope = _of("agents.tracing.scope", "Scope")
     span: Any = scope.get_current_span() if scope is not None else None
     while span is not None:
@@ -111,7 +111,7 @@ def _openai_agents() -> Iterator[str]:
 
 
 def _crewai() -> Iterator[str]:
-    """Agents of CrewAI, by role, from the events that are open around the caller."""
+    """Yield roles of CrewAI agents, from the open events around the caller."""
     stack = _of("crewai.events.event_context", "_event_id_stack")
     state = getattr(_of("crewai.events.event_bus", "crewai_event_bus"), "runtime_state", None)
     record: Any = getattr(state, "event_record", None)
@@ -126,7 +126,7 @@ def _crewai() -> Iterator[str]:
 
 
 def _spans(log: AttemptLog, call: HttpCall) -> Iterator[str]:
-    """Agents of frameworks with OpenTelemetry spans: AutoGen, Agent Framework and others."""
+    """Yield agents of frameworks with OpenTelemetry spans: AutoGen, Agent Framework and others."""
     for inside in call.inside:
         span = log.started_spans.get(int(inside, 16))
         while span is not None:

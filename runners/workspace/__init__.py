@@ -1,1 +1,1 @@
-"""A folder for each attempt: made from a source, confined, scored, removed."""
+"""Workspaces: a folder for each attempt, copied from a source, sandboxed, scored and removed."""

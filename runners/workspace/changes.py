@@ -1,5 +1,4 @@
-"""What an agent changed in its repository, found without git: no filter or hook of the agent's is
-run."""
+"""Finds an agent's changes to its repository without git, as the agent may control git's hooks."""
 
 from __future__ import annotations
 
@@ -14,23 +13,23 @@ from pathlib import Path
 from agentrl.runners.workspace import cleaner
 from agentrl.runners.workspace.sources import WorkspaceError, no_space_or
 
-LARGEST = 2**20  # bytes of a file whose lines `diff` shows
-LARGEST_PACK = 4 * 2**20  # bytes of the changed files that are kept until they are scored
+LARGEST = 2**20  # bytes of a file of which `diff` shows lines
+LARGEST_PACK = 4 * 2**20  # bytes of changed files that are stored until scoring
 NOT_COMPARED = {".git", "__pycache__", ".pytest_cache"}
 
 
 def changes(old: Path, new: Path) -> list[str]:
-    """Names of the files that were added, changed or deleted."""
+    """List the names of files that were added, changed or deleted."""
     before, after = files_of(old), files_of(new)
     same = {name for name in before.keys() & after.keys() if _same(before[name], after[name])}
     return sorted((before.keys() | after.keys()) - same)
 
 
 def diff(old: Path, new: Path) -> str:
-    """The changes as a unified diff; binary and large files by name."""
-    parts = []
+    """Return the changes as a unified diff; binary and large files only by name."""
+    parts, found = [], (files_of(old), files_of(new))  # excludes names that lead through links
     for name in changes(old, new):
-        before, after = _lines(old / name), _lines(new / name)
+        before, after = (_lines(files.get(name)) for files in found)
         if before is None or after is None:
             parts.append(f"Binary or large files a/{name} and b/{name} differ\n")
             continue
@@ -40,7 +39,7 @@ def diff(old: Path, new: Path) -> str:
 
 
 def carry_over(old: Path, new: Path, copy: Path) -> None:
-    """Make the changes from `old` to `new` in `copy`, a copy of `old`."""
+    """Apply the changes from `old` to `new` to `copy`, a copy of `old`."""
     changed, after = changes(old, new), files_of(new)
     _delete(copy, changed)
     for name in changed:
@@ -50,8 +49,8 @@ def carry_over(old: Path, new: Path, copy: Path) -> None:
 
 
 def pack(old: Path, new: Path) -> bytes:
-    """The changes as an archive: the names of the files, then those that are still there. Raises
-    WorkspaceError where they cannot be read or are too large."""
+    """Pack the changes in an archive: the names of changed files, then those that still exist.
+    Raises WorkspaceError if they cannot be read or are too large."""
     try:
         changed, after = changes(old, new), files_of(new)
         left = {name: after[name] for name in changed if name in after}
@@ -70,7 +69,7 @@ def pack(old: Path, new: Path) -> bytes:
 
 
 def unpack(copy: Path, packed: bytes) -> None:
-    """Make the changes of `pack` in a copy of what they are changes to."""
+    """Apply the changes of `pack` to a copy of the original folder."""
     try:
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             head, *files = archive.getmembers()
@@ -83,7 +82,7 @@ def unpack(copy: Path, packed: bytes) -> None:
 
 
 def _delete(copy: Path, changed: list[str]) -> None:
-    """First all that was there before, so that no name leads through a link of the agent's."""
+    """Delete changed files, existing ones first: then no name leads through a link of the agent."""
     known = files_of(copy)
     for name in changed:
         if name in known:
@@ -94,7 +93,7 @@ def _delete(copy: Path, changed: list[str]) -> None:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Files and links below a folder, by name."""
+    """Map names to paths of the files and links below a folder."""
     found = {}
     for parent, folders, names in os.walk(folder):
         links = [name for name in folders if Path(parent, name).is_symlink()]
@@ -114,12 +113,12 @@ def _same(one: Path, other: Path) -> bool:
     return filecmp.cmp(one, other, shallow=False)
 
 
-def _lines(file: Path) -> list[str] | None:
-    """None for what is no text."""
+def _lines(file: Path | None) -> list[str] | None:
+    """Return the lines of a file, none if it does not exist; None if it is large or not text."""
+    if file is None:
+        return []
     if file.is_symlink():
         return [f"-> {file.readlink()}\n"]
-    if not file.is_file():
-        return []
     if file.stat().st_size > LARGEST:
         return None
     try:

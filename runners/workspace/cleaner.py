@@ -1,7 +1,6 @@
-"""Removes the workspaces of a runner that died: it waits for the end of a pipe that the runner
-holds open.
+"""Removes the workspaces of a dead runner, once the pipe that the runner holds open is closed.
 
-A small process imports this module: use nothing but the standard library here.
+A small process imports this module: import only the standard library here.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-PATIENCE = 30.0  # seconds; supervisors end their processes meanwhile, which may still write
+PATIENCE = 30.0  # seconds of retries: supervisors are still ending processes, which may write
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder, whatever an agent did to the permissions in it. Never raises."""
+    """Delete a folder, whatever permissions an agent has set in it. Never raises."""
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         for parent, folders, _ in os.walk(folder):

@@ -1,10 +1,10 @@
-"""Runs a program that sees one port of this machine and can write to one folder.
+"""Runs a program that can connect to one port of this machine and write to one folder.
 
-Three processes: this one stays in the machine's network and forwards connections; the next owns the
-namespaces; the last is the first process of its process namespace, starts the program and reaps
-what the program leaves. A supervisor kills all of them. Linux only.
+Three processes: this one stays in the machine's network and forwards connections; the second owns
+the namespaces; the third is the init process of its PID namespace, starts the program and reaps its
+orphans. A supervisor kills all of them. Linux only.
 
-A small process imports this module: use nothing but the standard library here.
+A small process imports this module: import only the standard library here.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Confinement(TypedDict):
     folder: str  # the working directory
     port: int  # of the gateway on this machine
-    write: str  # the folder that it may write to
-    show: list[str]  # folders to be seen though they lie in a hidden one, or in /tmp
-    hide: list[str]  # folders and files that look empty
-    mounts: bool  # False: the program limits itself what it sees
-    user: tuple[int, int] | None  # user and group; None: this one, in a user namespace
+    write: str  # the writable folder
+    show: list[str]  # folders to keep visible inside a hidden one or /tmp
+    hide: list[str]  # folders and files to show as empty
+    mounts: bool  # False: the program itself (bwrap) limits the file system
+    user: tuple[int, int] | None  # uid and gid; None: the current user, in a user namespace
 
 
 def main(spec: Confinement, argv: list[str]) -> int:
-    """The exit status of the program; as in a shell, 128 and its number for a signal."""
+    """Run the program; return its exit status, 128 plus the signal's number as a shell does."""
     _libc.prctl(SET_DUMPABLE, 0, 0, 0, 0)
     ours, theirs = socket.socketpair()
     middle = os.fork()
@@ -86,7 +86,7 @@ def _isolate(spec: Confinement, argv: list[str], parent: socket.socket) -> int:
 
 
 def _limit_files(spec: Confinement) -> None:
-    """Everything is read-only but the folder and scratch space; what is hidden looks empty."""
+    """Make all files read-only but the folder and scratch space; make hidden paths look empty."""
     shown = [path for path in (*spec["show"], spec["write"]) if os.path.isdir(path)]  # noqa: PTH112
     opened = {path: os.open(path, os.O_PATH) for path in shown}
     scratch = [path for path in SCRATCH if os.path.isdir(path)]  # noqa: PTH112
@@ -114,7 +114,7 @@ def _show(path: str, opened: dict[str, int]) -> None:
 
 def _be_init(spec: Confinement, argv: list[str]) -> int:
     _libc.prctl(SET_DUMPABLE, 0, 0, 0, 0)
-    with contextlib.suppress(OSError):  # inside a container that hides parts of its own /proc
+    with contextlib.suppress(OSError):  # refused in a container that masks parts of /proc
         _mount("proc", "/proc", "proc", NOSUID | NODEV)
     program = os.fork()
     if program == 0:
@@ -126,7 +126,7 @@ def _be_init(spec: Confinement, argv: list[str]) -> int:
 
 
 def _become(spec: Confinement, argv: list[str]) -> NoReturn:
-    # Without SETFCAP bwrap cannot map root into its own user namespace; it drops that itself.
+    # bwrap needs SETFCAP to map root into its user namespace, and drops it itself.
     kept = set() if spec["mounts"] else {CAP_SETFCAP}
     for capability in {*range(CAPABILITIES)} - kept:
         _libc.prctl(CAPBSET_DROP, capability, 0, 0, 0)

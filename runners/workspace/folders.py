@@ -1,9 +1,9 @@
-"""The folder of one attempt: the repository in which its agent works, and a HOME beside it.
+"""Creates and removes workspaces: a folder with the agent's repository and a separate HOME.
 
 Owns: a folder of this runner below `workspace.folder`, locked while the runner lives, with the
 templates and every workspace in it.
-Always true: a workspace is removed when its attempt is over; those of a runner that was killed are
-removed by its cleaner, a process of its own, or else by the next runner that starts.
+Invariant: a workspace is removed when its attempt is over. If the runner is killed, its cleaner, a
+separate process, removes them, or else the next runner that starts.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from agentrl.runners.workspace.sources import Template, Templates, WorkspaceErro
 from agentrl.types import Json, Task
 
 FOLDERS = ("home", "tmp", "io")
-Change = Callable[[Path], None]  # of the files in a repository
-LARGEST_OUTPUT = 2**20  # bytes of what a test prints
+Change = Callable[[Path], None]  # modifies the files of a repository
+LARGEST_OUTPUT = 2**20  # bytes kept of each output of a test
 log = logging.getLogger("agentrl.runner")
 
 
 class Finished(NamedTuple):
-    """How a program in a workspace ended: the exit status (negative: a signal), what it wrote."""
+    """A finished program in a workspace: exit status (negative: a signal) and outputs."""
 
     status: int
     stdout: str
@@ -54,7 +54,8 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
-    """What a verifier is given. `path` is the repository as the agent left it, `home` its HOME."""
+    """The verifier's view of a workspace. `path`: the repository as the agent left it; `home`: its
+    HOME."""
 
     folder: Path
     template: Template
@@ -71,23 +72,23 @@ class Workspace:
 
     @property
     def place(self) -> AgentPlace:
-        """Where the agent's process works."""
+        """The working environment of the agent's process."""
         env = private_folders(str(self.home), self.path) | {"TMPDIR": str(self.folder / "tmp")}
         prefix = self._of.sandbox.command(self.folder, self.path, [])
         return AgentPlace(self.path, self.folder / "io", env, prefix, self._of.sandbox.give)
 
     def diff(self) -> str:
-        """What the agent changed, as a unified diff; binary and large files by name."""
+        """Return the agent's changes as a unified diff; binary and large files only by name."""
         return diff(self.template.folder, self.path)
 
     def packed(self) -> bytes:
-        """The changes, from which `prepare` makes the same files again. Raises WorkspaceError where
-        they are too large."""
+        """Pack the agent's changes for `Workspaces.prepare`. Raises WorkspaceError if they are too
+        large."""
         return pack(self.template.folder, self.path)
 
     async def fresh(self, files: Mapping[str, Json] | None = None) -> Workspace:
-        """A new copy of what the agent was given, with its changes, and `files` over them: hidden
-        tests that no agent has seen. It is removed with this workspace. Raises WorkspaceError."""
+        """Create a copy of the template with the agent's changes, then write `files` to it, such as
+        hidden tests. It is removed with this workspace. Raises WorkspaceError."""
 
         def change(repository: Path) -> None:
             carry_over(self.template.folder, self.path, repository)
@@ -100,16 +101,16 @@ class Workspace:
     async def run(
         self, argv: Sequence[str], *, timeout: float = 60.0, env: Mapping[str, str] | None = None
     ) -> Finished:
-        """Run a program in the repository, confined as the agent is and with its HOME. Nothing that
-        it started is left. Raises TimeoutError after `timeout` seconds."""
+        """Run a program in the repository, confined like the agent and with its HOME; kill all its
+        descendants at the end. Raises TimeoutError after `timeout` seconds."""
         return await self._of.run(self, argv, timeout=timeout, env=env or {})
 
 
 class Workspaces:
-    """Makes workspaces as the run file says."""
+    """Creates the workspaces of a run."""
 
     def __init__(self, config: RunConfig, *, root: Path, gateway: str) -> None:
-        """`gateway` is its base URL on this machine, all that a confined agent can connect to."""
+        """`gateway`: its base URL, the only address that a confined agent can connect to."""
         self.config = settings = config.workspace
         self._kept = Path(config.output or root, "workspaces")
         self._everybody = Path(settings.folder or tempfile.gettempdir()).resolve()
@@ -126,8 +127,8 @@ class Workspaces:
         self._cleaner: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Raises ConfigError for a source that is not there, and for a sandbox that does not work
-        on this machine."""
+        """Prepare the folder. Raises ConfigError if the source does not exist or the sandbox does
+        not work on this machine."""
         try:
             await threads.call(self._make_folder)
         except OSError as error:
@@ -151,13 +152,13 @@ class Workspaces:
                 )
 
     async def prepare(self, task: Task, changed: bytes | None = None) -> Workspace:
-        """A copy of the source, with the changes that `Workspace.packed` gave. Raises
-        WorkspaceError."""
+        """Create a workspace from the source, with the changes of `Workspace.packed`, if any.
+        Raises WorkspaceError."""
         source: Json = self.config.source
         if source.startswith("task."):
             key = source.removeprefix("task.")
             if key not in task:
-                raise WorkspaceError(f"the task has no {key!r} to make a workspace of")
+                raise WorkspaceError(f"the task has no {key!r}, the source of its workspace")
             source = task[key]
         try:
             async with asyncio.timeout(self.config.timeout):
@@ -168,16 +169,15 @@ class Workspaces:
             raise WorkspaceError(message) from None
 
     async def copy(self, template: Template, change: Change | None) -> Workspace:
-        """`change` is made in its repository. Raises WorkspaceError, and leaves nothing then, or
-        when it is cancelled."""
+        """Copy a template and apply `change` to the repository. Raises WorkspaceError; on errors
+        and cancellation the copy is removed."""
         self._count += 1
         folder = self.folder / str(self._count)
         copying = asyncio.ensure_future(threads.call(self._copy, template.folder, folder, change))
         try:
             await asyncio.shield(copying)
         except BaseException:
-            await asyncio.wait([copying])
-            await threads.call(cleaner.remove, folder)
+            await threads.uncancelled(_undo(copying, folder))
             raise
         return Workspace(folder, template, self)
 
@@ -190,7 +190,10 @@ class Workspaces:
             raise
 
     async def remove(self, workspace: Workspace, *, failed: bool = False, name: str = "") -> None:
-        """Remove it, or keep it as `workspace.keep` says."""
+        """Remove a workspace, or keep it if `workspace.keep` says so, even if cancelled."""
+        await threads.uncancelled(self._remove(workspace, failed, name))
+
+    async def _remove(self, workspace: Workspace, failed: bool, name: str) -> None:
         keep = self.config.keep
         if name and (keep == "always" or (keep == "failed" and failed)):
             kept = self._kept / name.replace("/", "_")
@@ -200,7 +203,7 @@ class Workspaces:
             except OSError as error:
                 log.warning("the workspace of %s is not kept: %s", name, error)
         for folder in (workspace.folder, *workspace._copies):
-            await asyncio.shield(threads.call(cleaner.remove, folder))
+            await threads.call(cleaner.remove, folder)
         await self._templates.release(workspace.template)
 
     async def close(self) -> None:
@@ -262,7 +265,7 @@ class Workspaces:
         new = self.folder.with_suffix(".new")
         self._open.append(os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         fcntl.flock(self._open[0], fcntl.LOCK_EX)
-        new.rename(lock)  # nobody ever sees it unlocked
+        new.rename(lock)  # atomic: no other runner sees it unlocked
         (self.folder / "templates").mkdir(parents=True)
         theirs, ours = os.pipe()
         self._open.append(ours)
@@ -285,6 +288,11 @@ def _clear_if_dead(lock: Path) -> None:
             os.close(fd)
 
 
+async def _undo(copying: asyncio.Future[None], folder: Path) -> None:
+    await asyncio.wait([copying])
+    await threads.call(cleaner.remove, folder)
+
+
 def _move(folder: Path, kept: Path) -> None:
     kept.parent.mkdir(parents=True, exist_ok=True)
     cleaner.remove(kept)
@@ -292,7 +300,8 @@ def _move(folder: Path, kept: Path) -> None:
 
 
 def _answers(config: RunConfig, root: Path) -> list[Path]:
-    """Where answers are: the run's store, its tasks and its verifiers, and what the user adds."""
+    """Return paths that may contain answers: the run's output with its store, tasks, verifiers and
+    `workspace.hide`."""
     named = [config.tasks.train, config.tasks.heldout, config.verifier.path]
     named += [*config.verifier.rewards.values(), *config.workspace.hide]
     files = [root / name.partition(":")[0] for name in named if name]

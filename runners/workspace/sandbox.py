@@ -1,4 +1,4 @@
-"""The command line that confines a program to its workspace, as `workspace.sandbox` says."""
+"""Builds the command line that confines a program to its workspace, by `workspace.sandbox`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agentrl.runners.workspace.sources import change_owner
 
 
 class Sandbox:
-    """`root` is the run file's folder, which programs may read but for what is `hidden`; `gateway`
-    is all that they can connect to."""
+    """`root`: the run file's folder, readable for programs except the `hidden` paths. `gateway`:
+    the only address that they can connect to."""
 
     def __init__(
         self, config: WorkspaceConfig, root: Path, gateway: str, hidden: Iterable[Path]
@@ -31,7 +31,7 @@ class Sandbox:
         self._port, self._hidden = urlsplit(gateway).port or 0, [str(path) for path in hidden]
 
     def command(self, folder: Path, works_in: Path, argv: Sequence[str]) -> list[str]:
-        """Runs `argv` where it can write to `folder` only."""
+        """Return a command line that runs `argv` with write access to `folder` only."""
         if not self.confines:
             return list(argv)
         spec = confine.Confinement(
@@ -51,8 +51,8 @@ class Sandbox:
     def in_container(
         self, container: ContainerConfig, name: str, folder: Path, env: Mapping[str, str]
     ) -> list[str]:
-        """Begins the command line of a program in a container of the agent's image, which has no
-        network. Its working directory is PWD."""
+        """Return the prefix of a command line that runs a program in a container of the agent's
+        image, without network, in the working directory PWD."""
         argv = [container.cli, "run", "--rm", "--init", "--name", name, "--network", "none"]
         argv += ["--volume", f"{folder}:{folder}", "--workdir", env["PWD"]]
         for key, value in env.items():
@@ -60,7 +60,7 @@ class Sandbox:
         return [*argv, *container.options, container.image]
 
     def give(self, folder: Path) -> None:
-        """Make the files of a folder those of the user that programs run as."""
+        """Make the user of the programs the owner of a folder's files."""
         change_owner(folder, self.owner)
 
     def _bubblewrap(self, folder: str, works_in: str) -> list[str]:
@@ -77,7 +77,7 @@ class Sandbox:
 
 
 def _interpreter() -> list[str]:
-    """Folders of this Python, where they lie in a folder that looks empty to a confined program."""
+    """Return this Python's folders that lie in scratch folders, hence would be hidden."""
     prefixes = {sys.prefix, sys.base_prefix}
     return [path for path in prefixes if any(Path(path).is_relative_to(s) for s in confine.SCRATCH)]
 

@@ -1,5 +1,5 @@
-"""What workspaces are copies of. Each source is brought to this machine once, as a template: a git
-repository with a single commit, so that nothing later than the revision can be found in it."""
+"""Templates of workspaces. Each source becomes a template once per runner: a git repository with a
+single commit, which hides all commits after the revision."""
 
 from __future__ import annotations
 
@@ -20,55 +20,55 @@ from agentrl.errors import AgentRLError
 from agentrl.runners.workspace import cleaner
 from agentrl.types import Json
 
-MOST = 64  # templates on disk that no workspace is a copy of
+MOST = 64  # cached templates; those in use are never evicted
 GIT_TIMEOUT = 300.0  # seconds
-# The user's own settings, hooks and filters have no say in what agents and tests see.
+# Excludes the user's own git settings, hooks and filters.
 GIT = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
 WHO = {"NAME": "agentrl", "EMAIL": "agentrl@localhost", "DATE": "2000-01-01T00:00:00Z"}
 GIT |= {f"GIT_{role}_{k}": v for role in ("AUTHOR", "COMMITTER") for k, v in WHO.items()}
 
 
 class WorkspaceError(AgentRLError):
-    """A workspace cannot be made, copied or written to. The message is one sentence."""
+    """A workspace cannot be created, copied or written to. The message is one sentence."""
 
 
 @dataclass(slots=True)
 class Template:
     folder: Path
-    users: int = 0  # workspaces that are copies of it
+    users: int = 0  # workspaces that use it
 
 
 class Templates:
-    """Owns the folder of the templates; the ones used last are kept."""
+    """Owns the folder of the templates; evicts the least recently used."""
 
     def __init__(self, folder: Path, root: Path, owner: tuple[int, int] | None) -> None:
-        """`root` is what paths are relative to, `owner` the user and group of the files."""
+        """`root`: base of relative paths. `owner`: uid and gid of the files."""
         self._folder, self._root, self._owner = folder, root, owner
         self._building: OrderedDict[bytes, asyncio.Task[Template]] = OrderedDict()
 
     async def take(self, source: Json) -> Template:
-        """The template of "git:PATH@REV", of a folder, or of a mapping of names to texts. Give it
-        back with `release`. Raises WorkspaceError."""
+        """Return the template of "git:PATH@REV", a folder, or a mapping of names to texts, until
+        `release`. Raises WorkspaceError."""
         key = msgspec.json.encode(source, order="deterministic")
-        if key not in self._building:
+        known = self._building.get(key)
+        if known is None or (known.done() and known.exception()):  # the source may exist by now
             folder = self._folder / f"{len(self._building)}-{os.urandom(6).hex()}"
             work = partial(_build, source, folder, self._root, self._owner)
             self._building[key] = asyncio.create_task(_template(work, folder))
         building = self._building[key]
         self._building.move_to_end(key)
-        try:
-            template = await asyncio.shield(building)
-        except WorkspaceError:
-            if self._building.get(key) is building:
-                del self._building[key]  # the repository may be there the next time
-            raise
+        template = await asyncio.shield(building)
         template.users += 1
         return template
 
     async def release(self, template: Template) -> None:
         template.users -= 1
         for key, task in list(self._building.items())[: max(0, len(self._building) - MOST)]:
-            if task.done() and not (unused := task.result()).users:
+            if self._building.get(key) is not task or not task.done():  # a concurrent release
+                continue
+            if task.exception():
+                del self._building[key]
+            elif not (unused := task.result()).users:
                 del self._building[key]
                 await threads.call(partial(cleaner.remove, unused.folder))
 
@@ -89,13 +89,13 @@ def _build(source: Json, folder: Path, root: Path, owner: tuple[int, int] | None
             write_files(folder, source)
         elif not isinstance(source, str) or not source:
             raise WorkspaceError(
-                f"the source of a workspace is 'git:PATH@REV', a folder or a mapping of names to"
-                f" texts, not {source!r:.80}"
+                f"the source of a workspace must be 'git:PATH@REV', a folder or a mapping of names"
+                f" to texts, not {source!r:.80}"
             )
         elif source.startswith("git:"):
             _check_out(source, folder, root)
         elif not (root / source).is_dir():
-            raise WorkspaceError(f"there is no folder {root / source} to make a workspace of")
+            raise WorkspaceError(f"there is no folder {root / source} for the workspace")
         else:
             ignore = shutil.ignore_patterns(".git")
             shutil.copytree(root / source, folder, symlinks=True, ignore=ignore, dirs_exist_ok=True)
@@ -105,7 +105,7 @@ def _build(source: Json, folder: Path, root: Path, owner: tuple[int, int] | None
         change_owner(folder, owner)
     except OSError as error:
         raise no_space_or(error, "make") from None
-    except ValueError as error:  # a name or a text that no file can have
+    except ValueError as error:  # an invalid file name or text
         raise WorkspaceError(f"cannot make a workspace: {error}") from None
 
 
@@ -125,8 +125,8 @@ def _check_out(source: str, folder: Path, root: Path) -> None:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """A new folder with the files, modes and times of another. Small repositories are copied in a
-    third of the time that `cp -a` or `shutil.copytree` takes."""
+    """Copy a folder with modes and times. Takes a third of the time of `cp -a` or `shutil.copytree`
+    for small repositories."""
     target.mkdir(mode=0o700)
     with os.scandir(source) as entries:
         for entry in entries:
@@ -147,17 +147,17 @@ def _like(status: os.stat_result, to: Path) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, Json]) -> None:
-    """Raises WorkspaceError for a name that leads out of the folder."""
+    """Write files to a folder. Raises WorkspaceError for a name that leads out of it."""
     for name, text in files.items():
         parts = PurePosixPath(name).parts
         if not parts or parts[0] == "/" or {"..", ".git"}.intersection(parts):
-            raise WorkspaceError(f"{name!r} is no name of a file in a workspace")
+            raise WorkspaceError(f"{name!r} is not a valid file name in a workspace")
         if not isinstance(text, str):
-            raise WorkspaceError(f"the file {name!r} has no text, but {text!r:.80}")
+            raise WorkspaceError(f"the content of {name!r} must be a text, not {text!r:.80}")
         file = folder
         for part in parts[:-1]:
             file /= part
-            if file.is_symlink() or file.is_file():  # an agent may have left it there
+            if file.is_symlink() or file.is_file():  # left there by an agent
                 file.unlink()
             file.mkdir(exist_ok=True)
         file /= parts[-1]
@@ -169,7 +169,7 @@ def write_files(folder: Path, files: Mapping[str, Json]) -> None:
 
 
 def change_owner(folder: Path, owner: tuple[int, int] | None) -> None:
-    """Make the files of a folder those of a user and a group; nothing for None."""
+    """Set uid and gid of a folder's files, unless `owner` is None."""
     if owner is not None:
         for parent, folders, names in os.walk(folder):
             for name in (".", *folders, *names):
@@ -182,9 +182,9 @@ def no_space_or(error: OSError, verb: str) -> WorkspaceError:
 
 
 def _git(arguments: list[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
-    """Raises WorkspaceError with the last line that git wrote."""
+    """Run git. Raises WorkspaceError with the last line of its output."""
     safe = ["-c", "safe.directory=*", "-c", "gc.auto=0", "-c", "core.hooksPath=/dev/null"]
-    # `add` makes one pack of all files, since the fewer there are, the faster is a copy.
+    # `add` writes a single pack file: fewer files are faster to copy.
     safe += ["-c", "core.bigFileThreshold=1", "-c", "core.fsync=none"]
     try:
         done = subprocess.run(

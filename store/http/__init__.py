@@ -1,1 +1,1 @@
-"""The store over HTTP: one table of verbs, a server of any backend, a client that is a Store."""
+"""The store over HTTP: a table of verbs, a server for any backend, and a client."""

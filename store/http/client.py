@@ -1,10 +1,9 @@
-"""The client: a `Store` whose verbs are requests, repeated until the server has answered.
+"""HTTP client: a `Store` whose verbs are requests, retried until the server responds.
 
-Owns: one connection pool per event loop, closed with its loop or by `close`. Always true: after a
-temporary failure (a lost connection, a restarting server or proxy) a call is sent again with the
-same ids and the same idempotency key, so it is executed once however often it is sent; after
-`patience` seconds of failures it raises Unavailable. Several event loops and threads may use one
-object.
+Owns: one connection pool per event loop, closed with its loop or by `close`. Invariant: after a
+temporary failure (a lost connection, a restarting server or proxy) a call is retried with the same
+ids and the same idempotency key, so it is executed only once; after `patience` seconds of failures
+it raises Unavailable. Several event loops and threads may use one object.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
 from agentrl.types import StepCommit
 
 VARIABLE = "AGENTRL_STORE_KEY"
-PATIENCE = 60.0  # seconds for which a call is repeated
-BACKOFF, LONGEST = 0.05, 1.0  # seconds before the first repetition, which doubles, and at most
+PATIENCE = 60.0  # seconds for which a call is retried
+BACKOFF, LONGEST = 0.05, 1.0  # seconds before a retry: the first, which doubles, and the maximum
 SILENCE = wire.POLL + 30.0  # seconds without a byte after which the connection counts as lost
 LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError)
 TRANSIENT = frozenset({502, 503, 504})
@@ -56,13 +55,13 @@ Arguments = msgspec.Struct
 
 
 def connect(url: str, *, readonly: bool = False) -> Store:
-    """The store at `http(s)://[KEY@]host[:port][?patience=SECONDS]`. Without a key in the URL, that
-    of the variable AGENTRL_STORE_KEY is sent, if there is one. Sends nothing yet."""
-    return cast(Store, HttpStore(url, readonly=readonly))  # its verbs are made from wire.VERBS
+    """Create a client for `http(s)://[KEY@]host[:port][?patience=SECONDS]`, by default with the key
+    in AGENTRL_STORE_KEY. Sends no request yet."""
+    return cast(Store, HttpStore(url, readonly=readonly))  # its verbs are added from wire.VERBS
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> tuple[Verb, Arguments]:
-    """A verb with its arguments, for `HttpStore.batch`."""
+    """Build a call for `HttpStore.batch`."""
     return VERBS[name], VERBS[name].arguments(*args, **kwargs)
 
 
@@ -77,7 +76,7 @@ class HttpStore:
             raise StoreError("The store's key has a character that no key has.")
         if key:
             self._headers["authorization"] = f"Bearer {key}"
-        self._heads = dict[str, bytes]()  # of requests with no other headers, by verb
+        self._heads = dict[str, bytes]()  # verb -> request head with the default headers
         self._lock = threading.Lock()
         self._closed = False
         self._plain = self.url.startswith("http://")
@@ -106,10 +105,10 @@ class HttpStore:
         await self.close()
 
     async def batch(self, calls: Sequence[tuple[Verb, Arguments]]) -> list[Any]:
-        """The verbs of one request, in this order, made by `call`: of each its result, or the
-        StoreError with which it was refused. Each is atomic, the batch is not; none may wait."""
+        """Send several calls, made by `call`, in one request; return the result or StoreError of
+        each. Each call is atomic, the batch is not; calls must not wait."""
         results: list[Any] = [None] * len(calls)
-        sent: dict[int, wire.BatchCall] = {}  # by place
+        sent: dict[int, wire.BatchCall] = {}  # by index in `calls`
         for place, (verb, arguments) in enumerate(calls):
             try:
                 self._check_readonly(verb)
@@ -144,7 +143,7 @@ class HttpStore:
         first, end = _encoded(verb, arguments), time.monotonic() + timeout
 
         def body() -> bytes:
-            """A repeat waits for what is left of the timeout."""
+            """Encode the call with the remaining timeout."""
             left = max(0.0, end - time.monotonic())
             return _encoded(verb, replace(arguments, timeout=left)) if timeout else first
 
@@ -152,7 +151,7 @@ class HttpStore:
         return self._read(verb.results[MSGPACK], await self._request(verb.name, body, key))
 
     async def _request(self, name: str, body: Callable[[], bytes], key: str = "") -> bytes:
-        """The body of the answer, after as many tries as it takes."""
+        """Send a request, with retries, and return the body of the response."""
         headers = self._headers | {"idempotency-key": key} if key else self._headers
         pause, deadline, why = BACKOFF, 0.0, ""
         while True:
@@ -165,7 +164,7 @@ class HttpStore:
             else:
                 if status == 200:
                     return answer
-                if status == 202:  # not yet
+                if status == 202:  # not done yet: poll again
                     pause, deadline = BACKOFF, 0.0
                     continue
                 refused = self._refused(status, kind, answer)
@@ -184,7 +183,7 @@ class HttpStore:
         if self._plain:
             try:
                 return await pool.plain.post(self._head(name, headers), body, SILENCE)
-            except Unreadable:  # the call is repeated, as after a lost answer
+            except Unreadable:  # send the call again, as after a lost response
                 self._plain = False
         url = f"{self.url}/v1/{name}"
         async with pool.session().post(url, data=body, headers=headers) as response:
@@ -233,7 +232,7 @@ class HttpStore:
 
 
 def _method(verb: Verb) -> Callable[..., Awaitable[Any]]:
-    """The parameters of a verb are the fields of its arguments, in the same order."""
+    """Make the client's method of a verb, whose parameters are the fields of its arguments."""
 
     async def method(self: HttpStore, *args: Any, **kwargs: Any) -> Any:
         return await self._call(verb, verb.arguments(*args, **kwargs))
@@ -247,7 +246,7 @@ for _verb in VERBS.values():
 
 
 class _Pool:
-    """The connections of one event loop: plain ones, and a whole HTTP client where needed."""
+    """The connections of one event loop: plain ones, and a full HTTP client if needed."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -268,13 +267,13 @@ class _Pool:
 
     async def close(self) -> None:
         self.plain.close()
-        await asyncio.sleep(0)  # in which they are closed
+        await asyncio.sleep(0)  # lets the transports close
         if self._session is not None:
             await self._session.close()
 
 
 async def _closed_with_loop(pool: _Pool) -> AsyncGenerator[_Pool, None]:
-    """As a generator, because an event loop that ends closes those that it has begun."""
+    """Yield the pool in an async generator, which its event loop closes at shutdown."""
     try:
         yield pool
     finally:
@@ -286,14 +285,14 @@ async def _close(pool: AsyncGenerator[Any, None]) -> None:
 
 
 def _with_claim_id(verb: Verb, arguments: Arguments) -> Arguments:
-    """A claim gets an id: the repeat after a lost answer must get what was claimed."""
+    """Add an id to a claim: a retry after a lost response must return the same attempts."""
     if verb.name == "claim" and getattr(arguments, "claim_id", None) is None:
         return replace(arguments, claim_id=uuid.uuid4().hex)
     return arguments
 
 
 def _encoded(verb: Verb, arguments: Arguments) -> bytes:
-    """Raises Invalid, naming the record, for what no store takes, before it is sent."""
+    """Validate and encode arguments. Raises Invalid, naming the record, for unstorable ones."""
     field = next(iter(verb.arguments.__struct_fields__), "")
     given = getattr(arguments, field, None)
     if check := CHECKS.get(verb.name):
@@ -320,7 +319,8 @@ def _culprit(verb: Verb, arguments: Arguments) -> str:
 
 
 def _parse(url: str) -> tuple[str, str, float]:
-    """Address without the key, key, patience. Raises StoreError that does not repeat the key."""
+    """Return the URL without its key, the key, and the patience. Raises StoreError without the
+    key."""
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
@@ -331,7 +331,7 @@ def _parse(url: str) -> tuple[str, str, float]:
             )
         key = unquote(parts.username or parts.password or "") or options.pop("key", "")
         patience = float(options.pop("patience", PATIENCE))
-    except ValueError:  # whose text may repeat a part of the key
+    except ValueError:  # its message may contain a part of the key
         raise StoreError(f"The store's URL cannot be read: use {USAGE}.") from None
     if not host or options or parts.fragment or not 0 <= patience < float("inf"):
         raise StoreError(f"The store's URL is not of the form {USAGE}.")

@@ -1,10 +1,10 @@
-"""Connections to a store's server in plain HTTP: a request is one write, its answer mostly one
+"""Minimal HTTP connections to a store's server: a request is one write, its response mostly one
 read.
 
-Owns: the connections of one event loop that no request uses. Always true: a connection carries one
-request at a time; one whose request was cancelled, or that was lost, is never used again. This
-reads what `agentrl store serve` writes; `Unreadable` says that somebody else answered (a proxy that
-sends chunks, say), and then the request is for a whole HTTP client.
+Owns: the idle connections of one event loop. Invariant: a connection has one request at a time; it
+is not reused after a cancelled request or a connection error. This parses the responses of
+`agentrl store serve`; for others (of a proxy that sends chunks, for example) it raises `Unreadable`
+and the request needs a full HTTP client.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import re
 from typing import NamedTuple, cast
 
 CONNECT = 5.0  # seconds to establish a connection
-IDLE = 60.0  # seconds for which an unused connection is kept: less than the server keeps it
-HEAD = 64 * 1024  # bytes of an answer that are not its body
+IDLE = 60.0  # seconds for which an idle connection is kept, less than at the server
+HEAD = 64 * 1024  # maximum bytes of a response's head
 END = b"\r\n\r\n"
-READ = 64 * 1024  # bytes that are read at once
-PLAIN = re.compile(  # all that a store's server writes before the body of most answers
+READ = 64 * 1024  # bytes per read
+PLAIN = re.compile(  # the head of most responses of a store's server
     rb"HTTP/1\.1 ([2-5]\d\d) [^\r\n]*\r\n"
     rb"content-type: ([a-z/]+)\r\ncontent-length: (\d{1,18})\r\n\r\n"
 )
@@ -30,7 +30,7 @@ CLOSE = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
 
 
 class Unreadable(Exception):
-    """The answer is in a form of HTTP that a store's server does not use."""
+    """The response uses features of HTTP that a store's server does not use."""
 
 
 class HttpAnswer(NamedTuple):
@@ -41,15 +41,15 @@ class HttpAnswer(NamedTuple):
 
 
 class Connections:
-    """To one server, from one event loop."""
+    """Connections to one server, for one event loop."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
         self._idle: list[_Connection] = []
 
     async def post(self, head: bytes, body: bytes, silence: float) -> HttpAnswer:
-        """The answer to a request. Raises OSError (of which TimeoutError is one) when there is no
-        server, when the connection is lost, or after `silence` seconds without a byte."""
+        """Send a request and return its response. Raises OSError (including TimeoutError) if there
+        is no server, the connection is lost, or `silence` seconds pass without a byte."""
         connection = self._unused() or await self._opened()
         try:
             answer = await connection.post(head, body, silence)
@@ -67,7 +67,7 @@ class Connections:
             self._idle.pop().abort()
 
     def _unused(self) -> _Connection | None:
-        """The one that was used last; the others may have to be closed."""
+        """Return the most recently used idle connection, if any; close expired ones."""
         now = asyncio.get_running_loop().time()
         while self._idle and (self._idle[0].lost or now - self._idle[0].used > IDLE):
             self._idle.pop(0).abort()
@@ -84,14 +84,14 @@ class Connections:
 
 
 class _Connection(asyncio.BufferedProtocol):
-    """`used` is the loop's time of the last request or answer."""
+    """`used`: the loop's time of the last request or response."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.Future[HttpAnswer] | None = None
         self._got, self._buffer = bytearray(), memoryview(bytearray(READ))
-        self._clock: asyncio.TimerHandle | None = None  # goes on between requests, for its cost
+        self._clock: asyncio.TimerHandle | None = None  # kept between requests, as it is costly
         self.lost, self.used = False, self._loop.time()
 
     async def post(self, head: bytes, body: bytes, silence: float) -> HttpAnswer:
@@ -114,7 +114,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its type
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(exc or ConnectionResetError("the server closed the connection"))
@@ -136,7 +136,7 @@ class _Connection(asyncio.BufferedProtocol):
                 self._waiting.set_result(answer)
 
     def _look(self, silence: float) -> None:
-        """Ends the request if not a byte came for so long."""
+        """Fail the request after `silence` seconds without a byte."""
         left = self.used + silence - self._loop.time()
         if self._waiting is None:
             self._clock = None
@@ -152,7 +152,8 @@ class _Connection(asyncio.BufferedProtocol):
 
 
 def whole_answer(got: bytearray) -> HttpAnswer | None:
-    """None if more is to come. Raises Unreadable for what is not, or not only, one plain answer."""
+    """Parse a response; None if it is incomplete. Raises Unreadable unless it is exactly one plain
+    response."""
     if plain := PLAIN.match(got):
         status, kind, size = plain.groups()
         if len(got) == plain.end() + int(size):

@@ -1,7 +1,7 @@
-"""Spans of any OpenTelemetry SDK: the body of POST /v1/traces into the store.
+"""Stores spans of any OpenTelemetry SDK, from the body of POST /v1/traces.
 
-A trace is an attempt, so the trace id says where a span belongs. Spans of other traces and
-unusable ones are refused one by one, as OTLP's partial success, and the rest is kept.
+A trace is an attempt: the trace id of a span is its attempt's id. Spans of unknown attempts and
+invalid spans are rejected individually, as OTLP's partial success; the others are stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GZIP = 31  # zlib's name for the gzip format with the largest window
 
 
 def decompress(body: bytes, encoding: str, largest: int) -> bytes:
-    """The decoded body. Raises HTTPException when that is larger than `largest` bytes."""
+    """Decode a body. Raises HTTPException if it is larger than `largest` bytes or malformed."""
     if encoding in ("", "identity"):
         return body
     if encoding != "gzip":
@@ -41,9 +41,9 @@ def decompress(body: bytes, encoding: str, largest: int) -> bytes:
 async def add_otlp_spans(
     store: Store, body: bytes, content_type: str, check: Callable[[set[str]], Awaitable[None]]
 ) -> tuple[bytes, str]:
-    """Adds the spans; returns the answer and its content type. `check` refuses attempts of other
-    runs. No claim secret is needed, which an SDK inside an agent does not have: the attempt's id is
-    128 random bits."""
+    """Add the spans; return the response body and its content type. `check` refuses attempts of
+    other runs. Needs no claim secret, which an SDK inside an agent does not have: the attempt's id
+    has 128 random bits."""
     try:
         spans, refused, why = otlp.decode_some(body, content_type)
     except Invalid as error:

@@ -1,9 +1,9 @@
-"""Bearer keys: what each may do, in which run, until when; and who may write to an attempt.
+"""Bearer keys with scope, run and expiry; and the permission to write to an attempt.
 
-Keys are compared in constant time and never printed. Of the callers with a runner key, only the one
-that claimed an attempt writes to it: such a caller sends a random secret in the header
-`agentrl-claim-secret`. The server stores its SHA-256 as part of the claim's id, so a claim that is
-repeated with the same secret finds its attempts after a restart too, and the database does not
+Keys are compared in constant time and never printed. Among callers with a runner key, only the one
+that claimed an attempt may write to it, identified by a random secret in the header
+`agentrl-claim-secret`. The server stores the secret's SHA-256 as part of the claim's id: a repeated
+claim with the same secret finds its attempts even after a restart, and the database does not
 contain the secret.
 """
 
@@ -30,28 +30,28 @@ from agentrl.store.sqlstore import SqlStore
 VARIABLE = "AGENTRL_STORE_KEYS"
 SHORTEST_KEY = 8  # characters
 SHORTEST_SECRET = 16  # bytes
-LOOK = 1.0  # seconds after which it is looked whether a file of keys has changed
-REMEMBERED = 65_536  # attempts
+LOOK = 1.0  # seconds between checks whether a key file has changed
+REMEMBERED = 65_536  # cached attempts
 ATTEMPTS: dict[str, Callable[[dict[str, Any]], Iterable[str]]] = {
     "heartbeat": lambda arguments: arguments["attempts"],
     "finish": lambda arguments: (row.attempt for row in arguments["outcomes"]),
     "add_transitions": lambda arguments: (row.attempt for row in arguments["transitions"]),
     "add_spans": lambda arguments: (row.attempt for row in arguments["spans"]),
 }
-"""The verbs that write to attempts, and which attempts their arguments name."""
+"""Verbs that write to attempts -> function from their arguments to the attempts."""
 WHOLE_STORE = {"stats", "datasets", "items", "sides", "calls", "logprobs", "add_judgements"}
-"""Verbs about what several runs have in common."""
+"""Verbs on data that several runs share."""
 log = logging.getLogger("agentrl.store")
 
 
 @dataclass(frozen=True, slots=True)
 class KeyGrant:
-    """What the sender of a request may do."""
+    """Permissions of the sender of a request."""
 
     scope: KeyScope
-    run: str = ""  # the only run that it may use; empty: all
+    run: str = ""  # the only permitted run; empty: all
     until: float = math.inf  # unix seconds
-    secret: bytes = field(default=b"", repr=False)  # of its claims; see `Claims`
+    secret: bytes = field(default=b"", repr=False)  # claim secret, see `Claims`
 
 
 ADMINISTRATOR = KeyGrant(KeyScope.ADMIN)
@@ -64,21 +64,21 @@ def with_secret(caller: KeyGrant, secret: bytes) -> KeyGrant:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The known keys. Without any key everybody is an administrator: only for loopback."""
+    """The known keys. Without keys every caller is an administrator: only for loopback."""
 
     _known: tuple[tuple[bytes, KeyGrant], ...] = field(default=(), repr=False)
 
     @classmethod
     def parse(cls, text: str, source: str) -> Keys:
-        """From lines (or words) such as `runner:SECRET` or `runner@RUN:SECRET;until=2030-01-31`, a
-        time of UTC; `#` begins a comment. Raises ConfigError, which names `source` and the line,
-        never the key; also when there is no key, which would mean to serve everybody."""
+        """Parse lines (or words) such as `runner:SECRET` or `runner@RUN:SECRET;until=2030-01-31`
+        (UTC); `#` begins a comment. Raises ConfigError, which names `source` and the line, never
+        the key; also if there is no key, as everybody would be served."""
         known: dict[bytes, KeyGrant] = {}
         for number, line in enumerate(text.splitlines(), 1):
             for word in line.partition("#")[0].split():
                 try:
                     key, caller = _entry(word)
-                except ValueError:  # whose text may repeat the key
+                except ValueError:  # its message may contain the key
                     raise ConfigError(
                         f"{source}, line {number}: write runner:KEY, reader:KEY, admin:KEY, or"
                         " runner@RUN:KEY or reader@RUN:KEY for one run,"
@@ -97,8 +97,8 @@ class Keys:
         return bool(self._known)
 
     def caller(self, authorization: bytes, now: float) -> KeyGrant | None:
-        """What the sender of this header may do; None for a missing, unknown or expired key. Every
-        key is compared, so that the time does not reveal how much of a key was right."""
+        """Return the permissions of this header's sender; None for a missing, unknown or expired
+        key. Compares every key, so that the time does not reveal how much of a key was right."""
         if not self._known:
             return ADMINISTRATOR
         kind, _, secret = authorization.partition(b" ")
@@ -110,8 +110,8 @@ class Keys:
 
 
 class KeyFile:
-    """Keys of a file, which is read again when it has changed: keys are added and removed without
-    a restart. While it cannot be read the earlier keys hold."""
+    """Keys of a file, reloaded when it changes, without a restart. While the file is unreadable the
+    previous keys remain valid."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._looked = path, -math.inf
@@ -138,7 +138,7 @@ class KeyFile:
 
 
 def _entry(word: str) -> tuple[bytes, KeyGrant]:
-    """A key and what it allows. Raises ValueError for text of another form."""
+    """Parse a key and its permissions. Raises ValueError for a malformed text."""
     name, _, key = word.partition(":")
     kind, at, run = name.partition("@")
     key, expires, date = key.partition(";until=")
@@ -154,14 +154,14 @@ def _entry(word: str) -> tuple[bytes, KeyGrant]:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether this name or address, which may be that of an URL, always means this machine."""
+    """Whether this host name or address, possibly from a URL, always means this machine."""
     return is_loopback(host.removeprefix("[").removesuffix("]"))
 
 
 @lru_cache(64)
 def is_for_this_machine(host: bytes) -> bool:
-    """Whether a request with this header Host meant this machine. Otherwise a web page may have let
-    its own name point here (DNS rebinding) and read the store through its visitor's browser."""
+    """Whether the header Host names this machine. Otherwise a web page may have resolved its own
+    name to this address (DNS rebinding) to read the store through its visitor's browser."""
     name = host.decode("latin-1").lower()
     if not name.endswith("]"):  # an IPv6 address without a port
         name = name.rpartition(":")[0] or name
@@ -169,16 +169,15 @@ def is_for_this_machine(host: bytes) -> bool:
 
 
 class Claims:
-    """Who claimed which attempt of one server's store. Owns the run and the claim of the attempts
-    that were looked up; neither ever changes."""
+    """Checks the owners of attempts. Caches run and claim of attempts, which never change."""
 
     def __init__(self, store: Store) -> None:
-        self._store = cast(SqlStore, store)  # a server is in front of a database
+        self._store = cast(SqlStore, store)  # a server always has a database
         self._known: dict[str, tuple[str, str | None]] = {}
 
     async def check(self, verb: str, arguments: dict[str, Any], caller: KeyGrant) -> None:
-        """Raises Forbidden for an attempt that the caller did not claim. Replaces the id of a claim
-        by the one that is stored."""
+        """Raise Forbidden for an attempt that the caller did not claim. Replaces the id of a claim
+        by the stored form."""
         if caller.scope is not KeyScope.RUNNER:
             return
         if verb == "claim":
@@ -199,7 +198,7 @@ class Claims:
                     )
 
     async def check_one_run(self, verb: str, arguments: dict[str, Any], run: str) -> None:
-        """Raises Forbidden for a call about another run than `run`, or about the whole store."""
+        """Raise Forbidden for a call on another run than `run`, or on the whole store."""
         about = {name: arguments[name] for name in ("rollout", "group") if name in arguments}
         if "run" in arguments:
             asked = arguments["run"]
@@ -211,7 +210,7 @@ class Claims:
             raise Forbidden(f"{verb}: this key is for run {run!r} only.")
 
     async def check_run(self, attempts: set[str], caller: KeyGrant) -> None:
-        """Raises Forbidden for an attempt of a run that the caller's key is not for."""
+        """Raise Forbidden for an attempt of a run that the caller's key does not permit."""
         if not caller.run:
             return
         for attempt, (run, _) in (await self._look_up(attempts)).items():
@@ -219,7 +218,7 @@ class Claims:
                 raise Forbidden(f"Attempt {attempt}: this key is for run {caller.run!r} only.")
 
     async def _look_up(self, attempts: set[str]) -> dict[str, tuple[str, str | None]]:
-        """Run and claim of each attempt that there is."""
+        """Return run and claim of each known attempt."""
         found = {id: self._known[id] for id in attempts & self._known.keys()}
         if unknown := attempts - found.keys():
             new = await self._store.claims(sorted(unknown))
@@ -231,7 +230,7 @@ class Claims:
 
 
 def _owner(caller: KeyGrant) -> str:
-    """The hash of the caller's secret."""
+    """Return the hash of the caller's secret. Raises Forbidden if it is missing or short."""
     if len(caller.secret) < SHORTEST_SECRET:
         raise Forbidden(
             f"With a runner key, send a random secret of at least {SHORTEST_SECRET} characters in "

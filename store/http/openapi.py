@@ -1,4 +1,4 @@
-"""The OpenAPI document of the server, from the table of verbs."""
+"""Builds the server's OpenAPI document from the table of verbs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OBJECT = {"type": "object"}
 
 
 def document() -> Schema:
-    """OpenAPI 3.1. Bodies are described as JSON."""
+    """Return the OpenAPI 3.1 document, with JSON bodies."""
     types: list[Any] = [wire.Refusal, wire.Error, wire.BatchRequest, wire.BatchResponse]
     for verb in wire.VERBS.values():
         types += [verb.arguments, verb.result]
@@ -63,7 +63,7 @@ def document() -> Schema:
 
 
 def _array(type_: type) -> Schema:
-    """The schema of a token array, which JSON Schema does not know."""
+    """Return the JSON schema of a token or log-prob array."""
     number: Schema = {"type": "number"}
     if type_ is Int32:
         number = {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1}

@@ -1,7 +1,7 @@
-"""Traces as they are sent in msgpack: every message and every token once.
+"""Compact encoding of traces in msgpack: every message and token is sent only once.
 
-A call of a trace has its whole conversation and prompt, so a conversation of many turns would be
-sent once for each turn. Here a call has only what no earlier call of the trace has, as in the
+Each call of a trace has its whole conversation and prompt, so a conversation of many turns would be
+sent once per turn. A packed call has only the part that no earlier call of the trace has, as in the
 database, and a link to the rest.
 """
 
@@ -17,16 +17,16 @@ NONE = -1
 
 
 class CallLink(Record, frozen=True, array_like=True):
-    """What a call takes from earlier ones, by their places in the trace; -1: nothing."""
+    """Earlier calls that a call shares data with, by index in the trace; -1: none."""
 
-    tokens: int = NONE  # its prompt begins with all tokens of that call
-    chat: int = NONE  # its messages begin with the first `shared` of that call, answer included
+    tokens: int = NONE  # the prompt begins with all tokens of this call
+    chat: int = NONE  # the messages begin with the first `shared` of this call, answer included
     shared: int = 0
-    tools: int = NONE  # it has the tools of that call
+    tools: int = NONE  # the tools are those of this call
 
 
 class PackedTrace(Record, frozen=True):
-    """A trace whose calls are without what their links say."""
+    """A trace whose calls lack the data that their links refer to."""
 
     trace: Trace
     links: list[CallLink]
@@ -34,10 +34,10 @@ class PackedTrace(Record, frozen=True):
 
 def pack(trace: Trace) -> PackedTrace:
     calls, links = list[Transition](), list[CallLink]()
-    nodes: list[TreeNode] = []  # of calls with tokens; `seq` is the place
+    nodes: list[TreeNode] = []  # of calls with tokens; `seq` is the call's index
     chats: list[list[Json]] = []
-    sent: list[int] = []  # the first call of each set of tools
-    holders: dict[tuple[int, int], int] = {}  # by place and identity of a message: who has it
+    sent: list[int] = []  # the first call with each set of tools
+    holders: dict[tuple[int, int], int] = {}  # (position, id) of a message -> its latest call
     for place, call in enumerate(trace.transitions):
         prompt = to_blob(call.prompt)
         parent = deepest_prefix(prompt, sorted(nodes, key=lambda node: -node.size))
@@ -78,8 +78,8 @@ def unpack(packed: PackedTrace) -> Trace:
 def _deepest_chat(
     messages: list[dict[str, Json]], chats: list[list[Json]], holders: dict[tuple[int, int], int]
 ) -> tuple[int, int]:
-    """The earlier call that has most of the messages, and how many. The calls that the store reads
-    share one object for each message."""
+    """Return the earlier call that shares most messages, and their number. Calls read from the
+    store share the objects of equal messages."""
     for last in reversed(range(len(messages))):
         place = holders.get((last, id(messages[last])), NONE)
         if place != NONE and chats[place][: last + 1] == messages[: last + 1]:

@@ -1,9 +1,9 @@
-"""Limits for one client of the server: bytes of headers, time to send them, connections.
+"""Limits for each client of the server: bytes of headers, time to send them, connections.
 
-Owns the idle connections: those whose client has not sent a whole request. Always true: an address
-has at most IDLE of them and the server at most `most` connections in all, because a new connection
-closes the idle one that was silent longest, and never one whose request is being executed. A client
-with thousands of half-sent requests loses these, and keeps no other client out.
+Owns the idle connections: those without a complete request. Invariant: an address has at most IDLE
+of them and the server at most `most` connections in total, because a new connection closes the idle
+one that was silent longest, never one whose request is being executed. A client with thousands of
+incomplete requests loses these, and does not lock out others.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from agentrl.errors import Unavailable
 
-HEAD = 32 * 1024  # bytes of a request that are not its body
-HEADERS = 100  # of a request
-HEAD_TIME = 10.0  # seconds to send the headers, or the rest of a body that is not read
-IDLE = 4096  # connections of one address without a whole request
+HEAD = 32 * 1024  # bytes of a request without its body
+HEADERS = 100  # headers of a request
+HEAD_TIME = 10.0  # seconds to send the headers, or the rest of an unread body
+IDLE = 4096  # connections of one address without a complete request
 TOO_LARGE = f"The headers are larger than {HEAD} bytes, or more than {HEADERS}: send less."
-SILENCE = 30.0  # seconds without a byte after which a body is given up
-WHOLE = 120.0  # seconds for a whole body
-HELD = 128 * 2**20  # bytes of all bodies together that are still being sent
+SILENCE = 30.0  # seconds without a byte after which a body is abandoned
+WHOLE = 120.0  # seconds for a complete body
+HELD = 128 * 2**20  # total bytes of all incomplete bodies
 
 
 class ConnectionLimits:
     """The connections of one server."""
 
     def __init__(self, most: int) -> None:
-        """`most` connections, which must be fewer than the files that the process may open."""
+        """`most`: maximum of connections, less than the process's limit of open files."""
         self._most, self._open = most, 0
         self._idle: defaultdict[str, dict[LimitedProtocol, None]] = defaultdict(dict)
 
@@ -66,15 +66,15 @@ class ConnectionLimits:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits for the size of headers and for the time to send them.
-    `BodyReader` limits the time for a body that is read."""
+    """uvicorn's protocol with limits on the size of headers and the time to send them.
+    `BodyReader` limits the time for a body."""
 
     def __init__(self, guard: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._guard, self.address = guard, ""
-        self._whole, self._in_head = True, False  # of the request that is being read
+        self._whole, self._in_head = True, False  # state of the current request
         self._head = self._body = self._framing = 0  # its bytes; framing: all but the body
-        self._bodies = 0  # bytes of all bodies here: one read may end one and begin another
+        self._bodies = 0  # bytes of all bodies: one read may end one and begin another
         self._oversized = False
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -110,7 +110,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head += len(name) + len(value)
         if len(self.headers) >= HEADERS or self._head > HEAD:
             self._oversized = True
-            raise ValueError(TOO_LARGE)  # the parser stops and calls send_400_response
+            raise ValueError(TOO_LARGE)  # the parser then calls send_400_response
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -131,7 +131,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._look()
 
     def send_400_response(self, msg: str) -> None:
-        """Like uvicorn's, but status 431 for too large headers."""
+        """Like uvicorn's, but with status 431 for too large headers."""
         if not self._oversized:
             super().send_400_response(msg)
             return
@@ -140,7 +140,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _look(self) -> None:
-        """Notes whether the server works on a request or waits for the client, and for how long."""
+        """Update whether the server or the client has to act next, and the client's deadline."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if self.pipeline or (answering and not self.cycle.more_body):
             self._guard.busy(self)
@@ -161,14 +161,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class BodyReader:
-    """Reads the bodies of one server."""
+    """Reads the request bodies of one server."""
 
     def __init__(self, largest: int) -> None:
         self._largest, self._free = largest, max(HELD, largest)
 
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
-        """The whole body. Raises HTTPException as soon as it is known to be too large, Unavailable
-        when the rest does not come or there is no memory for it, ConnectionAbortedError when the
+        """Read a complete body. Raises HTTPException as soon as it is known to be too large,
+        Unavailable if the rest does not arrive or memory is short, ConnectionAbortedError if the
         client has closed the connection."""
         length = headers.get(b"content-length", b"0")
         self.check(int(length) if length.isdigit() else 0)
@@ -205,7 +205,7 @@ class BodyReader:
 
 
 async def _part(receive: Receive) -> tuple[bytes, bool]:
-    """The next bytes, and whether there are more."""
+    """Receive the next bytes; return them and whether there are more."""
     try:
         async with asyncio.timeout(SILENCE):
             message = await receive()

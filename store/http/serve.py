@@ -1,4 +1,4 @@
-"""Runs the server: one process, one event loop, until SIGTERM."""
+"""Runs the store's server: one process with one event loop, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from agentrl.store.maintenance import limits
 from agentrl.store.sqlstore import SqlStore
 
 log = logging.getLogger("agentrl.store")
-BACKLOG = 4096  # connections that may wait to be accepted
-OWN_FILES = 256  # that the server opens for itself
-UNREAD = 60_000  # milliseconds after which an answer that the client does not read is dropped
-GRACE = 10  # seconds for calls in progress to end after SIGTERM
+BACKLOG = 4096  # connections waiting to be accepted
+OWN_FILES = 256  # file descriptors for the server itself
+UNREAD = 60_000  # milliseconds until a response that the client does not read is dropped
+GRACE = 10  # seconds for calls in progress after SIGTERM
 
 
 class DrainingApp(Protocol):
-    """An application that ends its waits when it is told to."""
+    """An application whose `drain` ends its long polls."""
 
     def drain(self) -> None: ...
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 class StoreServer(uvicorn.Server):
-    """At shutdown, first ends the long polls, then waits for the calls being executed."""
+    """At shutdown, ends the long polls, then waits for calls in progress."""
 
     def __init__(self, app: DrainingApp, ready: Callable[[StoreServer], None]) -> None:
         self._app, self._ready = app, ready
@@ -52,7 +52,7 @@ class StoreServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=cast(type[asyncio.Protocol], partial(protocol, limits)),
-                proxy_headers=not isinstance(app, StoreApp),  # its limits are for who connects
+                proxy_headers=not isinstance(app, StoreApp),  # its limits apply to the peer
                 access_log=False,
                 log_level="warning",
                 lifespan="off",
@@ -60,8 +60,8 @@ class StoreServer(uvicorn.Server):
                 server_header=False,
                 date_header=False,
                 backlog=BACKLOG,
-                timeout_keep_alive=75,  # longer than a client keeps a connection: it closes first
-                timeout_graceful_shutdown=GRACE,  # without it, half a request would block the end
+                timeout_keep_alive=75,  # longer than the client's, which then closes first
+                timeout_graceful_shutdown=GRACE,  # else an incomplete request blocks the shutdown
             )
         )
 
@@ -75,7 +75,7 @@ class StoreServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Only asks to stop: uvicorn's raises the signal again before the store is closed."""
+        """Only request a shutdown: uvicorn's raises the signal again before the store is closed."""
         if threading.current_thread() is threading.main_thread():
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -84,8 +84,8 @@ class StoreServer(uvicorn.Server):
 
 
 def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
-    """The listening socket. Raises ConfigError when the address cannot be used, or when other
-    machines could reach a server without keys."""
+    """Create the listening socket. Raises ConfigError if the address is unusable, or other machines
+    could reach a server without keys."""
     if not keys and not is_loopback_host(host):
         raise ConfigError(
             f"--host {host}: other machines could write to the store; give keys with --keys FILE or"
@@ -99,8 +99,8 @@ def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
             f"the server cannot listen on {host} port {port} ({error}); choose another --port, or 0"
             " for any free one"
         ) from error
-    # Connections inherit NODELAY; the event loop sets it only on sockets that it has made itself.
-    # Without it the body of an answer, written after the headers, waits 40 ms for their receipt.
+    # Connections inherit NODELAY; the event loop sets it only on sockets that it creates. Without
+    # it the body of a response, written after the headers, waits 40 ms for their acknowledgement.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform.startswith("linux"):
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD)
@@ -112,21 +112,21 @@ async def serve(
     listening: socket.socket,
     ready: Callable[[StoreServer], None] = lambda _: None,
 ) -> None:
-    """Answers until SIGTERM, SIGINT or `should_exit` of the server, which is passed to `ready`.
-    Calls that came before are finished, unless they take longer than GRACE."""
+    """Serve until SIGTERM, SIGINT or `should_exit` of the server, which is passed to `ready`. Calls
+    in progress are finished, unless they take longer than GRACE."""
     await StoreServer(app, ready).serve([listening])
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a served store keeps by itself: see `Store.prune`, whose limits these are."""
+    """Automatic pruning of a served store, with the limits of `Store.prune`."""
 
     keep_last: int | None
     older_than: float | None  # seconds
     every: float = 3600.0  # seconds
 
     async def keep(self, store: Store) -> None:
-        """Prunes now and again, until it is cancelled."""
+        """Prune periodically, until cancelled."""
         while True:
             try:
                 pruned = await store.prune(keep_last=self.keep_last, older_than=self.older_than)
@@ -146,8 +146,8 @@ def run(
     largest: int,
     retention: Retention | None = None,
 ) -> None:
-    """The whole life of a server process; prints its address. Raises Invalid for limits of
-    `retention` that make no sense."""
+    """Open the store, print the server's address and serve. Raises Invalid for invalid limits of
+    `retention`."""
     if retention is not None:
         limits(0.0, None, retention.keep_last, retention.older_than)
     with listen(host, port, keys) as listening:
@@ -158,7 +158,7 @@ def run(
 
         async def main() -> None:
             async with store() as opened, contextlib.AsyncExitStack() as stack:
-                if isinstance(opened, SqlStore):  # no runner could hold its lease meanwhile
+                if isinstance(opened, SqlStore):  # runners could not renew leases meanwhile
                     await opened.extend_leases()
                 if retention is not None:
                     keeping = asyncio.create_task(retention.keep(opened))

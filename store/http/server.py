@@ -1,12 +1,12 @@
-"""The server of a store: an ASGI application over any backend.
+"""The server of a store: an ASGI application for any backend.
 
-Owns: the answers to calls with an idempotency key, and the waits in progress. Always true: a call
-runs to its end even when its caller has gone, except a wait, which is cancelled and can be
-repeated; a call with a known idempotency key gets the same answer and is not executed again.
+Owns: the results of calls with an idempotency key, and the long polls in progress. Invariant: a
+call is completed even if its caller disconnects, except a long poll, which is cancelled and can be
+repeated; a call with a known idempotency key gets the same result and is not executed again.
 
 Idempotency keys are kept in memory, and those of `open_run`, `enqueue` and `cancel` in the store
-too (`store/writer.py`), so that these answer the same after a restart. `prune` and `vacuum` are
-many transactions: a repeat after a restart does, and reports, what was left to do.
+too (`store/writer.py`), for the same result after a restart. `prune` and `vacuum` have many
+transactions: a repeat after a restart does, and reports, only the remaining work.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from agentrl.store.writer import IdempotentCall, start_call
 log = logging.getLogger("agentrl.store")
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()
 LARGEST = 64 * 2**20  # bytes of a request
-REMEMBERED = 4096  # calls whose answers are kept for their repeats
-AGAIN = object()  # the answer to a wait that takes longer than one request may
+REMEMBERED = 4096  # calls whose results are kept for repeats
+AGAIN = object()  # result of a call that takes longer than one request may: poll again
 VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
 BATCHES = wire.decoders(wire.BatchRequest)
 REASONS = {400: "malformed", 401: "unauthorized", 405: "method_not_allowed"}
@@ -58,20 +58,20 @@ MORE = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}  # heade
 
 
 class Answer(NamedTuple):
-    """To a call."""
+    """The response to a call."""
 
     status: int
     form: str  # content type
     body: bytes
 
     def lines(self) -> list[tuple[bytes, bytes]]:
-        """The headers."""
+        """Return the headers."""
         lines = [(b"content-type", self.form.encode()), (b"content-length", b"%d" % len(self.body))]
         more = MORE.get(self.status, {})
         return lines + [(name.encode(), value.encode()) for name, value in more.items()]
 
     def head(self) -> bytes:
-        """What is sent before the body."""
+        """Return the encoded status line and headers."""
         lines = b"".join(b"%b: %b\r\n" % line for line in self.lines())
         return b"%b%b\r\n" % (STATUS_LINE[self.status], lines)
 
@@ -99,7 +99,7 @@ class StoreApp:
         self._schema = msgspec.json.encode(openapi.document())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Verbs are answered here, without the cost of request and response objects."""
+        """Handle verbs directly, without the cost of request and response objects."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.CALLS:
             await self._pages(scope, receive, send)
             return
@@ -110,7 +110,7 @@ class StoreApp:
             await send({"type": "http.response.body", "body": answer.body})
 
     def drain(self) -> None:
-        """From now on refuse calls and end waits; those being executed are finished."""
+        """Refuse new calls and end long polls; calls in progress are finished."""
         self._draining = True
         for wait in self._waits:
             wait.cancel()
@@ -120,7 +120,8 @@ class StoreApp:
     async def answer(
         self, path: str, headers: Mapping[bytes, bytes], body: bytes | None, receive: Receive
     ) -> Answer | None:
-        """Of one of `CALLS`; None if its caller has gone. Without a body, that is received."""
+        """Execute one of `CALLS`; None if its caller has disconnected. Without `body`, receives
+        it."""
         kind = headers.get(b"content-type", b"").decode("latin-1")
         if kind not in ENCODE:
             kind = kind.partition(";")[0].strip().lower()
@@ -171,7 +172,7 @@ class StoreApp:
         caller: KeyGrant,
         receive: Receive | None,
     ) -> Any:
-        """The result of one verb. Without `receive`, as in a batch, it must not wait."""
+        """Execute one verb. Without `receive`, as in a batch, it must not wait."""
         arguments = _decoded(verb.decoders[form], body)
         given = {name: getattr(arguments, name) for name in verb.arguments.__struct_fields__}
         if caller.run:
@@ -193,7 +194,7 @@ class StoreApp:
             raise Invalid(f"{verb.name}: a number is out of range: {error}.") from error
         except (StoreError, HTTPException, ConnectionAbortedError):
             raise
-        except Exception as error:  # a fault of this server costs its call, not the connection
+        except Exception as error:  # a bug of the server fails the call, not the connection
             log.exception("%s failed", verb.name)
             raise StoreError(
                 f"{verb.name} failed in the store's server ({type(error).__name__}: {error}): "
@@ -203,8 +204,8 @@ class StoreApp:
     async def _wait(
         self, verb: Verb, method: Any, given: dict[str, Any], receive: Receive | None
     ) -> Any:
-        """Long poll. Cancelling loses nothing: a claim is repeated with its id, and the other verbs
-        that wait give the same answer again."""
+        """Long poll. Cancellation loses nothing: a claim is repeated with its id, and the other
+        waiting verbs can simply be repeated."""
         timeout = given["timeout"]
         if timeout is not None and timeout != timeout:
             raise Invalid(f"{verb.name}: timeout is not a number.")
@@ -214,7 +215,7 @@ class StoreApp:
             raise Invalid("claim cannot wait without a claim_id, with which you can repeat it.")
         given["timeout"] = None if timeout is None or timeout > wire.POLL else timeout
         work = asyncio.ensure_future(method(**given))
-        gone = asyncio.ensure_future(receive())  # the body is read: the next message is the end
+        gone = asyncio.ensure_future(receive())  # after the body, the next message is a disconnect
         self._waits.add(work)
         try:
             await asyncio.wait((work, gone), timeout=wire.POLL, return_when=asyncio.FIRST_COMPLETED)
@@ -237,7 +238,7 @@ class StoreApp:
         known = self._once.get(request.id)
         if known is None:
             known = self._once[request.id] = (request.digest, start_call(request, call))
-            if len(self._once) > REMEMBERED:  # forget the oldest that was answered
+            if len(self._once) > REMEMBERED:  # forget the oldest completed call
                 answered = (key for key, (_, task) in self._once.items() if task.done())
                 self._once.pop(next(answered, ""), None)
         else:
@@ -248,11 +249,11 @@ class StoreApp:
         if not done:
             return AGAIN
         if isinstance(known[1].exception(), Unavailable):
-            self._once.pop(request.id, None)  # nothing was kept: the repeat tries again
+            self._once.pop(request.id, None)  # nothing was stored: a repeat tries again
         return known[1].result()
 
     async def _batch(self, body: bytes, form: str, caller: KeyGrant) -> wire.BatchResponse:
-        """Once the answers are larger than one body may be, later calls are refused."""
+        """Execute a batch; refuse further calls once the results exceed the limit of a body."""
         results, size = [], 0
         for call in _decoded(BATCHES[form], body).calls:
             try:
@@ -274,7 +275,7 @@ class StoreApp:
             raise Invalid(f"There is no verb {call.verb!r}: see /openapi.json.")
         _check_scope(verb, caller)
         key = _idempotency_key(None if call.key is None else call.key.encode())
-        while True:  # a slow call, such as a vacuum, is waited for
+        while True:  # wait for a slow call, such as a vacuum
             result = await self._call(verb, bytes(call.arguments), form, key, caller, None)
             if result is not AGAIN:
                 return result
@@ -282,7 +283,7 @@ class StoreApp:
     # -- the other pages ---------------------------------------------------------------------------
 
     async def _health(self, _: Request) -> Response:
-        """Whether the store can be read."""
+        """Respond 200 if the store can be read."""
         if self._draining:
             raise Unavailable("The store's server is shutting down.")
         await self.store.cursor()
@@ -317,7 +318,7 @@ def _check_scope(verb: Verb, caller: KeyGrant) -> None:
 
 
 def _idempotency_key(given: bytes | None) -> str:
-    """Empty if there is none."""
+    """Validate an idempotency key; empty if there is none."""
     if given is None:
         return ""
     if not re.fullmatch(wire.KEY, key := given.decode("latin-1")):
@@ -335,7 +336,7 @@ def _decoded(decode: wire.Decode, body: bytes) -> Any:
 
 
 def _encoded(form: str, result: Any) -> bytes:
-    """Raises StoreError for a stored value that this encoding cannot represent."""
+    """Encode a result. Raises StoreError for a stored value that the encoding cannot represent."""
     try:
         return wire.encode(form, result)
     except (OverflowError, RecursionError, TypeError, ValueError) as error:
@@ -343,7 +344,7 @@ def _encoded(form: str, result: Any) -> bytes:
 
 
 def _refusal(error: Exception) -> tuple[int, wire.Error]:
-    """Status and body of the answer to a refused call."""
+    """Return status and body of the response to a refused call."""
     if isinstance(error, HTTPException):
         code = REASONS.get(error.status_code, "unknown")
         return error.status_code, wire.Error(code=code, message=error.detail)

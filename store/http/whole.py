@@ -1,9 +1,9 @@
-"""The connections of a store's server: calls that came whole in one read are answered at once.
+"""Server connections with a fast path for calls that arrive complete in one read.
 
-Most calls are small. One that came whole, in the plain form that most clients send, goes to the
-store without the cost of an ASGI request; everything else (parts, chunks, large bodies, other
-pages, what is malformed) is uvicorn's. Always true: answers go out in the order of their requests;
-while a call is executed, nothing that came after it is looked at.
+Most calls are small. A call that arrives complete, in the plain form that most clients send, is
+passed to the store without the cost of an ASGI request; uvicorn handles all others (parts, chunks,
+large bodies, other pages, malformed requests). Invariant: responses are sent in the order of their
+requests; while a call is executed, later data is only buffered.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class WholeCallProtocol(LimitedProtocol):
         super().__init__(guard, *args, **kwargs)
         self._store_app = app
         self._call: asyncio.Task[None] | None = None
-        self._later = bytearray()  # what came while a call was executed
-        self._last = False  # whether the connection ends with this call
+        self._later = bytearray()  # data received during a call
+        self._last = False  # whether to close the connection after this call
         self._gone: asyncio.Future[None] | None = None
 
     def data_received(self, data: bytes) -> None:
@@ -69,7 +69,7 @@ class WholeCallProtocol(LimitedProtocol):
             if answer is not None and not self.transport.is_closing():
                 self.transport.write(answer.head() + answer.body)
                 await self.flow.drain()
-        except BaseException:  # which the event loop logs
+        except BaseException:  # the event loop logs it
             self.transport.close()
             raise
         self._call = None
@@ -89,7 +89,7 @@ class WholeCallProtocol(LimitedProtocol):
             self.data_received(later)
 
     async def _disconnected(self) -> dict[str, Any]:
-        """Like `receive` of an ASGI application that has read the body."""
+        """Wait for the disconnect, like ASGI's `receive` after the body."""
         self._gone = self._gone or self.loop.create_future()
         if not self.transport.is_closing():
             await asyncio.shield(self._gone)
@@ -97,7 +97,7 @@ class WholeCallProtocol(LimitedProtocol):
 
 
 def whole_call(data: bytes) -> tuple[str, Mapping[bytes, bytes], bytes] | None:
-    """Path, headers and body of a call of which this is all; None for anything else."""
+    """Parse path, headers and body if the data is exactly one call; None for anything else."""
     end = data.find(b"\r\n\r\n")
     head = parsed_head(data[:end]) if 0 < end <= HEAD else None
     if head is None:
@@ -106,9 +106,9 @@ def whole_call(data: bytes) -> tuple[str, Mapping[bytes, bytes], bytes] | None:
     return (path, headers, body) if headers.get(LENGTH) == b"%d" % len(body) else None
 
 
-@lru_cache(256)  # a client sends the same ones again and again
+@lru_cache(256)  # a client sends the same heads repeatedly
 def parsed_head(head: bytes) -> tuple[str, Mapping[bytes, bytes]] | None:
-    """Path and headers of a call in the usual form; None for anything else."""
+    """Parse path and headers of a call in the usual form; None for anything else."""
     request, *lines = head.split(b"\r\n")
     path = request[len(PREFIX) : -len(VERSION)].decode("latin-1")
     usual = request.startswith(PREFIX) and request.endswith(VERSION)

@@ -1,9 +1,10 @@
-"""What server and client agree on: the table of verbs, the two encodings and the errors.
+"""The protocol of server and client: the table of verbs, the two encodings and the errors.
 
-Every method of `agentrl.store.base.Store` is a verb: its signature and docstring make the route,
-the client's method and the OpenAPI document. JSON carries token arrays as lists of numbers, msgpack
-as little-endian bytes (int32, float32), and a trace as `packing.py` says. JSON has no NaN: NaN is
-sent as null, which is read as NaN in token arrays and refused elsewhere, so programs use msgpack.
+Every method of `agentrl.store.base.Store` is a verb: its signature and docstring define the route,
+the client's method and the OpenAPI document. Token arrays are lists of numbers in JSON and
+little-endian bytes (int32, float32) in msgpack, where traces are packed (`packing.py`). JSON has no
+NaN: it is sent as null, which is read as NaN in token arrays and refused elsewhere; so programs use
+msgpack.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from agentrl.store.http.packing import PackedTrace, pack, unpack
 from agentrl.types import Int32, Record, Trace
 
 JSON, MSGPACK = "application/json", "application/msgpack"
-POLL = 25.0  # seconds until a verb that waits is answered "again"
+POLL = 25.0  # seconds after which a waiting verb is answered with 202: send it again
 CALLS = 1024  # verbs in one batch
-CLAIM_SECRET = "agentrl-claim-secret"  # the header: see `claims`
-KEY = "^[A-Za-z0-9-]{1,64}$"  # the form of an idempotency key
+CLAIM_SECRET = "agentrl-claim-secret"  # header, see `keys`
+KEY = "^[A-Za-z0-9-]{1,64}$"  # pattern of an idempotency key
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
 class KeyScope(StrEnum):
-    """Whose key it is; `Verb.scopes` says who may call a verb."""
+    """Scope of a key; `Verb.scopes` lists those that may call a verb."""
 
     RUNNER = "runner"
     READER = "reader"
@@ -50,26 +51,26 @@ READERS |= {"steps", "metric_names", "series", "counts", "failures", "policies"}
 READERS |= {"cursor", "wait", "settled", "stats", "candidates", "reflections"}
 READERS |= {"datasets", "items", "sides", "calls", "judgement", "logprobs"}
 SCOPES = {KeyScope.RUNNER: RUNNERS, KeyScope.READER: READERS}
-"""Verbs that a key of a scope may call; an administrator's may call all."""
+"""Scope -> verbs that its keys may call; an admin key may call all."""
 ONCE = {"open_run", "enqueue", "cancel", "prune", "vacuum"}
-"""Verbs whose repeat would do no harm but answer differently, or would take as long again: the
-client sends a key with each call, and the server answers a key it knows with the same answer."""
+"""Verbs whose repeat would have another result, or take as long again: the client sends an
+idempotency key with each call, and the server returns the same result for a known key."""
 
 Decode = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verb:
-    """One method of the store, as it is sent."""
+    """One method of the store over HTTP."""
 
     name: str
     arguments: type[msgspec.Struct]  # fields in the order of the method's parameters
     result: Any  # the type
     doc: str
-    waits: bool  # up to its `timeout`
-    scopes: tuple[KeyScope, ...]  # of keys that may call it
-    decoders: dict[str, Decode]  # of arguments, by content type
-    results: dict[str, Decode]
+    waits: bool  # has a `timeout`
+    scopes: tuple[KeyScope, ...]  # scopes of keys that may call it
+    decoders: dict[str, Decode]  # content type -> decoder of arguments
+    results: dict[str, Decode]  # content type -> decoder of the result
 
     @property
     def once(self) -> bool:
@@ -104,7 +105,7 @@ def _verb(name: str) -> Verb:
 
 
 def encode(form: str, result: Any) -> bytes:
-    """The result of a verb. In msgpack a trace is packed."""
+    """Encode the result of a verb; a trace is packed in msgpack."""
     return ENCODE[form](pack(result) if form == MSGPACK and type(result) is Trace else result)
 
 
@@ -117,7 +118,7 @@ def _unpacked(body: Any) -> Trace | None:
 
 
 def decoders(type_: Any) -> dict[str, Decode]:
-    """By content type. Strict: they raise msgspec.ValidationError for what does not fit."""
+    """Return decoders by content type, which raise msgspec.ValidationError for invalid values."""
     return {
         JSON: msgspec.json.Decoder(type_, dec_hook=_from_list).decode,
         MSGPACK: msgspec.msgpack.Decoder(type_, dec_hook=rows.array_from_bytes).decode,
@@ -154,7 +155,7 @@ VERBS = {
 
 
 class BatchCall(Record, frozen=True):
-    """One verb of a batch; `key` as in the header `idempotency-key`."""
+    """One call of a batch; `key` as in the header `idempotency-key`."""
 
     verb: str
     arguments: msgspec.Raw
@@ -162,14 +163,14 @@ class BatchCall(Record, frozen=True):
 
 
 class BatchRequest(Record, frozen=True):
-    """Verbs to be executed in this order. Each is atomic; the batch is not: a refused verb does not
-    stop those after it. A verb that waits must come with `timeout` 0."""
+    """Calls to execute in this order. Each is atomic; the batch is not: a refused call does not
+    stop those after it. A verb with a `timeout` needs `timeout` 0."""
 
     calls: Annotated[list[BatchCall], msgspec.Meta(max_length=CALLS)]
 
 
 class BatchResult(Record, frozen=True, omit_defaults=True):
-    """Of one call: its result, or why it was refused."""
+    """The result of one call, or the error with which it was refused."""
 
     result: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     error: Error | None = None
@@ -183,7 +184,7 @@ class BatchResponse(Record, frozen=True):
 
 
 class Error(Record, frozen=True):
-    """The body of every answer that is not 2xx, as `{"error": {...}}`."""
+    """The body of every response that is not 2xx, as `{"error": {...}}`."""
 
     code: str
     message: str
@@ -208,5 +209,5 @@ CLASSES["unauthorized"] = errors.Forbidden
 
 
 def error_from(error: Error) -> errors.StoreError:
-    """The same error that the server's store raised."""
+    """Return the exception that the server's store raised."""
     return CLASSES.get(error.code, errors.StoreError)(error.message)

@@ -1,1 +1,1 @@
-"""The store in a PostgreSQL database."""
+"""Store in a PostgreSQL database."""

@@ -1,6 +1,6 @@
-"""PostgreSQL connections: the server, how it is reached, and its errors in words for users.
+"""PostgreSQL connections: the server's address and options, and the translation of its errors.
 
-The password is never printed or passed on: `url` leaves it out, and only the driver gets it.
+The password is never printed or passed on: `url` omits it, and only the driver gets it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from agentrl.store.database import Parameters, Statement
 from agentrl.store.urls import split_password
 
 log = logging.getLogger("agentrl.store")
-STARTING = 60.0  # seconds to wait for a server that says that it starts or stops
-REFUSED = 3.0  # seconds to wait for a server that refuses connections: it may be restarted
+STARTING = 60.0  # seconds to wait for a server that reports that it is starting or stopping
+REFUSED = 3.0  # seconds to wait for a server that refuses connections: it may be restarting
 PAUSE = 0.2  # seconds between two tries
-CONNECT = 10  # seconds until a server that does not answer counts as away
+CONNECT = 10  # seconds to establish a connection
 ADVICE = (
     ("password authentication failed", "check user and password"),
     ("no password supplied", "set PGPASSWORD, or put the password into the URL or ~/.pgpass"),
@@ -39,7 +39,7 @@ ADVICE = (
 
 
 class PostgresConnection:
-    """A psycopg connection that reads the statements of `load_sql`."""
+    """A psycopg connection that executes statements of `load_sql`."""
 
     def __init__(self, raw: psycopg.Connection[DictRow]) -> None:
         self.raw = raw
@@ -52,7 +52,7 @@ class PostgresConnection:
 
 @dataclass(frozen=True, slots=True)
 class PostgresServer:
-    """A database by its URL; options are those of libpq. `url` has no password."""
+    """A database by its URL, with libpq's options; `url` has no password."""
 
     url: str
     password: str | None = field(default=None, repr=False)
@@ -72,7 +72,7 @@ class PostgresServer:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options that the URL does not set: a lost server is noticed within half a minute."""
+        """Defaults of options that the URL does not set: detect a lost server in half a minute."""
         given = conninfo.conninfo_to_dict(self.url)
         ours = {
             "connect_timeout": CONNECT,
@@ -85,7 +85,7 @@ class PostgresServer:
         return {name: ours[name] for name in ours if name not in given} | secret
 
     def connect(self) -> psycopg.Connection[DictRow]:
-        """A connection in autocommit mode: every transaction is begun by hand."""
+        """Open a connection in autocommit mode: transactions begin explicitly."""
         conn = psycopg.connect(self.url, autocommit=True, row_factory=dict_row, **self.options)
         configure(conn)
         if self.readonly:
@@ -93,8 +93,8 @@ class PostgresServer:
         return conn
 
     def wait(self) -> None:
-        """Returns when the server takes connections; waits for one that is being restarted.
-        Raises psycopg.Error if it does not come back."""
+        """Wait until the server accepts connections, if it is restarting. Raises psycopg.Error if
+        it does not."""
         since, warned = time.monotonic(), False
         while True:
             try:
@@ -110,7 +110,7 @@ class PostgresServer:
             time.sleep(PAUSE)
 
     def vacuum(self) -> None:
-        """Writes the tables anew, without free space. Readers and writers of a table wait."""
+        """Rewrite the tables without free space. Readers and writers of a table wait."""
         try:
             with closing(self.connect()) as conn:
                 conn.execute("vacuum (full, analyze)")
@@ -130,8 +130,8 @@ class PostgresServer:
 
 
 def configure(conn: psycopg.Connection[Any]) -> None:
-    """Sends flags as numbers, and all numbers in one size, so that each statement is prepared
-    once."""
+    """Send booleans as integers, and all integers with one size: each statement is then prepared
+    only once."""
     conn.adapters.register_dumper(int, Int8Dumper)
     conn.adapters.register_dumper(bool, _FlagDumper)
 
@@ -148,7 +148,7 @@ def _patience(why: str) -> float:
 
 
 def _server_message(error: Exception) -> str:
-    """The server's own words, without the driver's list of the addresses it tried."""
+    """Return the server's message without the driver's list of tried addresses."""
     primary = error.diag.message_primary if isinstance(error, psycopg.Error) else None
     lines = (primary or str(error) or type(error).__name__).strip().splitlines()
     return re.sub(r"^.*(?:FATAL|ERROR):\s+", "", lines[0]).rstrip(".")

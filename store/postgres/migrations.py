@@ -1,7 +1,7 @@
-"""Brings a PostgreSQL database to the schema of this version, under one lock, or refuses it.
+"""Migrates a PostgreSQL database to the schema of this version, under one lock, or refuses it.
 
-The scripts `sql/postgres/migrations/*.sql` have the names and the meaning of those of SQLite. The
-table of applied ones is `_agentrl_migrations`.
+The scripts `sql/postgres/migrations/*.sql` have the same names and meaning as those of SQLite. The
+table `_agentrl_migrations` lists applied ones.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from agentrl.errors import NotFound, StoreError
 from agentrl.store import database
 from agentrl.store.postgres.connection import PostgresServer
 
-LOCK = 1634888754  # the advisory lock of whoever changes the schema
+LOCK = 1634888754  # advisory lock for schema changes
 SCRIPTS = database.migrations("postgres/migrations")
 
 
 def prepare(server: PostgresServer, *, create: bool = True) -> None:
-    """Apply what is missing to the first schema of the search path.
+    """Apply missing migrations to the first schema of the search path.
 
-    Raises StoreError for a database that has no store (unless `create`), one that holds something
-    else, or one that a newer version of agentrl has written; Unavailable where no server answers.
-    Nothing of a `readonly` server is changed: see `database.check_readable`.
-    """
+    Raises StoreError for a database without a store (unless `create`), with other tables, or
+    written by a newer version of agentrl; Unavailable if the server does not respond. Changes
+    nothing on a `readonly` server, see `database.check_readable`."""
     try:
         server.wait()
         with server.connect() as conn:
@@ -39,7 +38,7 @@ def prepare(server: PostgresServer, *, create: bool = True) -> None:
 def pending(
     conn: psycopg.Connection[DictRow], server: PostgresServer, *, create: bool
 ) -> list[str]:
-    """Names of the migrations that the database lacks. Raises StoreError if it has unknown ones."""
+    """List the migrations that the database lacks. Raises StoreError if it has unknown ones."""
     tables = "select tablename from pg_tables where schemaname = current_schema()"
     found = {row["tablename"] for row in conn.execute(tables)}
     if "_agentrl_migrations" not in found:

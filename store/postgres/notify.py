@@ -1,8 +1,8 @@
 """Change notifications between processes that share a PostgreSQL database: `LISTEN` and `NOTIFY`.
 
-Owns: one connection that listens, and its thread. Always true: a notification is only a hint to
-look. It is part of its transaction, so it comes after the commit. A notification that is lost with
-a connection, or a lock that a dead process releases, costs at most `SLOW` seconds.
+Owns: one connection that listens, and its thread. Invariant: a notification is only a hint to query
+the store. It is part of its transaction, so it arrives after the commit. A notification lost with a
+connection, or a lock released by a dead process, costs at most `SLOW` seconds.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SLOW = 5.0  # seconds
 
 
 class ChangeListener:
-    """Passes the notifications of other processes to `notify`; `own` is the server process of the
-    writer, which notifies this process by itself."""
+    """Passes the notifications of other processes to `notify`. `own`: pid of the writer's server
+    process, whose notifications are ignored because the writer notifies this process directly."""
 
     def __init__(
         self, server: PostgresServer, notify: Callable[[int], None], own: Callable[[], int]
@@ -62,10 +62,10 @@ class ChangeListener:
                     topics = ALL
                 else:
                     topics = self._heard(self._conn)
-            except psycopg.OperationalError:  # without the server nothing can change
+            except psycopg.OperationalError:  # nothing can change without the server
                 self._stop_listening()
                 continue
-            except Exception:  # noqa: BLE001 - waiting tasks must look, and get the error
+            except Exception:  # noqa: BLE001 - waiting tasks must query, and get the error
                 self._stop_listening()
                 topics = ALL
             if topics:
@@ -78,8 +78,8 @@ class ChangeListener:
         self._conn = None
 
     def _closed(self, seconds: float) -> bool:
-        """Waits for a notification, for `seconds`, or for `close`."""
-        files = select.poll()  # unlike `select`, for files of any number
+        """Wait for a notification, `seconds`, or `close`; return whether it was `close`."""
+        files = select.poll()  # unlike `select`, supports any file descriptor
         files.register(self._wake, select.POLLIN)
         if self._conn is not None:
             with contextlib.suppress(psycopg.OperationalError):
@@ -89,12 +89,12 @@ class ChangeListener:
         return self._wake in ready
 
     def _heard(self, conn: psycopg.Connection[DictRow]) -> int:
-        """All that is waiting, as one set of topics; after a silence every topic."""
+        """Return the topics of all pending notifications; all topics after a silence."""
         if self._silent:
             return ALL
         topics, own = 0, self._own()
         conn.pgconn.consume_input()
-        while (told := conn.pgconn.notifies()) is not None:  # psycopg's own takes ten times as long
-            if told.be_pid != own and told.extra.isdigit():  # anybody may notify
+        while (told := conn.pgconn.notifies()) is not None:  # ten times faster than psycopg's own
+            if told.be_pid != own and told.extra.isdigit():  # other programs may notify too
                 topics |= int(told.extra) & ALL
         return topics

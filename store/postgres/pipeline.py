@@ -1,12 +1,12 @@
-"""Statements that go to the server without waiting for each other (libpq's pipeline mode).
+"""Sends statements without waiting for each other's results (libpq's pipeline mode).
 
-Owns: the writing connection while a transaction is open. Always true: a statement is sent when it
-is executed and waited for when its result is read, then with all before it: a round trip is paid
-for what is asked, not for each statement. An error of a statement is raised by the first wait after
-it; what was sent behind it has not been executed. Each statement is prepared once.
+Owns: the writing connection while a transaction is open. Invariant: `execute` sends a statement;
+reading its result waits for it and all earlier ones, so only reads cost a round trip. A statement's
+error is raised by the next wait, and statements after it are not executed. Each statement is
+prepared once.
 
-It speaks to `psycopg.pq` itself: a statement costs 2 µs of this process, and 30 µs as a cursor of
-psycopg's, which is most of what a small verb costs. Values are converted by psycopg.
+Uses `psycopg.pq` directly: a statement costs 2 µs of CPU, but 30 µs as a psycopg cursor, most of
+the cost of a small verb. psycopg converts the values.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from psycopg.rows import DictRow
 from agentrl.store.database import Parameters, Statement, numbered
 
 DONE = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
-TOGETHER = (16, 4, 1)  # rows that one statement inserts
+TOGETHER = (16, 4, 1)  # rows per insert statement
 NUMBERS = itertools.count()
 PLANS = "; ".join(
     (
-        "set plan_cache_mode = force_generic_plan",  # a plan takes as long as an insert
-        "set enable_seqscan = off",  # it is kept, and made while the tables may still be empty
+        "set plan_cache_mode = force_generic_plan",  # planning takes as long as an insert
+        "set enable_seqscan = off",  # cached plans may date from when the tables were empty
         "set jit = off",
     )
 )
-FORMATS = [PyFormat.AUTO] * 1024  # more than any statement has
+FORMATS = [PyFormat.AUTO] * 1024  # more than the parameters of any statement
 VALUES, PLACE = "values (", re.compile(r"\$(\d+)")
-ALIASES = 4096  # keys of prepared queries, of which many may mean the same one
-Key = tuple[str, tuple[int, ...]]  # a query and the types of its values
-WAITING = 500  # statements that may be sent before one is waited for: their results take memory
+ALIASES = 4096  # keys of prepared queries, of which many may refer to the same one
+Key = tuple[str, tuple[int, ...]]  # (query, type oids of its values)
+WAITING = 500  # maximum of pending statements, as their results take memory
 
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """A query that the server knows by a name, for values of these types; 0: of any."""
+    """A prepared query, for values of these types; 0: any type."""
 
     name: bytes
     query: str
     types: tuple[int, ...]
-    columns: list[str] = field(default_factory=list)  # of its results, once there was one
+    columns: list[str] = field(default_factory=list)  # of its results, set by the first
 
     def takes(self, types: tuple[int, ...]) -> bool:
-        """A missing value has no type."""
+        """Whether the types match; a null has type 0."""
         return all(given in (0, mine) for given, mine in zip(types, self.types, strict=True))
 
 
 class StatementResult:
-    """Of a statement, as a `database.Cursor`."""
+    """The pending or received result of a statement, a `database.Cursor`."""
 
     __slots__ = ("_next", "_pipeline", "_rows", "prepared", "prepares", "raw")
 
@@ -102,12 +102,12 @@ class StatementResult:
 
 
 class Pipeline:
-    """The writer's `database.Connection`. A `psycopg.OperationalError` is its end."""
+    """The writer's `database.Connection`, unusable after a `psycopg.OperationalError`."""
 
     def __init__(
         self, raw: psycopg.Connection[DictRow], before_wait: Callable[[], None] = lambda: None
     ) -> None:
-        """`before_wait` may execute something that is waited for together with the rest."""
+        """`before_wait` may send further statements before each wait."""
         self.raw, self._before_wait = raw, before_wait
         self._server = raw.pgconn
         self._values = Transformer.from_context(raw)
@@ -132,7 +132,7 @@ class Pipeline:
     ask = execute
 
     def send(self, query: str, parameters: Sequence[Any] = ()) -> StatementResult:
-        """A query in the server's own form, whatever waits already."""
+        """Send a query with placeholders $1, $2, ..., however many statements are pending."""
         values = self._values.dump_sequence(parameters, FORMATS[: len(parameters)])
         key = query, self._values.types or ()
         prepared = self._prepared.get(key) or self._prepare(key)
@@ -157,7 +157,7 @@ class Pipeline:
                 self.sync()
 
     def sync(self) -> None:
-        """Waits for everything that was sent. Raises the first error among it."""
+        """Wait for all sent statements. Raises the first of their errors."""
         if not self._sent:
             return
         self._before_wait()
@@ -191,7 +191,7 @@ class Pipeline:
     # -- parts -------------------------------------------------------------------------------------
 
     def _prepare(self, key: Key) -> Prepared:
-        """A query is prepared a few times at most, however many of its values may be missing."""
+        """Prepare a query, or reuse one with matching types: nulls do not cause many variants."""
         if len(self._prepared) > ALIASES:
             self._prepared.clear()
         query, types = key
@@ -232,8 +232,8 @@ class Pipeline:
 
 @lru_cache(256)
 def of_several(query: str, n: int) -> str | None:
-    """A query that inserts a row, with parameters $1, $2, as one that inserts n rows; None for any
-    other query, and for n = 1."""
+    """Convert a query that inserts a row, with parameters $1, $2, ..., to one that inserts n rows;
+    None for any other query and for n = 1."""
     start = query.find(VALUES)
     if n == 1 or start < 0 or "do update" in query:
         return None

@@ -1,9 +1,8 @@
 """Transactions on PostgreSQL: the writer's session and the readers' connections.
 
-Always true: a transaction is committed once. If its connection breaks during the commit, nobody
-knows whether it was committed; the next connection asks the server (`pg_xact_status`) before
-anything is tried again. After a deadlock or a lost connection the transaction runs again, for up to
-`PATIENCE` seconds.
+Invariant: a transaction is committed only once. If its connection breaks during the commit, its
+state is unknown; the next connection asks the server (`pg_xact_status`) before a retry. After a
+deadlock or a lost connection the transaction is retried, for up to `PATIENCE` seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from psycopg_pool import ConnectionPool
 from agentrl.store.postgres.connection import PAUSE, PostgresConnection, PostgresServer, configure
 from agentrl.store.postgres.pipeline import Pipeline, StatementResult
 
-PATIENCE = 60.0  # seconds to wait for a server that is away before callers get an error
+PATIENCE = 60.0  # seconds to wait for an unreachable server before callers get an error
 CHANNEL = "agentrl"
 TIME = """select extract(epoch from clock_timestamp())::float8 as now,
     set_config('synchronous_commit', 'off', true)"""  # until the end of the transaction
@@ -34,7 +33,7 @@ AGAIN = (
     psycopg.errors.LockNotAvailable,
 )
 
-logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # it warns of each try to reconnect
+logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # it warns of each reconnect
 
 
 class PostgresSession:
@@ -47,38 +46,43 @@ class PostgresSession:
         self._raw = server.connect()
         self.conn = Pipeline(self._raw, self._ask_id)
         self._open = False
-        self._asked: StatementResult | None = None  # for the id of the open transaction
-        self._away: psycopg.OperationalError | None = None  # why the last try to connect failed
+        self._asked: StatementResult | None = None  # query for the open transaction's id
+        self._away: psycopg.OperationalError | None = None  # error of the last try to connect
 
     @property
     def pid(self) -> int:
-        """Of the server process, by which a listener knows the notifications of its own process."""
+        """Pid of the server process, which identifies this process's own notifications."""
         return self._raw.info.backend_pid
 
-    def begin(self) -> Callable[[], float]:
+    def begin(self) -> float | Callable[[], float]:
         self._open, self._asked = True, None
         self.conn.execute("begin")
         now = self.conn.execute(TIME)
         if self._clock is not None:
-            fixed = self._clock()
-            return lambda: fixed
+            return self._clock()
         return lambda: float(_one(now)["now"])
 
     def flush(self) -> None:
         self.conn.sync()
 
     def commit(self, topics: int) -> None:
-        """Other transactions see this one, and get its locks, before it is on the disk; its caller
-        waits for the disk afterwards, together with the callers of all others. What is made out of
-        something seen comes later in the log, so it does not survive a power cut alone."""
+        """Commit without waiting for the disk: other transactions see this one, and get its locks,
+        before it is durable. Then wait for the disk, together with the callers of all others.
+        Transactions that depend on it are later in the log, so they do not survive a power cut
+        without it.
+
+        A transaction that has not waited for any statement is sent together with its commit, and
+        has no id: if the connection breaks, its verbs are repeated. That is safe because they
+        decided nothing by what they read."""
         if topics:
             self.conn.execute(NOTIFY, (CHANNEL, str(topics)))
-        if self._id is None:
+        blind = self._asked is None
+        if not blind and self._id is None:
             self.conn.sync()
         id, self._open = self._id, False
         try:
             self.conn.execute("commit")
-            if id is not None:
+            if blind or id is not None:
                 self.conn.execute(DURABLE)
             self.conn.sync()
         except psycopg.OperationalError:
@@ -91,9 +95,9 @@ class PostgresSession:
 
     def rollback(self) -> None:
         self._open = False
-        with contextlib.suppress(psycopg.Error):  # of what nobody waits for any more
+        with contextlib.suppress(psycopg.Error):  # errors of abandoned statements
             self.conn.sync()
-        with contextlib.suppress(psycopg.OperationalError):  # it went with its connection
+        with contextlib.suppress(psycopg.OperationalError):  # a lost connection rolls back
             if self._raw.info.transaction_status is not TransactionStatus.IDLE:
                 self.conn.execute("rollback")
                 self.conn.sync()
@@ -115,13 +119,13 @@ class PostgresSession:
 
     @property
     def _id(self) -> str | None:
-        """None before the answer, too."""
+        """Id of the open transaction; None if unknown or not received yet."""
         known = self._asked is not None and self._asked.raw is not None
         return _one(self._asked)["id"] if self._asked and known else None
 
     def _ask_id(self) -> None:
-        """With every wait, until it is known: a transaction has one when it has locked or written
-        something."""
+        """Query the id with every wait until it is known: a transaction gets one with its first
+        lock or write."""
         if self._open and self._id is None:
             self._asked = self.conn.send(ID)
 
@@ -139,7 +143,7 @@ class PostgresSession:
         return False
 
     def _took_place(self, transaction: str) -> bool:
-        """Whether the transaction, whose commit met an error, was committed all the same."""
+        """Whether a transaction whose commit raised an error was committed nevertheless."""
         since = time.monotonic()
         while self._raw.closed and self._reconnect(since):
             with contextlib.suppress(psycopg.OperationalError):
@@ -154,7 +158,7 @@ class PostgresSession:
         query = "select pg_xact_status(%s::xid8) as status"
         try:
             row = _one(self.conn.execute(query, (transaction,)))
-        except psycopg.DataError:  # a number that this server, restored or promoted, never gave out
+        except psycopg.DataError:  # an id that this restored or promoted server never assigned
             return None
         status: str | None = row["status"]
         return status
@@ -198,11 +202,11 @@ class PostgresReadPool:
     def can_retry(self, error: Exception, since: float) -> bool:
         code = getattr(error, "sqlstate", None)
         lost = isinstance(error, psycopg.OperationalError) and (
-            code is None or code.startswith(("08", "57P"))  # the connection, not the statement
+            code is None or code.startswith(("08", "57P"))  # an error of the connection
         )
         if not lost or time.monotonic() - since > PATIENCE:
             return False
-        time.sleep(PAUSE)  # the pool makes new connections meanwhile
+        time.sleep(PAUSE)  # the pool opens new connections meanwhile
         return True
 
     def to_store_error(self, error: Exception) -> Exception:

@@ -1,29 +1,29 @@
-"""The store in a PostgreSQL database, opened by any process that reaches the server.
+"""The store in a PostgreSQL database, for any process that reaches the server.
 
-The verbs are those of SQLite. There they run one at a time; here several processes run them at
-once, at READ COMMITTED: a statement sees what was committed before it, and a statement that locks a
-row sees its newest version. A verb locks a row before it decides by it:
+The verbs are those of SQLite, where they run one at a time. Here several processes run them
+concurrently, at READ COMMITTED: a statement sees all earlier commits, and a statement that locks a
+row sees its newest version. A verb locks the rows that its decisions depend on:
 
-  * The rollout's row: `claim` takes queued ones `for update skip locked`, and so does the expiry of
-    leases; `finish` and `cancel` wait for theirs. So a rollout is claimed once and ends once, and
-    lease and fence of the attempt are judged after the wait.
-  * The attempt's row: `add_transitions` and `add_spans` hold it. So a call comes either before the
-    end or late, and calls of one attempt see each other in the tree.
-  * The run's row, for epoch and step: `claim_groups`, `commit_step` and other verbs with an epoch
-    hold it; `open_run` changes it, so a fenced owner waits and then sees the new epoch.
-  * The group's row, for size and state: `enqueue` holds it while the group grows.
-  * Claim ids and request ids have locks of their own: a repeat in another process waits for the
-    first.
-  * Data sets have one lock: what is added to a version comes before it is complete, or is refused.
+  * The rollout's row: `claim` and the expiry of leases lock rows `for update skip locked`; `finish`
+    and `cancel` wait for theirs. So a rollout is claimed once and ends once, and lease and fence of
+    the attempt are checked after the wait.
+  * The attempt's row: locked by `add_transitions` and `add_spans`. So a call is stored either
+    before the attempt's end or late, and calls of one attempt see each other in the tree.
+  * The run's row, for epoch and step: locked by `claim_groups`, `commit_step` and other verbs with
+    an epoch; `open_run` changes it, so a fenced owner waits and then sees the new epoch.
+  * The group's row, for size and state: locked by `enqueue` while the group grows.
+  * Claim ids and request ids have separate locks: a repeat in another process waits for the first
+    call.
+  * Data sets have one lock: an addition to a version precedes its completion, or is refused.
 
 A verb takes its locks in the order rollout, attempt, run, group; the rows that all processes share
-(run, group, feed) are written when the transaction ends, in order of name. If there is a deadlock
-all the same, PostgreSQL ends one of the transactions and its writer runs it again.
+(run, group, feed) are written at the end of the transaction, in order of name. If a deadlock occurs
+nevertheless, PostgreSQL aborts one of the transactions and its writer runs it again.
 
-Leases are judged by the server's clock, not by those of the machines that open the store.
+Leases use the server's clock, not those of the machines that open the store.
 
-Numbers of events are given out under a lock that is taken last and held until the commit: they
-become visible in order, so whoever saw one has missed none before it.
+Event numbers are assigned under a lock that is taken last and held until the commit: they become
+visible in order, so a reader that has seen one has missed none before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
--- Pages: first the keys of the rows that a page shows, then what is shown of them.
+-- Pages: select the keys of a page's rows first, then their columns.
 
 -- name: metric_names
 with recursive names (name) as (
@@ -12,8 +12,8 @@ select name from names where name is not null;
 -- name: last_step
 select max(step) as step from steps where run_id = ?;
 
--- The first point of each bucket of `stride` steps, and the last point: as many index look-ups as
--- there are buckets, however many steps and metrics the run has.
+-- The first point of each bucket of `stride` steps, and the last point: one index look-up per
+-- bucket, however many steps and metrics the run has.
 -- name: series
 with recursive buckets (low) as (
     select :first
@@ -41,7 +41,7 @@ with page as materialized (
 -- name: group_purpose
 and purpose = :purpose
 
--- Of the groups of one step; the plus keeps SQLite from reading all groups of the purpose.
+-- For the groups of one step; the plus keeps SQLite from reading all groups of the purpose.
 -- name: group_of_purpose
 and +purpose = :of_purpose
 
@@ -71,7 +71,7 @@ select
 from page p left join rollouts r on r.run_id = p.run_id and r.group_id = p.id
 order by p.id desc, r.position, r.seq;
 
--- A search looks at chunks of rollouts, newest first.
+-- A search examines chunks of rollouts, newest first.
 -- name: chunk
 with chunk as materialized (
     select step, seq, row_number() over (order by step desc, seq desc) as number

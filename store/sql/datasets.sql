@@ -1,5 +1,5 @@
 -- name: lock_datasets
-select null;  -- there is one writer
+select null;  -- not needed: there is only one writer
 
 -- name: last_version
 select version, spec, digest from datasets where name = ? order by version desc limit 1;
@@ -19,7 +19,7 @@ delete from sides where not exists (
     select 1 from items where chosen = sides.digest or rejected = sides.digest
 );
 
--- A side that is a reference becomes a copy once its calls are given.
+-- A side that refers to a rollout becomes a copy if its calls are given.
 -- name: add_side
 insert into sides (digest, rollout_id, first_call, calls, own)
 values (:digest, :rollout, :first, :calls, :own)

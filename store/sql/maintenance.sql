@@ -25,7 +25,7 @@ union all select 'logprobs', count(*) from logprobs;
 select pages.page_count * size.page_size as bytes, free.freelist_count * size.page_size as free
 from pragma_page_count as pages, pragma_page_size as size, pragma_freelist_count as free;
 
--- In order of arrival, page by page: the whole table is read once.
+-- In order of arrival, page by page: reads the table only once.
 -- name: prunable
 select r.seq, r.id
 from rollouts r join groups g on g.id = r.group_id join runs u on u.id = r.run_id
@@ -46,7 +46,7 @@ where r.seq > :after
   and not exists (select 1 from sides s where s.rollout_id = r.id and s.own is null)
 order by r.seq limit :n;
 
--- The rows that belong to rollouts, given as a JSON list of ids. Bytes are those of the bulky columns.
+-- Number of rows of each rollout in a JSON list of ids; bytes of the large columns.
 -- name: evidence
 select
     r.id, r.run_id, r.group_id, g.purpose, g.state,
@@ -99,8 +99,8 @@ select distinct c.tools as hash
 from transitions c join attempts a on a.id = c.attempt_id
 where a.rollout_id in (select value from json_each(:rollouts)) and c.tools is not null;
 
--- Nobody may refer to a payload, or add to a group, while it is deleted. With one writer at a time
--- there is nothing to lock.
+-- Prevents references to payloads and additions to groups that are being deleted. Not needed here:
+-- there is only one writer.
 -- name: lock_payloads
 select 1;
 
@@ -147,8 +147,8 @@ where id = :group and not exists (
 -- name: runs
 select id from runs where id = coalesce(:run, id) order by id;
 
--- Events have no time of their own, so steps give it: all events may be removed that came before the
--- first event of the newest step that may be removed.
+-- Events have no time, so steps provide it: events before the first event of the newest removable
+-- step may be removed.
 -- name: old_events
 select min(seq) as upto from events
 where run_id = :run and kind = 'step' and id = (

@@ -1,5 +1,5 @@
 -- name: lock_request
-select null;  -- there is one writer
+select null;  -- not needed: there is only one writer
 
 -- name: request
 select digest, reply from requests where id = ?;

@@ -45,7 +45,7 @@ insert into attempts (
 update rollouts set ran = :ran where id = :id;
 
 -- name: take_transitions
--- Of the attempt that ran the agent, by the one that scores it.
+-- Move the rows of the attempt that ran the agent to the attempt that scores it.
 update transitions set attempt_id = :attempt where attempt_id = :before and late = 0;
 
 -- name: take_spans
@@ -55,7 +55,7 @@ update spans set attempt_id = :attempt where attempt_id = :before and late = 0;
 update rewards set attempt_id = :attempt where attempt_id = :before and late = 0;
 
 -- name: lock_claim
-select null;  -- there is one writer
+select null;  -- not needed: there is only one writer
 
 -- name: claimed
 select r.*, a.id as claimed_id, a.fence, a.state as claimed_state, a.lease_until
@@ -90,7 +90,7 @@ where state = 'running' and lease_until < :until;
 
 -- name: leases
 select
-    -- Not min(): PostgreSQL may read every lease for it, where it believes that they are few.
+    -- Not min(): PostgreSQL may read every lease for it, if it underestimates their number.
     (
         select lease_until from attempts where state = 'running' order by lease_until limit 1
     ) as ends,
@@ -107,7 +107,7 @@ update attempts set lease_until = :now + lease
 where state = 'running' and lease_until > :now + lease + :slack;
 
 -- name: lock_expiry
-select null;  -- there is one writer
+select null;  -- not needed: there is only one writer
 
 -- name: expired
 select

@@ -11,6 +11,20 @@ from transitions
 where attempt_id in (select value from json_each(:attempts))
    or id in (select value from json_each(:ids));
 
+-- name: check_known
+-- An error, for which a query has few ways, where an attempt of `known`, a list of [id, number of
+-- calls], has ended or has other calls: the transaction is run again, by what it finds.
+select json(case
+    when (select count(*) from transitions where attempt_id = json_extract(value, '$[0]'))
+            = json_extract(value, '$[1]')
+        and (
+            select state = 'running' and lease_until > :now
+            from attempts where id = json_extract(value, '$[0]')
+        )
+    then 'true' else 'changed'
+end)
+from json_each(:known);
+
 -- name: add_payload
 insert into payloads (hash, body) values (?, ?) on conflict (hash) do nothing;
 
@@ -82,7 +96,7 @@ and (r.group_id, r.position, r.seq) > (
 -- name: rollouts_sorted
 order by r.group_id, r.position, r.seq
 
--- The plus keeps SQLite from reading the whole run in this order to save the sort of a few.
+-- The plus keeps SQLite from reading the whole run in this order instead of sorting a few rows.
 -- name: rollouts_few_sorted
 order by +r.group_id, r.position, r.seq
 

@@ -1,1 +1,1 @@
-"""The store in an SQLite file."""
+"""Store in an SQLite file."""

@@ -1,4 +1,4 @@
-"""SQLite connections: the file, its writer and readers, and its errors in words for users."""
+"""SQLite connections: the file, its writer and readers, and the translation of its errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.errors import Invalid, StoreError, Unavailable
 from agentrl.store.database import Parameters
 
 BUSY = 60.0  # seconds to wait for the locks of other processes, which hold them for milliseconds
-# Errors for a value that no column takes: integers of more than 64 bits, text that is no Unicode.
+# Errors for values that cannot be stored: integers of more than 64 bits, invalid Unicode.
 UNFIT = (
     OverflowError,
     UnicodeError,
@@ -26,8 +26,8 @@ UNFIT = (
     sqlite3.InterfaceError,
 )
 PAUSE = 0.001  # seconds between two tries for the write lock
-CHANGES = 1000  # rows written from one checkpoint, which costs two disk syncs, to the next
-CHECKPOINT = 16_000  # pages of write-ahead log before the writer itself copies them back
+CHANGES = 1000  # rows written between two checkpoints, each of which costs two disk syncs
+CHECKPOINT = 16_000  # pages of write-ahead log after which the writer itself makes a checkpoint
 ADVICE = {
     "MOVED": "the file was deleted, moved or replaced while it was in use; start again where it is "
     "now",
@@ -44,12 +44,12 @@ ADVICE = {
 
 class SqliteConnection(sqlite3.Connection):
     def ask(self, sql: str, parameters: Parameters = (), /) -> ReadRows:
-        """Read at once: the next would compile a statement again that is still being read."""
+        """Execute and fetch all rows: SQLite compiles a statement again while it is being read."""
         return ReadRows(self.execute(sql, parameters).fetchall())
 
 
 class ReadRows(list[Any]):
-    """As a cursor."""
+    """Fetched rows with the interface of a cursor."""
 
     def fetchone(self) -> Any:
         return self.pop(0) if self else None
@@ -66,7 +66,7 @@ class ReadRows(list[Any]):
 class Location:
     """A store file and its options, from `sqlite:///path?synchronous=full` or a bare path.
 
-    `normal` survives the death of any process; `full` also a power cut, at one disk sync a commit.
+    `normal` survives the death of any process, `full` also a power cut, at a disk sync per commit.
     """
 
     path: Path
@@ -94,13 +94,13 @@ class Location:
         return f"sqlite:///{self.path}{option}"
 
     def connect(self, *, readonly: bool = False, timeout: float = BUSY) -> SqliteConnection:
-        """A connection in autocommit mode: every transaction is begun by hand."""
+        """Open a connection in autocommit mode: transactions begin explicitly."""
         conn = sqlite3.connect(
             self._readonly_uri() if self.readonly else self.path,
             uri=self.readonly,
             timeout=timeout,
             isolation_level=None,
-            check_same_thread=False,  # each is used by one thread, but closed by another
+            check_same_thread=False,  # used by one thread, closed by another
             cached_statements=256,
             factory=SqliteConnection,
         )
@@ -112,22 +112,22 @@ class Location:
         return conn
 
     def _readonly_uri(self) -> str:
-        """On a disk that cannot be written, where SQLite cannot make the two files with which
-        readers and writers find each other, there is no writer to be found."""
+        """Return the URI of a read-only connection. On a read-only disk SQLite cannot create the
+        files that coordinate readers and writers, but then there is no writer."""
         log = self.path.with_name(f"{self.path.name}-wal")
         frozen = not os.access(self.path.parent, os.W_OK) and not log.exists()
         return f"{self.path.as_uri()}?mode=ro{'&immutable=1' if frozen else ''}"
 
     def vacuum(self) -> None:
-        """Writes the file anew, without free pages. Other writers wait for it, readers do not."""
+        """Rewrite the file without free pages. Other writers wait, readers do not."""
         with self.translated_errors(), closing(self.connect()) as conn:
             conn.execute("vacuum")
             conn.execute("pragma wal_checkpoint(truncate)")
 
     def backup(self, file: Path) -> None:
-        """Copies the store, as it is at one moment, to a new file. Writers do not wait."""
+        """Copy a snapshot of the store to a new file. Writers do not wait."""
         partial = file.with_name(f"{file.name}.tmp")
-        partial.unlink(missing_ok=True)  # of a backup that was killed
+        partial.unlink(missing_ok=True)  # left by a killed backup
         with self.translated_errors(), closing(replace(self, readonly=True).connect()) as conn:
             with closing(sqlite3.connect(partial)) as copy:
                 conn.backup(copy)
@@ -135,7 +135,7 @@ class Location:
 
     @contextmanager
     def translated_errors(self) -> Iterator[None]:
-        """Turns SQLite's errors into one sentence that names the file."""
+        """Convert SQLite's errors to store errors that name the file."""
         try:
             yield
         except (sqlite3.Error, *UNFIT) as error:
@@ -143,8 +143,8 @@ class Location:
 
 
 def execute_when_free(conn: sqlite3.Connection, statement: str) -> sqlite3.Cursor:
-    """Executes what SQLite refuses while another process has a lock, and does not wait for itself,
-    until it is done or `BUSY` seconds have passed."""
+    """Execute a statement that fails without waiting while another process has a lock; retry for
+    `BUSY` seconds."""
     deadline = time.monotonic() + BUSY
     while True:
         try:
@@ -157,25 +157,25 @@ def execute_when_free(conn: sqlite3.Connection, statement: str) -> sqlite3.Curso
 
 
 class StoreFileMoved(sqlite3.OperationalError):
-    """The file is not at its path any more: nobody would find what is written."""
+    """The file is no longer at its path: nobody would find later writes."""
 
     sqlite_errorname = "MOVED"
 
 
 class StoreFile:
-    """The file that a store was opened at, by its inode: no other file has it while it is open."""
+    """Identifies the file of an open store by its inode, which is unique while it is open."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._number = self._found()
 
     def check(self) -> None:
-        """Raises StoreFileMoved if the path leads to another file now, or to none."""
+        """Raise StoreFileMoved if the path now leads to another file, or to none."""
         if self._found() != self._number:
             raise StoreFileMoved
 
     def cause(self, error: Exception) -> Exception:
-        """StoreFileMoved if the file has moved, which then caused the error; else the error."""
+        """Return StoreFileMoved if the file has moved, which caused the error; else `error`."""
         moved = isinstance(error, sqlite3.Error) and self._found() != self._number
         return StoreFileMoved() if moved else error
 
@@ -188,13 +188,13 @@ class StoreFile:
 
 
 class _Connections:
-    """What the writing and the reading connections of a store file have in common."""
+    """Base class of the writing and the reading connections of a store file."""
 
     def __init__(self, location: Location, file: StoreFile) -> None:
         self._location, self._file = location, file
 
     def can_retry(self, error: Exception, since: float) -> bool:
-        return False  # the one lock is taken first, and waited for there
+        return False  # `begin` waits for the only lock
 
     def to_store_error(self, error: Exception) -> Exception:
         return to_store_error(self._location.path, self._file.cause(error))
@@ -213,42 +213,41 @@ class SqliteSession(_Connections):
         clock: Callable[[], float],
     ) -> None:
         super().__init__(location, file)
-        self._clock, self._committed = clock, committed  # which is called after every commit
+        self._clock, self._committed = clock, committed  # called after every commit
         self.conn = location.connect()  # waits while another process recovers or closes the file
         self.conn.execute("pragma busy_timeout = 0")  # from here on `begin` waits by itself
 
-    def begin(self) -> Callable[[], float]:
-        """Takes the write lock of the file, trying every millisecond: SQLite's own waiting sleeps
-        for up to 100 ms at a time, so that one busy process would starve the others."""
+    def begin(self) -> float:
+        """Take the write lock of the file, trying every millisecond: SQLite's own waiting sleeps
+        for up to 100 ms at a time, so a busy process would starve others."""
         self._file.check()
         execute_when_free(self.conn, "begin immediate")
-        now = self._clock()
-        return lambda: now
+        return self._clock()
 
     def flush(self) -> None:
-        """Every statement was waited for."""
+        """Do nothing: statements are executed synchronously."""
 
     def commit(self, topics: int) -> None:
         self.conn.execute("commit")
         self._committed(self.conn)
 
     def tell(self, topics: int) -> None:
-        """The notifier does: see `SqliteStore`."""
+        """Do nothing: `SqliteStore` notifies other processes."""
 
     def rollback(self) -> None:
         if self.conn.in_transaction:
             self.conn.execute("rollback")
 
     def can_continue(self, error: Exception) -> bool:
-        return self.conn.in_transaction  # a full disk undoes everything
+        return self.conn.in_transaction  # a full disk rolls back the whole transaction
 
     def close(self) -> None:
         self.conn.close()
 
 
 class WalCheckpointer:
-    """A thread that copies the write-ahead log into the file. Its passive checkpoints block neither
-    readers nor writers."""
+    """A thread that copies the write-ahead log to the file by passive checkpoints, which block
+    neither readers nor writers."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -271,11 +270,11 @@ class WalCheckpointer:
 
     def _serve(self) -> None:
         conn = self._location.connect()
-        conn.execute("pragma busy_timeout = 0")  # if another process does it, there is no need
+        conn.execute("pragma busy_timeout = 0")  # skipped if another process makes a checkpoint
         try:
             while self._due.wait() and not self._closed:
                 self._due.clear()
-                with suppress(sqlite3.Error):  # the writer gets the same error and reports it
+                with suppress(sqlite3.Error):  # the writer has the same error and reports it
                     conn.execute("pragma wal_checkpoint(passive)").fetchall()
         finally:
             conn.close()
@@ -300,13 +299,13 @@ class SqliteReadPool(_Connections):
         if conn is None:
             conn = self._location.connect(readonly=True)
             self._opened.append(conn)
-            self._file.check()  # the path may have led to another file while it was opened
+            self._file.check()  # the file may have been replaced during opening
             self._local.conn = conn
         conn.execute("begin")
         try:
             yield conn
         finally:
-            if conn.in_transaction:  # some errors end it by themselves
+            if conn.in_transaction:  # some errors end the transaction
                 conn.execute("rollback")
 
     def close(self) -> None:
@@ -315,7 +314,7 @@ class SqliteReadPool(_Connections):
 
 
 def to_store_error(path: Path, error: Exception) -> Exception:
-    """SQLite's errors as ours, with what to do; any other as it is."""
+    """Convert SQLite's errors to store errors with advice; return others unchanged."""
     if isinstance(error, UNFIT):
         return Invalid(f"A value cannot be stored: {error}.")
     if not isinstance(error, sqlite3.Error):
@@ -328,7 +327,7 @@ def to_store_error(path: Path, error: Exception) -> Exception:
 def _file(path: str, url: str) -> Path:
     if not path or path == ":memory:":
         raise StoreError(
-            f"Store URL {url!r} names no file: use sqlite:///runs/store.db, or "
+            f"Store URL {url!r} does not name a file: use sqlite:///runs/store.db, or "
             "sqlite:////absolute/store.db."
         )
     return Path(path).absolute()

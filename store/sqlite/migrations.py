@@ -1,9 +1,9 @@
-"""Brings a store file to the schema of this version, under one lock, or refuses it.
+"""Migrates a store file to the schema of this version, under one lock, or refuses it.
 
 The migrations are the files `sql/migrations/*.sql` in order of name; a published one is never
-changed, and each has a counterpart of the same name in `sql/postgres/migrations`. The table of
-applied ones is that of `sqlite_utils.migrations`, so `sqlite-utils migrate` and this module agree;
-the library is imported only when a migration must be applied.
+changed, and each has a counterpart with the same name in `sql/postgres/migrations`. Applied ones
+are recorded in the table of `sqlite_utils.migrations`, so `sqlite-utils migrate` works too; the
+library is imported only if a migration must be applied.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ if TYPE_CHECKING:
     from sqlite_utils.migrations import Migrations
 
 SET = "agentrl"
-APPLICATION_ID = 0x61726C31  # "arl1" in the file's header: this database is a store
+APPLICATION_ID = 0x61726C31  # "arl1" in the file's header: marks the database as a store
 SCRIPTS = database.migrations("migrations")
 
 
 def prepare(location: Location, *, create: bool = True) -> None:
-    """Create the file if needed and apply what is missing.
+    """Create the file if needed and apply missing migrations.
 
-    Raises StoreError for a missing file (unless `create`), one that is no store, or one that a
-    newer version of agentrl has written.
-    """
+    Raises StoreError for a missing file (unless `create`), a file that is not a store, or one
+    written by a newer version of agentrl."""
     if not create and not location.path.exists():
         raise NotFound(f"There is no store at {location.path}: check the path.")
     try:
@@ -45,7 +44,7 @@ def prepare(location: Location, *, create: bool = True) -> None:
     with location.translated_errors(), closing(location.connect()) as conn:
         _check_header(conn, location)
         if pending(conn, location):
-            # Two that each wait, in SQLite, until the other reads no more wait for ever.
+            # Two processes that wait inside SQLite for each other's reads would wait forever.
             conn.execute("pragma busy_timeout = 0")
             (mode,) = execute_when_free(conn, "pragma journal_mode = wal").fetchone()
             conn.execute(f"pragma busy_timeout = {int(BUSY * 1000)}")
@@ -57,8 +56,8 @@ def prepare(location: Location, *, create: bool = True) -> None:
 
 
 def check(location: Location) -> None:
-    """Raises StoreError for a file that cannot be read as it is: see `prepare`. Nothing is changed,
-    so one that an older version has written may lack indexes, but no columns."""
+    """Raise StoreError for a file that cannot be read without a migration, see `prepare`. A file of
+    an older version may lack indexes, but not columns."""
     if not location.path.exists():
         raise NotFound(f"There is no store at {location.path}: check the path.")
     with location.translated_errors(), closing(location.connect()) as conn:
@@ -67,7 +66,7 @@ def check(location: Location) -> None:
 
 
 def pending(conn: sqlite3.Connection, location: Location) -> list[str]:
-    """Names of the migrations that the file lacks. Raises StoreError if it has unknown ones."""
+    """List the migrations that the file lacks. Raises StoreError if it has unknown ones."""
     table = "select 1 from sqlite_master where name = '_sqlite_migrations'"
     if conn.execute(table).fetchone() is None:
         return list(SCRIPTS)
@@ -77,7 +76,7 @@ def pending(conn: sqlite3.Connection, location: Location) -> list[str]:
 
 
 def migrations() -> Migrations:
-    """The scripts as a set of `sqlite_utils` migrations."""
+    """Return the scripts as a set of `sqlite_utils` migrations."""
     from sqlite_utils.migrations import Migrations
 
     known = Migrations(SET)
@@ -92,7 +91,7 @@ def migrations() -> Migrations:
 
 
 def _check_header(conn: sqlite3.Connection, location: Location) -> None:
-    """Raises StoreError for a database that is no store."""
+    """Raise StoreError for a database that is not a store."""
     (mark,) = conn.execute("pragma application_id").fetchone()
     (tables,) = conn.execute("select count(*) from sqlite_master").fetchone()
     if tables and mark != APPLICATION_ID:
@@ -116,7 +115,7 @@ def _apply(conn: sqlite3.Connection, location: Location) -> None:
 
 
 def _statements(script: str) -> Iterator[str]:
-    """`executescript` would commit; these stay inside the caller's transaction."""
+    """Split a script into statements: `executescript` would commit the caller's transaction."""
     statement = ""
     for line in script.splitlines(keepends=True):
         statement += line

@@ -1,11 +1,11 @@
 """Change notifications between processes that share a store file.
 
 Owns: one Unix datagram socket per open store, in a folder of the temporary directory named after
-the file's device and inode, and one thread that listens to it. Always true: the folder, whose name
-can be guessed, is only used if it belongs to this user and is closed to others; a notification is
-one byte of topics and only a hint to look. A lost one costs at most `SLOW` seconds, because the
-thread also watches the file's change counter (`pragma data_version`), and whether the file is still
-there. Without sockets or a shared temporary directory, the counter alone is watched.
+the file's device and inode, and one thread that listens to it. Invariant: the folder, whose name is
+predictable, is only used if it belongs to this user and is closed to others; a notification is one
+byte of topics and only a hint to query the store. A lost one costs at most `SLOW` seconds, because
+the thread also polls the file's change counter (`pragma data_version`) and whether the file still
+exists. Without sockets or a shared temporary directory, it only polls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLOSE = b"\0"
 
 
 class ChangeNotifier:
-    """Notifies the other processes, and passes their notifications to `notify`."""
+    """Notifies other processes, and passes their notifications to `notify`."""
 
     def __init__(self, location: Location, file: StoreFile, notify: Callable[[int], None]) -> None:
         self._location, self._file = location, file
@@ -45,7 +45,7 @@ class ChangeNotifier:
         self._thread.start()
 
     def notify_others(self, topics: int) -> None:
-        """Called by the writer after a commit. Never blocks, never fails."""
+        """Notify other processes after a commit. Never blocks, never raises."""
         if self._sender is None:
             return
         message = bytes((topics,))
@@ -66,7 +66,7 @@ class ChangeNotifier:
             self._sender.close()
             with contextlib.suppress(OSError):
                 (self._folder / self._name).unlink(missing_ok=True)
-                self._folder.rmdir()  # succeeds for the last one out
+                self._folder.rmdir()  # succeeds for the last process
 
     def _bind(self) -> socket.socket | None:
         try:
@@ -91,7 +91,7 @@ class ChangeNotifier:
         except ConnectionRefusedError:  # its process died without closing
             with contextlib.suppress(OSError):
                 Path(path).unlink()
-        except OSError:  # it is gone, or its buffer is full and it is about to look anyway
+        except OSError:  # it is gone, or its buffer is full and it will query anyway
             return
 
     def _listen(self) -> None:
@@ -100,13 +100,13 @@ class ChangeNotifier:
                 self._file.check()
                 with closing(self._location.connect(readonly=True)) as conn:
                     self._hear(conn)
-            except Exception:  # noqa: BLE001 - waiting tasks must look, and get the error
+            except Exception:  # noqa: BLE001 - waiting tasks must query, and get the error
                 self._notify(ALL)
                 self._closed.wait(SLOW)
 
     def _hear(self, conn: sqlite3.Connection) -> None:
         seen, checked = _version(conn), time.monotonic()
-        self._notify(ALL)  # for a change between a waiter's last look and this version
+        self._notify(ALL)  # for changes between a waiter's last query and this version
         while not self._closed.is_set():
             topics = self._receive()
             if time.monotonic() - checked >= SLOW:
@@ -118,7 +118,7 @@ class ChangeNotifier:
                 self._notify(topics)
 
     def _receive(self) -> int:
-        """All that is waiting, as one set of topics; none after `SLOW` seconds of silence."""
+        """Return the topics of all pending notifications; none after `SLOW` seconds of silence."""
         if self._socket is None:
             self._closed.wait(SLOW)
             return 0
@@ -134,22 +134,22 @@ class ChangeNotifier:
 
 
 def folder(path: Path) -> Path:
-    """The folder of a store file's sockets: the same for every path that leads to the file, and
-    short, because a socket's path has about a hundred bytes."""
+    """Return the folder of a store file's sockets: equal for every path to the file, and short,
+    because a socket's path is limited to about a hundred bytes."""
     file = path.stat()
     return Path(tempfile.gettempdir()) / f"agentrl-bells-{file.st_dev:x}-{file.st_ino:x}"
 
 
 def _private(path: Path) -> bool:
-    """Whether it is a folder, not a link, that only this user may enter."""
+    """Whether the path is a folder, not a link, that only this user may enter."""
     found = path.lstat()
     mine = found.st_uid == os.geteuid()
     return mine and stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
 
 
 def _datagrams() -> socket.socket:
-    """A socket that does not block. Receiving and sending have one each, since a timeout is that of
-    its socket."""
+    """Create a non-blocking socket. Receiving and sending use separate ones, as a timeout applies
+    to the whole socket."""
     datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     datagrams.setblocking(False)
     return datagrams

@@ -1,4 +1,4 @@
-"""The store in one SQLite file, opened by every process on the machine."""
+"""The store in one SQLite file, which several processes of a machine may open."""
 
 from __future__ import annotations
 

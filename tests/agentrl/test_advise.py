@@ -29,9 +29,11 @@ def test_a_misleading_process_reward_is_warned_of() -> None:
         (wrong, "warning", "would mislead"),
         (noise, "streams", "with gate = 'agree'"),
     ):
-        first, why = next(advise.advice(RunConfig(), batch, 2.0, 1.0))
+        suggestions = advise.advice(RunConfig(), batch, 2.0, 1.0)
+        first, why = suggestions[0]
         assert first == preset
         assert said in why
+        assert advise.choice(suggestions) == ("peers" if preset == "warning" else "streams")
 
 
 def test_states_that_come_back_and_roles_are_seen() -> None:
@@ -42,8 +44,10 @@ def test_states_that_come_back_and_roles_are_seen() -> None:
     )
     assert advise.repeats(batch) == pytest.approx(2 / 6)
     names = [preset for preset, _ in advise.advice(RunConfig(), batch, 3.0, 1 / 3)]
-    assert names == ["dr-mas", "batch-td", "grpo"]
-    assert "batch-td" not in [name for name, _ in advise.advice(RunConfig(), batch, 3.0, 0.1)]
+    assert names == ["peers", "batch-td", "dr-mas", "grpo"]
+    assert advise.choice(advise.advice(RunConfig(), batch, 3.0, 0.1)) == "dr-mas"
+    batch.rewards["role:own"] = batch.rewards["outcome"]
+    assert advise.choice(advise.advice(RunConfig(), batch, 3.0, 1 / 3)) == "grpo+per-role"
 
 
 async def test_a_run_is_advised_from_its_store(
@@ -69,9 +73,10 @@ async def test_a_run_is_advised_from_its_store(
             await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, rewards=rows)])
     lines = await advise.advise(config)
     assert lines[0] == "policy: 2 rollouts, 1.0 calls each, 0% of later states repeated, 1 roles"
-    assert "correlation with the outcome is -1.00, would mislead" in lines[1]
-    assert lines[2] == "  grpo      copies the outcome to all calls; needs nothing"
-    assert lines[3].strip().startswith("needle: 0.50 (0.25 to never) of the rollouts")
+    assert lines[1] == "  choice: grpo"
+    assert "correlation with the outcome is -1.00, would mislead" in lines[2]
+    assert lines[3] == "  grpo      copies the outcome to all calls; needs nothing"
+    assert lines[4].strip().startswith("needle: 0.50 (0.25 to never) of the rollouts")
 
 
 async def test_a_run_without_a_store_is_an_error(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_user_errors_are_one_sentence_and_exit_code_two(
 def test_what_endpoints_answer_alone_has_no_checkpoint(folder: Path) -> None:
     refused = agentrl("eval", "run.toml", "policy.model=", FAR, ".", cwd=folder)
     assert refused.returncode == 2
-    assert "[upstreams] answer every call, so no checkpoint is played" in refused.stderr
+    assert "[upstreams] answer every call, so a checkpoint has no effect" in refused.stderr
 
 
 def test_show_names_what_is_missing(folder: Path) -> None:

@@ -43,8 +43,8 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ),
         ("[upstreams.judge]\nbase_url = 'http://x'\ntext = 'no'", [], r"either its base_url or"),
         ("[upstreams.judge]\nmodel = 'x'\ntext = ''", [], r"model and key_env are of a base_url"),
-        ("[upstreams.policy]\nbase_url = 'http://x'", [], r"the name of a policy"),
-        ("[prompts]\nbudget = 9", [], r"\[prompts\] is nothing without prompts\.components"),
+        ("[upstreams.policy]\nbase_url = 'http://x'", [], r"has the name of a policy"),
+        ("[prompts]\nbudget = 9", [], r"\[prompts\] has no effect without prompts\.components"),
         (
             "[prompts]\nreflector = 'x'\n[prompts.components]\na = 'a.txt'",
             [],
@@ -97,7 +97,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             r"overlap = 'none' .*max_staleness = 1 asks for that; remove one",
         ),
         ("[tasks]\nsolved = 0.9\norder = 'difficulty'", [], r"tasks\.solved leaves out"),
-        ("[engine]\nkeys = 'keep'", [], r"engine\.keys = 'keep': .* remove it"),
+        ("[engine]\nkeys = 'keep'", [], r"engine\.keys = 'keep' has no effect .* remove it"),
         (
             "[algorithm]\noverlap = 'in_flight'\nmax_staleness = 1\n"
             "[engine]\nkind = 'vllm'\nkeys = 'keep'",
@@ -323,5 +323,5 @@ def test_a_rule_of_roles_is_named_as_in_the_run_file() -> None:
     ],
 )
 def test_a_run_on_data_refuses_what_is_about_rollouts(table: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"means nothing in a run on \[data\]"):
+    with pytest.raises(ConfigError, match=r"has no effect in a run on \[data\]"):
         resolve({"data": {"name": "likes"}, **table}, source="test")

@@ -122,12 +122,12 @@ def test_what_cannot_meet_is_refused(tmp_path: Path) -> None:
         crossplay.chosen_checkpoints(config, [one])
     with pytest.raises(ConfigError, match="no such checkpoint"):
         crossplay.chosen_checkpoints(config, [one, tmp_path / "000020"])
-    with pytest.raises(ConfigError, match="is no checkpoint of a run"):
+    with pytest.raises(ConfigError, match="is not a checkpoint of a run"):
         crossplay.chosen_checkpoints(config, [one, tmp_path / "run"])
-    with pytest.raises(ConfigError, match="is no checkpoint of a run"):
+    with pytest.raises(ConfigError, match="is not a checkpoint of a run"):
         crossplay.chosen_checkpoints(config, [one, checkpoint(tmp_path, "best")])
     playing = run_of(tmp_path, selfplay={"seats": ROLES})
-    with pytest.raises(ConfigError, match="two of the checkpoints have one name"):
+    with pytest.raises(ConfigError, match="two checkpoints have the same name"):
         crossplay.crossplay(playing, [one, one])
 
 
@@ -315,7 +315,7 @@ def test_roles_that_cannot_be_replaced_are_refused(tmp_path: Path) -> None:
     assert ablation.trained_roles(config) == {"solver": "solver", "planner": "planner"}
     with pytest.raises(ConfigError, match="--role judge: no trained policy plays it"):
         ablation.ablate(config, ["judge"], None)
-    with pytest.raises(ConfigError, match="name one with --role"):
+    with pytest.raises(ConfigError, match="name one, such as --role"):
         ablation.ablate(run_of(tmp_path), [], None)
 
 

@@ -254,14 +254,14 @@ def template_without_tools(folder: Path, patch: Patch) -> list[str]:
     return replace_in_template(folder, "{%- if tools %}", "{%- if false %}")
 
 
-@broken("thinking", "warn", "mend chat_template.jinja")
+@broken("thinking", "warn", "fix chat_template.jinja")
 def template_that_drops_thinking(folder: Path, patch: Patch) -> list[str]:
     return replace_in_template(
         folder, "{{- message.content or '' }}", "{{- message.content.split('</think>')[-1] }}"
     )
 
 
-@broken("turns", "warn", "mend chat_template.jinja")
+@broken("turns", "warn", "fix chat_template.jinja")
 def template_that_rewords_turns(folder: Path, patch: Patch) -> list[str]:
     return replace_in_template(
         folder, "{{- message.content or '' }}", "{{- '- ' + (message.content or '') }}"

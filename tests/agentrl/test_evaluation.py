@@ -56,7 +56,7 @@ def test_of_several_policies_those_that_learned_are_the_checkpoints(tmp_path: Pa
     members: dict[str, Any] = {"solver": {"roles": ["solver"], "lora": {"rank": 2}}}
     members["judge"] = {"roles": ["judge"], "frozen": True, "model": "m"}
     config = resolve({"policy": {"model": "base"}, "policies": members}, source="test")
-    with pytest.raises(ConfigError, match="it has no policy 'solver'"):
+    with pytest.raises(ConfigError, match=" has no policy 'solver'"):
         evaluation.policies_at(config, tmp_path)
     directory = adapter(tmp_path / "solver")
     found = evaluation.policies_at(config, tmp_path)["policies"]

@@ -108,7 +108,7 @@ def test_a_policy_whose_roles_never_speak_is_named() -> None:
     ]
     assert policies_without_calls(config, steps) == {
         "planer": "the policy 'planer' has learned nothing: no call was made in its roles "
-        "('planer'); the roles that spoke are 'planner', 'solver'"
+        "('planer'); the roles with calls are 'planner', 'solver'"
     }
     assert policies_without_calls(resolve({}, source="test"), [row(0, calls=0.0)]) == {}
 

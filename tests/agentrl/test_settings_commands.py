@@ -40,9 +40,9 @@ def test_the_schema_says_what_a_setting_is(schema: Any) -> None:
     described = {
         "RunConfig.steps": "updates of the policy; 0: only evaluate",
         "RunConfig.policy": "The model to train: a Hugging Face checkpoint directory or hub name",
-        "VllmEngineConfig.kind": "vLLM beside the algorithm process",
+        "VllmEngineConfig.kind": "A vLLM policy server",
         "AlgorithmConfig.groups": "per step",
-        "VllmConfig.max_adapters": "that a child serves at once, frozen ones too",
+        "VllmConfig.max_adapters": "adapters that a child serves at once, including frozen ones",
         "VllmEngineConfig.max_batch": "calls decoded together",
     }
     for key, words in described.items():

@@ -94,8 +94,8 @@ def test_plan_names_the_least_that_is_about_the_fastest(tmp_path: Path) -> None:
     assert "--update" in missing.output
     assert missing.exit_code == 2
     command[-1] = "1,x"
-    assert "'1,x': write numbers with commas" in CliRunner().invoke(cli, command).output
+    assert "'1,x': write comma-separated numbers" in CliRunner().invoke(cli, command).output
     best = ["rm", "eval", str(tmp_path / "run.toml"), "--best-of", "4,x"]
-    assert "'4,x': write numbers with commas" in CliRunner().invoke(cli, best).output
+    assert "'4,x': write comma-separated numbers" in CliRunner().invoke(cli, best).output
     late = CliRunner().invoke(cli, [*command[:2], "algorithm.close_at=2", *command[2:-2]])
     assert "remove it from the run file" in str(late.exception)

@@ -631,7 +631,7 @@ def test_a_process_that_died_has_a_last_chance(
         assert child.lives == 2
 
     asyncio.run(scenario())
-    assert "ended with code -9 before they had everything" in capsys.readouterr().out
+    assert "ended with code -9 before they had all steps" in capsys.readouterr().out
 
 
 async def test_a_child_with_a_pipe_ends_with_its_input(tmp_path: Path) -> None:

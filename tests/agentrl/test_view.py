@@ -263,7 +263,7 @@ async def test_a_role_of_the_run_file_that_never_speaks_is_named(tmp_path: Path)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert text.count("no call was made in the first step in the role 'agent', 'critc'") == 1
-    assert "the roles that spoke are none" in text
+    assert "the roles with calls are none" in text
 
 
 async def test_a_quiet_view_prints_what_it_warns_of_alone(config: RunConfig) -> None:

@@ -35,7 +35,7 @@ def test_the_algorithm_runs(tmp_path: Path) -> None:
 
 
 def test_what_a_preset_is_written_with_is_imported_from_one_place() -> None:
-    (table,) = re.findall(r"gives what a preset is written with:\n\n(.*?)\n\n", PAGE, re.DOTALL)
+    (table,) = re.findall(r"to write a preset:\n\n(.*?)\n\n", PAGE, re.DOTALL)
     documented = {
         name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }

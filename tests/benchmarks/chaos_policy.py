@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.engines.vllm.parity_check import COMPLETIONS
 from agentrl.algorithms.engines.vllm.process import OLDEST
-from agentrl.algorithms.engines.vllm.weight_sync import INIT
+from agentrl.algorithms.engines.vllm.serving import INIT
 from agentrl.algorithms.model.load import load_model
 from agentrl.http_server import listen
 

@@ -1,19 +1,21 @@
 """What credit is worth: how fast presets learn the tasks of examples/bench, at equal rollouts.
 
     agentrl bench examples/bench/bench.toml --results tests/benchmarks/results/learning.jsonl
-    python -m tests.benchmarks.learning [--json | --figure FILE | --write]
+    python -m tests.benchmarks.learning [--json | --figure FILE | --write | --advice]
 
 The first command runs what the results file does not have yet, and may be stopped at any moment;
 `--tasks`, `--presets`, `--seeds` and `--budget-minutes` make pieces of it. The second prints what
 is there: a Markdown table for each task, or one JSON object, and says what is missing; `--write`
-puts it into "Which credit when" of CREDIT.md, and where `agentrl algorithms --for` finds it.
+puts it into "Which credit when" of CREDIT.md, and where `agentrl algorithms --for` finds it;
+`--advice` trains one step of each task and compares the adviser's choice for it with the baseline.
 
 A run is that of `agentrl train`: runner, gateway, store, policy server and learner, with an agent
 that speaks HTTP and a model of 0.1 M parameters. All presets have equal numbers of rollouts,
 those of branches and replays included, and every seed's model, tasks and order. Held-out tasks are
 scored before training and eight times in it, 32 rollouts at temperature 1. Learning rates are
-chosen for each task and preset by one rule: of the task's `lrs`, or the bench file's, the one with
-the largest area under the curve on `tuning_seeds`, none of which is reported.
+chosen by one rule, in favour of the baseline: of the task's `lrs`, or the bench file's, the one
+with which the baseline has the largest area under the curve on `tuning_seeds`, none of which is
+reported. All presets of the task have it.
 
 Scores are normalised by those of the best and of a random policy. A curve is the interquartile mean
 over seeds, `final` that of the last three evaluations, `area` that of the mean over the run, and
@@ -25,7 +27,9 @@ seeds, which are paired, after arXiv 2108.13264.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from math import isfinite
@@ -33,12 +37,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 import agentrl.algorithms
 from agentrl.cli.advise import RESULTS as ADVICE
+from agentrl.cli.advise import advise
 from agentrl.evaluation.bench import Bench, BenchPlan, read_bench
-from agentrl.evaluation.bench_runs import read_results
+from agentrl.evaluation.bench_runs import read_results, run_piece
 
 FILE = Path(__file__).parents[2] / "examples" / "bench" / "bench.toml"
 RESULTS = Path(__file__).parent / "results" / "learning.jsonl"
@@ -132,13 +138,13 @@ def summary(curves: Array, base: Array, budget: float) -> dict[str, Any]:
 def curves_of(plan: BenchPlan, task: str, preset: str) -> tuple[float, dict[int, Array]]:
     """Learning rate, and the normalised curve of each seed that is done, without rollouts that had
     no outcome; none before the learning rate is chosen."""
-    lr = plan.learning_rate((task, preset))
+    lr = plan.learning_rate(task)
     if lr is None:
         return 0.0, {}
     bench, about = plan.bench, plan.bench.tasks[task]
     budget, points = about.rollouts or bench.rollouts, bench.evaluations + 1
     found = {}
-    for seed in bench.seeds_of(task):
+    for seed in bench.seeds_of((task, preset)):
         row = plan.done.get(plan.piece((task, preset), lr, seed).digest)
         if row is not None:
             if row.failed:
@@ -150,18 +156,12 @@ def curves_of(plan: BenchPlan, task: str, preset: str) -> tuple[float, dict[int,
     return lr, found
 
 
-def baseline_of(bench: Bench, task: str) -> str:
-    """The bench's, or where that makes no sense the task's first preset."""
-    presets = bench.presets_of(task)
-    return bench.baseline if bench.baseline in presets else presets[0]
-
-
 def summarise(plan: BenchPlan) -> Summary:
     """Every preset on the seeds that the baseline has, too."""
     found: Summary = {}
     bench = plan.bench
     for task in bench.tasks:
-        _, base = curves_of(plan, task, baseline_of(bench, task))
+        _, base = curves_of(plan, task, bench.baseline_of(task))
         for preset in bench.presets_of(task):
             lr, own = curves_of(plan, task, preset)
             if shared := sorted(own.keys() & base.keys()):
@@ -177,7 +177,7 @@ def headline(bench: Bench, found: Summary) -> dict[str, dict[str, Any]]:
     which of those that were run on most seeds is soonest at the former, with its ratio."""
     best: dict[str, dict[str, Any]] = {}
     for task, rows in found.items():
-        base = baseline_of(bench, task)
+        base = bench.baseline_of(task)
         others = [name for name in rows if name != base and bench.presets[name].cost == 1.0]
         if others:
             most = max(rows[name]["seeds"] for name in others)
@@ -197,7 +197,7 @@ def missing(plan: BenchPlan, found: Summary) -> dict[str, dict[str, int]]:
 
     def left(task: str, preset: str) -> int:
         done: int = found.get(task, {}).get(preset, {}).get("seeds", 0)
-        return len(bench.seeds_of(task)) - done
+        return len(bench.seeds_of((task, preset))) - done
 
     return {
         task: {name: count for name in bench.presets_of(task) if (count := left(task, name))}
@@ -210,10 +210,10 @@ def never_worse(bench: Bench, found: Summary) -> dict[str, int]:
     the interval of the gain in area, with the number of tasks where both were run on all seeds: an
     interval of a few is wide, which speaks for nobody."""
     kept: dict[str, int] = {}
-    tasks = [task for task in found if baseline_of(bench, task) == bench.baseline]
+    tasks = [task for task in found if bench.baseline_of(task) == bench.baseline]
     for name in sorted({name for task in tasks for name in found[task]} - {bench.baseline}):
         run = [(task, found[task][name]) for task in tasks if name in found[task]]
-        whole = sum(row["seeds"] == len(bench.seeds_of(task)) for task, row in run)
+        whole = sum(row["seeds"] == len(bench.seeds_of((task, name))) for task, row in run)
         if bench.presets[name].cost == 1.0 and whole and all(row["gain"][2] >= 0 for _, row in run):
             kept[name] = whole
     return kept
@@ -224,17 +224,43 @@ def for_adviser(bench: Bench, found: Summary) -> dict[str, dict[str, Any]]:
     kept: dict[str, dict[str, Any]] = {}
     for task, rows in found.items():
         for name, row in rows.items():
-            (preset,) = (
-                value
-                for key, _, value in (x.partition("=") for x in bench.presets[name].settings)
-                if key == "algorithm.preset"
-            )
-            ratio = row["ratio"] if name != baseline_of(bench, task) else None
+            ratio = row["ratio"] if name != bench.baseline_of(task) else None
             kept.setdefault(task, {})[name] = {
-                "preset": preset, "seeds": row["seeds"], "final": row["final"],
+                "preset": preset_of(bench, name), "seeds": row["seeds"], "final": row["final"],
                 "area": row["area"], "ratio": ratio,
             }  # fmt: skip
     return finite(json.loads(json.dumps(kept), parse_float=lambda x: round(float(x), 4)))
+
+
+def advised(plan: BenchPlan, found: Summary) -> dict[str, dict[str, Any]]:
+    """By task that is scored by outcomes: the preset that `agentrl algorithms --for` recommends
+    after one step of the baseline, and its gain in area over the baseline with its interval; None
+    where the task has no results of that preset."""
+    bench, choices = plan.bench, dict[str, dict[str, Any]]()
+    for task in (name for name, about in bench.tasks.items() if not about.measure):
+        lr, seed = bench.lrs_of(task)[0], bench.tuning_seeds[0]
+        whole = plan.piece((task, bench.baseline_of(task)), lr, seed).config
+        output = str(plan.work / "advice" / task)
+        config = replace(
+            whole, name=task, output=output, steps=1, store=f"sqlite:///{output}/run.db"
+        )
+        run_piece(config)
+        (preset,) = (
+            line.partition("choice: ")[2]
+            for line in asyncio.run(advise(config))
+            if "choice: " in line
+        )
+        shutil.rmtree(output)
+        rows = found.get(task, {})
+        gains = [rows[x]["gain"] for x in rows if preset_of(bench, x) == preset]
+        choices[task] = {"choice": preset, "gain": gains[0] if gains else None}
+    return choices
+
+
+def preset_of(bench: Bench, name: str) -> str:
+    """The library's preset of a preset of the bench."""
+    options = (setting.partition("=") for setting in bench.presets[name].settings)
+    return next(value for key, _, value in options if key == "algorithm.preset")
 
 
 def page(bench: Bench, found: Summary, left: dict[str, dict[str, int]]) -> str:
@@ -245,7 +271,7 @@ def page(bench: Bench, found: Summary, left: dict[str, dict[str, int]]) -> str:
     ]
     for task, rows in found.items():
         for name, row in sorted(rows.items(), key=lambda item: -item[1]["area"][0]):
-            base = name == baseline_of(bench, task)
+            base = name == bench.baseline_of(task)
             ratio = "1 (the baseline)" if base else shown(row["ratio"])
             lines.append(
                 f"| {task} | `{name}` | {row['seeds']} | {shown(row['final'])} | "
@@ -316,9 +342,10 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="draw the curves into this file, too")
     parser.add_argument("--write", action="store_true", help="write CREDIT.md's page again")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--advice", action="store_true", help="train one step of each task")
     options = parser.parse_args()
     bench = read_bench(FILE)
-    work = Path("runs")  # any: it is not part of a digest
+    work = Path("runs/bench").resolve()  # not part of a digest
     plan = BenchPlan(bench, FILE, work, read_results(options.results))
     found = summarise(plan)
     left = missing(plan, found)
@@ -327,6 +354,8 @@ def main() -> None:
     if options.json:
         parts = {"tasks": headline(bench, found), "presets": found, "missing": left}
         print(json.dumps(finite(parts)))
+    elif options.advice:
+        print(json.dumps(finite(advised(plan, found))))
     elif options.write:
         ADVICE.write_text(json.dumps(for_adviser(bench, found), indent=1) + "\n")
         CREDIT.write_text(with_results(CREDIT.read_text(), page(bench, found, left)))

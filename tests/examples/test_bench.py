@@ -22,7 +22,18 @@ FILE = EXAMPLES / "bench" / "bench.toml"
 BENCH = read_bench(FILE)
 PLAN = BenchPlan(BENCH, FILE, Path("work"), {})
 OWN = [n for n, task in BENCH.tasks.items() if task.run == "run.toml" and not task.measure]
-TASKS = ("chain", "frozenlake", "needle", "poker", "repairs", "shop", "sokoban", "teams", "ways")
+TASKS = (
+    "chain",
+    "crew",
+    "frozenlake",
+    "needle",
+    "poker",
+    "repairs",
+    "shop",
+    "sokoban",
+    "teams",
+    "ways",
+)
 ROLLOUTS = 400
 
 
@@ -91,6 +102,7 @@ def test_scores_that_are_computed_are_those_of_the_bench_file(parts: dict[str, M
     assert tasks["shop"].random == pytest.approx(parts["shop"].RANDOM, abs=1e-4)
     for name in ("bank", "doors", "tower"):
         assert tasks[name].random == pytest.approx(parts["ways"].random_score(name), abs=1e-4)
+    assert tasks["crew"].random == parts["crew"].RANDOM
     assert tasks["workers"].random == pytest.approx(parts["teams"].RANDOM_WORKERS, abs=1e-4)
 
 
@@ -197,9 +209,9 @@ def test_a_bench_is_run_once_and_goes_on(tiny_model_dir: Path, tmp_path: Path) -
         "algorithm.groups=1", "algorithm.group_size=4"]
     tasks.measured.measure = "{tmp_path}/measure.py:version"
     tasks.measured.presets = ["fixed"]
+    tasks.measured.lrs = [1e-3]
     presets.broadcast.settings = ["algorithm.preset=grpo"]
     presets.fixed.settings = ["algorithm.preset=grpo"]
-    presets.fixed.lrs = [1e-3]
     """
     (tmp_path / "measure.py").write_text(
         "def version(folder):\n    known = folder.parent.name == 'checkpoints'\n"

@@ -307,11 +307,11 @@ async def test_a_move_without_alternative_is_not_asked_for() -> None:
     [
         ({"game": "kun_poker"}, r"no such game; did you mean 'kuhn_poker'\?"),
         ({"game": "misere"}, "Missing parameter game"),
-        ({"game": "nfg_game"}, "cannot be played so"),
+        ({"game": "nfg_game"}, "cannot be loaded"),
         ({"game": "kuhn_poker", "parameters": {"playerz": 2}}, "Available parameters are: players"),
         ({"game": "kuhn_poker", "parameters": {"players": 50}}, "max_num_players"),
-        ({"game": "mfg_garnet"}, "has no players with moves in words"),
-        ({"game": "crossword"}, "has no players with moves in words"),
+        ({"game": "mfg_garnet"}, "has no moves as text"),
+        ({"game": "crossword"}, "has no moves as text"),
         ({"game": 1}, "Expected `str`, got `int` - at `input.game`"),
         ({"seed": 1}, "a mapping with 'game'"),
         ("kuhn_poker", "a mapping with 'game'"),
@@ -324,9 +324,9 @@ async def test_a_move_without_alternative_is_not_asked_for() -> None:
         (KUHN | {"players": {"player_1": "random:3"}}, "no scripted player"),
         ({"game": "chess", "players": {"player_1": "mcts:0"}}, "'mcts:0' is no scripted player"),
         ({"game": "chess", "players": {"player_1": "mcts:"}}, "'mcts:' is no scripted player"),
-        (KUHN | {"players": {"player_1": "perfect"}}, "in which nothing is hidden"),
-        (KUHN | {"players": {"player_1": "mcts"}}, "in which nothing is hidden"),
-        ({"game": "chess", "players": {"player_1": "perfect"}}, "take 'mcts'"),
+        (KUHN | {"players": {"player_1": "perfect"}}, "with perfect information"),
+        (KUHN | {"players": {"player_1": "mcts"}}, "with perfect information"),
+        ({"game": "chess", "players": {"player_1": "perfect"}}, "choose 'mcts'"),
     ],
 )
 async def test_what_cannot_be_played_is_refused_in_a_sentence(task: Any, said: str) -> None:

@@ -16,6 +16,8 @@ import msgspec
 import pytest
 
 from agentrl.config import RunConfig, resolve
+from agentrl.errors import Unavailable
+from agentrl.runners import main
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.main import RunnerThread
 from agentrl.types import ENDED, NewRollout, PolicyVersion, RolloutState
@@ -57,6 +59,24 @@ def config(tmp_path: Path) -> RunConfig:
         },
         source="test",
     )
+
+
+async def test_a_store_that_is_away_for_a_while_hides_no_end(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, looks = asyncio.Event(), 0
+
+    async def away(*given: Any, **named: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        if looks > 1:
+            stop.set()
+        raise Unavailable("the store is away")
+
+    monkeypatch.setattr(main, "END_CHECK_INTERVAL", 0.0)
+    for verb in ("steps", "wait"):
+        monkeypatch.setattr(store, verb, away)
+    await main._stop_at_end(store, RUN, 1, stop)
 
 
 async def open_run(store: Any, model: Any, config: RunConfig) -> None:

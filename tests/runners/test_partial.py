@@ -118,7 +118,7 @@ async def test_a_verifier_that_needs_a_result_says_so(bench: Any) -> None:
     verify = lambda result: result["answer"]  # noqa: E731
     (rollout,) = await bench.run(endless, {"input": "x"}, verifier=verify, limits=limits)
     assert rollout.failure.kind is ErrorKind.LIMIT
-    assert "it was not scored: TypeError" in rollout.failure.message
+    assert "scoring failed too: TypeError" in rollout.failure.message
     assert value(rollout) is None
 
 

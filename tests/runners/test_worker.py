@@ -122,7 +122,7 @@ async def test_an_outcome_that_the_store_refuses_costs_itself_only(bench: Any) -
     first, odd, last = await bench.store.rollouts("test")
     assert (first.result, last.result) == ("a", "b")
     assert odd.failure.kind is ErrorKind.AGENT
-    assert "cannot be written as JSON" in odd.failure.message
+    assert "cannot be encoded as JSON" in odd.failure.message
 
 
 def quit_process(text: str) -> None:

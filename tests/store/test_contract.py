@@ -135,7 +135,7 @@ async def test_a_late_reward_counts_and_the_last_of_its_kind_stays(store, kit):
     assert found[0] == Reward(value=1.0)  # the outcome
     assert sorted(found[1:], key=str) == sorted([last.reward, rows[1].reward], key=str)
     for rollout in ("a/1", "unknown"):
-        with pytest.raises(NotFound, match="was claimed"):
+        with pytest.raises(NotFound, match="was never claimed"):
             await store.add_rewards([given(rollout, value=1.0)])
     await store.claim(1, runner="test", lease=9.0)
     with pytest.raises(Invalid, match="has no transition"):
@@ -891,9 +891,9 @@ async def test_a_step_gives_rewards_to_rollouts_that_it_trains(store, kit):
     reward = Reward(value=1.0, name="judge")
     about = structs.replace(reward, scope=Scope.TRANSITION, target=call.id)
     for rollout, given, error, message in (
-        (other.rollout.id, reward, NotFound, "none of its groups has"),
-        ("unknown", reward, NotFound, "none of its groups has"),
-        (attempt.rollout.id, about, NotFound, f"'{call.id}', which is no call of"),
+        (other.rollout.id, reward, NotFound, "is not in its groups"),
+        ("unknown", reward, NotFound, "is not in its groups"),
+        (attempt.rollout.id, about, NotFound, f"'{call.id}', which is not a call of"),
         (attempt.rollout.id, structs.replace(reward, value=math.nan), Invalid, "must be finite"),
         (attempt.rollout.id, structs.replace(about, target=None), Invalid, "name a target"),
     ):
@@ -1100,9 +1100,9 @@ async def test_calls_are_ordered_by_index_not_by_arrival(store, kit):
         ({"logprobs": float32([-1.0, -math.inf])}, "not finite"),
         ({"logprobs": [-1.0, -1.0]}, "made by agentrl.types.float32"),
         ({"prompt": float32([1.0])}, "made by agentrl.types.int32"),
-        ({"prompt": int32([1, -1])}, "no token id"),
-        ({"completion": int32([-(2**31), 2])}, "no token id"),
-        ({"logprobs": float32([-1.0, 0.5])}, "none is above 0"),
+        ({"prompt": int32([1, -1])}, "not a token id"),
+        ({"completion": int32([-(2**31), 2])}, "not a token id"),
+        ({"logprobs": float32([-1.0, 0.5])}, "must not be above 0"),
         ({"id": "é" * 257}, "longer than 512 bytes"),
         ({"started": math.nan}, "finite"),
         ({"started": -1.0}, "from 0"),
@@ -1113,8 +1113,8 @@ async def test_calls_are_ordered_by_index_not_by_arrival(store, kit):
         ({"index": 2**70}, "cannot be stored"),
         ({"version": 2**70}, "cannot be stored"),
         ({"version": 7, "spans": [(0, 6), (1, 8)]}, "must begin with .0, 7."),
-        ({"version": 7, "spans": [(0, 7), (0, 8)]}, "must rise"),
-        ({"version": 7, "spans": [(0, 7), (1, 7)]}, "must rise"),
+        ({"version": 7, "spans": [(0, 7), (0, 8)]}, "with increasing first"),
+        ({"version": 7, "spans": [(0, 7), (1, 7)]}, "with increasing first"),
         ({"version": 7, "spans": [(0, 7), (2, 8)]}, "within its 2 tokens"),
         ({"role": "\ud800"}, "cannot be stored"),
         ({"messages": [{"content": "\ud800"}]}, "JSON"),

@@ -87,7 +87,7 @@ async def test_a_wrong_item_is_refused(store, wrong):
 async def test_items_name_versions_and_sides_that_are_there(store):
     with pytest.raises(NotFound, match="no version 1"):
         await store.add_items("pairs", 1, [PAIR], [A, B])
-    with pytest.raises(NotFound, match="names a side"):
+    with pytest.raises(NotFound, match="has a side that was not added"):
         await make(store, [PAIR], [A])
 
 

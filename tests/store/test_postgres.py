@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import psycopg
 import pytest
+from psycopg.pq import ExecStatus
 
 from agentrl.datasets.records import Item, Side
 from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
@@ -232,6 +233,16 @@ def test_claims_do_not_slow_down_with_the_table(url: str, query: str, index: str
         assert not any("Sort" in line for line in plan), plan
 
 
+def test_known_attempts_are_looked_up_by_id(url: str) -> None:
+    statement = database.load_sql("traces")["check_known"].postgres
+    with psycopg.connect(url) as conn:
+        conn.execute("set enable_seqscan = off")
+        names = {"known": "[]", "now": None}
+        plan = "\n".join(row[0] for row in conn.execute(f"explain {statement}".encode(), names))
+    assert "using attempts_pkey " in plan, plan
+    assert "transitions_by_" in plan, plan
+
+
 # -- values ----------------------------------------------------------------------------------------
 
 
@@ -428,23 +439,69 @@ async def test_a_commit_that_broke_off_is_done_once(
 ) -> None:
     async with open_store(url) as store:
         await store.open_run("run", {})
-        session = store._writer._session
-        execute, broken = session.conn.execute, []
-
-        def break_off(query, *rest):
-            if query != "commit":
-                return execute(query, *rest)
-            broken.append(query)
-            if took_place:
-                execute(query)
-                session.conn.sync()
-            session.conn.raw.close()
-            raise psycopg.OperationalError("the connection is lost")
-
-        monkeypatch.setattr(session.conn, "execute", break_off)
+        broken = break_off_commit(store, monkeypatch, took_place=took_place)
         assert await store.enqueue(kit.group("a", 3)) == 3
         assert broken == ["commit"]
         assert (await store.counts("run")).queued == 3
+
+
+@pytest.mark.parametrize("took_place", [True, False])
+async def test_a_call_whose_commit_broke_off_is_added_once(
+    url: str, kit, monkeypatch: pytest.MonkeyPatch, took_place: bool
+) -> None:
+    """Nothing was asked before the commit, so nobody knows the transaction's number."""
+    async with open_store(url) as store:
+        await store.open_run("run", {})
+        await store.enqueue(kit.group("a", 1))
+        (attempt,) = await store.claim(1, runner="r", lease=60)
+        broken = break_off_commit(store, monkeypatch, took_place=took_place)
+        assert await store.add_transitions([kit.call(attempt, [1], [2, 3])]) == [True]
+        assert broken == ["commit"]
+        counts = await store.counts("run")
+        assert (counts.transitions, counts.tokens) == (1, 2)
+        assert len((await store.trace("a/0")).transitions) == 1
+
+
+def break_off_commit(store, monkeypatch: pytest.MonkeyPatch, *, took_place: bool) -> list[str]:
+    """The next commit loses its connection, before or after it; what was broken is listed."""
+    session = store._writer._session
+    execute, broken = session.conn.execute, []
+
+    def break_off(query, *rest):
+        if query != "commit":
+            return execute(query, *rest)
+        broken.append(query)
+        if took_place:
+            execute(query)
+            session.conn.sync()
+        session.conn.raw.close()
+        raise psycopg.OperationalError("the connection is lost")
+
+    monkeypatch.setattr(session.conn, "execute", break_off)
+    return broken
+
+
+async def test_a_call_of_an_attempt_claimed_here_waits_once(url: str, kit, monkeypatch) -> None:
+    """For its commit, however many calls there are before it."""
+    monkeypatch.setattr(writer, "LEISURE", 0.0)  # others are told by the commit, not later
+    monkeypatch.setattr(writer, "HASTE", 0.0)
+    async with open_store(url) as store:
+        await store.open_run("run", {})
+        await store.enqueue(kit.group("a", 2))
+        one, two = await store.claim(2, runner="r", lease=60)
+        waits, received = [], pipeline.Pipeline._received
+
+        def count(self):
+            if (result := received(self)).status == ExecStatus.PIPELINE_SYNC:
+                waits.append(result)
+            return result
+
+        monkeypatch.setattr(pipeline.Pipeline, "_received", count)
+        for n in range(1, 4):
+            for attempt in (one, two):
+                waits.clear()
+                assert await store.add_transitions([kit.call(attempt, [0] * n, [1])]) == [True]
+                assert len(waits) == 1
 
 
 async def test_a_restart_of_the_server_is_only_a_delay(server, url: str, kit, opener) -> None:

@@ -44,11 +44,11 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("mysql://host/db", "is not understood: write it as sqlite:///path"),
-        ("sqlite://", "names no file"),
-        ("sqlite://host/x.db", "names no file"),
-        (":memory:", "names no file"),
-        ("", "names no file"),
+        ("mysql://host/db", "is invalid: write it as sqlite:///path"),
+        ("sqlite://", "does not name a file"),
+        ("sqlite://host/x.db", "does not name a file"),
+        (":memory:", "does not name a file"),
+        ("", "does not name a file"),
         ("sqlite:///x.db?sync=full", "unknown option"),
         ("sqlite:///x.db?synchronous=off", "unknown option"),
     ],

@@ -52,7 +52,7 @@ def test_a_misspelled_url_is_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, form: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Invalid, match=f"is not understood: write it as {form}"):
+    with pytest.raises(Invalid, match=f"is invalid: write it as {form}"):
         open_store(url)
     assert not list(tmp_path.iterdir())
 

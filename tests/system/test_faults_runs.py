@@ -117,7 +117,7 @@ def test_a_folder_deleted_under_a_live_run_ends_it_and_spares_the_next_one(
         foreign.touch()
         sqlite3.connect(Path(settings.output, "store.db")).close()
 
-    with pytest.raises(TrainingError, match="was deleted, moved or replaced while its run was"):
+    with pytest.raises(TrainingError, match="was deleted, moved or replaced during its run"):
         start(settings, attack, at)
     assert list(foreign.parent.parent.rglob("*")) == [foreign.parent, foreign]
 
@@ -213,7 +213,7 @@ def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
     check_store(folder_of(broken), {4})
     go_back(broken, str(tmp_path / "000003"))
     assert asyncio.run(kept(folder_of(broken)))[0] == [0, 1, 2]
-    with pytest.raises(ConfigError, match="has 3 steps, and the checkpoint is of 4"):
+    with pytest.raises(ConfigError, match="has 3 steps, but the checkpoint is from step 4"):
         go_back(broken, str(checkpoint(broken, 4)))
     start(broken, nothing)
     check_store(folder_of(broken), {STEPS})

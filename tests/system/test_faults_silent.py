@@ -122,7 +122,7 @@ def test_killed_in_between_empty_steps_are_counted_on(tmp_path: Path, tiny_model
 
 
 def test_a_run_that_is_mended_goes_on(tmp_path: Path, tiny_model_dir: Path) -> None:
-    with pytest.raises(TrainingError, match="goes on after step 3"):
+    with pytest.raises(TrainingError, match="resumes after step 3"):
         asyncio.run(run(failing_config(tmp_path, tiny_model_dir), lambda point: None))
     asyncio.run(run(config(tmp_path, tiny_model_dir), lambda point: None))
     rows, checkpoint = committed(tmp_path, "steady")

@@ -1,6 +1,6 @@
 """The agent: ordinary code that calls an OpenAI-compatible server.
 
-While training, OPENAI_BASE_URL and OPENAI_API_KEY lead to the policy.
+During training, OPENAI_BASE_URL and OPENAI_API_KEY point to the policy.
 """
 
 from openai import AsyncOpenAI

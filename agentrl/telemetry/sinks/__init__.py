@@ -1,5 +1,4 @@
-"""Where metrics go besides the store: TensorBoard, Weights & Biases, MLflow, trackio, or your own.
+"""Metrics sinks besides the store: TensorBoard, Weights & Biases, MLflow, trackio, or your own.
 
-`base` says what a sink is; `process` follows the store and writes the steps that a sink does not
-have yet.
+`base` defines the protocol; `process` follows the store and writes new steps to the sinks.
 """

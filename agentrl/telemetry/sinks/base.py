@@ -1,8 +1,7 @@
-"""The protocol of a metrics sink, and the position up to which a sink has a run's steps.
+"""The protocol of metrics sinks, and the position up to which a sink has a run's steps.
 
-The position is a small file in the run's output folder, written after the backend took a step. A
-sink that is killed between the two gets that step again; the module of each backend says what
-becomes of it there.
+The position is a small file in the run's output folder, written after the backend has a step. A
+sink killed between the two gets the step again; the module of each backend documents the effect.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from agentrl.plugins import check_call, check_protocol, load_plugin
 from agentrl.types import Json, StepRow
 
 SETTINGS = ("seed", "steps", "policy", "sampling", "algorithm", "learner", "eval")
-"""The settings that backends get. Not those of the agent, whose variables may hold keys."""
+"""The settings that backends get; not those of the agent, whose variables may contain keys."""
 KEY = "metrics.sinks"
 
 
 class Sink(Protocol):
-    """One backend, open for one run. After any exception it is opened again, later."""
+    """A backend that is open for one run. After any exception it is opened again later."""
 
     def write(self, row: StepRow) -> None:
-        """Returns when the metrics, all finite, are kept even if this process ends."""
+        """Write a step's metrics, all finite. Returns when they survive the end of this process."""
 
     def close(self) -> None: ...
 
 
 class SinkPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps before `next` are written. `names` are the metrics of step `next` that are written
-    too: those of the evaluation after the last step. A longer run completes this step."""
+    """All steps before `next` are written, and of step `next` the metrics `names`: those of the
+    evaluation after the last step. A longer run completes this step."""
 
     id: str  # of the run in the backend
     next: int = 0
@@ -56,8 +55,8 @@ class SinkPosition(msgspec.Struct, frozen=True, kw_only=True):
         return SinkPosition(id=self.id, next=row.step, names=(*known, *sorted(row.metrics)))
 
     def unwritten(self, rows: Sequence[StepRow], steps: int) -> Iterator[StepRow]:
-        """The parts of `rows` to write, in a run of `steps` steps. A step that is not committed
-        may still change, except the one after the last, which holds evaluations only."""
+        """The parts of `rows` to write, in a run of `steps` steps. An uncommitted step may still
+        change, except the one after the last step, which has only evaluations."""
         for row in rows:
             if row.step < self.next or not (row.committed or row.step == steps):
                 continue
@@ -72,15 +71,15 @@ def position_file(config: RunConfig, sink: str) -> Path:
 
 
 def load_position(file: Path) -> SinkPosition:
-    """The position in the file. A new one is saved at once: the backend's run is found again by its
-    id whatever happens next. Raises SinkError for a damaged file."""
+    """The position in the file. A new one is saved at once, so the backend's run is always found
+    again by its id. Raises SinkError for a damaged file."""
     if file.exists():
         try:
             return msgspec.json.decode(file.read_bytes(), type=SinkPosition)
         except msgspec.DecodeError as error:
             raise SinkError(
-                f"{file} is damaged ({error}); delete it, and the sink begins a new run there with"
-                " every step"
+                f"{file} is damaged ({error}); delete it, and the sink starts a new run with all"
+                " steps"
             ) from error
     position = SinkPosition(id=secrets.token_hex(4))
     save_position(file, position)
@@ -95,9 +94,9 @@ def save_position(file: Path, position: SinkPosition) -> None:
 
 
 def sink_factory(name: str, root: Path) -> Any:
-    """The function or class that opens a sink: the library's, a package's or the user's own.
+    """The function or class that opens a sink: built-in, a package's or the user's.
 
-    Raises ConfigError when there is none of that name, or it does not take (config, position)."""
+    Raises ConfigError for an unknown name, or if it does not take (config, position)."""
     factory: Any = load_plugin("sinks", name, SINKS, root, key=KEY)
     if factory is None:
         factory = import_module(f"agentrl.telemetry.sinks.{name}").open_sink
@@ -108,14 +107,14 @@ def sink_factory(name: str, root: Path) -> Any:
 
 
 def check_sinks(config: RunConfig) -> None:
-    """Raises ConfigError for sinks from outside the library that cannot be used."""
+    """Raises ConfigError for unusable sinks from outside the library."""
     for name in config.metrics.sinks:
         if name not in SINKS:
             sink_factory(name, Path(config.root))
 
 
 def open_sink(name: str, config: RunConfig, position: SinkPosition) -> Sink:
-    """The backend of that name, opened to continue at `position`."""
+    """Open the backend of that name to continue at `position`."""
     factory = sink_factory(name, Path(config.root))
     sink: Sink = factory(config, position)
     check_protocol(sink, Sink, by=factory, key=KEY)
@@ -129,5 +128,5 @@ def public_settings(config: RunConfig) -> dict[str, Json]:
 
 
 def plain_name(name: str) -> str:
-    """A metric's name for backends that allow letters, digits and `_-. :/`."""
+    """A metric's name for backends that allow only letters, digits and `_-. :/`."""
     return re.sub(r"[^\w.: /-]", "_", name)

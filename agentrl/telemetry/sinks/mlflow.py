@@ -1,8 +1,8 @@
 """MLflow: the server of `MLFLOW_TRACKING_URI`, or else files in `<output>/mlruns`.
 
-A step given twice counts once on a server, whose database knows a value by name, step and time, and
-the time is that of the commit. Files keep both, and have no metric of which another one's name is
-the beginning, as `calls` is of `calls/refused`: their names have dots in the place of slashes.
+A step written twice counts once on a server, whose database identifies a value by name, step and
+time, and the time is that of the commit. Files keep both. In files no metric's name may be a parent
+of another's, as `calls` of `calls/refused`, so their names have dots instead of slashes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from agentrl.config import RunConfig
 from agentrl.telemetry.sinks.base import SinkPosition, plain_name, public_settings
 from agentrl.types import StepRow
 
-ID = "agentrl.id"  # tag by which a run is found again
-LIMIT = 100  # parameters of one request
+ID = "agentrl.id"  # tag with which a run is found again
+LIMIT = 100  # parameters per request
 
 
 class Mlflow:
@@ -26,7 +26,7 @@ class Mlflow:
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
         if not uri:
             uri = Path(config.output, "mlruns").as_uri()
-            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # what works without a server
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # works without a server
         self.client = MlflowClient(uri)
         self.separator = "." if uri.startswith("file:") or "://" not in uri else "/"
         project = config.metrics.project
@@ -34,7 +34,7 @@ class Mlflow:
         experiment = found.experiment_id if found else self.client.create_experiment(project)
         runs = self.client.search_runs([experiment], f"tags.`{ID}` = '{position.id}'")
         self.run = runs[0] if runs else self._create(experiment, config, position)
-        self.client.update_run(self.run.info.run_id, status="RUNNING")  # again, if it had ended
+        self.client.update_run(self.run.info.run_id, status="RUNNING")  # also if it had ended
 
     def write(self, row: StepRow) -> None:
         at = int(row.at * 1000)

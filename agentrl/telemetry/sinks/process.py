@@ -1,10 +1,10 @@
 """The process that writes a run's metrics to its sinks, and the front's handle on it.
 
-    front ── starts, starts again, ends ──► sinks process ── one thread for each sink ──► backend
+    front ── starts, restarts, stops ──► sinks process ── one thread per sink ──► backend
 
-Each thread follows the store by itself, so a backend that fails or hangs delays no other sink. It
-alone writes its sink's position, and continues there after a failure. The process works until its
-standard input ends, and then for a bounded time.
+Each thread follows the store independently, so a backend that fails or hangs delays no other sink.
+Only this thread writes its sink's position, from which it continues after a failure. The process
+works until its standard input ends, and then for a limited time.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from agentrl.telemetry.sinks import base
 from agentrl.telemetry.sinks.base import Sink, load_position, position_file, save_position
 
 log = logging.getLogger(__name__)
-POLL = 1.0  # seconds between two looks at the store
-PAUSE, LONGEST = 10.0, 600.0  # seconds before another try after a failure; doubles
-DRAIN = 30.0  # seconds that sinks have for what is left when a run ends
-SLACK = 5.0  # seconds after that until the process ends itself
+POLL = 1.0  # seconds between reads of the store
+PAUSE, LONGEST = 10.0, 600.0  # seconds before a retry after a failure; doubles
+DRAIN = 30.0  # seconds that sinks have for the remaining steps when a run ends
+SLACK = 5.0  # further seconds until the process ends itself
 
 
 def main(config: RunConfig) -> None:
-    """Write the run's metrics to its sinks until standard input ends, and then what is left.
+    """Write the run's metrics to its sinks until standard input ends, then the remaining steps.
 
-    Raises SinkError naming the sinks that did not get everything."""
+    Raises SinkError, which names the sinks that miss steps."""
     log_to_stderr()
     threads = [SinkThread(config, name) for name in config.metrics.sinks]
     for thread in threads:
         thread.start()
-    while os.read(0, 4096):  # unlike sys.stdin, holds no lock that the exit would wait for
+    while os.read(0, 4096):  # sys.stdin would hold a lock for which the exit waits
         pass
     timer = threading.Timer(DRAIN + SLACK, os._exit, [1])  # a backend may block the exit too
     timer.daemon = True
@@ -63,7 +63,7 @@ def main(config: RunConfig) -> None:
 
 
 class SinkThread(threading.Thread):
-    """Writes the steps of a run to one sink, and tries again after a failure."""
+    """Writes the steps of a run to one sink, and retries after failures."""
 
     def __init__(self, config: RunConfig, sink: str) -> None:
         super().__init__(name=f"sink-{sink}", daemon=True)
@@ -73,7 +73,7 @@ class SinkThread(threading.Thread):
         self.reported = False
 
     def run(self) -> None:
-        """Until everything is written, or the last try, after the run's end, has failed."""
+        """Run until everything is written, or the last try after the run's end has failed."""
         pause = PAUSE
         while self.error:
             last = self.run_ended.is_set()
@@ -89,7 +89,7 @@ class SinkThread(threading.Thread):
                 pause = min(2 * pause, LONGEST)
 
     def report(self, error: str) -> None:
-        """Log a failure, the first time; the front shows its console what is logged."""
+        """Log a failure once; the front prints the log on the console."""
         self.error = error
         if not self.reported:
             self.reported = True
@@ -103,9 +103,9 @@ class SinkThread(threading.Thread):
 async def write_steps(
     store: Store, config: RunConfig, name: str, run_ended: threading.Event
 ) -> None:
-    """Write steps to the sink as they are committed and, once the run has ended, the rest.
+    """Write steps to the sink as they are committed, and the rest after the run's end.
 
-    Raises SinkError when the backend fails."""
+    Raises SinkError if the backend fails."""
     file = position_file(config, name)
     with _backend(name):
         position = load_position(file)
@@ -141,12 +141,12 @@ def _sentence(sink: str, problem: str) -> str:
     first_line, _, _ = problem.strip().partition("\n")
     return (
         f"metrics sink {sink}: {first_line}. Training goes on and the store keeps every step; the"
-        " sink is tried again, or by the same command, and then given what it missed"
+        " sink is retried, also by the same command, and then gets the steps that it missed"
     )
 
 
 def _locked(file: Path) -> IO[str]:
-    """The file, locked until it is closed: an earlier front's process may still be writing."""
+    """The file, locked until it is closed, because an earlier front's process may still write."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = file.open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -155,7 +155,7 @@ def _locked(file: Path) -> IO[str]:
 
 @dataclass(slots=True)
 class SinksProcess:
-    """The front's handle on the process, which it starts again when a backend ends it."""
+    """The front's handle on the process, which it restarts if a backend ends it."""
 
     child: Child
     console: Console
@@ -172,26 +172,26 @@ class SinksProcess:
             pause = min(2 * pause, LONGEST)
 
     async def stop(self) -> None:
-        """Let the sinks write what is left, for a bounded time."""
+        """Let the sinks write the remaining steps, for a limited time."""
         if self.child.process is not None and self.child.process.returncode:
-            await self.child.start()  # it failed before: the last chance
+            await self.child.start()  # the last try after a failure
         await self.child.stop(DRAIN + SLACK)
         self._report()
 
     def _report(self) -> None:
-        """Print that the process itself failed. What a sink raised is in its log already."""
+        """Print that the process itself failed. Errors of sinks are in its log already."""
         code = self.child.process.returncode if self.child.process else 0
         if code and code != USER_ERROR and not self.reported:
             self.reported = True
             sentence = (
-                f"metrics sinks: their process ended with code {code} before they had everything;"
-                f" the same command gives them the rest (its output: {self.child.log})"
+                f"metrics sinks: their process ended with code {code} before they had all steps;"
+                f" the same command writes the rest (its output: {self.child.log})"
             )
             self.console.print(sentence, style="bold", highlight=False, markup=False)
 
 
 def sinks_process(config: RunConfig, run_file: Path, console: Console) -> SinksProcess | None:
-    """Not started yet; None for a run without sinks."""
+    """The sinks process, not started yet; None for a run without sinks."""
     if not config.metrics.sinks:
         return None
     file = Path(config.output, "logs", "sinks.log")

@@ -1,7 +1,7 @@
 """TensorBoard: event files in `<output>/tensorboard`.
 
-A step given twice counts once: a writer that opens the folder again says at which step it starts,
-and TensorBoard forgets what earlier files hold from there on.
+A step written twice counts once: a writer that reopens the folder records the step at which it
+starts, and TensorBoard drops values of earlier files from this step on.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class TensorBoard:
         purge_step = position.next + bool(position.names)
         folder = Path(config.output, "tensorboard")
         opened = {int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")}
-        # Files are read in the order of their names, which begin with the second of their opening
-        # and go on with the process: within one second the newer might be taken for the older.
+        # Files are read in the order of their names, which have the second of their opening and
+        # then the process: within one second the order could be wrong.
         while int(time.time()) in opened:
             time.sleep(0.05)
         self.writer = EventFileWriter(str(folder))

@@ -1,7 +1,7 @@
 """trackio: a local database, or the Space or server of `TRACKIO_SPACE_ID` and `TRACKIO_SERVER_URL`.
 
-It sends in a thread of its own, so a step is there for sure when its session is finished, and each
-step gets one. A step given twice is shown twice.
+It sends from its own thread, so a step is safe only when its session has finished; therefore each
+step has its own session. A step written twice is shown twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentrl.types import StepRow
 class Trackio:
     def __init__(self, config: RunConfig, position: SinkPosition) -> None:
         self.config = config
-        self.name = f"{config.name}-{position.id}"  # trackio knows runs by name only
+        self.name = f"{config.name}-{position.id}"  # trackio identifies runs by name
 
     def write(self, row: StepRow) -> None:
         run = trackio.init(

@@ -1,8 +1,8 @@
-"""Weights & Biases; `WANDB_MODE`, `WANDB_ENTITY` and the rest of its variables hold.
+"""Weights & Biases; `WANDB_MODE`, `WANDB_ENTITY` and its other variables apply.
 
-A step given twice counts once: the backend refuses steps that do not grow. Its own step is not
-ours, because the evaluation after the last step comes again, as the first part of a step, when the
-run is made longer; charts are drawn over `step`.
+A step written twice counts once: the backend refuses steps that do not increase. Its own step
+differs from ours, because the evaluation after the last step becomes the first part of a step if
+the run is made longer; the x-axis of charts is `step`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 "use strict";
-// Without this file pages lack only colours, cursors, updates and keys. Agents' text is textContent.
+// Without this file pages lack only colours, cursors, updates and keys. Agents' text: textContent.
 const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 const make = (tag, text, name) => {
@@ -78,7 +78,7 @@ function drawAll() {
   }
 }
 
-/** Ask for the points after those that are drawn, and add them. */
+/** Fetch the points after the last drawn ones, and add them. */
 async function extendCharts() {
   const drawn = [...charts].filter(([figure]) => figure.isConnected);
   if (!drawn.length || $("#labels")) return;
@@ -95,7 +95,7 @@ async function extendCharts() {
   }
 }
 
-// -- tokens: values are asked for and painted when a call comes into view ------------------------
+// -- tokens: values are fetched and painted when a call comes into view --------------------------
 const BINS = 8, values = new WeakMap(), asked = new WeakSet();
 let shade = "p", held = null, waiting = [], seen = null, scales = {};
 
@@ -110,7 +110,7 @@ function classOf(data, i) {
   return (value > 0 ? "u" : "d") + Math.max(1, Math.min(BINS, Math.ceil(Math.abs(value) / scale() * BINS)));
 }
 
-/** The largest absolute value of the measure among the calls that are loaded. */
+/** The largest absolute value of the measure among the loaded calls. */
 function scale() {
   if (!scales[shade]) {
     let most = 1e-12;

@@ -1,9 +1,9 @@
 """Admission of requests: between the HTTP handlers and the engine.
 
-Owns the version of each policy and the requests in flight. Always true: a request of an adapter
-starts and ends under one version; so does one of a whole model, unless the engine swaps its weights
-in the middle, and then the engine tells which tokens are of which. Everything here runs on the
-server's event loop.
+Owns the version of each policy and the requests in flight. Always true: a request for an adapter
+starts and ends under one version; so does one for a whole model, unless the engine swaps the
+weights in between and then reports the version of each token. Everything here runs on the server's
+event loop.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from agentrl.types import Sampling
 
 @dataclass(slots=True)
 class PendingRequest:
-    """`n` completions of one prompt, and their tokens so far."""
+    """`n` completions of one prompt, and a queue of their tokens."""
 
     version: int  # at admission
     calls: list[GenerationRequest] = field(default_factory=list)
     updates: asyncio.Queue[tuple[int, TokenUpdate]] = field(default_factory=asyncio.Queue)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, TokenUpdate]]:
-        """(index of the completion, new tokens) until all are finished.
+        """Yield (index of the completion, new tokens) until all are finished.
 
-        Raises RequestError when the engine fails one."""
+        Raises RequestError if the engine fails one."""
         left = len(self.calls)
         while left:
             index, update = await self.updates.get()
@@ -51,18 +51,18 @@ class Admission:
     """The requests of one server, from admission to the last token."""
 
     def __init__(self, engine: Engine, codec: Codec, policies: Sequence[str]) -> None:
-        """policies: names of the engine's policies, by their numbers there."""
+        """policies: names of the engine's policies, in the order of their numbers there."""
         self.engine, self._codec = engine, codec
         self.requests = RequestHold()
         self.requests.versions = dict.fromkeys(policies, 0)
         self._numbers = {name: number for number, name in enumerate(policies)}
-        self._unused = count(len(policies))  # a number is used once: cached keys belong to it
-        self._seeds = random.Random()  # its own: the run's random state belongs to the algorithm
+        self._unused = count(len(policies))  # never reused, because cached keys belong to a number
+        self._seeds = random.Random()  # the run's random state belongs to the algorithm
         self._updating = asyncio.Lock()
         self.pauses: list[float] = []  # seconds for which a publish kept the engine from computing
 
     async def hold(self) -> None:
-        """Returns once no call is in flight; new calls wait until `resume`."""
+        """Keep new calls waiting until `resume`; returns once no call is in flight."""
         await self._updating.acquire()
         try:
             await self.requests.hold()
@@ -90,12 +90,12 @@ class Admission:
         *,
         keep: bool = False,
     ) -> None:
-        """From now on answer with the weights of `version` of a policy, which `load` copies between
-        two steps of the engine (see `Engine.swap`). Without `load` they are there: only while held.
-        """
+        """Answer with the weights of `version` of a policy from now on. `load` copies them between
+        two steps of the engine (see `Engine.swap`); without it they are in place already, and
+        calls must be held."""
         if policy not in self._numbers:
             served = ", ".join(map(repr, self._numbers))
-            raise PolicyError(f"the policies served are {served}, and not {policy!r}")
+            raise PolicyError(f"policy {policy!r} is not served; served are {served}")
         swap = self.engine.swap(self._numbers[policy], version, load, keep=keep)
         self.pauses.append(await asyncio.wrap_future(swap))
         self.versions[policy] = version
@@ -112,7 +112,7 @@ class Admission:
         self._numbers[policy], self.versions[policy] = number, version
 
     def remove(self, policy: str) -> None:
-        """Refuse new requests for a policy."""
+        """Reject new requests for a policy."""
         del self.versions[policy]
         self.engine.retire(self._numbers.pop(policy))
 
@@ -127,13 +127,13 @@ class Admission:
         stop: Sequence[str] = (),
         stream: bool = False,
     ) -> AsyncIterator[PendingRequest]:
-        """Submit `n` completions of one prompt; leaving early cancels what is unfinished.
+        """Submit `n` completions of one prompt; leaving the context cancels unfinished ones.
 
-        Raises RequestError when the prompt leaves no room for a token."""
+        Raises RequestError for an invalid prompt, or one that leaves no room for a token."""
         self._check(prompt)
         await self.requests.wait_released()
         if policy not in self.versions:
-            raise RequestError(f"the policy {policy!r} is not served any more", status=404)
+            raise RequestError(f"policy {policy!r} is no longer served", status=404)
         pending = PendingRequest(self.versions[policy])
         tokens = np.asarray(prompt, np.int32)
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
@@ -188,7 +188,7 @@ class Admission:
 
 
 def deliver(updates: TokenUpdates) -> None:
-    """Hand the updates of a step of the engine to those who wait for them."""
+    """Pass the updates of an engine step to their requests."""
     for call, update in updates:
         call.receive(update)
 

@@ -1,8 +1,8 @@
-"""Attention over packed rows of unequal length, so that one forward pass serves every call.
+"""Attention over packed rows of unequal length: one forward pass serves every call.
 
-A step feeds N tokens as one sequence [1, N] with no padding: first the chunks (prompt tokens before
-the last one fed of a row), then the last token of each of the n rows, in row order. The last tokens
-attend as one batch, which is all there is when nobody is in its prompt; each chunk attends alone.
+The input of a step is N tokens as one sequence [1, N] without padding: first the prefill chunks,
+then the last token of each of the n rows, in row order. The last tokens attend as one batch, and
+each chunk alone; a step without prefill has no chunks.
 
 A step is one forward pass of the model itself with a `StepPlan` (see `model.attention`).
 """
@@ -23,27 +23,27 @@ from agentrl.errors import PolicyError
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Consecutive prompt tokens of one row: `size` of them from packed index `start`."""
+    """Consecutive prompt tokens of one row: `size` tokens from packed index `start`."""
 
     row: int
     start: int
     size: int
-    context: int  # keys the last of them sees, itself included
+    context: int  # keys that the last of them attends to, its own included
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step feeds."""
+    """The input of one decoding step."""
 
     chunks: list[PrefillChunk]
     last: Tensor  # int64 [n], position of each row's last token
-    context: int  # 1 + the largest of them
+    context: int  # 1 + the largest position
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """`key` and `value` are a layer of the KVPool, [rows, key heads, capacity, dim]."""
+        """Output [1, N, heads, dim]; key, value: KVPool layers [rows, key heads, capacity, dim]."""
         outputs = []
         for chunk in self.chunks:
             rows = slice(chunk.row, chunk.row + 1)
@@ -64,8 +64,8 @@ class StepPlan:
     def _attend_last(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        # Query heads that share a key head are the query dimension of one product: SDPA would copy
-        # every key once per query head, which costs thirty times more at seven heads per key.
+        # Query heads that share a key head are the query dimension of one matmul. SDPA would copy
+        # every key once per query head: thirty times slower at seven heads per key.
         n, (heads, dim), shared = self.last.numel(), (query.shape[1], query.shape[3]), key.shape[1]
         queries = query[0, :, -n:].transpose(0, 1).reshape(n, shared, heads // shared, dim)
         queries = queries * (dim**-0.5 if scale is None else scale)
@@ -75,7 +75,7 @@ class StepPlan:
         return torch.matmul(weights, value[:n, :, : self.context]).view(1, n, heads, -1)
 
     def last_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive [n, 1, 1, context]: a row sees its own past and nothing behind it."""
+        """Additive mask [n, 1, 1, context]: a row sees its own past and nothing after it."""
         key = (-1, window)
         if key not in self.masks:
             keys, last = torch.arange(self.context, device=self.last.device), self.last[:, None]
@@ -87,7 +87,7 @@ class StepPlan:
         return self.masks[key]
 
     def chunk_mask(self, chunk: PrefillChunk, window: int | None) -> Tensor:
-        """Boolean [size, context]: true where a query sees a key."""
+        """Boolean mask [size, context]: true where a query sees a key."""
         key = (chunk.row, window)
         if key not in self.masks:
             keys = torch.arange(chunk.context, device=self.last.device)
@@ -100,9 +100,9 @@ class StepPlan:
 
 
 def install(model: Model) -> None:
-    """Route the model's attention through plans.
+    """Compute the model's attention by `StepPlan.attend`.
 
-    Raises PolicyError for a model that this would change or that depends on its batch."""
+    Raises PolicyError for a model whose output this would change or make depend on its batch."""
     network: Any = model
     reason = attention.incompatibility(network)
     if reason:

@@ -1,9 +1,9 @@
 """Continuous batching: calls join and leave the running batch at every token.
 
 Owns the KV cache and one thread, the only one that runs the model or changes the rows. Always true:
-each step is one forward pass, which feeds every running row at least one token; weights change
-between two steps (`swap`), or while no request is unfinished, and then `swap` must be called after.
-Keys computed with one version's weights are never read by a request that begins under another.
+each step is one forward pass with at least one token of every running row; weights change between
+two steps (`swap`), or while there is no unfinished request, and then `swap` must follow. A request
+never reads keys that were computed with a version older than the one it begins under.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.errors import PolicyError
 
-PREFILL = 512  # most prompt tokens per step, so that running requests are not stalled
-WORTH_WAITING = 16  # prefix tokens that a running request is about to compute, to be copied then
+PREFILL = 512  # most prompt tokens per step; more would stall running requests
+WORTH_WAITING = 16  # a request waits to copy this many prefix tokens that another is computing
 CLOSED = "the policy server is shutting down"
 
 TokenUpdates = list[tuple[GenerationRequest, TokenUpdate]]
@@ -60,9 +60,9 @@ class Engine:
         policies: Sequence[str | None] = (None,),
         dropped: Callable[[str | None], object] = lambda adapter: None,
     ) -> None:
-        """deliver: called on the engine's thread with all token updates of a step. policies: by
-        number, the adapter of each policy; None: the model without adapters. dropped: called there
-        with the adapter of a retired policy once no request runs under it."""
+        """deliver: called on the engine's thread with all token updates of a step. policies: the
+        adapter of each policy by number; None: the model without adapters. dropped: called on the
+        engine's thread with the adapter of a retired policy once no request uses it."""
         attention.install(model)
         config: Any = model.config
         self.model, self.deliver, self.threads, self.adapters = model, deliver, threads, adapters
@@ -70,7 +70,7 @@ class Engine:
         self.max_context = max_context
         self.policies = dict(enumerate(policies))  # by number
         self.versions = dict.fromkeys(self.policies, 0)
-        self.retired: set[int] = set()  # policies that are dropped with their last request
+        self.retired: set[int] = set()  # policies to drop after their last request
         self.device = next(model.parameters()).device
         self.rows = RowTable(max_batch, idle=2 * max_batch, context=max_context)
         self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch)
@@ -79,20 +79,20 @@ class Engine:
         self.waiting: deque[GenerationRequest] = deque()
         self.commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self.lock = threading.Lock()  # of `closing`: a thread that has ended is given no command
+        self.lock = threading.Lock()  # guards `closing`: no command is queued after the thread ends
         self.closing = False
-        self.failure: Future[BaseException] = Future()  # of the thread itself
+        self.failure: Future[BaseException] = Future()  # the error that ended the thread
 
     def start(self) -> None:
         self.thread.start()
 
     def submit(self, call: GenerationRequest) -> None:
-        """Every submitted request gets exactly one update with `finish` set, its last."""
+        """Queue a request. Exactly one update, its last, will have `finish` set."""
         if not self._queue(lambda: self.waiting.append(call)):
             self.deliver([(call, TokenUpdate([], [], "error", CLOSED))])
 
     def cancel(self, call: GenerationRequest) -> None:
-        """End a request whose client has left, unless it has ended."""
+        """End a request whose client has disconnected, if it is unfinished."""
         self._queue(lambda: self._cancel(call))
 
     def swap(
@@ -103,16 +103,16 @@ class Engine:
         *,
         keep: bool = False,
     ) -> Future[float]:
-        """Between two steps, `load` the weights of this version of a policy, and drop its prefix
-        cache. Running requests go on under the new weights, with keys that are computed again, or
-        `keep` those they have. Returns the seconds for which no request was computed."""
+        """Between two steps, `load` this version of a policy and drop its prefix cache. Running
+        requests continue with the new weights; they recompute their keys, or `keep` them. Returns
+        the seconds for which the engine paused."""
         done: Future[float] = Future()
         if not self._queue(lambda: self._swap(done, policy, version, load, keep)):
             done.set_exception(PolicyError(CLOSED))
         return done
 
     def retire(self, policy: int) -> None:
-        """No request will be submitted for a policy any more: drop it once the last has ended."""
+        """Drop a policy once its last request has ended. No more may be submitted for it."""
 
         def retire() -> None:
             self.retired.add(policy)
@@ -121,7 +121,7 @@ class Engine:
         self._queue(retire)
 
     def close(self) -> None:
-        """Fail what is unfinished and end the thread."""
+        """Fail all unfinished requests and end the thread."""
         self._queue(self._close)
         self.thread.join()
 
@@ -151,14 +151,14 @@ class Engine:
             self._fail(CLOSED)
 
     def _run_commands(self) -> bool:
-        """Run all queued functions; wait for one if there is no request. False: closing."""
+        """Run all queued commands; wait for one if there is no request. False: closing."""
         idle = not (self.rows.n or self.waiting)
         while True:
             while idle and not self.closing:
                 self.commands.get()()
                 idle = not self.waiting
                 if not idle:
-                    # MKL's number is that of the process: the learner may have set its own.
+                    # MKL has one number per process, which the learner may have changed.
                     torch.set_num_threads(self.threads)
             try:
                 self.commands.get_nowait()()
@@ -166,7 +166,7 @@ class Engine:
                 return not self.closing
 
     def _admit(self) -> None:
-        """Start waiting requests, oldest first, except those whose prefix is being computed."""
+        """Start waiting requests, oldest first, but for those whose prefix is being computed."""
         at = 0
         while at < len(self.waiting) and self.rows.n < self.rows.limit:
             call = self.waiting[at]
@@ -175,7 +175,7 @@ class Engine:
                 at += 1
             else:
                 self.rows.add(call, self.pool, source, shared)
-                del self.waiting[at]  # not before it has a row: every request is answered
+                del self.waiting[at]  # only now: if `add` raises, the request is still answered
 
     def _step(self) -> None:
         rows, n = self.rows, self.rows.n
@@ -197,7 +197,7 @@ class Engine:
         self._record(tokens_n.cpu().numpy(), logprobs_n.cpu().numpy())
 
     def _forward(self) -> Tensor:
-        """Feed every row its tokens that are not in the cache; logits [n, V] after the last one."""
+        """Run the model on uncached tokens; returns logits [n, V] after each row's last one."""
         rows, pool, n = self.rows, self.pool, self.rows.n
         lengths, order = rows.length[:n], np.arange(n)
         pool.reserve(int(rows.known[:n].max()))
@@ -235,7 +235,7 @@ class Engine:
         return logits
 
     def _adapted(self, policies: Ints) -> AbstractContextManager[None]:
-        """Within this context each token is computed by its policy: numbers, int64 [N]."""
+        """Context that applies to each token the adapter of its policy (number, int64 [N])."""
         if self.adapters is None:
             return nullcontext()
         present = np.unique(policies).tolist()
@@ -250,7 +250,7 @@ class Engine:
         )
 
     def _record(self, tokens: Ints, logprobs: NDArray[np.float32]) -> None:
-        """Add sampled tokens to the rows whose prompt is done; deliver updates, end requests."""
+        """Append sampled tokens to rows with a complete prompt; deliver updates, end requests."""
         rows, n = self.rows, self.rows.n
         if not np.isfinite(logprobs).all():
             self._fail("the model's log-probs are not finite: its weights are broken")
@@ -287,7 +287,7 @@ class Engine:
     def _swap(
         self, done: Future[float], policy: int, version: int, load: Callable[[], None], keep: bool
     ) -> None:
-        if not done.set_running_or_notify_cancel():  # nobody waits for it any more
+        if not done.set_running_or_notify_cancel():  # cancelled
             return
         started = time.perf_counter()
         try:

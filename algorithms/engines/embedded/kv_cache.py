@@ -1,6 +1,6 @@
-"""The KV cache: keys and values in one tensor each, and which tokens each of its rows holds.
+"""The KV cache: one tensor each for keys and values, and the table of tokens in its rows.
 
-Written by the engine's thread only, inside a forward pass (`KVPool.update`) or between two.
+Only the engine's thread writes, inside a forward pass (`KVPool.update`) or between two.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from transformers.cache_utils import Cache
 
 from agentrl.types import Sampling
 
-CAPACITY = 256  # tokens per row to begin with
+CAPACITY = 256  # initial tokens per row
 Spans = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenUpdate:
-    """New tokens of a call, with their log-probs. `finish` is set on the last one.
+    """New tokens of a call, with their log-probs. `finish` is set on the last update.
 
-    finish: stop (end of sequence, or `stop` said so), length, cancelled, or error with a sentence.
-    spans: (number of the first token among these, version that sampled from there on).
+    finish: stop (end of sequence, or `GenerationRequest.stop`), length, cancelled, or error.
+    spans: (index of the first token within this update, version that sampled from there on).
     """
 
     tokens: list[int]
@@ -44,31 +44,31 @@ class GenerationRequest:
     seed: int  # 0 <= seed < 2**64
     receive: Callable[[TokenUpdate], None]  # called where the engine's `deliver` says
     stream: bool = False  # an update per token instead of one at the end
-    policy: int = 0  # number of the policy that answers
+    policy: int = 0  # number of the policy
     stop: Callable[[int], bool] | None = None  # called with every token; true ends the request
 
 
 class KVPool(Cache):  # type: ignore[misc]
     """A transformers cache of [layers, rows, key heads, capacity, dim], allocated on first use.
 
-    Always true: what is behind a row's length is finite, so masking it is exact."""
+    Always true: entries after a row's length are finite, so masking them is exact."""
 
     def __init__(self, layers: int, rows: int) -> None:
         self.depth, self.rows = layers, rows
         self.capacity = CAPACITY
         self.tensors: list[Tensor] = []  # keys, values
-        self._target = (torch.empty(0), torch.empty(0))  # row and position of each token fed
-        self._slots: Tensor | None = None  # the same as indices into a flat layer, all key heads
+        self._target = (torch.empty(0), torch.empty(0))  # row and position of each input token
+        self._slots: Tensor | None = None  # the same as indices into a flat layer, by key head
 
     def __len__(self) -> int:
         return self.depth
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: the model is always given positions."""
+        """0, because the model is always called with positions."""
         return 0
 
     def reserve(self, capacity: int) -> None:
-        """Room for `capacity` tokens per row."""
+        """Make room for `capacity` tokens per row."""
         while self.capacity < capacity:
             self.capacity *= 2
         for index, old in enumerate(self.tensors):
@@ -78,13 +78,13 @@ class KVPool(Cache):  # type: ignore[misc]
                 self.tensors[index] = new
 
     def set_write_positions(self, rows: Tensor, positions: Tensor) -> None:
-        """Where the next forward pass writes its N tokens: int64 [N] each."""
+        """Set where the next forward pass writes its N tokens: int64 [N] each."""
         self._target, self._slots = (rows, positions), None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kw: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the step's [1, key heads, N, dim]; returns the layer with all its rows."""
+        """Write a step's [1, key heads, N, dim]; returns the layer's keys and values."""
         if not self.tensors:
             self.tensors = [
                 new.new_zeros(self.depth, self.rows, new.shape[1], self.capacity, new.shape[-1])
@@ -105,16 +105,16 @@ class KVPool(Cache):  # type: ignore[misc]
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
     def wipe(self) -> None:
-        """Set everything to 0, also what is not finite."""
+        """Set everything to 0, also entries that are not finite."""
         for tensor in self.tensors:
             tensor.zero_()
 
 
 class RowTable:
-    """`limit` rows that may run at once and `idle` ones, of `context` tokens each, in columns.
+    """The state of `limit` rows that may run at once and `idle` cached ones, `context` tokens each.
 
-    Rows [0, n) are running, in one block so that attention reads them without a gather; rows
-    [limit, size) are the prefix cache: they hold ended requests. Always true: the keys of
+    Rows [0, n) are running, contiguous so that attention reads them without a gather; rows
+    [limit, size) are the prefix cache of ended requests. Always true: the keys of
     `tokens[row, :length[row]]` are in the cache, and a running row has at least one token more."""
 
     def __init__(self, limit: int, idle: int, context: int) -> None:
@@ -122,17 +122,17 @@ class RowTable:
         self.limit = limit
         self.n = 0
         self.calls: list[GenerationRequest] = []
-        self.spans: list[list[tuple[int, int]]] = []  # of running rows; empty: of one version
+        self.spans: list[list[tuple[int, int]]] = []  # of running rows; empty: a single version
         self.tokens = np.zeros((size, context), np.int32)
         self.length = np.zeros(size, np.int64)  # tokens whose keys are in the cache
         self.known = np.zeros(size, np.int64)  # tokens of prompt and completion
         self.policy = np.zeros(size, np.int64)  # number of the policy that computed the keys
-        self.stale = np.zeros(size, np.bool_)  # some keys are of older weights: never shared
-        self.used = np.zeros(size, np.int64)  # clock of the last use of an idle row
+        self.stale = np.zeros(size, np.bool_)  # has keys of older weights, which are never shared
+        self.used = np.zeros(size, np.int64)  # clock at the last use of an idle row
         self.clock = 0
         self.prompt = np.zeros(limit, np.int64)  # tokens of the prompt
         self.end = np.zeros(limit, np.int64)  # value of `known` at which the completion ends
-        self.watched = np.zeros(limit, np.bool_)  # each token is looked at, for a stream or `stop`
+        self.watched = np.zeros(limit, np.bool_)  # needs each token at once: streams, or has `stop`
         self.seed = np.zeros(limit, np.uint64)
         self.temperature = np.zeros(limit)
         self.top_p = np.zeros(limit)
@@ -144,8 +144,8 @@ class RowTable:
         )  # fmt: skip
 
     def shared(self, tokens: NDArray[np.int32], policy: int) -> NDArray[np.int64]:
-        """Length of the common prefix of `tokens` with what every row knows, int64 [rows]; 0 for
-        rows of another policy, or of older weights."""
+        """Length of the common prefix of `tokens` with each row's tokens, int64 [rows]; 0 for rows
+        of another policy, or with keys of older weights."""
         different = self.tokens[:, : len(tokens)] != tokens
         first = different.argmax(axis=1)
         first[~different[np.arange(len(first)), first]] = len(tokens)
@@ -154,9 +154,9 @@ class RowTable:
         return shared
 
     def source(self, prompt: NDArray[np.int32], policy: int) -> tuple[int, int, int]:
-        """(row of the policy with the longest cached prefix of a prompt, length of that prefix,
-        its length once the running rows have finished their prompts). The last token of the prompt
-        is never part of it: it must be fed."""
+        """The row of a policy with the longest cached prefix of a prompt, the prefix's length, and
+        the longest length once the running rows have finished their prompts. The prefix excludes
+        the prompt's last token, which the model must compute."""
         if len(prompt) == 1:
             return 0, 0, 0
         shared = self.shared(prompt[:-1], policy)
@@ -165,7 +165,7 @@ class RowTable:
         return row, int(ready[row]), int(shared.max())
 
     def add(self, call: GenerationRequest, pool: KVPool, source: int, shared: int) -> None:
-        """Start a call in the next running row, with the first `shared` keys of row `source`."""
+        """Start a call in the next running row; copies the first `shared` keys of row `source`."""
         row, sampling, size = self.n, call.sampling, len(call.prompt)
         if shared:
             self.clock += 1
@@ -185,12 +185,12 @@ class RowTable:
         self.n += 1
 
     def completion(self, row: int) -> tuple[list[int], list[float]]:
-        """Sampled tokens of a running row and their log-probs."""
+        """The sampled tokens of a running row and their log-probs."""
         span = slice(self.prompt[row], self.known[row])
         return self.tokens[row, span].tolist(), self.logprobs[row, span].tolist()
 
     def remove(self, row: int, pool: KVPool, *, keep: bool = True) -> None:
-        """End a running row; the last running row takes its place. `keep` remembers its keys."""
+        """End a running row; the last one takes its place. keep: cache its keys as a prefix."""
         if keep and self.length[row] and not self.stale[row]:
             self._remember(row, pool)
         self.n -= 1
@@ -208,16 +208,15 @@ class RowTable:
         self.length[last] = self.known[last] = 0
 
     def forget(self, policy: int | None = None) -> None:
-        """Empty the idle rows of one policy, or all: they were computed with old weights."""
+        """Empty the idle rows of one policy, or all."""
         gone = np.arange(len(self.policy)) >= self.limit
         if policy is not None:
             gone &= self.policy == policy
         self.length[gone] = self.known[gone] = self.used[gone] = 0
 
     def change_version(self, policy: int, old: int, new: int, *, keep: bool) -> None:
-        """The policy's weights are those of another version now. Its idle rows are emptied; running
-        ones note where the version begins, and compute their keys again, or `keep` what they have
-        if they have sampled with it."""
+        """Called when a policy's weights have changed. Empties its idle rows; running rows record
+        where the version begins, and recompute their keys, or `keep` them if they have sampled."""
         self.forget(policy)
         for row in np.flatnonzero(self.policy[: self.n] == policy).tolist():
             sampled = int(self.known[row] - self.prompt[row])

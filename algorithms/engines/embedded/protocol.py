@@ -1,5 +1,5 @@
-"""What travels: OpenAI's chat completions and completions with vLLM's additions, as typed structs,
-and the answers that sampled tokens make, whole or in pieces."""
+"""OpenAI's chat completions and completions with vLLM's additions, as typed structs, and the
+responses built from sampled tokens, whole or streamed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class _Request(msgspec.Struct, kw_only=True):
-    """What both kinds of request share. Unknown fields are ignored: clients send many."""
+    """The fields of both kinds of request. Unknown fields are ignored: clients send many."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -82,7 +82,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class IndexedToolCall(ToolCall, frozen=True, kw_only=True):
-    """A tool call in a stream; it is sent as a whole."""
+    """A tool call in a stream, sent in one chunk."""
 
     index: int
 
@@ -94,7 +94,7 @@ class MessageDelta(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion, or in a stream a piece of it. Chat has message or delta, completions text."""
+    """A completion or a chunk of one: chat has `message` or `delta`, completions have `text`."""
 
     index: int
     message: ChatMessage | UnsetType = UNSET
@@ -103,9 +103,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | TextLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
-    agentrl_spans: Spans | UnsetType = (
-        UNSET  # as of TokenUpdate, where a version is not the header's
-    )
+    agentrl_spans: Spans | UnsetType = UNSET  # as `TokenUpdate.spans`, unless all of the header's
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
@@ -121,7 +119,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """What a client asked its answer to contain."""
+    """Builds the responses to one request, with the fields that the client asked for."""
 
     codec: Codec
     model: str
@@ -134,8 +132,8 @@ class ResponseFormat:
     id: str
 
     def whole(self, updates: Sequence[TokenUpdate], version: int) -> Response:
-        """The answer to a request that does not stream: one finished update per choice. version:
-        that of the header."""
+        """The response to a request that does not stream. updates: the final one of each choice.
+        version: that of the header."""
         choices = [self._choice(index, update) for index, update in enumerate(updates)]
         for choice, update in zip(choices, updates, strict=True):
             choice.agentrl_spans = _unless_plain(update.spans, version)
@@ -168,7 +166,7 @@ class ResponseFormat:
         size = len(self.prompt)
         return Usage(size, completion_tokens, size + completion_tokens)
 
-    def piece(self, index: int, update: TokenUpdate) -> CompletionChoice:
+    def chunk(self, index: int, update: TokenUpdate) -> CompletionChoice:
         """A choice without its text."""
         return CompletionChoice(
             index=index,
@@ -178,7 +176,7 @@ class ResponseFormat:
         )
 
     def _choice(self, index: int, update: TokenUpdate) -> CompletionChoice:
-        choice = self.piece(index, update)
+        choice = self.chunk(index, update)
         text = text_before_stop(self.codec.decode(update.tokens), self.stop)
         if not self.chat:
             choice.text = text
@@ -204,7 +202,7 @@ def _unless_plain(spans: Spans, version: int) -> Spans | UnsetType:
 
 
 class StreamedChoice:
-    """One choice of a streamed answer: tokens in, chunks of OpenAI's shape out."""
+    """Turns the tokens of one streamed choice into OpenAI's chunks."""
 
     def __init__(self, form: ResponseFormat, index: int, version: int) -> None:
         """version: that of the header."""
@@ -218,7 +216,7 @@ class StreamedChoice:
     def push(self, update: TokenUpdate) -> CompletionChoice | None:
         """The chunk for these tokens; None if it would be empty."""
         text = self._text.push(update.tokens)
-        choice = self._format.piece(self._index, update)
+        choice = self._format.chunk(self._index, update)
         for start, version in update.spans:
             if not self._spans or self._spans[-1][1] != version:
                 self._spans.append((self._tokens + start, version))
@@ -239,13 +237,13 @@ class StreamedChoice:
         return choice
 
     def _delta(self, text: str, last: bool) -> MessageDelta:
-        found: list[str | ToolCall] = [text] if text else []
+        parts: list[str | ToolCall] = [text] if text else []
         if self._tools:
             count = self._tools.count
-            found = self._tools.push(text) + (self._tools.finish() if last else [])
-        content = "".join(part for part in found if isinstance(part, str))
+            parts = self._tools.push(text) + (self._tools.finish() if last else [])
+        content = "".join(part for part in parts if isinstance(part, str))
         delta = MessageDelta(content=content or UNSET)
-        calls = [part for part in found if isinstance(part, ToolCall)]
+        calls = [part for part in parts if isinstance(part, ToolCall)]
         if calls:
             delta.tool_calls = [
                 IndexedToolCall(**msgspec.structs.asdict(call), index=index)

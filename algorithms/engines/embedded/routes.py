@@ -27,7 +27,7 @@ from agentrl.types import Sampling
 
 RequestBody = TypeVar("RequestBody")
 LARGEST_BODY = 64 * 2**20  # bytes of a request
-COLDEST = 1e-30  # temperature above 0, by which logits are divided in float32
+COLDEST = 1e-30  # smallest positive temperature: logits are divided by it in float32
 
 _encoder = msgspec.json.Encoder()
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -35,7 +35,7 @@ _text_decoder = msgspec.json.Decoder(TextRequest)
 
 
 class Routes:
-    """Handlers of one server's requests."""
+    """The request handlers of one server."""
 
     def __init__(self, calls: Admission, chat: Chat, codec: Codec, name: str, defaults: Sampling):
         self._calls, self._chat, self._codec = calls, chat, codec
@@ -67,13 +67,14 @@ class Routes:
 
     async def text(self, request: web.Request) -> web.StreamResponse:
         body = _decode(await read_body(request), _text_decoder)
-        given = body.prompt
-        prompt = self._codec.encode_plain(given) if isinstance(given, str) else given
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            prompt = self._codec.encode_plain(prompt)
         form = self._format(body, tuple(prompt), "cmpl", logprobs=body.logprobs is not None)
         return await self._answer(request, body, form)
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """The prompt of a conversation, as vLLM tells it."""
+        """The prompt tokens of a conversation, in the format of vLLM's /tokenize."""
         prompt = self._prompt(_decode(await read_body(request), _chat_decoder))
         limit = self._calls.engine.max_context
         return _json({"count": len(prompt), "max_model_len": limit, "tokens": prompt})
@@ -133,8 +134,8 @@ class Routes:
         return _json(whole, headers={VERSION_HEADER: str(version)})
 
     def _policy(self, model: str | None) -> str:
-        """The policy that a request names. Where only one is served, any name means it, so agents
-        keep their model names. Raises RequestError for an unknown name where there are several."""
+        """The policy for a request's model name. If a single one is served, any name selects it, so
+        agents keep their model names; otherwise raises RequestError for an unknown name."""
         served = self._calls.versions
         if model in served:
             return str(model)
@@ -172,7 +173,7 @@ class Routes:
         tokens, first = 0, True
         try:
             async for index, update in pending:
-                if not choices:  # only now it is known which version samples the first token
+                if not choices:  # the version of the first token is known only now
                     version = update.spans[0][1] if update.spans else pending.version
                     choices = [StreamedChoice(form, n, version) for n in range(len(pending.calls))]
                     response.headers[VERSION_HEADER] = str(version)
@@ -189,14 +190,13 @@ class Routes:
         except RequestError as refusal:
             if not response.prepared:
                 raise
-            # The status is sent already: tell it in the stream.
+            # The status has been sent, so the error goes into the stream.
             await response.write(_event(refusal.body))
         await response.write(b"data: [DONE]\n\n")
         return response
 
     async def _stamp(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Responses that no policy made, such as errors, name the current version of the default
-        policy."""
+        """Give responses without a version, such as errors, that of the default policy."""
         response.headers.setdefault(VERSION_HEADER, str(self._calls.versions[self._name]))
 
 
@@ -204,7 +204,7 @@ class Routes:
 async def _refusals(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Every refusal, aiohttp's own included, as OpenAI's error object."""
+    """Answer every error, aiohttp's own included, as OpenAI's error object."""
     try:
         return await handler(request)
     except RequestError as error:

@@ -1,7 +1,7 @@
-"""Sampling from many distributions at once. Pure functions, no state.
+"""Sampling from many distributions at once, by pure functions.
 
-A token is the inverse of the cumulative distribution at one uniform number, and that number depends
-only on the call's seed and on how many tokens the call has: batch mates cannot influence it.
+A token is the inverse of the cumulative distribution at one uniform number, which depends only on
+the call's seed and its number of tokens: other calls of the batch cannot influence it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def uniforms(seeds: NDArray[np.uint64], counters: Ints) -> Floats:
 def sample(
     logits_BV: Tensor, temperature: Floats, top_p: Floats, top_k: Ints, uniform: Floats
 ) -> tuple[Tensor, Tensor]:
-    """Sampled tokens int64 [B] and their float32 log-probs [B].
+    """Sampled tokens, int64 [B], and their log-probs, float32 [B].
 
-    Temperature 0 takes the most likely token. Log-probs are of the distribution at the temperature
-    (1 where it is 0), before top-k (0: all) and top-p."""
+    Temperature 0 takes the most likely token. Log-probs are those of the distribution at the
+    temperature (at 1 if it is 0), before top-k (0: all) and top-p."""
     device = logits_BV.device
     greedy = temperature == 0
     scaled = logits_BV.float()
@@ -53,7 +53,7 @@ def sample(
 
 
 def _filtered(weights_BV: Tensor, top_p: Floats, top_k: Ints) -> Tensor:
-    """Set to 0 what top-k and top-p leave out; top-p is a share of what top-k kept."""
+    """Set the weights outside top-k and top-p to 0; top-p is a fraction of the mass after top-k."""
     rows = np.flatnonzero((top_p < 1) | (top_k > 0))
     if not rows.size:
         return weights_BV
@@ -64,7 +64,7 @@ def _filtered(weights_BV: Tensor, top_p: Floats, top_k: Ints) -> Tensor:
     ordered[torch.arange(vocabulary, device=device) >= limit] = 0
     mass = torch.from_numpy(top_p[rows]).to(device)[:, None]
     cumulative = ordered.cumsum(dim=-1, dtype=torch.float64)
-    # a token stays while those before it hold less than the mass, so the first always stays
+    # a token stays if those before it have less than the mass, so the first always stays
     ordered[cumulative - ordered >= mass * cumulative[:, -1:]] = 0
     weights_BV[at] = torch.zeros_like(ordered).scatter_(1, order, ordered)
     return weights_BV

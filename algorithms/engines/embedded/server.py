@@ -1,10 +1,10 @@
-"""The embedded policy server: serves what the learner in this process trains.
+"""The embedded policy server: serves the model that the learner in this process trains.
 
 Owns one thread with an event loop for HTTP, and the engine's thread; with `keys` also a copy of the
-trained weights. Always true: every answer carries the version or versions it came from. Without a
-copy, weights change only inside `updating`, while no call is in flight. With one, the learner may
-write its own at any time, and `publish` changes the copy in flight: a whole model's between two
-decode steps; an adapter gets another one at its side, under which new calls begin.
+trained weights. Always true: every response names the version or versions that sampled it. Without
+a copy, weights change only inside `updating`, while no call is in flight. With one, the learner may
+write its own weights at any time, and `publish` updates the copy while calls run: a whole model
+between two decoding steps; of an adapter it loads a second one, which new calls use.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class EmbeddedServer:
         keys: Literal["recompute", "keep"] | None = None,
         access: Access = ANYBODY,
     ) -> None:
-        """`port` 0 takes any free one. `max_context` tokens of prompt and completion are cut to
-        what the model's positions allow. `defaults` are for requests that say nothing. keys: what
-        becomes of those of a running call when its weights change; None: they do not change while a
-        call runs. Computed again, the log-prob of every token is that of the version it names; of
-        kept ones it is what was sampled with, and of no version. access: who may call.
+        """port: 0: any free one. max_context: most tokens of prompt and completion, capped by the
+        model's positions. defaults: sampling of requests that do not set it. keys: whether running
+        calls recompute or keep their cached keys when weights change; None: weights do not change
+        while calls run. Recomputed keys give every token the log-prob of the version it names; kept
+        ones give that of a mixture, from which it was sampled. access: who may call.
 
-        Serves every adapter there is now under its name, and under `name` the model alone, if no
-        adapter has that name. Requests that name no model get `name`.
+        Serves every adapter that exists now under its name, and the model without adapters as
+        `name`, if no adapter has that name. Requests without a model name get `name`.
 
         Raises PolicyError for a model whose attention cannot be batched."""
         self.model = name
@@ -74,8 +74,8 @@ class EmbeddedServer:
             model = adapters.model if adapters else copy.deepcopy(model)
             self._copy = model, adapters
         self._numbers = count()
-        self._opened: set[str] = set()  # adapters of the copy that were not there at first
-        # Of the thread that opens and closes them, while the engine's applies others.
+        self._opened: set[str] = set()  # adapters of the copy that `add` has loaded
+        # Loads and unloads adapters while the engine's thread applies others.
         self._opener = ThreadPoolExecutor(1, "adapters")
         self._host, self._port, self._access = host, port, access
         self._http = LoopThread("policy-http")
@@ -114,7 +114,7 @@ class EmbeddedServer:
             await self._http.call(self._admission.resume)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
-        """As `PolicyServer.publish`; outside `updating` it waits for the calls in flight itself."""
+        """As `PolicyServer.publish`; outside `updating` it first waits for the calls in flight."""
         policy = policy or self.model
         if self.in_flight and self._admission.adapter_of(policy) is not None:
             await self.add(policy, version)
@@ -129,7 +129,7 @@ class EmbeddedServer:
 
     async def wait_for_failure(self) -> PolicyError:
         failure = asyncio.wrap_future(self._admission.engine.failure)
-        error = await asyncio.shield(failure)  # the engine sets it, whoever waits no more
+        error = await asyncio.shield(failure)  # the engine sets it even if this is cancelled
         return PolicyError(f"the embedded engine ended with {type(error).__name__}: {error}")
 
     async def add(self, policy: str, version: int) -> None:
@@ -143,7 +143,7 @@ class EmbeddedServer:
         await self._http.call(self._admission.remove, policy)
 
     async def close(self) -> None:
-        """Refuse what is in flight and stop. A second time does nothing."""
+        """Fail the calls in flight and stop. May be called again."""
         if self._http.running:
             await self._http.run(self._shut())
             await self._http.stop()
@@ -169,7 +169,7 @@ class EmbeddedServer:
         return name
 
     def _close_adapter(self, adapter: str | None) -> None:
-        """No request runs under an adapter any more."""
+        """Unload an adapter of the copy that no request uses any more."""
         (_, own), opened = self._copy, self._opened
         if own is not None and adapter in opened:
             opened.remove(adapter)
@@ -195,7 +195,7 @@ class EmbeddedServer:
 
 
 def _end_of_sequence(model: Model, tokenizer: Tokenizer) -> list[int]:
-    """Tokens that end an answer: the model's own, which may be several, and the tokenizer's."""
+    """Token ids that end a completion: the model's, which may be several, and the tokenizer's."""
     generation: Any = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     tokens = {ids} if isinstance(ids, int) else set(ids or ())

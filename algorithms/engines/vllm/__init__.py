@@ -1,1 +1,1 @@
-"""vLLM as policy server: a child process or servers that run already."""
+"""vLLM as a policy server: a child process, or servers that are already running."""

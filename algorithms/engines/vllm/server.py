@@ -1,13 +1,12 @@
-"""The policy server of vLLM, in a child process or on servers that somebody else started.
+"""The policy server for vLLM, in a child process or on servers that somebody else started.
 
-Owns a folder with what servers read, and the method by which new weights reach them (see
-`weight_sync`). Always true: weights change only while requests are held in front of vLLM, so every
-answer comes from the one version it names; or, `in_flight`, while vLLM is paused between two steps,
-one server after another: calls that run go on with keys of the new weights, and name the versions
-of their tokens (see `spans`). An adapter's new version is then loaded beside the old one, under
-which calls that run end. Where a publish failed, requests stay held. A server that ends is started
-again with the newest published weights under the same URL, and calls that were in flight fail as on
-a lost connection.
+Owns a folder with the files that servers read, and the method by which new weights reach them (see
+`weight_sync`). Always true: weights change only while requests are held in front of vLLM, so one
+version answers a whole call. With `in_flight` they change while vLLM is paused between two steps,
+one server after another: running calls continue with keys of the new weights, and name the versions
+of their tokens (see `spans`); a new version of an adapter is loaded beside the old one, which
+running calls keep. After a failed publish requests stay held. A server that ends is restarted with
+the newest published weights under the same URL; its calls in flight fail like a lost connection.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
 log = logging.getLogger(__name__)
-RESTARTS = 3  # between two publishes, before the server has failed for good
-# vLLM says that it ignores clear_cache here, and does not: running calls compute their keys again.
+RESTARTS = 3  # most restarts between two publishes
+# vLLM documents clear_cache as without effect here, but it does make calls recompute their keys.
 PAUSE, RESUME = "/pause?mode=keep&clear_cache=true", "/resume"
-GRACE = 15.0  # seconds after a failed request until a server that died of it must have ended
+GRACE = 15.0  # seconds to wait after a failed request for the server to end
 
 
 class VllmServer:
@@ -61,25 +60,25 @@ class VllmServer:
         in_flight: bool = False,
         sleep: int = 0,
     ) -> None:
-        """folder: for the files that servers read, used by this server alone; servers that somebody
-        else started must find it under the same path. method: see `weight_sync`. timeout:
-        seconds for calls in flight to end before an update, and for vLLM to take the update.
-        tolerance: of the log-probs that are compared after each publish. in_flight: outside
-        `updating` a publish pauses calls, and does not wait for them to end. sleep: see `sleep`."""
+        """folder: for the files that servers read, used by this server alone; a fleet must find it
+        under the same path. method: see `weight_sync`. timeout: seconds for calls in flight to end
+        before an update, and for vLLM to load the update. tolerance: largest difference in
+        log-probs after a publish. in_flight: a publish outside `updating` pauses calls instead of
+        waiting for their end. sleep: see `sleep`."""
         self.model = POLICY
         self.in_flight = in_flight
         self.base_url = ""
-        self.seconds: dict[str, float] = {}  # that each part of the newest publish took
+        self.seconds: dict[str, float] = {}  # duration of each part of the newest publish
         self._learned, self._host, self._method = learned, host, method
         self._folder, self._timeout = folder, timeout
         self._serving = ServedModel(folder / "weights", folder / "tokenizer")
         self._parity = ParityCheck(learned, self._serving, tolerance)
         self._sync: WeightSync | None = None
         self._sleep = SleepCycle(sleep)
-        self._unproven: dict[str, str] = {}  # methods that failed, and why
+        self._failed_methods: dict[str, str] = {}  # method -> reason
         self._held = self._publish_failed = False
         self._swapping = False  # weights change while calls run
-        self._changing = asyncio.Lock()  # by an update, or by a server that returns
+        self._changing = asyncio.Lock()  # held by an update, and while a server is adopted
         self._up, self._death = asyncio.Event(), asyncio.Event()
         self._failed: PolicyError | None = None
         self._given_up = asyncio.Event()
@@ -87,8 +86,8 @@ class VllmServer:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Serve the learner's current weights as version 0. Raises PolicyError when vLLM does not
-        come up, or serves something else."""
+        """Serve the learner's current weights as version 0. Raises PolicyError if vLLM does not
+        start, or serves other weights."""
         try:
             await self._host.probe()
             while not await self._load_first():
@@ -111,8 +110,8 @@ class VllmServer:
         ]
 
     async def _load_first(self) -> bool:
-        """Whether servers took the learner's weights by the chosen method. Where nobody asked for
-        it and it fails, another takes its place."""
+        """Start vLLM and send the learner's weights. False: the method failed, and method = "auto"
+        allows another."""
         method = self._prepare()
         await self._host.start(self._serving)
         try:
@@ -123,7 +122,7 @@ class VllmServer:
             if self._method != "auto" or method == "reload" or len(self._serving.versions) > 1:
                 raise
             self._sync.close()
-            self._unproven[method] = f"it failed here ({error})"
+            self._failed_methods[method] = f"it failed here ({error})"
             return False
         return True
 
@@ -146,13 +145,13 @@ class VllmServer:
                 yield
             finally:
                 self._held = self._swapping = False
-                # After a failure the calls that wait would be answered with those weights.
+                # After a failed publish, waiting calls would be answered with wrong weights.
                 if not self._publish_failed:
                     await self._retry_after_restart(self._wake)
                     await self._retry_after_restart(self._open)
 
     async def _wake(self) -> None:
-        """Also where nothing was published."""
+        """Wake vLLM if it still sleeps, as after an update without a publish."""
         policies = list(self._serving.versions) if self._sleep.dropped else []
         await self._sleep.wake(WEIGHTS, self._control)
         for policy in policies:
@@ -160,13 +159,13 @@ class VllmServer:
         await self._sleep.wake(KEYS, self._control)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
-        """As `PolicyServer.publish`. Raises PolicyError where vLLM's log-probs differ from the
-        learner's afterwards, and for a policy that it does not serve. No call is answered then
-        until a publish succeeds."""
+        """As `PolicyServer.publish`. Raises PolicyError for a policy that is not served, and if
+        vLLM's log-probs differ from the learner's afterwards: calls then wait until a publish
+        succeeds."""
         policy = policy or self.model
         if policy not in self._serving.versions:
             served = ", ".join(map(repr, self._serving.versions))
-            raise PolicyError(f"vLLM serves the policy {served}, and not {policy!r}")
+            raise PolicyError(f"policy {policy!r} is not served; vLLM serves {served}")
         async with self._changing_weights(in_flight=self.in_flight):
             await self._drop_old()
             self._publish_failed = True
@@ -177,7 +176,7 @@ class VllmServer:
             self._restarts = 0
 
     async def add(self, policy: str, version: int) -> None:
-        """As `PolicyServer.add`. Raises PolicyError also where there is no room for an adapter."""
+        """As `PolicyServer.add`. Also raises PolicyError if there is no room for an adapter."""
         self._check_adapters(policy)
         versions = self._serving.versions
         if policy not in versions and len(versions) >= self._host.room:
@@ -197,19 +196,19 @@ class VllmServer:
             await self._drop_old()
 
     def _take(self, policy: str, version: int) -> None:
-        """From here on a server that is started again gets the new weights."""
+        """Make the learner's current weights the newest version, also for restarted servers."""
         assert self._sync is not None, "start() comes first"
         self._serving.versions[policy] = version
         self._sync.take(policy)
 
     async def _drop_old(self) -> None:
-        """Unload the versions of adapters that no call runs under any more."""
-        if isinstance(carrier := self._sync, AdapterSync):
+        """Unload old versions of adapters that no call uses."""
+        if isinstance(sync := self._sync, AdapterSync):
 
             async def drop() -> None:
-                await self._sleep.wake(WEIGHTS, self._control)  # of which adapters are a part
+                await self._sleep.wake(WEIGHTS, self._control)  # adapters sleep with them
                 (used,) = await self._control.post(RUNNING)
-                await carrier.drop(used, self._control)
+                await sync.drop(used, self._control)
 
             await self._retry_after_restart(drop)
 
@@ -219,7 +218,7 @@ class VllmServer:
         return self._failed
 
     async def close(self) -> None:
-        """Stop the child, or leave the servers alone. A second time does nothing."""
+        """Stop the child process; servers of a fleet keep running. May be called again."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -237,12 +236,12 @@ class VllmServer:
     def _check_adapters(self, policy: str) -> None:
         if not isinstance(self._sync, AdapterSync):
             raise PolicyError(
-                f"vLLM cannot serve {policy!r} beside {self.model!r}: that is a whole model here; "
+                f"vLLM cannot serve {policy!r} beside {self.model!r}, which is a whole model; "
                 "train adapters (policy.lora.rank), or set engine.kind = 'embedded'"
             )
 
     def _prepare(self) -> str:
-        """Choose how weights are sent, and write the files that a server starts from."""
+        """Choose how weights are sent, and write the files that a server starts with."""
         gpu, adapters = self._learned.gpu, self._learned.adapters
         capabilities = weight_sync.SyncCapabilities(
             adapters=self._host.refuses_adapters,
@@ -250,7 +249,7 @@ class VllmServer:
             gpu=gpu >= 0,
             shared=0 <= gpu < self._host.gpus,
             alone=self._host.gpus == 1,
-            failed=self._unproven,
+            failed=self._failed_methods,
         )
         method, why = weight_sync.choose_sync(self._method, capabilities)
         if self.in_flight and method != "adapter" and not self._host.spans:
@@ -263,7 +262,7 @@ class VllmServer:
                 f"vLLM can serve one of the policies {', '.join(adapters)}, not all, because "
                 f"{self._host.refuses_adapters}"
             )
-        level = logging.WARNING if self._unproven else logging.INFO
+        level = logging.WARNING if self._failed_methods else logging.INFO
         log.log(level, "vLLM gets new weights by %s (%s).", method, why)
         shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
         self._folder.mkdir(parents=True)
@@ -287,26 +286,26 @@ class VllmServer:
         await self._control.post(f"{OPEN}?{self._serving.query()}")
 
     async def _send(self, policy: str, servers: VllmClient) -> None:
-        """Send the newest weights of a policy to running servers, where calls are held or paused,
-        or run under another version of it."""
+        """Send the newest weights of a policy to running servers. Calls are held or paused there,
+        or use another version of the adapter."""
         assert self._sync is not None
         with self._timed("send"):
             await self._sync.send(policy, servers)
         if self._swapping and self._serving.adapters:
             return
         with self._timed("reset"):
-            # What was computed with the old weights must not answer for the new ones.
+            # Keys of the old weights must not be reused.
             resets = await servers.post("/reset_prefix_cache")
         if not all(reset["success"] for reset in resets):
-            raise PolicyError("vLLM did not give up its prefix cache after a weight update")
+            raise PolicyError("vLLM did not clear its prefix cache after a weight update")
         if self._host.spans:
             await servers.post(f"{SPANS}?{self._serving.query()}")
         if self.in_flight and not self._serving.adapters:
             await servers.post(RESUME)
 
     async def _load(self, policy: str) -> None:
-        """Send the newest weights and compare log-probs with the learner's. In flight, calls go to
-        the other servers while one is paused; what is gone then gets them when it returns."""
+        """Send the newest weights and compare log-probs with the learner's. In flight, servers are
+        paused one by one and calls go to the others; one that goes down gets them on return."""
         assert self._sync is not None
         pauses = self._swapping and not self._serving.adapters
         in_turn = tuple(self._host.servers) if pauses and self._sync.in_turn else ("",)
@@ -340,7 +339,7 @@ class VllmServer:
         self._sleep.may_start.set()
         while True:
             death = self._death
-            await self._up.wait()  # set, by the restart, within its time-out
+            await self._up.wait()  # a restart sets it within its time-out
             if self._failed is not None:
                 raise self._failed
             try:
@@ -359,14 +358,14 @@ class VllmServer:
             self._up.clear()
             self._death.set()
             self._death = asyncio.Event()
-            await self._sleep.may_start.wait()  # the learner has its memory
+            await self._sleep.may_start.wait()  # until then the learner uses its memory
             await self._restart()
             self._up.set()
         self._given_up.set()
 
     async def _restart(self) -> None:
-        words = self._host.failure_reason()
-        log.warning("vLLM ended and is started again with the newest weights; %s", words)
+        reason = self._host.failure_reason()
+        log.warning("vLLM ended and is started again with the newest weights; %s", reason)
         while self._restarts < RESTARTS:
             self._restarts += 1
             try:
@@ -378,11 +377,11 @@ class VllmServer:
                     await self._open()
                 return
             except (PolicyError, LostError, OSError) as error:
-                words = str(error)
-        self._failed = PolicyError(f"vLLM ended {RESTARTS + 1} times in one step; {words}")
+                reason = str(error)
+        self._failed = PolicyError(f"vLLM ended {RESTARTS + 1} times in one step; {reason}")
 
     async def _adopt_returned(self) -> None:
-        """Send the newest weights to servers that return while others went on."""
+        """Send the newest weights to servers that return while others stayed up."""
         async with aclosing(self._host.returned()) as returned:
             async for server in returned:
                 async with self._changing:

@@ -1,11 +1,11 @@
-"""Which version sampled which token: middleware in a vLLM server whose weights change in flight.
+"""Middleware of a vLLM server that records which version sampled each token.
 
-vLLM has no versions by token. Who changes its weights pauses it before, and names the new version
-here before it goes on: at that moment no token is sampled, and vLLM's output processor has every
-token that was. A call names the version it was admitted with in a header; one that vLLM takes only
-after the update, because it was on its way or in the tokenizer, is of the new version alone. Always
-true: the answer of a call that crossed an update has `agentrl_spans`, as the embedded server's
-(see `engines/base`).
+vLLM has no token versions. The client that changes its weights pauses vLLM first, and names the new
+version here before it resumes: in between no token is sampled, and vLLM's output processor has
+every token sampled so far. A call has the version that it was admitted with in a header; if vLLM
+accepts it only after the update, because it was on its way or in the tokenizer, it belongs to the
+new version alone. Always true: the response of a call that spans an update has `agentrl_spans`, as
+the embedded server's (see `engines/base`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import msgspec
 
 from agentrl.algorithms.engines.base import VERSION_HEADER, parse_versions
 
-SPANS = "/agentrl/spans"  # answered where this middleware is; with ?VERSIONS: those of the weights
+SPANS = "/agentrl/spans"  # exists with this middleware; ?VERSIONS sets the weights' versions
 CALLS = "/v1/chat/completions", "/v1/completions"
-REQUEST = re.compile(r"(?:chatcmpl|cmpl)-(\w+?)(?:[-_](\d+))?")  # vLLM's id: ours, its prompt
+REQUEST = re.compile(r"(?:chatcmpl|cmpl)-(\w+?)(?:[-_](\d+))?")  # vLLM's id: our id, prompt index
 REPLACED = {b"x-request-id", b"content-length", VERSION_HEADER.encode()}  # headers of a call
 DATA = b"data: "  # before each event of a stream
 
@@ -30,13 +30,13 @@ AsgiMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
 AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-VersionSpans = list[tuple[int, int]]  # each version with its first token
+VersionSpans = list[tuple[int, int]]  # (first token, version)
 
 
 @dataclass(slots=True)
 class _Call:
-    version: int  # it was admitted with
-    choices: dict[int, VersionSpans] = field(default_factory=dict)  # that crossed an update
+    version: int  # at admission
+    choices: dict[int, VersionSpans] = field(default_factory=dict)  # choices that span an update
 
 
 class SpanMiddleware:
@@ -45,7 +45,7 @@ class SpanMiddleware:
     def __init__(self, app: AsgiApp) -> None:
         self._app = app
         self._calls: dict[str, _Call] = {}  # by request id
-        # Named in the newest request for SPANS; none of adapters, under whose version calls end.
+        # From the newest request for SPANS; None for adapters, whose calls keep their version.
         self._version: int | None = None
         self._watched: Any = None  # vLLM's output processor
 
@@ -64,7 +64,7 @@ class SpanMiddleware:
             await self._app(scope, receive, send)
 
     def _watch(self, scope: MutableMapping[str, Any]) -> Any:
-        """vLLM's output processor, which tells of each request that it takes from now on."""
+        """vLLM's output processor, patched to call `_change` for each request that it accepts."""
         processor = scope["app"].state.engine_client.output_processor
         if processor is not self._watched:
             self._watched, take = processor, processor.add_request
@@ -79,7 +79,7 @@ class SpanMiddleware:
         return processor
 
     def _change(self, request: Any) -> None:
-        """The tokens that one of vLLM's requests has not sampled yet are of the newest version."""
+        """Record that the newest version samples the next tokens of one of vLLM's requests."""
         version, named = self._version, REQUEST.fullmatch(request.external_req_id)
         if version is None or named is None or (call := self._calls.get(named[1])) is None:
             return
@@ -89,7 +89,7 @@ class SpanMiddleware:
         if before[-1][1] == version:
             return
         sampled = request.detokenizer.num_output_tokens()
-        # Without the versions before that sampled none.
+        # Drop earlier versions that sampled no token.
         call.choices[index] = [span for span in before if span[0] < sampled] + [(sampled, version)]
 
     async def _serve(
@@ -109,13 +109,12 @@ class SpanMiddleware:
             stream = any(value.startswith(b"text/event-stream") for _, value in start["headers"])
             if message.get("more_body") and not stream:
                 return
-            known = _add_spans(body, call.choices)
+            whole, body = _add_spans(body, call.choices), b""
             if start.pop("type", None):
                 length = b"content-length"
-                sized = [(k, b"%d" % len(known) if k == length else v) for k, v in start["headers"]]
+                sized = [(k, b"%d" % len(whole) if k == length else v) for k, v in start["headers"]]
                 await send({**start, "type": "http.response.start", "headers": sized})
-            body = b""
-            await send({**message, "body": known})
+            await send({**message, "body": whole})
 
         self._watch(scope)
         self._calls[id] = call
@@ -127,7 +126,7 @@ class SpanMiddleware:
 
 
 def _add_spans(body: bytes, choices: dict[int, VersionSpans]) -> bytes:
-    """An answer, or events of a streamed one, with the spans of each choice where it ends."""
+    """Add the spans of each finished choice to a response, or to the events of a streamed one."""
     if not choices:
         return body
     if body.startswith(DATA):
@@ -144,6 +143,6 @@ def _add_spans(body: bytes, choices: dict[int, VersionSpans]) -> bytes:
 
 
 async def answer(send: Send, status: int, body: bytes = b"") -> None:
-    """Answer a request oneself."""
+    """Send a whole response."""
     await send({"type": "http.response.start", "status": status, "headers": []})
     await send({"type": "http.response.body", "body": body})

@@ -1,14 +1,14 @@
-"""How new weights reach vLLM servers that run already, behind one interface.
+"""Sends new weights to running vLLM servers, by one of five methods behind one interface.
 
-One of five methods, which `choose_sync` selects at the start by what learner and servers support:
+`choose_sync` selects the method at the start by the capabilities of learner and servers:
 
-    adapter         LoRA alone: a small directory, which vLLM loads by name
+    adapter         LoRA only: a small directory, which vLLM loads by name
     ipc             one GPU: vLLM maps the learner's own memory (`weight_transfer`)
     nccl            different GPUs: broadcast from one to the others (`weight_transfer`)
     shared_memory   one machine: vLLM reads a copy of the weights in memory
     reload          a shared disk: vLLM reads a checkpoint from a directory
 
-`ipc`, `nccl` and `shared_memory` are engines of vLLM's weight-transfer API, one of which a server
+`ipc`, `nccl` and `shared_memory` are backends of vLLM's weight-transfer API, one of which a server
 is started with. Always true: `send` is called while requests are held, and may be called again.
 """
 
@@ -17,67 +17,63 @@ from __future__ import annotations
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.engines.vllm.serving import MEMORY, LostError, ServedModel, TrainedModel
+from agentrl.algorithms.engines.vllm.client import VllmClient
+from agentrl.algorithms.engines.vllm.serving import (
+    FINISH,
+    INIT,
+    LOAD,
+    MEMORY,
+    START,
+    UNLOAD,
+    UPDATE,
+    LostError,
+    ServedModel,
+    TrainedModel,
+)
 from agentrl.errors import PolicyError
 from agentrl.types import Json
 
 ALIGNMENT = 64  # bytes
-INIT, START = "/init_weight_transfer_engine", "/start_weight_update"
-UPDATE, FINISH = "/update_weights", "/finish_weight_update"
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-
-
-class VllmServers(Protocol):
-    """The servers that weights are sent to. Raises PolicyError for a refusal, and LostError."""
-
-    @property
-    def urls(self) -> Sequence[str]: ...
-
-    async def post(self, path: str, body: Json = None, *, missing: bool = False) -> list[Any]:
-        """The response of each. missing: 404 is allowed."""
-
-    async def ask(self, url: str, method: str, path: str, body: Json = None) -> Any:
-        """The response of one of them."""
 
 
 class WeightSync(ABC):
-    """Sends the learner's weights to vLLM, as they were at the last `take` of each policy."""
+    """Sends to vLLM the weights that the learner had at the last `take` of each policy."""
 
     @property
     def in_turn(self) -> bool:
-        """Whether they may be sent to one server after another."""
+        """Whether weights can be sent to one server after another."""
         return True
 
     @abstractmethod
     def prepare(self, serving: ServedModel) -> None:
-        """Write the files that a server starts from, and set in `serving` how it is started."""
+        """Write the files that a server starts with, and set their paths in `serving`."""
 
     @abstractmethod
     def take(self, policy: str) -> None:
         """Remember the learner's current weights as the policy's newest."""
 
     @abstractmethod
-    async def send(self, policy: str, servers: VllmServers) -> None:
-        """Send the policy's newest weights. Prefix caches of older weights are not cleared."""
+    async def send(self, policy: str, servers: VllmClient) -> None:
+        """Send the policy's newest weights. Does not clear prefix caches."""
 
     def close(self) -> None:  # noqa: B027 - files go with their folder
-        """Free what is held outside the folder."""
+        """Free resources outside the folder."""
 
 
 class AdapterSync(WeightSync):
-    """Each version of an adapter is a directory, as peft writes it, and has a name of its own at
-    vLLM: calls that run under an older one end under it. A version that is sent again is loaded
-    anew: with `load_inplace` vLLM would read the files again at every forward pass."""
+    """Writes each version of an adapter to a directory in peft's format, with a name of its own at
+    vLLM, so running calls keep theirs. A version that is sent again is unloaded and loaded: with
+    `load_inplace` vLLM would read the files at every forward pass."""
 
     def __init__(self, learned: TrainedModel, folder: Path) -> None:
         self._learned, self._folder = learned, folder
@@ -98,15 +94,15 @@ class AdapterSync(WeightSync):
         self._learned.save_adapter(policy, path)
         self._files[self._serving.name(policy)] = path
 
-    async def send(self, policy: str, servers: VllmServers) -> None:
+    async def send(self, policy: str, servers: VllmClient) -> None:
         assert self._serving is not None, "prepare() comes first"
         name = self._serving.name(policy)
         await servers.post(UNLOAD, {"lora_name": name}, missing=True)
         path = str(self._files[name])
         await servers.post(LOAD, {"lora_name": name, "lora_path": path})
 
-    async def drop(self, used: Collection[str], servers: VllmServers) -> None:
-        """Unload what is neither current nor among these names, and delete its files."""
+    async def drop(self, used: Collection[str], servers: VllmClient) -> None:
+        """Unload versions that are neither current nor in use, and delete their files."""
         assert self._serving is not None, "prepare() comes first"
         kept = {*used, *map(self._serving.name, self._serving.versions)}
         for name in self._files.keys() - kept:
@@ -118,7 +114,7 @@ class AdapterSync(WeightSync):
 
 
 class CheckpointSync(WeightSync):
-    """Each version is a whole checkpoint, from the newest of which a server starts."""
+    """Writes each version as a whole checkpoint; a server starts with the newest."""
 
     def __init__(self, learned: TrainedModel, folder: Path) -> None:
         self._learned, self._folder = learned, folder
@@ -134,7 +130,7 @@ class CheckpointSync(WeightSync):
         self._serving.weights = self._folder / f"weights-{self._written}"
         self._learned.save(self._serving.weights)
 
-    async def send(self, policy: str, servers: VllmServers) -> None:
+    async def send(self, policy: str, servers: VllmClient) -> None:
         assert self._serving is not None
         newest = self._serving.weights
         kwargs: dict[str, Json] = {"weights_path": str(newest)}
@@ -145,9 +141,9 @@ class CheckpointSync(WeightSync):
 
 
 class SharedMemorySync(WeightSync):
-    """A copy of the newest weights in memory that vLLM's workers map: see `worker_extension`.
+    """Copies the newest weights to memory that vLLM's workers map: see `worker_extension`.
 
-    The memory is anonymous and freed with this process."""
+    The memory is anonymous, so it is freed with this process."""
 
     def __init__(self, learned: TrainedModel) -> None:
         self._learned = learned
@@ -167,12 +163,12 @@ class SharedMemorySync(WeightSync):
             start, size = entry["start"], tensor.nbytes
             self._memory[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    async def send(self, policy: str, servers: VllmServers) -> None:
+    async def send(self, policy: str, servers: VllmClient) -> None:
         where = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": self._memory.numel()}
         await servers.post(INIT, {"init_info": where})
         try:
             await servers.post(START)
-        except LostError:  # a learner that was killed left an update unfinished: end it
+        except LostError:  # a killed learner left an unfinished update: finish it
             for url in servers.urls:
                 with suppress(LostError):
                     await servers.ask(url, "POST", FINISH)
@@ -200,21 +196,21 @@ class SharedMemorySync(WeightSync):
 
 @dataclass(frozen=True, slots=True)
 class SyncCapabilities:
-    """What learner and servers support."""
+    """The common capabilities of learner and servers."""
 
-    adapters: str = "all weights are trained"  # why they cannot be loaded by name; empty: they can
-    backend: str | None = ""  # the engine that servers were started with; None: any can be chosen
-    gpu: bool = False  # the learner's weights are on one
-    shared: bool = False  # and vLLM computes on that one
-    alone: bool = False  # and on no other
-    memory: bool = hasattr(os, "memfd_create")  # as Linux has it
-    failed: Mapping[str, str] = field(default_factory=dict)  # why, by method, when it was tried
+    adapters: str = "all weights are trained"  # why none can be loaded by name; empty: they can be
+    backend: str | None = ""  # the backend that servers were started with; None: any can be chosen
+    gpu: bool = False  # the learner's weights are on a GPU
+    shared: bool = False  # vLLM computes on that GPU
+    alone: bool = False  # vLLM computes on one GPU only
+    memory: bool = hasattr(os, "memfd_create")  # on Linux
+    failed: Mapping[str, str] = field(default_factory=dict)  # methods tried before -> reason
 
 
 def choose_sync(asked: str, can: SyncCapabilities) -> tuple[str, str]:
-    """The method by which new weights are sent, and why.
+    """Choose the method that sends new weights; returns it and the reason.
 
-    asked: `engine.vllm.sync`. Raises PolicyError where that method is impossible."""
+    asked: `engine.vllm.sync`. Raises PolicyError if that method is impossible."""
     reasons = _impossible(can)
     if asked == "auto":
         passed = list(takewhile(lambda item: item[1], reasons.items()))
@@ -226,7 +222,7 @@ def choose_sync(asked: str, can: SyncCapabilities) -> tuple[str, str]:
 
 
 def _impossible(can: SyncCapabilities) -> dict[str, str]:
-    """Why each method is impossible, empty where it is not; the fastest comes first."""
+    """The methods, fastest first, each with the reason why it is impossible; empty: possible."""
     gpu = "" if can.gpu else "the learner is not on a GPU (policy.device)"
     shared = "vLLM is on the learner's GPU" if can.shared else ""
     alone = "" if can.shared and can.alone else "vLLM is not on the learner's GPU alone"
@@ -247,7 +243,7 @@ def _impossible(can: SyncCapabilities) -> dict[str, str]:
 
 
 def make_sync(method: str, learned: TrainedModel, folder: Path, timeout: float) -> WeightSync:
-    """timeout: seconds that a broadcast may take."""
+    """Build a method of `choose_sync`. timeout: seconds that a transfer may take."""
     if method == "adapter":
         return AdapterSync(learned, folder)
     if method == "shared_memory":

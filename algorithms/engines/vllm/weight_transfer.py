@@ -1,10 +1,10 @@
 """vLLM's own weight transfer from GPU to GPU, driven from the learner's process.
 
-Its trainer engines do the work: `ipc` has vLLM map the learner's memory, which must be on the GPU
-that vLLM computes on; `nccl` broadcasts from the learner, which is rank 0 of a group whose other
-ranks are all workers of all servers, to GPUs of their own. Imports vLLM.
+vLLM's trainer engines do the work: with `ipc` vLLM maps the learner's memory, which must be on the
+GPU that vLLM computes on; `nccl` broadcasts from the learner, rank 0, to all workers of all
+servers, the other ranks, which have GPUs of their own. Imports vLLM.
 
-Weights are read from the learner at `send`: it is called before they change again.
+`send` reads the learner's current weights, so it must be called before they change again.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from agentrl import threads
-from agentrl.algorithms.engines.vllm.serving import ServedModel, TrainedModel
-from agentrl.algorithms.engines.vllm.weight_sync import (
+from agentrl.algorithms.engines.vllm.client import VllmClient
+from agentrl.algorithms.engines.vllm.serving import (
     FINISH,
     INIT,
     START,
     UPDATE,
-    VllmServers,
-    WeightSync,
+    ServedModel,
+    TrainedModel,
 )
+from agentrl.algorithms.engines.vllm.weight_sync import WeightSync
 from agentrl.errors import PolicyError
 
 
@@ -45,13 +46,13 @@ class TransferSync(WeightSync):
     """Sends weights by one of vLLM's trainer engines, `ipc` or `nccl`."""
 
     def __init__(self, backend: str, learned: TrainedModel, timeout: float) -> None:
-        """timeout: seconds that a transfer may take, the rendezvous included."""
+        """timeout: seconds that a transfer may take, including the rendezvous."""
         self._backend, self._learned, self._timeout = backend, learned, timeout
         self._engine: TrainerWeightTransferEngine[Any] | None = None
-        self._joined: Sequence[str] = ()  # the servers that the engine sends to
+        self._joined: Sequence[str] = ()  # the servers in the engine's group
 
     @property
-    def in_turn(self) -> bool:  # a broadcast has one group, with all servers in it
+    def in_turn(self) -> bool:  # a broadcast goes to all servers of its group
         return self._backend != "nccl"
 
     def prepare(self, serving: ServedModel) -> None:
@@ -59,9 +60,9 @@ class TransferSync(WeightSync):
         self._learned.save(serving.weights)
 
     def take(self, policy: str) -> None:
-        """Nothing to do: weights are sent from the learner's own memory."""
+        """Nothing to do: `send` reads the learner's own memory."""
 
-    async def send(self, policy: str, servers: VllmServers) -> None:
+    async def send(self, policy: str, servers: VllmClient) -> None:
         loop = asyncio.get_running_loop()
         sizes = [await servers.ask(url, "GET", "/get_world_size") for url in servers.urls]
         worlds = [int(size["world_size"]) for size in sizes]
@@ -76,7 +77,7 @@ class TransferSync(WeightSync):
 
         try:
             async with asyncio.timeout(self._timeout):
-                await threads.call(transfer)  # nobody waits for a thread that hangs in NCCL
+                await threads.call(transfer)  # a thread that hangs in NCCL delays no exit
         except TimeoutError:
             client.leave()
             self._engine = None  # its process group waits for a rank that may never join
@@ -105,12 +106,12 @@ class TransferSync(WeightSync):
 
 
 class TransferClient:
-    """The requests of a trainer engine to the servers, from its own thread."""
+    """Sends the requests of a trainer engine, which runs in a thread of its own, to the servers."""
 
     def __init__(
-        self, servers: VllmServers, worlds: Sequence[int], loop: asyncio.AbstractEventLoop
+        self, servers: VllmClient, worlds: Sequence[int], loop: asyncio.AbstractEventLoop
     ) -> None:
-        """worlds: workers of each server. loop: where the requests are sent."""
+        """worlds: number of workers of each server. loop: sends the requests."""
         self._servers, self._worlds, self._loop = servers, worlds, loop
         self._left = False
 
@@ -119,7 +120,7 @@ class TransferClient:
         self._left = True
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Each server's workers are ranks after those of the server before it."""
+        """Number the workers of all servers consecutively as ranks."""
 
         async def join() -> None:
             offset, joining = init_info.get("rank_offset", 0), []
@@ -153,7 +154,7 @@ class TransferClient:
 
 
 class LearnerWeightSource(WeightSource):  # type: ignore[misc]
-    """The learner's weights under the names of a checkpoint, read anew in each pass."""
+    """The learner's weights by checkpoint name, read anew in each pass."""
 
     def __init__(self, weights: Callable[[], Mapping[str, Tensor]]) -> None:
         self._weights = weights
@@ -167,7 +168,7 @@ class LearnerWeightSource(WeightSource):  # type: ignore[misc]
 
 
 def rendezvous(url: str) -> tuple[str, int]:
-    """Address of this machine as a server sees it, and a port that is free."""
+    """The address of this machine as seen by a server, and a free port."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80
     family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

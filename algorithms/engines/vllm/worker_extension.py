@@ -1,9 +1,9 @@
-"""What runs inside vLLM's workers, which import it before they load a model.
+"""Extension of vLLM's workers, which import it before they load a model.
 
-It gives vLLM's weight transfer an engine for one machine without GPUs, and on a CPU it makes linear
-layers read their weights at every call. vLLM would pack them once, and the packed copy of an output
-layer that shares the embeddings is not replaced when weights are reloaded: log-probs would be wrong
-by 0.1, without an error.
+It adds a weight-transfer engine for one machine without GPUs. On a CPU it makes linear layers read
+their weights at every call: vLLM would pack them once, and a reload does not replace the packed
+copy of an output layer that is tied to the embeddings, so log-probs would be wrong by 0.1, without
+an error.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from agentrl.algorithms.engines.vllm.serving import MEMORY
 
 
 class Extension:
-    """Adds nothing to a worker; because vLLM is given its name, it imports this module."""
+    """Adds nothing to a worker; naming it makes vLLM import this module."""
 
 
 @dataclass
 class SharedMemory(WeightTransferInitInfo):  # type: ignore[misc]
-    """A file in memory that the learner shares, and writes to between two updates."""
+    """A memory file that the learner writes between two updates."""
 
     path: str
     size: int
@@ -45,13 +45,13 @@ class SharedMemory(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class WeightLayout(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Name, dtype, shape and first byte of each weight of a checkpoint in that file."""
+    """Name, dtype, shape and first byte of each weight in the memory file."""
 
     weights: list[dict[str, Any]]
 
 
 class MemoryEngine(WeightTransferEngine[SharedMemory, WeightLayout]):  # type: ignore[misc]
-    """Loads weights from memory that the learner's process shares."""
+    """Loads weights from the learner's shared memory."""
 
     init_info_cls = SharedMemory
     update_info_cls = WeightLayout
@@ -65,7 +65,7 @@ class MemoryEngine(WeightTransferEngine[SharedMemory, WeightLayout]):  # type: i
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class synchronises an accelerator, which a machine need not have.
+        # The base class synchronises an accelerator, which there may not be.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: WeightLayout) -> None:

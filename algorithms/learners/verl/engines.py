@@ -1,5 +1,5 @@
-"""verl's engines of one rank, as the settings of the learner ask for them, and the names that
-checkpoints have for their weights. Imports verl, so only processes that have it may import this."""
+"""Builds verl's engines of one rank from the settings, and names their weights as checkpoints do.
+Imports verl, so only processes that have it may import this."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LORA = ("lora_rank", "lora_alpha", "target_modules")
 
 
 def policy_config(settings: VerlSettings) -> TrainingWorkerConfig:
-    """Configuration of the policy's engine, which verl's worker makes itself."""
+    """Configuration of the policy's engine, which verl's worker builds itself."""
     engine, optimizer = CONFIGS[settings["engine"]["strategy"]]
     return TrainingWorkerConfig(
         model_type="language_model",
@@ -47,11 +47,11 @@ def policy_config(settings: VerlSettings) -> TrainingWorkerConfig:
 
 
 def check_options(settings: VerlSettings) -> None:
-    """Raises ConfigError for what verl's own configuration classes refuse, and for an engine that
-    is not installed."""
+    """Raise ConfigError for options that verl's own configuration classes refuse, and for an engine
+    that is not installed."""
     strategy = settings["engine"]["strategy"]
     parts = dict(zip(("engine", "optimizer"), CONFIGS[strategy], strict=True))
-    _check_keys(HFModelConfig, settings["model"])  # which would load the model's files
+    _check_keys(HFModelConfig, settings["model"])  # building it would load the model's files
     for part, kind in parts.items():
         try:
             _verl_config(kind, settings[part])
@@ -67,7 +67,7 @@ def check_options(settings: VerlSettings) -> None:
 
 
 def scoring_engine(settings: VerlSettings, path: str) -> Any:
-    """An engine of a frozen model, a directory or hub name, which only gives log-probs."""
+    """The forward-only engine of a frozen model. path: directory or hub name."""
     model = {key: value for key, value in settings["model"].items() if key not in LORA}
     engine = settings["engine"] | {"forward_only": True}
     # Megatron's engine looks into the optimizer's settings even without one.
@@ -75,15 +75,15 @@ def scoring_engine(settings: VerlSettings, path: str) -> Any:
 
 
 def value_engine(settings: VerlSettings) -> Any:
-    """The engine of the critic: a decoder with a new head of one number, 0 everywhere."""
+    """The engine of the critic: a decoder with a new head, one number initialised to 0."""
     asked = settings["critic"]
     with _value_models():
         return _open_engine("value_model", asked["model"], settings["engine"], asked["optimizer"])
 
 
 def checkpoint_names(module: Module, of: str) -> dict[str, str]:
-    """Names of weights and buffers in checkpoints -> those of verl. A critic has "decoder.*" and
-    "head.*", an adapter peft's names without ADAPTER and WEIGHT, other models their own."""
+    """Checkpoint name -> verl's name of every weight and buffer. In checkpoints a critic has
+    "decoder.*" and "head.*", an adapter peft's without ADAPTER and WEIGHT, others their own."""
     if of == "v":
         decoder = f"{module.base_model_prefix}."
         return {_of_critic(key, decoder): key for key in module.state_dict()}
@@ -132,8 +132,8 @@ def _check_keys(kind: type, asked: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _value_models() -> Iterator[None]:
-    """Within this context verl's engine loads value models by `_value_model`: verl 0.9's own loader
-    asks for flash attention whatever the settings say, and without it for trl."""
+    """Context in which verl's engine loads value models by `_value_model`: verl 0.9's own loader
+    needs flash attention whatever the settings say, and otherwise trl."""
     before = verl.utils.model.load_valuehead_model
     verl.utils.model.load_valuehead_model = _value_model
     try:
@@ -145,7 +145,7 @@ def _value_models() -> Iterator[None]:
 def _value_model(
     local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
 ) -> Module:
-    """A decoder with a new head of zeros. The signature is that of verl's own loader."""
+    """A decoder with a new head of zeros, with the signature of verl's own loader."""
     model: Module = AutoModelForTokenClassification.from_pretrained(
         local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
     )

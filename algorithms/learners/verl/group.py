@@ -1,8 +1,8 @@
 """verl's workers under Ray, from the driver's side.
 
-Owns the Ray actors, the GPUs reserved for them and, where there was none, Ray itself. Always true:
-every rank has done the same calls; after a call that failed, or was not answered in time, the
-workers are stopped, because the others wait inside a collective operation for the one that is gone.
+Owns the Ray actors, the GPUs reserved for them and, if it started one, Ray itself. Always true:
+every rank has run the same calls; after a failed call or a timeout the workers are stopped, because
+the other ranks wait for the missing one inside a collective operation.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from agentrl.algorithms.learners.verl.settings import VerlSettings
 from agentrl.errors import ConfigError, PolicyError, TrainingError
 
-FREE_WITHIN = 60.0  # seconds in which the GPUs of a run that has just ended become free
+FREE_WITHIN = 60.0  # seconds to wait for the GPUs of a run that has just ended
 
 
 class VerlWorkers:
     """One worker on each GPU, with its models loaded. frozen: directories or hub names of the
-    models that only score, by stream.
+    frozen models, by stream.
 
-    Raises ConfigError without a Ray or the GPUs asked for, PolicyError for a model that the workers
+    Raises ConfigError without Ray or the requested GPUs, PolicyError for a model that the workers
     cannot load."""
 
     def __init__(self, settings: VerlSettings, frozen: Mapping[str, str]) -> None:
@@ -42,7 +42,7 @@ class VerlWorkers:
             raise
 
     def all(self, verb: str, *arguments: Any) -> list[Any]:
-        """Call a method with the same arguments on every rank; returns what each returned."""
+        """Call a method with the same arguments on every rank; returns the results by rank."""
         return self.each(verb, *([argument] * self.ranks for argument in arguments))
 
     def each(self, verb: str, *arguments: list[Any]) -> list[Any]:
@@ -76,7 +76,7 @@ class VerlWorkers:
         return answers
 
     def sent(self, thing: Any) -> Any:
-        """A reference to an object in Ray's store; it is sent to each node once."""
+        """A reference to an object in Ray's store. Raises TrainingError if it cannot be pickled."""
         import ray
 
         try:
@@ -128,7 +128,7 @@ class VerlWorkers:
         self.all("open")
 
     def _find_room(self, placed: Mapping[str, Any]) -> None:
-        """Wait for the GPUs of a run that has just ended; verl itself would wait without end."""
+        """Wait for the GPUs of a run that has just ended; verl itself would wait forever."""
         import ray
 
         each = placed["gpus_per_node"]

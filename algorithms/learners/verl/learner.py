@@ -1,15 +1,15 @@
 """The learner for many GPUs: verl's workers under Ray, with this package's objective.
 
-Owns the workers, which own weights and optimizers; the model (or adapter) it is given is a copy
-that it keeps up to date, for the policy server and for checkpoints. Always true between calls: that
-copy is the policy. The psi of a step travels to the workers and is computed there, on whole rows,
-so it must be picklable: no lambda over open files or servers.
+Owns the workers, which own weights and optimizers. It updates its copy of the model (or adapter)
+after every step, for the policy server and for checkpoints. Always true between calls: that copy is
+the policy. The workers compute psi, on whole rows, so it must be picklable: no lambda over open
+files or servers.
 
 Rows are distributed over the ranks by length and padded with rows without actions, which do not
 change the loss, a sum over tokens with weights fixed beforehand. Checkpoints are those of
 `TorchLearner`, so a run may change its learner and its number of GPUs; whole weights and moments
-pass through the memory of this process, which bounds the model it can train. With another engine
-than FSDP2 a checkpoint has verl's own of the optimizer, which only the same engine reads.
+pass through the memory of this process, which limits the size of the model. With an engine other
+than FSDP2, a checkpoint has verl's own optimizer state, which only the same engine reads.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ PADDING = TokenRow(torch.zeros(2, dtype=torch.int64), NO_INTS, NO_FLOATS, NO_FLO
 
 @dataclass(frozen=True, slots=True)
 class FrozenOnWorkers:
-    """A frozen model on the workers. every: training steps after which it becomes the current
-    policy; 0: never."""
+    """A frozen model on the workers. every: number of training steps after which the current policy
+    is copied into it; 0: never."""
 
     workers: VerlWorkers
     letter: str
     every: int = 0
 
     def finish(self, step: int) -> None:
-        """Training step number `step` is done."""
+        """Called after training step number `step`: copies the policy if it is time."""
         if self.every and (step + 1) % self.every == 0:
             self.workers.all("follow", self.letter)
 
@@ -81,11 +81,11 @@ class VerlLearner(PolicyWeights):
         frozen: Mapping[Frozen, str] | None = None,
         every: int = 0,
     ) -> None:
-        """model: the copy, as the workers load it from `settings["model"]["path"]`. adapters: of
-        that model; the one named `policy` is learned. frozen: directories or hub names of the
-        models behind streams q and t; every: see `FrozenOnWorkers`, of q. Raises ConfigError
-        without a supported verl or the GPUs asked for, PolicyError for a model that the workers
-        cannot load."""
+        """model: a copy of the model that the workers load from `settings["model"]["path"]`.
+        adapters: train only the adapter `policy` of that model. frozen: directories or hub names of
+        the reference (q) and the teacher (t); every: see `FrozenOnWorkers`, for q. Raises
+        ConfigError without a supported verl or the requested GPUs, PolicyError for a model that the
+        workers cannot load."""
         check_installed()
         names = dict(frozen or {})
         values: tuple[Supply, ...] = ("v",) if settings["critic"] else ()
@@ -113,11 +113,11 @@ class VerlLearner(PolicyWeights):
         return _in_token_order(batch, shards, answers)
 
     def top(self, batch: Batch, k: int, of: Scored = "o") -> tuple[Tensor, Tensor]:
-        """Raises PolicyError: verl's workers give no such log-probs."""
+        """Raise PolicyError: verl's workers compute no such log-probs."""
         raise PolicyError("the verl learner gives log-probs of sampled tokens only (supply k)")
 
     def symbol_logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
-        """Raises PolicyError: verl's workers give no such log-probs."""
+        """Raise PolicyError: verl's workers compute no such log-probs."""
         return self.top(batch, 1, of)[1]
 
     def values(self, batch: Batch) -> Tensor:
@@ -134,11 +134,10 @@ class VerlLearner(PolicyWeights):
         critic: ValueTerms | None = None,
         eta: Tensor | None = None,
     ) -> StepReport:
-        """As `Learner.step`; then the copy follows. memory/*peak_mb is that of the fullest worker;
-        further metrics are throughput/tflops and throughput/mfu, means of the workers.
+        """As `Learner.step`; then updates the copy. memory/*peak_mb is the largest of the workers;
+        further metrics are throughput/tflops and throughput/mfu, means over the workers.
 
-        Raises TrainingError when a worker fails or does not answer in time; the workers are then
-        stopped."""
+        Raises TrainingError, and stops the workers, when one fails or does not answer in time."""
         if critic is not None:
             self.check_supply("v")
         if eta is not None:
@@ -172,8 +171,7 @@ class VerlLearner(PolicyWeights):
         )
 
     def save(self, directory: Path) -> None:
-        """Write weights, tokenizer, optimizer, critic and a reference that follows the policy, as
-        `TorchLearner` does."""
+        """Write a resumable checkpoint, as `TorchLearner.save` does."""
         self.save_policy(directory)
         if self.strategy != FSDP2:
             self.workers.all("save", str((directory / ENGINE).absolute()))
@@ -241,15 +239,15 @@ class VerlLearner(PolicyWeights):
         save_file(tensors, directory / FILE, metadata={"optimizer": "adamw"})
 
     def _restore(self, of: str, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Give the workers weights, or masters where there are any, and moments."""
+        """Send weights (the master weights if there are any) and moments to the workers."""
         moments = {key: value for key, value in state.items() if not key.endswith(f"/{MASTER}")}
         masters = {
             key.rpartition("/")[0]: value for key, value in state.items() if key not in moments
         }
         found = {**weights, **masters}
         if of in "oq" and self.adapters is None:
-            # Tied weights are one parameter under two names; masters, and the file of a reference,
-            # hold it under the first.
+            # Tied weights are one parameter with two names; master weights and the reference's file
+            # have the first only.
             first = {p.data_ptr(): name for name, p in self.model.named_parameters()}
             own = {n: first.get(p.data_ptr(), n) for n, p in self.model.state_dict().items()}
             found = {name: found[source] for name, source in own.items() if source in found}
@@ -261,7 +259,7 @@ class VerlLearner(PolicyWeights):
         )
 
     def _each(self, verb: str, shards: list[Any], *rest: Any) -> list[Any]:
-        """Call a method on every rank with its shard; returns the answer for each shard."""
+        """Call a method on every rank with its shard; returns one result per shard."""
         spread = [shards[number] for number, _ in self.layout]
         same = ([value] * len(spread) for value in rest)
         answers = zip(self.layout, self.workers.each(verb, spread, *same), strict=True)
@@ -295,12 +293,12 @@ class VerlLearner(PolicyWeights):
 
 
 def deal_rows(rows: Sequence[TokenRow], ranks: int) -> list[list[int]]:
-    """Indices of rows for each rank: equally many, of similarly many tokens; -1 is padding."""
+    """Row indices for each rank: the same number, of similar total length; -1 is padding."""
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
     order += [-1] * (-len(rows) % ranks)
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for turn in range(0, len(order), ranks):
-        # Back and forth, so that no rank always gets the longest.
+        # Alternating direction, or the first rank would always get the longest row.
         there = range(ranks) if turn // ranks % 2 == 0 else range(ranks - 1, -1, -1)
         for rank, row in zip(there, order[turn : turn + ranks], strict=True):
             hands[rank].append(row)
@@ -308,7 +306,7 @@ def deal_rows(rows: Sequence[TokenRow], ranks: int) -> list[list[int]]:
 
 
 def _critic_shapes(critic: Mapping[str, Any], dtype: torch.dtype) -> ModuleDict | None:
-    """The critic's parameters in a checkpoint, without values: as `ValueModel.modules`."""
+    """The modules of `ValueModel.modules` on the meta device, for names and shapes."""
     if not critic:
         return None
     config = AutoConfig.from_pretrained(critic["model"]["path"])
@@ -329,7 +327,7 @@ def _temperature(row: TokenRow) -> float:
 
 
 def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics over ranks: the largest of a peak, the mean of others."""
+    """Aggregate metrics over ranks: maximum of a peak, mean of others."""
     return {
         name: max(found) if "peak" in name else sum(found) / len(found)
         for name in ranks[0]
@@ -338,7 +336,7 @@ def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _in_token_order(batch: Batch, shards: Sequence[Any], parts: Sequence[Tensor]) -> Tensor:
-    """What the ranks returned for their actions, float32 [N] in token order."""
+    """Join the ranks' results for their actions, float32 [N] in token order."""
     whole = torch.empty(batch.n_tokens)
     for shard, part in zip(shards, parts, strict=True):
         whole[torch.cat(shard.index)] = part

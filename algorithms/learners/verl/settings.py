@@ -22,7 +22,7 @@ VERL = ((0, 9), (0, 11))  # supported releases: from, and below
 REACHED_WITHIN = 10.0  # seconds
 
 SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
-DECIDED = {  # what of verl's is decided by a setting of agentrl, or fixed ("")
+DECIDED = {  # verl's options -> the setting of agentrl that decides them, or "" if they are fixed
     "path": "policy.model", "lora_rank": "policy.lora", "lora_alpha": "policy.lora",
     "target_modules": "policy.lora", "use_remove_padding": "learner.verl.attention",
     "enable_gradient_checkpointing": "learner.gradient_checkpointing",
@@ -50,14 +50,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 VerlSettings = dict[str, dict[str, Any]]
-"""verl's configuration classes by part (model, engine, optimizer; critic, with the model and
-optimizer of its own, empty without one), and where they run (ray)."""
+"""Keyword arguments of verl's configuration classes by part: model, engine, optimizer; critic, with
+a model and optimizer of its own, empty without one; and the placement of workers (ray)."""
 
 
 def settings(config: RunConfig, model: str) -> VerlSettings:
     """verl's configuration of a run. model: directory or hub name of the initial policy.
 
-    Raises ConfigError for settings that verl cannot follow."""
+    Raises ConfigError for settings that verl does not support."""
     for key, why in _unsupported_settings(config):
         raise ConfigError(f"{key}: {why}; leave it out, or set learner.kind = 'torch'")
     asked, lora = placement(config), config.policy.lora
@@ -78,7 +78,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
     optimizer = {
         "weight_decay": config.algorithm.weight_decay,
         "clip_grad": config.algorithm.max_grad_norm,
-        "lr": config.algorithm.lr,  # of the first step; each step brings its own
+        "lr": config.algorithm.lr,  # of the first step; each step passes its own
     } | OPTIMIZERS[strategy]
     known: VerlSettings = {
         "ray": {key: getattr(asked, key) for key in RAY},
@@ -100,7 +100,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
 
 
 def _strategy(asked: VerlConfig) -> str:
-    """The engine of verl's that is asked for. Raises ConfigError for one that is not known."""
+    """verl's engine. Raises ConfigError for an unknown one."""
     found = asked.options.get("engine", {}).get("strategy", FSDP2)
     if found not in (FSDP2, MEGATRON):
         raise ConfigError(
@@ -111,18 +111,17 @@ def _strategy(asked: VerlConfig) -> str:
 
 
 def _sharded(narrow: str) -> dict[str, Any]:
-    """Settings of FSDP2. narrow: what is computed with."""
+    """Settings of FSDP2. narrow: dtype of forward and backward."""
     kept = {"reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     return {
-        "model_dtype": "fp32",  # master weights; computed with in param_dtype
+        "model_dtype": "fp32",  # of master weights; forward and backward use param_dtype
         "mixed_precision": {"param_dtype": narrow, **kept},
         "use_torch_compile": False,
     }
 
 
 def _with_options(known: VerlSettings, asked: VerlConfig) -> VerlSettings:
-    """`learner.verl.options` over the settings; tables are merged. Raises ConfigError for a key
-    that something else decides."""
+    """Merge `learner.verl.options` into the settings. Raises ConfigError for a key of DECIDED."""
     for part, options in asked.options.items():
         for key, value in options.items():
             if key in DECIDED:
@@ -146,12 +145,12 @@ def _with_options(known: VerlSettings, asked: VerlConfig) -> VerlSettings:
 
 
 def placement(config: RunConfig) -> VerlConfig:
-    """Where verl's workers run. Of another learner: where they would run by default."""
+    """The settings of verl's workers; the defaults for another learner."""
     return config.learner.verl if isinstance(config.learner, VerlLearnerConfig) else VerlConfig()
 
 
 def describe_settings(config: RunConfig) -> str:
-    """`settings` as comments under a run file, for `--dry-run`."""
+    """`settings` as comments to append to a run file, for `--dry-run`."""
     model = config.model_path() or str(Path(config.output, "policy"))
     lines = ["", "# What verl is configured with:"]
     for key, value in flatten(settings(config, model)).items():
@@ -160,15 +159,15 @@ def describe_settings(config: RunConfig) -> str:
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError for errors that show before anything starts: settings, missing packages,
-    and a Ray cluster that cannot be reached."""
+    """Raise ConfigError for errors that can be found before anything starts: unsupported settings,
+    missing packages, an unreachable Ray cluster."""
     settings(config, config.policy.model)
     check_installed()
     _check_reachable(placement(config).address or os.environ.get("RAY_ADDRESS", ""))
 
 
 def check_installed() -> None:
-    """Raises ConfigError where verl is missing or is a release that is not supported."""
+    """Raise ConfigError if verl is missing or its release is not supported."""
     missing = [name for name in ("verl", "ray", "tensordict") if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -184,7 +183,7 @@ def check_installed() -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would retry for minutes. Names such as "auto" are left to Ray."""
+    """Connect to HOST:PORT, because Ray would retry for minutes; "auto" and the like are Ray's."""
     if address.startswith("ray://"):
         raise ConfigError(
             f"learner.verl.address = {address!r}: verl needs to be on a node of the cluster, not "
@@ -203,7 +202,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _critic(config: RunConfig, decoder: dict[str, Any], optimizer: dict[str, Any]) -> Any:
-    """Model and optimizer of the critic; nothing without one."""
+    """Settings of the critic's model and optimizer; empty without a critic."""
     asked = config.critic
     if not asked.model:
         return {}
@@ -213,7 +212,7 @@ def _critic(config: RunConfig, decoder: dict[str, Any], optimizer: dict[str, Any
 
 
 def _unsupported_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Settings that only the torch learner supports, and why."""
+    """Settings that only the torch learner supports, each with the reason."""
     if config.critic.model == "shared":
         yield "critic.model = 'shared'", "a critic of verl is a model of its own ('copy')"
     if config.learner.packing == "trie":

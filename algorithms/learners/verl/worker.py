@@ -1,13 +1,13 @@
 """One rank of the verl learner: verl's engines and the methods that the driver calls.
 
-Runs inside a Ray actor, or alone in a process with `RANK` and the like in its environment. Imports
-verl, so only processes that have it import this. Always true: all ranks are called with the same
-method at the same time, because each contains collective operations; between calls no gradient is
-kept. Engines are named by their stream: o the policy, v the critic, q and t frozen models.
+Runs inside a Ray actor, or in a process with torch.distributed's environment variables (`RANK`).
+Imports verl, so only processes that have it import this. Always true: the driver calls the same
+method on all ranks at once, because each contains collective operations; no gradient is kept
+between calls. Engines are named by stream: o the policy, v the critic, q and t frozen models.
 
-What every engine of verl's has, `BaseEngine`, is used where it suffices: passes, updates, whole
-weights. FSDP2's shards are read for more: the gradient's norm before an update, optimizers under
-the names of checkpoints, adapters. Of other engines only verl reads the optimizer (`save`, `load`).
+The methods of verl's `BaseEngine` are used where they suffice: passes, updates, whole weights.
+FSDP2's shards are read for more: the gradient's norm before an update, optimizer state by checkpoint
+name, adapters. The optimizer of another engine is read only by verl (`save`, `load`).
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ BROADCAST_PART = StateDictOptions(full_state_dict=True, broadcast_from_rank0=Tru
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The rows of one rank. Every rank has equally many; rows without actions are padding."""
+    """The rows of one rank. Every rank has the same number; rows without actions are padding."""
 
     tokens: list[Tensor]  # int64 [L] each
     states: list[Tensor]  # int64 [A] each, the positions before the actions
-    index: list[Tensor]  # int64 [A] each, place in the batch's token level
+    index: list[Tensor]  # int64 [A] each, positions in the batch's token level
     temperature: Tensor  # float32 [rows]
     token_budget: int  # of one micro-batch, at least the longest row of any rank
 
@@ -76,10 +76,10 @@ class Shard:
 class BackwardResult:
     """The result of one backward pass of an engine."""
 
-    loss: float  # of the critic before its coefficient; this rank's share of the sum
+    loss: float  # this rank's part of the sum, without the critic's coefficient
     grad_norm: float  # of all ranks
     clipped: int = 0  # tokens of this rank whose value is clipped
-    columns: dict[str, Tensor] = field(default_factory=dict)  # float32, of the actions in order
+    columns: dict[str, Tensor] = field(default_factory=dict)  # float32, one number per action
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class ShardReport:
 
 
 class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
-    """A shard of the policy, of the critic and of their optimizers, and of the frozen models."""
+    """The shards of policy, critic, their optimizers and the frozen models on one rank."""
 
     def __init__(self, settings: VerlSettings, frozen: dict[str, str]) -> None:
         super().__init__(policy_config(settings))
@@ -112,7 +112,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         for engine in self.engines.values():
             _without_dropout(engine.module)
             for group in engine.optimizer.param_groups if self.sharded and engine.optimizer else []:
-                # Beside an adapter the weights of its base are frozen, and have no moments.
+                # An adapter's base weights are frozen and have no moments.
                 group["params"] = [each for each in group["params"] if each.requires_grad]
 
     def layout(self) -> tuple[int, bool]:
@@ -121,8 +121,8 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         return self.engine.get_data_parallel_rank(), self.engine.is_mp_src_rank_with_outputs()
 
     def logprobs(self, shard: Shard, of: str) -> Tensor:
-        """Log-probs of the shard's actions in order, float32. q without a model of its own is the
-        policy without its adapter."""
+        """Log-probs of the shard's actions in order, float32. If q has no engine, it is the policy
+        without its adapter."""
         engine: Any = self.engines.get(of, self.engine)
         alone = engine.disable_adapter() if of not in self.engines else nullcontext()
         with engine.eval_mode(), alone:
@@ -137,7 +137,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         return _of_actions(output, shard, "values")
 
     def step(self, shard: Shard, psi: Psi, lr: float, terms: ValueTerms | None) -> ShardReport:
-        """Forward, backward and, where everything is finite, update."""
+        """Forward, backward and, if everything is finite, update."""
         started, device = time.monotonic(), torch.device(get_device_name())
         memory.start_measuring(device)
         critic = None if terms is None else self.engines["v"]
@@ -150,7 +150,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
                 value = self._backward(critic, shard, partial(critic_loss, terms=terms))
             applied = math.isfinite(policy.grad_norm + (value.grad_norm if value else 0.0))
             if applied:
-                # Where psi is 0 and only a critic learns, momentum would still move the policy.
+                # If psi is 0 and only the critic learns, momentum would still move the policy.
                 if policy.grad_norm > 0 or critic is None:
                     policy = self._updated(policy, lr)
                 if critic is not None:
@@ -159,8 +159,8 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         return ShardReport(policy, value, applied, metrics)
 
     def weights(self, of: str) -> dict[str, Tensor]:
-        """The weights of an engine, or its adapter's, in float32 under the names of checkpoints;
-        other ranks than 0 return nothing."""
+        """The weights of an engine, or of its adapter, float32, by checkpoint name; empty on ranks
+        other than 0."""
         module = self.engines[of].module
         if of != "v" and not self._adapted(of):
             return self._whole(of)
@@ -187,7 +187,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         self.engine.load_checkpoint(folder, del_local_after_load=False)
 
     def moments(self, of: str) -> dict[str, Tensor]:
-        """The optimizer's state as "<parameter>/<moment>", from rank 0; empty before a step."""
+        """The optimizer's state as "<parameter>/<moment>"; rank 0 only, empty before a step."""
         engine = self.engines[of]
         if not engine.optimizer.state:
             return {}
@@ -202,8 +202,8 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
     def restore(
         self, of: str, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], begun: bool
     ) -> None:
-        """Load what `weights` and `moments` returned, which rank 0 is given. begun: whether there
-        are moments."""
+        """Load weights and moments, as `weights` and `moments` return them; rank 0 gets the values,
+        others empty mappings. begun: whether there are moments."""
         module, optimizer = self.engines[of].module, self.engines[of].optimizer
         keys = checkpoint_names(module, of)
         found: dict[str, Any] = {keys[name]: weight for name, weight in weights.items()}
@@ -265,8 +265,8 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         return of == "o" and bool(self.settings["model"].get("lora_rank"))
 
     def _speed(self, shard: Shard, seconds: float) -> dict[str, float]:
-        """throughput/tflops of this GPU, of the policy alone, and throughput/mfu, their share of
-        what the GPU can do; where verl knows the model and the GPU."""
+        """throughput/tflops of the policy's update on this GPU, and throughput/mfu, the fraction of
+        the GPU's peak; each only if verl knows it for this model and GPU."""
         done, possible = self.flops_counter.estimate_flops(shard.lengths, seconds)
         known = {"throughput/tflops": float(done)} if done else {}
         if done and math.isfinite(possible):
@@ -304,9 +304,9 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
 def policy_loss(
     model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None, *, psi: Psi
 ) -> tuple[Tensor, dict[str, float]]:
-    """The one loss, - sum_t sg[psi_t] * log pi_t, times the ranks that FSDP averages over. Where a
-    log-prob is not finite it is NaN, which makes every rank's gradient so."""
-    logprobs = model_output["log_probs"].values()  # at each position that of the next token
+    """- sum_t sg[psi_t] * log pi_t, times the number of ranks that FSDP averages over. NaN if a
+    log-prob is not finite, which makes every rank's gradient NaN."""
+    logprobs = model_output["log_probs"].values()  # at each position, of the next token
     chosen = data["loss_mask"].values().bool()
     if not chosen.any():
         return (logprobs * 0.0).sum(), {"loss": 0.0}
@@ -324,7 +324,7 @@ def critic_loss(
     model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None, *, terms: ValueTerms
 ) -> tuple[Tensor, dict[str, float]]:
     """A loss with the gradient of `values.value_loss` times the ranks; metrics: that loss."""
-    values = model_output["values"].values()  # at each position that of the state behind it
+    values = model_output["values"].values()  # at each position, of the state after it
     chosen = data["loss_mask"].values().bool()
     if not chosen.any():
         return (values * 0.0).sum(), {"loss": 0.0, "clipped": 0}

@@ -1,1 +1,1 @@
-"""The algorithms by name: one file per paper or family, with the classes that only it uses."""
+"""Presets: one file per paper or family, with the classes that only it uses."""

@@ -1,11 +1,10 @@
-"""COMA, arXiv 1705.08926: a critic of the team says what each call was worth.
+"""COMA, arXiv 1705.08926: counterfactual advantages from a critic of the team.
 
-central: a network that reads the state and what the others did, and values every action of an
-agent. vdn and qmix: utilities of each agent's own actions, mixed (1706.05296, 1803.11485); as
-critics of policies, 2007.12322. All learn TD(lambda) targets of the policy that acted and, beside
-them, a model of that policy. Each step learns from its own episodes alone: the targets are the
-acting policy's returns, without a correction for another policy, so an episode of an earlier step
-would teach the value of an outdated policy (COMA is on-policy, as its authors' code is).
+central: a network that maps the state and the other agents' actions to a value of every action of
+an agent. vdn and qmix: mixed utilities of each agent's own actions (1706.05296, 1803.11485); as
+critics of policies, 2007.12322. All learn TD(lambda) targets of the acting policy, together with a
+model of that policy. Each step learns from its own episodes only, without off-policy correction, so
+that the critic does not learn values of an outdated policy (as in the authors' code).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Kind = Literal["central", "vdn", "qmix"]
 
 @dataclass(frozen=True, slots=True)
 class TeamShape:
-    """n agents, observations [o], a actions, states [s]."""
+    """Number of agents and actions, and sizes of observations and states."""
 
     agents: int
     observation: int
@@ -60,8 +59,7 @@ class CriticTraining:
 
 
 class AgentNetwork(nn.Module):
-    """A number for every action of every agent [..., n, a], from features [..., n, f] and the
-    agent's index."""
+    """An MLP from features [..., n, f] and the agent's index to numbers of actions [..., n, a]."""
 
     def __init__(self, agents: int, features: int, actions: int, hidden: int) -> None:
         super().__init__()
@@ -89,14 +87,14 @@ class CentralCritic(nn.Module):
         n = data.actions.shape[-1]
         chosen = functional.one_hot(data.actions, self.actions).float()
         chosen = chosen * data.acting[:, :-1, :, None]
-        others = chosen[:, :, None] * (1 - torch.eye(n))[:, :, None]  # without one's own
+        others = chosen[:, :, None] * (1 - torch.eye(n))[:, :, None]  # mask the agent's own action
         state = data.states[:, :-1, None].expand(-1, -1, n, -1)
         out: Tensor = self.each(torch.cat([state, others.flatten(-2)], -1))
         return out
 
 
 class MixedCritic(nn.Module):
-    """The mixed utilities, each agent's replaced by the utility of each of its actions in turn."""
+    """Q(s, (u_-i, a)) from mixed utilities, with the utility of a in the place of agent i's."""
 
     def __init__(
         self, kind: Literal["vdn", "qmix"], shape: TeamShape, training: CriticTraining
@@ -110,18 +108,17 @@ class MixedCritic(nn.Module):
     def forward(self, data: Episodes) -> Tensor:
         q = self.utilities(data.observations[:, :-1])
         taken = torch.where(data.acting[:, :-1], of_action(q, data.actions), 0.0)
-        # [n, 1, n]: whose utility is replaced
-        own = torch.eye(data.actions.shape[-1], dtype=torch.bool)[:, None]
-        instead = torch.where(own, q[..., None], taken[:, :, None, None])  # [B, T, n, a, n]
-        state = data.states[:, :-1, None, None].expand(*instead.shape[:-1], -1)
-        out: Tensor = self.mixer(instead, state)
+        own = torch.eye(data.actions.shape[-1], dtype=torch.bool)[:, None]  # [n, 1, n]
+        utilities = torch.where(own, q[..., None], taken[:, :, None, None])  # [B, T, n, a, n]
+        state = data.states[:, :-1, None, None].expand(*utilities.shape[:-1], -1)
+        out: Tensor = self.mixer(utilities, state)
         return out
 
 
 class TeamCritic:
-    """The critic as a `StatePart`. Owns its networks, target copies and optimizer. Always true: the
-    advantages of a step are those of the networks before they learned that step, so a baseline
-    never knows the action it is compared with."""
+    """The critic as a `StatePart`, with its networks, target copies and optimizer. Invariant: the
+    advantages of a step come from the networks before they learned that step, so that a baseline
+    does not depend on the action it is compared with."""
 
     def __init__(
         self, kind: Kind, shape: TeamShape, training: CriticTraining, seed: int = 0
@@ -142,8 +139,8 @@ class TeamCritic:
         )
 
     def advantages(self, episodes: Sequence[Episode]) -> Tensor:
-        """[B, T, n]: Q of the joint action minus its mean over the agent's own actions under its
-        policy, the others' fixed; NaN where an agent did not act."""
+        """Q of the joint action minus its mean over the agent's own actions under its policy, with
+        the others' actions fixed, [B, T, n]; NaN for an agent that did not act."""
         data = pad_episodes(episodes, self.shape.actions)
         with torch.no_grad():
             q = self.online["critic"](data)
@@ -152,7 +149,7 @@ class TeamCritic:
         return torch.where(data.acted, advantage, torch.nan)
 
     def learned(self, episodes: Sequence[Episode]) -> TeamCritic:
-        """The critic after a training step on these episodes; this one does not change."""
+        """A copy of the critic, trained for one step on these episodes."""
         after = copy.deepcopy(self)
         after.target.load_state_dict(self.online["critic"].state_dict())
         data = pad_episodes(episodes, self.shape.actions)
@@ -175,7 +172,7 @@ class TeamCritic:
         self.optimizer.step()
 
     def _targets(self, data: Episodes) -> Tensor:
-        """[B, T], from the mean Q of the agents that acted."""
+        """TD(lambda) targets [B, T]; a state's value is the mean Q of the agents that acted."""
         q = of_action(self.target(data), data.actions)
         v = torch.where(data.acted, q, 0.0).sum(-1) / data.acted.sum(-1).clamp(min=1)
         following = functional.pad(v[:, 1:], (0, 1))
@@ -190,7 +187,7 @@ class TeamCritic:
         try:
             saved = safetensors.load(base64.b64decode(msgspec.convert(data, str)))
         except (ValueError, SafetensorError) as error:
-            raise msgspec.ValidationError(f"no critic can be read from it: {error}") from None
+            raise msgspec.ValidationError(f"it cannot be read as a critic: {error}") from None
         own = self._tensors()
         if {k: x.shape for k, x in saved.items()} != {k: x.shape for k, x in own.items()}:
             raise msgspec.ValidationError("it is of a critic of other roles, actions or sizes")
@@ -198,11 +195,11 @@ class TeamCritic:
             tensor.copy_(saved[name])
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Every tensor that learning changes, by name."""
+        """All tensors that training changes, by name."""
         squares: dict[str, Tensor] = {}
         for number, p in enumerate(self.online.parameters()):
             state = self.optimizer.state[p]
-            if not state:  # as the first step would make it
+            if not state:  # initialise it as the first step would
                 state |= {"step": torch.zeros(()), "square_avg": torch.zeros_like(p)}
             squares |= {f"optimizer.{number}.{name}": x for name, x in state.items()}
         online = {f"online.{name}": p.detach() for name, p in self.online.named_parameters()}
@@ -211,18 +208,18 @@ class TeamCritic:
 
 
 def counterfactual_advantage(q: Tensor, policy: Tensor, actions: Tensor) -> Tensor:
-    """[..., n]: q [..., n, a] of the actions [..., n] minus its mean under the policy [..., n, a]
-    over the same agent's actions. COMA, arXiv 1705.08926."""
+    """q [..., n, a] of the actions [..., n], minus its mean over the same agent's actions under
+    the policy [..., n, a]; [..., n]. COMA, arXiv 1705.08926."""
     return of_action(q, actions) - (policy * q).sum(-1) / policy.sum(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Counterfactual(RememberedColumn):
-    """[S] the advantage of a call's action over the other actions of its role, those of the other
-    roles fixed: COMA, arXiv 1705.08926. Missing for calls of roles outside the team, and where the
-    rollout's reward is missing. Raises TrainingError for a role that made no call.
+    """COMA's advantage of a call's action over the other actions of its role, with the other roles'
+    actions fixed, [S]; arXiv 1705.08926. Missing for calls of roles outside the team and for
+    rollouts without a reward. Raises TrainingError for a role that made no call.
 
-    Whole rollouts are read, so roles that other policies play are part of the team."""
+    It reads whole rollouts, so the team includes roles played by other policies."""
 
     kind: Kind
     stage: JointActionSpace
@@ -273,10 +270,10 @@ def coma(
     updates: Count = 8,
     std: bool = False,
 ) -> Algo:
-    """Calls against the other answers of their role, the other roles' answers fixed, by a critic of
-    the team: a central one of joint actions, or the roles' utilities mixed by VDN (1706.05296) or
-    QMIX (1803.11485). `actions`: the answers that are told apart; any other answer is one more
-    action. Roles that other policies play belong to the team. arXiv 1705.08926."""
+    """Calls compared with the other possible answers of their role, with the other roles' answers
+    fixed, by a critic of the team: a central one of joint actions, or the roles' utilities mixed by
+    VDN (1706.05296) or QMIX (1803.11485). `actions`: the answers to distinguish; all others count
+    as one more action. The team includes roles played by other policies. arXiv 1705.08926."""
     stage = JointActionSpace(tuple(roles), tuple(actions), width)
     value = Counterfactual(critic, stage, CriticTraining(gamma, lam, critic_lr, updates), reward)
     credit = GroupRelative(value, by=("role",), base="none", norm="std" if std else "none")

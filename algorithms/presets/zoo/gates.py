@@ -1,6 +1,6 @@
-"""Other gates than PPO's clip: truncated, smooth, one ratio per row, or on probabilities (DPPO); a
-squared penalty on the log-ratio (Kimi, DRO, distillation); and modifiers that correct for the
-difference between sampler and trainer by detached weights and masks.
+"""Presets with other gates than PPO's clip: truncated, smooth, one ratio per row, or on
+probabilities (DPPO); a squared penalty on the log-ratio (Kimi, DRO, distillation); and modifiers
+that correct the mismatch of sampler and trainer by detached weights and masks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from agentrl.errors import ConfigError
 
 Whose = Literal["teacher", "policy"]
 
-SEQUENCE_CLIP = (3e-4, 4e-4)  # of a ratio that is the mean of a row's
+SEQUENCE_CLIP = (3e-4, 4e-4)  # for a mean ratio of a row
 
 
 @dataclass(frozen=True, slots=True)
 class SoftGate:
-    """4 s (1 - s) r with s = sigmoid(tau (r - 1)); tau is tp where A > 0, else tn. SAPO, arXiv
-    2511.20347."""
+    """4 s (1 - s) r, s = sigmoid(tau (r - 1)), tau = tp if A > 0 else tn. SAPO, 2511.20347."""
 
     tp: float = 1.0
     tn: float = 1.05
@@ -42,7 +41,7 @@ class SoftGate:
 
 @dataclass(frozen=True, slots=True)
 class VespoWeight:
-    """r^k e^{c (1 - r)} with (k, c) by the sign of A, pooled as a row sum. VESPO, 2602.10693."""
+    """r^k e^{c (1 - r)} with (k, c) by the sign of A; pool lr as a row sum. VESPO, 2602.10693."""
 
     positive: tuple[float, float] = (2.0, 3.0)
     negative: tuple[float, float] = (3.0, 2.0)
@@ -55,8 +54,8 @@ class VespoWeight:
 
 @dataclass(frozen=True, slots=True)
 class ClipLog:
-    """lr held below hi where A >= 0 and above -lo elsewhere: what GMPO (arXiv 2507.20673) does to
-    each token before it pools them. For `Gate.pre`: gives log-ratios, not factors."""
+    """lr clamped to at most hi if A >= 0, else to at least -lo: GMPO's clip per token (arXiv
+    2507.20673). For `Gate.pre`: returns log-ratios, not factors."""
 
     lo: float = 0.4
     hi: float = 0.4
@@ -67,8 +66,8 @@ class ClipLog:
 
 @dataclass(frozen=True, slots=True)
 class OffPolicyMask:
-    """0 where A < 0 and -lr > delta, else 1: failures that the policy has moved away from are not
-    learned. Pool as a row mean of p against b. DeepSeek-V3.2, arXiv 2512.02556."""
+    """0 if A < 0 and -lr > delta, else 1: masks failures that the policy has moved away from. Pool
+    lr as a row mean of p against b. DeepSeek-V3.2, arXiv 2512.02556."""
 
     delta: float = 0.1
     is_mask: ClassVar[bool] = True
@@ -111,14 +110,14 @@ def gspo(reward: str) -> Algo:
 
 @preset("gspo-token", clip=SEQUENCE_CLIP, clip_by="row")
 def gspo_token(reward: str) -> Algo:
-    """GSPO's ratio with credit that may differ inside a row: calls compared by a reward of their
-    own, as in `reward = "transition:name"`. arXiv 2507.18071."""
+    """GSPO's ratio with credit that can differ inside a row: calls compared by a reward of calls,
+    `reward = "transition:name"`. arXiv 2507.18071."""
     return Algo(GroupRelative(reward, norm="std"))
 
 
 @preset("luspo", clip=SEQUENCE_CLIP, clip_by="row")
 def luspo(reward: str) -> Algo:
-    """GSPO with row sums, free of the bias to short answers. arXiv 2602.05261."""
+    """GSPO with row sums, which removes the bias towards short answers. arXiv 2602.05261."""
     return Algo(GroupRelative(reward, norm="std"), agg=ROW_SUMS)
 
 
@@ -131,8 +130,9 @@ def gmpo(reward: str, *, log_low: Num = 0.4, log_high: Num = 0.4) -> Algo:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceGate:
-    """min(r, cap), but 0 where the update would carry a probability still further from the
-    sampler's than `hi` upwards or `lo` downwards. For num "p", den "b". DPPO, arXiv 2602.04879."""
+    """min(r, cap), but 0 if the probability is already more than `hi` above or `lo` below the
+    sampler's and the update would move it further away. For num "p", den "b". DPPO, arXiv
+    2602.04879."""
 
     kind: Literal["tv", "kl"] = "tv"
     lo: float = 0.15
@@ -148,18 +148,18 @@ class DivergenceGate:
         return self.factor(lr, advantage * (pi - mu), distance)
 
     def factor(self, lr: Tensor, onward: Tensor, distance: Tensor) -> Tensor:
-        """From the distance that each probability has moved; onward > 0: the update would move it
-        further that way."""
+        """Factors [n] from the `distance` that each probability has moved. onward > 0: the update
+        would move it further in the same direction."""
         bound = torch.where(lr > 0, self.hi, self.lo)
         return ratio(lr).clamp(max=self.cap) * ~((onward > 0) & (distance > bound))
 
 
 @dataclass(frozen=True, slots=True)
 class TopKDivergenceGate(DivergenceGate):
-    """As `DivergenceGate`, but the distance is between the distributions over k tokens (the sampled
-    one and the most probable others before the first update) and one symbol for all the rest. For
-    num "p", den "o", with these log-probs as p_K and o_K. In the first step o is p, and the factor
-    1. DPPO, arXiv 2602.04879."""
+    """As `DivergenceGate`, with the distance between distributions over k tokens (the sampled one
+    and the most probable others before the first update) and one symbol for the rest. For num "p",
+    den "o", with these log-probs in the streams p_K and o_K. In the first step o is p and the
+    factor is 1. DPPO, arXiv 2602.04879."""
 
     k: int = 20
 
@@ -208,9 +208,9 @@ def dppo_topk(
     cap: Cap = 20.0,
     length: Count = 1024,
 ) -> Algo:
-    """Trust region on how far the probabilities of the sampled and the likeliest tokens, k in all,
-    and of the rest have moved from the old policy: total variation (0.15) or KL (0.05). Without
-    minibatches or epochs nothing has moved. arXiv 2602.04879."""
+    """Trust region on the total variation (0.15) or KL divergence (0.05) between current and old
+    policy over the sampled and the most probable tokens, k in all, and the rest. No effect without
+    minibatches or epochs. arXiv 2602.04879."""
     bound = 0.15 if kind == "tv" else 0.05
     down, up = (bound if given is None else given for given in (low, high))
     return _dppo(reward, Gate(TopKDivergenceGate(kind, down, up, cap, k)), length)
@@ -218,24 +218,22 @@ def dppo_topk(
 
 @preset("kimi")
 def kimi(reward: str, *, beta: Num = 0.1) -> Algo:
-    """Group mean with a squared penalty on leaving the old policy (DRO). arXiv 2501.12599."""
+    """Group mean with a squared penalty on the log-ratio to the old policy. arXiv 2501.12599."""
     return Algo(GroupRelative(reward), penalties=(KLPenalty("k2", beta, "o"),), agg=TOKENS)
 
 
 @preset("dro")
 def dro(reward: str, *, beta: Num = 0.1) -> Algo:
-    """The same as kimi, by its name in verl: log-prob times advantage, squared penalty. arXiv
-    2501.12599."""
+    """`kimi`, as verl names it: log-prob times advantage, squared penalty. arXiv 2501.12599."""
     return kimi(reward=reward, beta=beta)
 
 
 @preset("distill")
 def distill(*, beta: Positive = 1.0, top: Natural = 0, of: Whose = "teacher") -> Algo:
     """On-policy distillation: reverse KL to a teacher on the policy's own rollouts, no rewards.
-    top: 0: by the sampled token alone; else over so many tokens and the rest, the most probable of
-    the teacher by forward KL, or of the policy by reverse KL. arXiv 2306.13649."""
-    alone = Algo(ZeroAdvantage(), agg=TOKENS, rewards=())
-    return with_teacher(alone, beta=beta, top=top, of=of)
+    top: 0: estimated from the sampled token; else over this many tokens and the rest: the most
+    probable ones of the teacher (forward KL) or of the policy (reverse KL). arXiv 2306.13649."""
+    return with_teacher(Algo(ZeroAdvantage(), agg=TOKENS, rewards=()), beta=beta, top=top, of=of)
 
 
 def _with(algo: Algo, *gates: Gate) -> Algo:
@@ -246,21 +244,20 @@ def _with(algo: Algo, *gates: Gate) -> Algo:
 def with_teacher(
     algo: Algo, *, beta: Positive = 1.0, top: Natural = 0, of: Whose = "teacher"
 ) -> Algo:
-    """Also the KL to the teacher, on the same tokens as the host's policy gradient: see
-    `distill`."""
+    """Adds the KL to a teacher on the tokens of the host's policy gradient: see `distill`."""
     if not top:
         return replace(algo, penalties=(*algo.penalties, KLPenalty("k2", beta, "t")))
     if algo.symbols or algo.side is not None:
         raise ConfigError(
-            f"top = {top} imitates several tokens at every place, which {algo.name!r} cannot: it "
-            "compares some of its own, or whole sides; set top = 0"
+            f"top = {top} imitates several tokens at every position, which cannot be combined with "
+            f"the preference loss or the top-k gate of {algo.name!r}; set top = 0"
         )
     return replace(algo, distill=TopKDistillation(top, beta, of))
 
 
 @modifier("tis")
 def tis(algo: Algo, *, tis_cap: Cap = 2.0) -> Algo:
-    """Truncated weight per token for sampler against trainer. fengyao.notion.site/off-policy-rl."""
+    """Truncated weight per token of trainer against sampler. fengyao.notion.site/off-policy-rl."""
     return _with(algo, Gate(Truncate(0.0, tis_cap), "o", "b"))
 
 
@@ -272,14 +269,13 @@ def seq_tis(algo: Algo, *, seq_tis_cap: Cap = 2.0) -> Algo:
 
 @modifier("icepop")
 def icepop(algo: Algo, *, icepop_low: Num = 0.5, icepop_high: Cap = 5.0) -> Algo:
-    """Tokens whose weight for sampler against trainer is out of range are dropped. arXiv
-    2510.18855."""
+    """Drops tokens whose weight of trainer against sampler is out of range. arXiv 2510.18855."""
     return _with(algo, Gate(RatioInRange(icepop_low, icepop_high), "o", "b"))
 
 
 @modifier("mis")
 def mis(algo: Algo, *, mis_cap: Cap = 3.0) -> Algo:
-    """Rows whose product of weights is above the cap are dropped. TRL `sequence_mask`."""
+    """Drops rows whose product of weights is above the cap. TRL `sequence_mask`."""
     return _with(algo, Gate(RatioInRange(0.0, mis_cap), "o", "b", "row", "sum"))
 
 
@@ -293,20 +289,20 @@ def seq_mask_tis(algo: Algo, *, low: Num = 0.99, high: Cap = 1.01, cap: Cap = 2.
 @modifier("decoupled")
 def decoupled(algo: Algo, *, decoupled_old: Literal["exact", "versions"] = "exact") -> Algo:
     """The uncapped weight of old policy against sampler. arXiv 2110.00641, 2505.24298. versions:
-    the old policy lies between sampler and present one by how many updates lie between them, and is
-    not computed (A-3PO, arXiv 2512.06547)."""
+    interpolates the old policy between sampler and current policy by the number of updates between
+    them instead of computing it (A-3PO, arXiv 2512.06547)."""
     found = _with(algo, Gate(Ratio(), "o", "b"))
     return replace(found, old_from_versions=decoupled_old == "versions")
 
 
 @modifier("behaviour")
 def behaviour(algo: Algo) -> Algo:
-    """The ratio against the sampler in the place of the old policy (verl's bypass mode): clips
-    count from what sampled the tokens, however old it is."""
+    """Takes ratios against the sampler instead of the old policy, so that clips are relative to the
+    policy that sampled the tokens, however old it is (verl's bypass mode)."""
     if algo.symbols or not any((g.num, g.den) == ("p", "o") for g in algo.gates):
         raise ConfigError(
-            "algorithm.preset: +behaviour changes the ratio of a token against the old policy, "
-            "which this preset has not; leave it out, or add +tis instead"
+            "algorithm.preset: +behaviour changes token ratios against the old policy, which this "
+            "preset does not have; remove it, or add +tis instead"
         )
     gates = (replace(g, den="b") if (g.num, g.den) == ("p", "o") else g for g in algo.gates)
     return replace(algo, gates=tuple(gates))
@@ -314,5 +310,5 @@ def behaviour(algo: Algo) -> Algo:
 
 @modifier("opsm")
 def opsm(algo: Algo, *, opsm_delta: Num = 0.1) -> Algo:
-    """Failed rows that the policy has moved away from are dropped. arXiv 2512.02556."""
+    """Drops failed rows that the policy has moved away from. arXiv 2512.02556."""
     return _with(algo, Gate(OffPolicyMask(opsm_delta), "p", "b", "row"))

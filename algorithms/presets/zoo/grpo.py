@@ -1,4 +1,4 @@
-"""GRPO and what differs from it in scale, average, filter or reward alone."""
+"""GRPO and variants that differ in scale, average, filter or reward."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def grpo(reward: str, *, std: bool = True) -> Algo:
 
 @preset("dr-grpo", clip=PPO_CLIP)
 def dr_grpo(reward: str, *, length: Count = 1024) -> Algo:
-    """GRPO without deviation, rows divided by a constant length. arXiv 2503.20783."""
+    """GRPO without standard deviation, rows divided by a constant length. arXiv 2503.20783."""
     return Algo(GroupRelative(reward), agg=Average(("row",), "const", length))
 
 
 @preset("liteppo", clip=PPO_CLIP)
 def liteppo(reward: str) -> Algo:
-    """Group mean, deviation of the whole batch, token mean. arXiv 2508.08221."""
+    """Group mean, standard deviation of the whole batch, token mean. arXiv 2508.08221."""
     return Algo(GroupRelative(reward, norm="std", norm_by=("all",)), agg=TOKENS)
 
 
 @preset("gdpo", clip=PPO_CLIP)
 def gdpo(*, rewards: Mix = OUTCOME) -> Algo:
-    """Several rewards (name to weight), each compared on its own, then mixed. arXiv 2601.05242."""
+    """Several rewards (name to weight), each compared separately, then mixed. arXiv 2601.05242."""
     terms = ((GroupRelative(name, norm="std"), weight) for name, weight in rewards.items())
     return Algo(Whiten(core.weighted_sum(*terms)))
 
 
 @preset("agl-v0", clip=PPO_CLIP)
 def agl_v0(reward: str) -> Algo:
-    """LightningRL as first released: every call with the final reward, compared over calls, token
+    """LightningRL as first released: every call has the final reward, compared over calls, token
     mean. arXiv 2508.03680."""
     return Algo(GroupRelative(reward, at="transition", norm="std"), agg=TOKENS)
 
@@ -67,20 +67,20 @@ def agl_v1(reward: str) -> Algo:
 
 @column()
 def NonzeroVariance(batch: Batch, reward: str = "outcome") -> Tensor:
-    """bool [N]: tokens of groups whose rewards differ. DAPO's filter, arXiv 2503.14476."""
+    """Filter for tokens of groups whose rewards differ, bool [N]. DAPO, arXiv 2503.14476."""
     return core.has_variance(batch, reward)[owner(batch, core.level_of(reward))]
 
 
 @column()
 def NonzeroVarianceReward(batch: Batch, reward: str = "outcome") -> Tensor:
-    """The reward, missing where the rewards of the group do not differ."""
+    """The reward; missing if the rewards of the group do not differ."""
     return torch.where(core.has_variance(batch, reward), rewards(batch, reward), torch.nan)
 
 
 @column()
 def OverlongPenalty(batch: Batch, reward: str | Column, limit: int, cache: int) -> Tensor:
-    """The reward minus a penalty for action tokens beyond `limit` - `cache` (a larger cache counts
-    as the limit), up to 1 at `limit`. DAPO, arXiv 2503.14476."""
+    """The reward minus a penalty that rises from 0 at `limit` - `cache` action tokens to 1 at
+    `limit`; cache is capped at the limit. DAPO, arXiv 2503.14476."""
     cache = min(cache, limit)
     over = (core.response_lengths(batch) - (limit - cache)) / cache
     return rollout_rewards(batch, reward) - over.clamp(0, 1)
@@ -88,7 +88,7 @@ def OverlongPenalty(batch: Batch, reward: str | Column, limit: int, cache: int) 
 
 @column()
 def NotTruncated(batch: Batch) -> Tensor:
-    """bool [N]: tokens of rollouts that no token limit cut off. DAPO's overlong filtering."""
+    """Filter for tokens of rollouts that were not truncated, bool [N]. DAPO, arXiv 2503.14476."""
     return ~core.was_truncated(batch)[batch.token_rollout]
 
 
@@ -100,11 +100,10 @@ def dapo(
     overlong_cache: Count = 4096,
     drop_truncated: bool = False,
 ) -> Algo:
-    """Clip-higher, token mean, groups of equal rewards replaced by others; optionally a penalty on
-    the last `overlong_cache` of `overlong_limit` tokens, or no truncated rollouts. arXiv
-    2503.14476."""
+    """Clip-higher, token mean, groups of equal rewards resampled; optionally a penalty on the last
+    `overlong_cache` of `overlong_limit` tokens, or no truncated rollouts. arXiv 2503.14476."""
     shaped = OverlongPenalty(reward, overlong_limit, overlong_cache) if overlong_limit else reward
-    # Groups are judged by the raw reward: a length penalty would make each of them differ.
+    # Filter by the raw reward: with a length penalty the rewards of every group would differ.
     keep = NonzeroVariance(reward)
     if drop_truncated:
         keep = core.AllFilters((keep, NotTruncated()))
@@ -113,16 +112,17 @@ def dapo(
 
 @preset("scalerl")
 def scalerl(reward: str, *, cap: Cap = 5.0) -> Algo:
-    """Truncated weight against the sampler, batch deviation over groups whose rewards differ, mean
-    over prompts. The settings that complete it are in `algorithms/README.md`. arXiv 2510.13786."""
+    """Truncated weight against the sampler, batch standard deviation over groups whose rewards
+    differ, mean over prompts. For its other settings see `algorithms/README.md`. arXiv 2510.13786.
+    """
     credit = GroupRelative(NonzeroVarianceReward(reward), norm="std", norm_by=("all",))
     return Algo(credit, (Gate(Truncate(0.0, cap), den="b"),), agg=Average(("group",)))
 
 
 @column()
 def BestOverSecond(batch: Batch, reward: str = "outcome", std: bool = True) -> Tensor:
-    """By how much the best rollout of the group beats the second, 0 for the others and where two
-    are best; `std`: over the deviation of the group's rewards. Pass@k, arXiv 2503.19595."""
+    """The gap of the group's best rollout to the second, 0 for the others and if two are best;
+    `std`: divided by the standard deviation of the group. Pass@k, arXiv 2503.19595."""
     x, group, n = rollout_rewards(batch, reward), batch.rollout_group, len(batch.groups)
     known = ~x.isnan()
     best = known & (x == reduce_by(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group])
@@ -138,9 +138,9 @@ def BestOverSecond(batch: Batch, reward: str = "outcome", std: bool = True) -> T
 
 @dataclass(frozen=True, slots=True)
 class PassAtKReward:
-    """k / n times the share of the k-subsets with the rollout that contain a success: all of them
-    for a success, 1 - C(n-1-c, k-1) / C(n-1, k-1) for a failure, of n rollouts with c successes
-    (reward > 0). Missing in groups of k or fewer, whose baseline is not known. PKPO, arXiv
+    """k / n times the fraction of k-subsets with the rollout that contain a success: 1 for a
+    success, 1 - C(n-1-c, k-1) / C(n-1, k-1) for a failure, with n rollouts and c successes
+    (reward > 0). Missing in groups of k or fewer, whose baseline is undefined. PKPO, arXiv
     2505.15201."""
 
     reward: str = "outcome"
@@ -152,34 +152,33 @@ class PassAtKReward:
 
     def __call__(self, batch: Batch) -> Tensor:
         x, n, c = _successes(batch, self.reward)
-        share = self.k / n * torch.where(x > 0, 1.0, 1 - _all_fail(n - 1, c, self.k - 1))
-        return torch.where(x.isnan() | (n <= self.k), torch.nan, share)
+        value = self.k / n * torch.where(x > 0, 1.0, 1 - _all_fail(n - 1, c, self.k - 1))
+        return torch.where(x.isnan() | (n <= self.k), torch.nan, value)
 
 
 @column()
 def PassAtKBaseline(batch: Batch, reward: str = "outcome", k: int = 2) -> Tensor:
-    """[U] k / n times the share of the k-subsets without the rollout that contain a success. It
-    does not depend on the rollout, so as a baseline it leaves the gradient of pass@k what it is.
-    PKPO's s^(loo), arXiv 2505.15201, has 1 / (n - 1) in the place of 1 / n, by which it would
-    punish every rollout of a group that has no failures."""
+    """k / n times the fraction of k-subsets without the rollout that contain a success, [U]. As a
+    baseline it leaves the gradient of pass@k unchanged, because it does not depend on the rollout.
+    PKPO's s^(loo), arXiv 2505.15201, has 1 / (n - 1) instead of 1 / n, which would punish every
+    rollout of a group without failures."""
     x, n, c = _successes(batch, reward)
-    share = k / n * (1 - _all_fail(n - 1, c - (x > 0).double(), k))
-    return torch.where(n <= k, torch.nan, share)
+    value = k / n * (1 - _all_fail(n - 1, c - (x > 0).double(), k))
+    return torch.where(n <= k, torch.nan, value)
 
 
 def _successes(batch: Batch, reward: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards, and of the group of each how many are known, and how many of these are above 0."""
+    """Rewards, and the numbers of known and of positive rewards in the group of each, [U] each."""
     x, group, m = rollout_rewards(batch, reward), batch.rollout_group, len(batch.groups)
     return x, reduce_by(~x.isnan(), group, m)[group], reduce_by(x > 0, group, m)[group]
 
 
 def _all_fail(n: Tensor, c: Tensor, k: int) -> Tensor:
-    """C(n - c, k) / C(n, k): the share of the k-subsets of n without one of c successes; exactly 1
-    where there are none."""
-    share = torch.ones_like(n)
+    """C(n - c, k) / C(n, k): fraction of k-subsets of n without any of c successes; 1 if c = 0."""
+    fraction = torch.ones_like(n)
     for drawn in range(k):
-        share = share * (n - c - drawn).clamp(min=0) / (n - drawn)
-    return share
+        fraction = fraction * (n - c - drawn).clamp(min=0) / (n - drawn)
+    return fraction
 
 
 @preset("best-of", clip=PPO_CLIP)
@@ -190,6 +189,6 @@ def best_of(reward: str, *, std: bool = True) -> Algo:
 
 @preset("pass-at-k", clip=PPO_CLIP)
 def pass_at_k(reward: str, *, k: Count = 2) -> Algo:
-    """Unbiased pass@k of a reward that is positive on success (PKPO), k below the size of groups.
+    """Unbiased pass@k of a reward that is positive on success (PKPO), for k below the group size.
     arXiv 2505.15201."""
     return Algo(GroupRelative(PassAtKReward(reward, k), base=PassAtKBaseline(reward, k)))

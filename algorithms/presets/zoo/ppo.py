@@ -1,4 +1,4 @@
-"""PPO over tokens, over calls, or over both; with a critic, a reward or a table as values."""
+"""PPO over tokens, calls, or both; with a critic, a reward or a table as values."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from agentrl.types import Rollout
 
 @dataclass(frozen=True, slots=True)
 class BiLevelGae:
-    """[N] GAE over calls, whose returns end a GAE over the tokens within each. RAGEN, arXiv
-    2504.20073.
+    """GAE over calls, whose returns are the final rewards of a GAE over each call's tokens, [N].
+    RAGEN, arXiv 2504.20073.
 
-    value: V [N] per token. gamma_high counts calls, gamma tokens."""
+    value: V [N] per token. gamma_high discounts per call, gamma per token."""
 
     value: Column
     reward: str | Column = "outcome"
@@ -56,7 +56,7 @@ class BiLevelGae:
 
 @dataclass(frozen=True, slots=True)
 class Tabular(RunningMean):
-    """[S] the mean return that earlier steps saw from the state before a call, 0 for a new state: a
+    """The mean return of earlier steps from the state before a call, [S], 0 for a new state: a
     critic for tasks with few states."""
 
     reward: str | Column = "outcome"
@@ -94,8 +94,8 @@ def whitened_gae(value: Column, reward: str, gamma: float, lam: float) -> GroupR
 def ppo(
     reward: str, *, gamma: Discount = 1.0, lam: Discount = 0.95, kl_reward: registry.Num = 0.0
 ) -> Algo:
-    """GAE over tokens with a critic, whitened, PPO clip. The penalty on leaving the reference is
-    in the loss (`kl`) or in the rewards (`kl_reward`, arXiv 1909.08593). arXiv 1707.06347."""
+    """GAE over tokens with a critic, whitened, PPO clip. The KL penalty to the reference is in the
+    loss (`kl`) or in the rewards (`kl_reward`, arXiv 1909.08593). arXiv 1707.06347."""
     penalty = core.TokenKLPenalty(kl_reward) if kl_reward else None
     return Algo(Whiten(core.Gae(CriticValues(), reward, gamma, lam, penalty)), agg=TOKENS)
 
@@ -122,8 +122,8 @@ def pspo(reward: str, *, value: str = "", gamma: Discount = 1.0, lam: Discount =
 
 @modifier("table", prefix="table_")
 def with_table(algo: Algo, *, gamma: Discount = 1.0, lam: Discount = 0.95) -> Algo:
-    """Puts GAE over calls in the place of the host's credit, the value of a state being the mean
-    return that earlier steps saw from it: for tasks with few states. arXiv 1506.02438."""
+    """Replaces the host's credit by GAE over calls; the value of a state is the mean return of
+    earlier steps from it, for tasks with few states. arXiv 1506.02438."""
     reward = registry.outcome_of(algo)
     return replace(algo, credit=whitened_gae(Tabular(reward, gamma), reward, gamma, lam))
 
@@ -132,5 +132,6 @@ def with_table(algo: Algo, *, gamma: Discount = 1.0, lam: Discount = 0.95) -> Al
 def ragen(
     reward: str, *, gamma_high: Discount = 0.95, gamma: Discount = 1.0, lam: Discount = 1.0
 ) -> Algo:
-    """GAE over calls whose returns end a GAE over the tokens of each. arXiv 2504.20073."""
+    """GAE over calls, whose returns are the final rewards of a GAE over each call's tokens. arXiv
+    2504.20073."""
     return Algo(Whiten(BiLevelGae(CriticValues(), reward, gamma_high, gamma, lam)), agg=TOKENS)

@@ -1,6 +1,6 @@
 """Preference losses, each a function of the sides of pairs: see `objective.sides`.
 
-S: summed log-probs, h: less those of the reference, n: tokens; a: the better sides, b: the worse.
+a: the better sides, b: the worse; S: summed log-probs, h: S minus that of the reference, n: tokens.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from agentrl.config import Natural, Positive
 from agentrl.datasets.pairing import How
 from agentrl.errors import ConfigError
 
-Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5)]  # share of pairs that are the wrong way
+Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5)]  # fraction of wrong labels
 LOSSES: dict[str, SideLoss] = {}
 
 
 def pairs_preset(
     name: str, *, reference: bool = True, whole: bool = False, nll: float = 0.0
 ) -> Callable[[Callable[..., Tensor]], Preset]:
-    """Registers a loss of pairs as a preset. It has the options of the loss, those of `SideLoss`
-    about pairs, and kl, the coefficient of the k3 penalty on leaving the reference. nll: whether it
-    imitates the better sides too, which makes this an option."""
+    """Register a loss of pairs as a preset, with the options of the loss, those of `SideLoss` about
+    pairs, and kl, the coefficient of a k3 KL penalty to the reference. nll: if not 0, also imitate
+    the better sides, with an option `nll` for the weight."""
 
     def register(loss: Callable[..., Tensor]) -> Preset:
         own = list(inspect.signature(loss).parameters.values())[2:]
@@ -55,7 +55,7 @@ def pairs_preset(
 def _shared(
     reward: str, *, nll: Num = 1.0, how: How = "extremes", least: Num = 0.0, per_group: Natural = 0
 ) -> None:
-    """The options that all losses of pairs have."""
+    """Declares the options that all losses of pairs have."""
 
 
 def _log_loss(x: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -70,20 +70,20 @@ def dpo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
 
 @pairs_preset("cdpo")
 def cdpo(a: Sums, b: Sums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.1) -> Tensor:
-    """DPO where a share of the labels is wrong. ericmitchell.ai/cdpo.pdf, of arXiv 2305.18290."""
+    """DPO with smoothed labels, for noisy labels. ericmitchell.ai/cdpo.pdf, of arXiv 2305.18290."""
     return _log_loss(beta * (a.h - b.h), label_smoothing)
 
 
 @pairs_preset("robust")
 def robust(a: Sums, b: Sums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.1) -> Tensor:
-    """DPO, unbiased where a share of the labels is wrong. arXiv 2403.00409."""
+    """DPO with a loss that is unbiased under noisy labels. arXiv 2403.00409."""
     d, e = beta * (a.h - b.h), label_smoothing
     return (e * logsigmoid(-d) - (1 - e) * logsigmoid(d)) / (1 - 2 * e)
 
 
 @pairs_preset("ipo")
 def ipo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
-    """A squared loss of the difference per token. arXiv 2310.12036."""
+    """Squared loss on the difference of log-ratios per token. arXiv 2310.12036."""
     return (a.h / a.n - b.h / b.n - 1 / (2 * beta)).square()
 
 
@@ -95,19 +95,19 @@ def hinge(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
 
 @pairs_preset("simpo", reference=False)
 def simpo(a: Sums, b: Sums, *, beta: Positive = 2.0, gamma: Num = 1.0) -> Tensor:
-    """Log-probs per token with a margin gamma, no reference. arXiv 2405.14734."""
+    """Mean log-probs per token with a margin gamma, no reference. arXiv 2405.14734."""
     return _log_loss(beta * (a.S / a.n - b.S / b.n) - gamma)
 
 
 @pairs_preset("cpo", reference=False, nll=1.0)
 def cpo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
-    """DPO without a reference, beside the likelihood of the better side. arXiv 2401.08417."""
+    """DPO without a reference, plus the likelihood of the better side. arXiv 2401.08417."""
     return _log_loss(beta * (a.S - b.S))
 
 
 @pairs_preset("orpo", reference=False, nll=1.0)
 def orpo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
-    """The odds ratio per token, beside the likelihood of the better side. arXiv 2403.07691."""
+    """The odds ratio per token, plus the likelihood of the better side. arXiv 2403.07691."""
     x, y = a.S / a.n, b.S / b.n
     return -beta * logsigmoid(x - y - _log1mexp(x) + _log1mexp(y))
 
@@ -159,13 +159,13 @@ def exo(
 
 @pairs_preset("sppo")
 def sppo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
-    """Each side's h towards half a win or a loss. arXiv 2405.00675."""
+    """Squared loss of each side's h to +-1 / (2 beta), a win or a loss. arXiv 2405.00675."""
     return (a.h - 0.5 / beta).square() + (b.h + 0.5 / beta).square()
 
 
 @pairs_preset("aot", whole=True)
 def aot(a: Sums, b: Sums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Tensor:
-    """Sorted margins of all pairs of the step against the reference's. arXiv 2406.05882."""
+    """Sorted margins of all pairs of the step, compared with the reference's. arXiv 2406.05882."""
     d = (a.S - b.S).sort().values - (a.q - b.q).sort().values
     return _log_loss(beta * d, label_smoothing)
 
@@ -187,8 +187,8 @@ def kto(
     undesirable: Positive = 1.0,
     threshold: float = 0.5,
 ) -> Algo:
-    """Single sides, desirable where the reward reaches `threshold`, against the mean KL from the
-    reference, which completions of other prompts estimate. arXiv 2402.01306."""
+    """Unpaired sides, desirable if the reward is at least `threshold`, compared with the mean KL to
+    the reference, estimated from completions of other prompts. arXiv 2402.01306."""
     options = {"beta": beta, "desirable": desirable, "undesirable": undesirable}
     side = SideLoss(kto_loss, options, reward, paired=False, whole=True, threshold=threshold)
     return Algo(ZeroAdvantage(), agg=TOKENS, side=side)
@@ -196,8 +196,8 @@ def kto(
 
 @modifier("nll", host="dpo")
 def with_nll(algo: Algo, *, nll_share: Num = 1.0) -> Algo:
-    """The mean negative log-prob of the tokens of better sides, beside a loss of pairs: keeps their
-    likelihood from falling. RPO, arXiv 2404.19733."""
+    """Adds the mean negative log-prob of the better sides' tokens to a loss of pairs, which keeps
+    their likelihood from falling. RPO, arXiv 2404.19733."""
     if algo.side is None or not algo.side.paired:
         raise ConfigError("algorithm.preset: +nll is for losses of pairs, such as dpo+nll")
     return replace(algo, side=replace(algo.side, nll=nll_share))
@@ -212,12 +212,12 @@ def with_pairs(
     pairs_how: How = "extremes",
     pairs_least: Num = 0.0,
 ) -> Algo:
-    """A loss of pairs of each group's rollouts, with its default options, beside the policy
+    """Adds a loss of pairs over each group's rollouts, with its default options, to the policy
     gradient of the host."""
     if algo.side is not None or pairs_loss not in LOSSES:
         raise ConfigError(
             f"algorithm.options.pairs_loss = {pairs_loss!r}: +pairs adds one of "
-            f"{', '.join(LOSSES)} to a preset that has none"
+            f"{', '.join(LOSSES)} to a preset without such a loss"
         )
     found = replace(LOSSES[pairs_loss], share=pairs_share, how=pairs_how, least=pairs_least)
     return replace(algo, side=found)

@@ -1,4 +1,4 @@
-"""REINFORCE with several baselines: none, the others, a greedy rollout, lengths, scales."""
+"""REINFORCE variants, which differ in baseline and scale."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from agentrl.errors import TrainingError
 
 @column()
 def RescaledByValid(batch: Batch, reward: str = "outcome") -> Tensor:
-    """The reward times known / surviving rollouts, which makes up for the zero gradients of groups
-    whose rewards do not differ. GPG, arXiv 2504.02546."""
+    """The reward times (known rollouts / rollouts in groups whose rewards differ), to compensate
+    for groups with zero gradient. GPG, arXiv 2504.02546."""
     x = rewards(batch, reward)
     known = ~x.isnan()
     return x * known.sum() / (core.has_variance(batch, reward) & known).sum().clamp(1)
@@ -32,16 +32,16 @@ def RescaledByValid(batch: Batch, reward: str = "outcome") -> Tensor:
 
 @column(needs_greedy=True)
 def GreedyBaseline(batch: Batch, reward: str = "outcome") -> Tensor:
-    """The mean reward of the greedy rollouts of the group, missing where it has none. ReMax, arXiv
+    """The mean reward of the group's greedy rollouts, missing if it has none. ReMax, arXiv
     2310.10505. A rollout is greedy if all its calls were sampled at temperature 0.
 
-    Raises TrainingError where no group has one."""
+    Raises TrainingError if no group has one."""
     greedy, group = batch.rollout_greedy, batch.rollout_group
     if batch.n_tokens and not greedy.any():
         raise TrainingError(
             f"step {batch.step}: none of the {len(batch.groups)} groups has a greedy rollout "
-            "to compare with; let the agent leave the temperature to the run, which asks for "
-            "one rollout per group at temperature 0"
+            "to compare with; do not set the temperature in the agent: the run requests one "
+            "rollout per group at temperature 0"
         )
     x = rollout_rewards(batch, reward)
     if not greedy.numel():
@@ -51,8 +51,7 @@ def GreedyBaseline(batch: Batch, reward: str = "outcome") -> Tensor:
 
 @column()
 def SampledRewards(batch: Batch, reward: str = "outcome") -> Tensor:
-    """The reward; missing for greedy rollouts, which are never trained on, and where the group has
-    none."""
+    """The reward; missing for greedy rollouts (never trained) and for groups without one."""
     base = GreedyBaseline(reward)(batch)
     if not batch.rollout_greedy.numel():
         return base
@@ -67,8 +66,8 @@ def reinforce(reward: str) -> Algo:
 
 @preset("reinforce++", clip=PPO_CLIP)
 def reinforce_pp(reward: str, *, gamma: Num = 1.0, kl_reward: Num = 0.0) -> Algo:
-    """Reward-to-go whitened over all tokens; needs no groups. `kl_reward`: what every token pays
-    for leaving the reference. arXiv 2501.03262."""
+    """Reward-to-go whitened over all tokens; needs no groups. `kl_reward`: coefficient of the KL
+    penalty to the reference in every token's reward. arXiv 2501.03262."""
     penalty = TokenKLPenalty(kl_reward) if kl_reward else None
     return Algo(Whiten(core.RewardToGo(reward, gamma, penalty)), agg=TOKENS)
 
@@ -81,7 +80,7 @@ def baseline(reward: str) -> Algo:
 
 @preset("rloo")
 def rloo(reward: str) -> Algo:
-    """Mean of the others as baseline, no clip. arXiv 2402.14740."""
+    """Leave-one-out mean as baseline, no clip. arXiv 2402.14740."""
     return Algo(GroupRelative(reward, base="loo"), agg=ROW_SUMS)
 
 
@@ -99,8 +98,7 @@ def gpg(reward: str) -> Algo:
 
 @preset("remax")
 def remax(reward: str) -> Algo:
-    """A greedy rollout as baseline: the first of each group, which is not trained. arXiv
-    2310.10505."""
+    """A greedy rollout as baseline: the first of each group, not trained. arXiv 2310.10505."""
     return Algo(GroupRelative(SampledRewards(reward), base=GreedyBaseline(reward)), agg=ROW_SUMS)
 
 

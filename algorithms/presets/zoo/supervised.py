@@ -1,4 +1,4 @@
-"""Imitation: of everything that is shown, or of the best of what was sampled."""
+"""Imitation of demonstrations, or of the best sampled rollouts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agentrl.config.base import Natural
 
 @column()
 def Imitated(batch: Batch) -> Tensor:
-    """[N] ones: psi is the token's weight, and the loss its negative log-likelihood."""
+    """Ones [N]: psi is the token's weight, and the loss its negative log-likelihood."""
     return torch.ones(batch.n_tokens, dtype=torch.float64)
 
 
 @column()
 def Best(batch: Batch, reward: str = "outcome", least: float = 1.0, best: int = 0) -> Tensor:
-    """bool [N] tokens of rollouts whose reward is at least `least`, and of these only of the `best`
-    best of each group (0: all); of equal ones, of the first."""
+    """Filter for tokens of rollouts with a reward of at least `least`, and of these only the `best`
+    best of each group (0: all; the first of equal ones), bool [N]."""
     x, group = rollout_rewards(batch, reward), batch.rollout_group
     kept = x >= least
     if best:

@@ -1,8 +1,7 @@
-"""Presets and modifiers for teams and self-play: whom the calls of a role are compared with, and by
-which reward.
+"""Presets and modifiers for teams and self-play, which compare the calls of a role.
 
-A batch holds the calls of one policy. What depends on what other roles did is therefore a reward
-that the verifier gives, which sees the whole rollout (`agentrl.team_rewards` has the formulas), or
+A batch has the calls of one policy only. Credit that depends on other roles' calls is therefore a
+reward from the verifier, which sees the whole rollout (`agentrl.team_rewards` has the formulas), or
 comes from a critic that reads whole rollouts (`coma`).
 """
 
@@ -34,28 +33,28 @@ Equal = Annotated[
 
 @column()
 def GroupMaximum(batch: Batch, reward: str, by: tuple[Unit, ...]) -> Tensor:
-    """[U] the highest reward of those that are compared. MAREMAX of comlrl, arXiv 2508.04652."""
+    """The highest reward of each comparison group, [U]. MAREMAX of comlrl, arXiv 2508.04652."""
     x, ids = rewards(batch, reward), units(batch, core.level_of(reward), *by)
     return reduce_by(x.nan_to_num(nan=-torch.inf), ids, how="amax")[ids]
 
 
 @column("transition")
 def EvenRolloutWeights(batch: Batch, reward: str) -> Tensor:
-    """[S] 1 / number of calls that the role made in the rollout and that have the reward: each
-    rollout counts once for each of its roles, however often it called."""
+    """1 / number of calls of the same role and rollout that have the reward, [S]: each rollout
+    counts once per role, however many calls it made."""
     pair = units(batch, "transition", "rollout", "role")
     return 1 / reduce_by(~rewards(batch, reward).isnan(), pair)[pair].clamp(min=1)
 
 
 @column()
 def MainAndSubCredit(batch: Batch, role: str, credit: Credit, others: Credit) -> Tensor:
-    """[N] a credit for the calls of one role, another one for those of the others."""
+    """`credit` for the calls of `role`, `others` for all other calls, [N]."""
     return torch.where(_made_by(batch, (role,)), credit(batch), others(batch))
 
 
 @dataclass(frozen=True, slots=True)
 class SingleCallAdvantage:
-    """[S] the reward of a call minus V of the state before it: every call an episode of its own."""
+    """Reward minus V of the state before the call, [S]: each call is an episode of its own."""
 
     value: Column
     reward: str
@@ -65,7 +64,7 @@ class SingleCallAdvantage:
         return self._rewards(batch) - self.value(batch)
 
     def returns(self, batch: Batch) -> Tensor:
-        """The targets of `value` at the first token of each call, float64 [N], else NaN."""
+        """The targets of `value` at the first token of each call, float64 [N]; NaN elsewhere."""
         known = self._rewards(batch)[batch.token_transition]
         return torch.where(turns.is_first_token(batch), known, torch.nan)
 
@@ -76,8 +75,7 @@ class SingleCallAdvantage:
 
 @column()
 def RoleFilter(batch: Batch, roles: tuple[str, ...]) -> Tensor:
-    """bool [N]: the tokens of the calls that these roles made. Raises TrainingError for a role that
-    made none of the calls."""
+    """Filter for tokens of these roles, bool [N]. Raises TrainingError for a role without calls."""
     for role in roles:
         if role not in batch.roles and batch.transitions:
             raise TrainingError(
@@ -94,7 +92,7 @@ def _made_by(batch: Batch, roles: tuple[str, ...]) -> Tensor:
 
 @column()
 def NonzeroAdvantage(batch: Batch, credit: Credit) -> Tensor:
-    """bool [N]: tokens whose credit is not 0."""
+    """Filter for tokens whose credit is not 0, bool [N]."""
     return credit(batch) != 0
 
 
@@ -106,9 +104,8 @@ def dr_mas(reward: str) -> Algo:
 
 @preset("at-grpo", clip=PPO_CLIP)
 def at_grpo(reward: str, *, within: Literal["turn", "prompt"] = "turn", std: bool = True) -> Algo:
-    """Calls compared with those of the same role and turn or, with `within` = "prompt", with those
-    that answered the same: solvers within one proposal, proposers with one another. arXiv
-    2510.11062."""
+    """Calls compared with those of the same role and turn or, with `within` = "prompt", of the same
+    role and prompt: solvers of one proposal, proposers of one task. arXiv 2510.11062."""
     by: tuple[Unit, ...] = ("group", "role", within)
     return Algo(GroupRelative(reward, at="transition", by=by, norm="std" if std else "none"))
 
@@ -121,18 +118,17 @@ def magrpo(
     baseline: Literal["mean", "loo", "max", "none"] = "mean",
     std: bool = False,
 ) -> Algo:
-    """The team's return (the reward of rollouts `outcome`) against that of the group's other joint
-    rollouts, for every call of every role, on sums of log-probs or, in cross mode, every answer's
-    mean return over all combinations with the others' (`transition:cross`, by
-    `agentrl.team_rewards.cross`) against that of the other answers of its role. baseline: the mean
-    of all (MAGRPO), of the others (MARLOO), the highest (MAREMAX, which is never above 0) or
-    nothing (MAREINFORCE). arXiv 2508.04652."""
+    """Joint rollouts compared by the team's return (reward `outcome`), the same advantage for every
+    call of every role, on sums of log-probs. In cross mode, answers of one role compared by their
+    mean return over all combinations with the other roles' answers (`transition:cross`, from
+    `agentrl.team_rewards.cross`). baseline: mean of all (MAGRPO), mean of the others (MARLOO),
+    maximum (MAREMAX, never above 0) or none (MAREINFORCE). arXiv 2508.04652."""
     level, name = ("transition", "transition:cross") if mode == "cross" else ("rollout", "outcome")
     reward = reward or name
     if core.level_of(reward) != level:
         raise ConfigError(
             f"algorithm.options.reward = {reward!r}: in {mode} mode the return of a team is a "
-            f"reward of {level}s; let the verifier give it"
+            f"reward of {level}s; let the verifier return one"
         )
     by: tuple[Unit, ...] = ("group", "role") if mode == "cross" else ("group",)
     base = GroupMaximum(reward, by) if baseline == "max" else baseline
@@ -142,12 +138,12 @@ def magrpo(
 
 @preset("m-grpo", clip=PPO_CLIP, kl=True)
 def m_grpo(reward: str, *, main: str = "main", sub_reward: str = "transition:sub") -> Algo:
-    """The main role compared by the outcome, the calls of each sub-agent by a reward of their own
-    over all of the group's. Where others copy calls until every rollout has equally many, each call
-    weighs 1 / number of its rollout's, in statistics and loss. arXiv 2511.13288."""
+    """The main role compared by the outcome, each sub-agent's calls by a reward of their own over
+    the group. Each call weighs 1 / number of its rollout's calls in statistics and loss; the paper
+    copies calls until all rollouts have the same number. arXiv 2511.13288."""
     if core.level_of(sub_reward) != "transition":
         raise ConfigError(
-            f"algorithm.options.sub_reward = {sub_reward!r}: it is one of calls; write "
+            f"algorithm.options.sub_reward = {sub_reward!r}: must be a reward of calls; write "
             "'transition:name'"
         )
     by: tuple[Unit, ...] = ("group", "role")
@@ -158,25 +154,25 @@ def m_grpo(reward: str, *, main: str = "main", sub_reward: str = "transition:sub
 
 @preset("sage", reward="role:outcome", clip=PPO_CLIP, kl=True)
 def sage(reward: str) -> Algo:
-    """REINFORCE++ whose rewards and scale are those of each role: challenger, planner, solver and
-    critic are compared over the whole batch with their own kind alone. The KL penalty is part of
-    the loss, where the paper leaves its place open. arXiv 2603.15255."""
+    """REINFORCE++ with rewards whitened per role over the whole batch: challenger, planner, solver
+    and critic are each compared only with their own role. The KL penalty is in the loss; the paper
+    does not say where. arXiv 2603.15255."""
     return Algo(Whiten(GroupRelative(reward, base="none"), by=("role",)), agg=TOKENS)
 
 
 @preset("maporl", reward="transition:maporl", clip=PPO_CLIP, kl=True)
 def maporl(reward: str, *, value: str = "") -> Algo:
-    """PPO for each role of a debate, every answer an episode of its own: its reward, which
-    `agentrl.team_rewards.maporl` makes of the verifier's scores, has the later rounds in it
-    already. `value`: a reward that holds V of each call; default: the critic. arXiv 2502.18439."""
+    """PPO for each role of a debate, with every answer an episode of its own: its reward, which
+    `agentrl.team_rewards.maporl` computes from the verifier's scores, already includes the later
+    rounds. `value`: a reward that holds V of each call; default: the critic. arXiv 2502.18439."""
     advantage = SingleCallAdvantage(turns.value_of(value), reward)
     return Algo(GroupRelative(advantage, by=("role",), norm="std"), agg=TOKENS)
 
 
 @preset("marti", reward="transition:marti", clip=PPO_CLIP, kl=True)
 def marti(reward: str) -> Algo:
-    """Answers compared with those of the same role and turn by a reward for being better than what
-    came before, which `agentrl.team_rewards.marti` makes of the verifier's scores. MARTI,
+    """Answers compared with those of the same role and turn by a reward for improving on earlier
+    answers, which `agentrl.team_rewards.marti` computes from the verifier's scores. MARTI,
     OpenReview E7jZqo0A50."""
     return Algo(GroupRelative(reward, at="transition", by=("group", "role", "turn"), norm="std"))
 
@@ -185,18 +181,18 @@ def marti(reward: str) -> Algo:
 def difference(
     reward: str, *, baseline: Literal["mean", "none"] = "mean", std: bool = False
 ) -> Algo:
-    """Every role by the team's reward less the team's reward without the role, as replays show
-    (`algorithm.counterfactual`) or the verifier says (`agentrl.team_rewards.difference`), against
-    the mean of the group or, as it is a comparison already, nothing. arXiv 2012.11258."""
+    """Each role's reward is the team's reward minus the team's reward without the role, from
+    replays (`algorithm.counterfactual`) or the verifier (`agentrl.team_rewards.difference`).
+    baseline: the group's mean, or none, because it is a difference already. arXiv 2012.11258."""
     norm: core.Norm = "std" if std else "none"
     return Algo(GroupRelative(reward, by=("group", "role"), base=baseline, norm=norm))
 
 
 @preset("shapley", reward="role:shapley", clip=PPO_CLIP)
 def shapley(reward: str, *, std: bool = False) -> Algo:
-    """Every role compared by what it added to all coalitions of the others, as replays show
-    (`algorithm.counterfactual`) or the verifier says (`agentrl.team_rewards.shapley`). arXiv
-    1907.05707."""
+    """Each role compared by its Shapley value, the mean contribution to the coalitions of the
+    others, from replays (`algorithm.counterfactual`) or the verifier
+    (`agentrl.team_rewards.shapley`). arXiv 1907.05707."""
     return Algo(GroupRelative(reward, by=("group", "role"), norm="std" if std else "none"))
 
 
@@ -209,17 +205,16 @@ def spiral(
     gamma: Discount = 1.0,
     length: Count = 1024,
 ) -> Algo:
-    """Each role against the running mean of its earlier rewards (one for each value of the task's
-    field `key`), discounted by every call that follows; advantages of 0 are left out. arXiv
-    2506.24119."""
+    """Each role compared with the running mean of its earlier rewards (one per value of the task
+    field `key`), discounted by every later call; advantages of 0 are left out. arXiv 2506.24119."""
     credit = turns.TurnDiscount(GroupRelative(reward, base=Ema(reward, decay, key)), gamma)
     return Algo(credit, agg=Average(("row",), "const", length), keep=NonzeroAdvantage(credit))
 
 
 @modifier("ema", prefix="ema_")
 def with_ema(algo: Algo, *, decay: Discount = 0.95, key: str = "") -> Algo:
-    """Every comparison is with the running mean of earlier rewards, of each role and, with
-    `ema_key`, of each value of that field of the task. arXiv 2506.24119."""
+    """Replaces the baseline of every comparison by the running mean of earlier rewards, per role
+    and, with `ema_key`, per value of that task field. arXiv 2506.24119."""
 
     def change(part: Any) -> Any:
         if not isinstance(part, GroupRelative):
@@ -229,29 +224,29 @@ def with_ema(algo: Algo, *, decay: Discount = 0.95, key: str = "") -> Algo:
     credit = map_parts(algo.credit, change)
     if credit == algo.credit:
         raise ConfigError(
-            "algorithm.preset: +ema changes the baseline of a comparison, and this preset makes "
-            "none; leave +ema out or choose another preset"
+            "algorithm.preset: +ema replaces the baseline of a comparison, and this preset has no "
+            "comparison; remove +ema or choose another preset"
         )
     return replace(algo, credit=credit)
 
 
 @modifier("fade", prefix="fade_")
 def with_fade(algo: Algo, *, gamma: Discount = 0.95) -> Algo:
-    """Credit is discounted by every call that still follows in the rollout. arXiv 2506.24119."""
+    """Discounts credit by every later call of the rollout. arXiv 2506.24119."""
     return replace(algo, credit=turns.TurnDiscount(algo.credit, gamma))
 
 
 @modifier("equal", prefix="equal_")
 def equal(algo: Algo, *, units: Equal) -> Algo:
-    """Averages the loss over these units, so that each weighs the same however many tokens it has:
-    ["role"] one mean per role, as if each had a loss of its own (MAGRPO, arXiv 2508.04652),
-    ["rollout", "role"] one per role of every rollout."""
+    """Averages the loss over these units with equal weights, however many tokens they have:
+    ["role"] gives each role a loss of its own (MAGRPO, arXiv 2508.04652), ["rollout", "role"] each
+    role of every rollout."""
     return replace(algo, agg=replace(algo.agg, unit=tuple(units)))
 
 
 @modifier("per-role")
 def per_role(algo: Algo) -> Algo:
-    """Every comparison and scale of the host is within one role; rollouts count once per role.
+    """Restricts every comparison and scale of the host to one role; rollouts count once per role.
     arXiv 2602.08847."""
 
     def change(part: Any) -> Any:
@@ -263,7 +258,7 @@ def per_role(algo: Algo) -> Algo:
         if level == "rollout" and any(map(callable, (part.base, part.w, part.bw))):
             raise ConfigError(
                 "algorithm.preset: +per-role cannot split a baseline or weight of whole rollouts; "
-                "leave +per-role out or choose another preset"
+                "remove +per-role or choose another preset"
             )
         norm_by = None if part.norm_by is None else (*part.norm_by, "role")
         at = "role" if level == "rollout" else level
@@ -274,7 +269,7 @@ def per_role(algo: Algo) -> Algo:
 
 @modifier("only", prefix="only_")
 def only(algo: Algo, *, roles: Names) -> Algo:
-    """Trains the calls of these roles alone. arXiv 2508.03680."""
+    """Trains only the calls of these roles. arXiv 2508.03680."""
     chosen = RoleFilter(tuple(roles))
     keep = chosen if algo.keep is None else core.AllFilters((algo.keep, chosen))
     return replace(algo, keep=keep)

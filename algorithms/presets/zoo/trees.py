@@ -1,7 +1,7 @@
-"""Rollouts that branch off one another, by `[algorithm.branching]`: Tree-GRPO, TreeRL, VinePPO, C3.
+"""Credit for branching rollouts (`[algorithm.branching]`): Tree-GRPO, TreeRL, VinePPO, C3.
 
-Calls that are one node of the tree share `Batch.transition_node`; `Batch.transition_repeats` marks
-the calls that a branch repeats from the rollout that it branched off.
+Calls with equal `Batch.transition_node` are one node of the tree; `Batch.transition_repeats` marks
+the calls that a branch replays from the rollout it branched from.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from agentrl.algorithms.presets.registry import PPO_CLIP, Share, modifier, outco
 def BranchAdvantage(
     batch: Batch, reward: str = "outcome", how: Literal["both", "parent", "siblings"] = "both"
 ) -> Tensor:
-    """[S] how much better the rollouts that share a call end than those of the branch it left.
+    """V of each call, the mean reward of the rollouts that contain it, minus a baseline, [S].
 
-    V of a call is the mean reward of the rollouts that made it. "siblings": V minus the mean over
-    the other samples of the same prompt: the advantage of Monte-Carlo step values,
-    VinePPO (arXiv 2410.01679) and C3 (2603.06859), unbiased; 0 where there is no other. "parent":
-    V - V of the call before (the group's mean at the root). "both": (V - V of the root + V - V of
-    the parent) / sqrt(rollouts that made it), TreeRL, arXiv 2506.11902."""
+    "siblings": minus the mean over the other samples of the same prompt; 0 without others. This is
+    the unbiased advantage of Monte-Carlo step values, VinePPO (arXiv 2410.01679) and C3
+    (2603.06859). "parent": minus V of the previous call (at the root: of the group). "both":
+    (V - V of the root + V - V of the parent) / sqrt(rollouts that contain the call), TreeRL, arXiv
+    2506.11902."""
     x, rollout = rollout_rewards(batch, reward), batch.transition_rollout
     known, node = ~x.isnan()[rollout], units(batch, "transition", "group", "node")
     v = known_mean(x[rollout], node)
@@ -52,8 +52,8 @@ def BranchAdvantage(
 
 
 def _siblings(batch: Batch, v: Tensor, node: Tensor) -> Tensor:
-    """Per node, v minus the mean over the other samples of its prompt. A node counts as often as it
-    was sampled; repeats of it were not."""
+    """v minus the mean over the other samples of the same prompt, per node. A node counts as often
+    as it was sampled, not replayed."""
     prompt = torch.zeros_like(v, dtype=torch.int64)
     prompt[node] = units(batch, "transition", "group", "prompt")
     drawn = reduce_by(~ids.of_calls(batch, "repeats"), node, v.numel())
@@ -62,7 +62,7 @@ def _siblings(batch: Batch, v: Tensor, node: Tensor) -> Tensor:
 
 @column()
 def OriginalRollouts(batch: Batch) -> Tensor:
-    """bool [N]: tokens of rollouts that repeat no other's calls."""
+    """Filter for tokens of rollouts without replayed calls, bool [N]."""
     repeated, n = ids.of_calls(batch, "repeats"), len(batch.rollouts)
     return (reduce_by(repeated, batch.transition_rollout, n) == 0)[batch.token_rollout]
 
@@ -77,27 +77,27 @@ def with_tree(algo: Algo, *, weight: Share = 1.0) -> Algo:
 @preset("tree-grpo", clip=PPO_CLIP)
 def tree_grpo(reward: str) -> Algo:
     """Branches compared within the task and within their tree; rollouts with the same first call
-    are of one tree. arXiv 2509.21240."""
+    form one tree. arXiv 2509.21240."""
     return with_tree(Algo(GroupRelative(reward, norm="std")))
 
 
 @preset("treerl", clip=PPO_CLIP)
 def treerl(reward: str, *, how: Literal["both", "parent"] = "both") -> Algo:
-    """Calls by the mean reward of the branches that share them, against their root and ("both") or
-    against their parent. arXiv 2506.11902."""
+    """Calls valued by the mean reward of the branches that share them, minus the value of their
+    root and parent ("both") or parent. arXiv 2506.11902."""
     return Algo(GroupRelative(BranchAdvantage(reward, how), base="none"))
 
 
 @preset("vineppo", clip=PPO_CLIP)
 def vineppo(reward: str) -> Algo:
-    """Values of calls from fresh continuations, which are not trained on. For branching.kind =
-    "mc". arXiv 2410.01679."""
+    """Values of calls from fresh continuations, which are not trained. For branching.kind = "mc".
+    arXiv 2410.01679."""
     credit = GroupRelative(BranchAdvantage(reward, "siblings"), base="none")
     return Algo(credit, keep=OriginalRollouts())
 
 
 @preset("c3", clip=PPO_CLIP)
 def c3(reward: str) -> Algo:
-    """Calls against the other samples of the same prompt, the rest replayed: counterfactual credit
-    for one message. arXiv 2603.06859."""
+    """Calls compared with the other samples of the same prompt, the rest replayed: counterfactual
+    credit of one message. arXiv 2603.06859."""
     return Algo(GroupRelative(BranchAdvantage(reward, "siblings"), base="none"))

@@ -1,5 +1,5 @@
-"""Credit of single calls without a critic: by the state they were made in (GiGPO, HGPO, values of
-peers, batch TD), in hindsight (HCAPO), by subgoals (HiPER)."""
+"""Credit of single calls without a critic: from calls in the same state (GiGPO, HGPO, peer values,
+batch TD), in hindsight (HCAPO), by subgoals (HiPER)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from agentrl.algorithms.presets.mixing import GatedByOutcome
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Scale, Share, modifier, preset
 from agentrl.config import Natural
 
-ERRORS = 3.0  # standard errors from which on actions are seen to matter
-HINDSIGHT = "transition:hindsight"  # a reward that the learner gives, see `train/preprocess.py`
+ERRORS = 3.0  # standard errors above which the effect of actions is significant
+HINDSIGHT = "transition:hindsight"  # a reward from the learner, see `train/preprocess.py`
 
 
 @column()
@@ -34,21 +34,21 @@ def SameStateRelative(
     alpha: float = 1.0,
     norm: Literal["none", "std"] = "none",
 ) -> Tensor:
-    """[N] HGPO, arXiv 2602.22817: calls compared with those in the same state after the same k
-    states before, for k = 0 .. depth; mean of the levels where they differ, weighted
-    (k + 1) ** alpha. depth 0 is the step credit of GiGPO (arXiv 2505.10978)."""
+    """HGPO, arXiv 2602.22817: calls compared with those in the same state and with the same k
+    previous states, for k = 0 .. depth; mean over the k with an advantage other than 0, weighted
+    by (k + 1) ** alpha, [N]. depth 0 is the step credit of GiGPO (arXiv 2505.10978)."""
     x = turns.Returns(reward, gamma)(batch)
     before = previous(next_same(batch.transition_rollout))
     state = units(batch, "transition", "state")
     same, back = units(batch, "transition", "group", "state"), before
-    total, share = torch.zeros_like(x), torch.zeros_like(x)
+    total, weights = torch.zeros_like(x), torch.zeros_like(x)
     for k in range(depth + 1):
         advantage = core.standardise(x, same, norm=norm).advantage
         weight = (k + 1) ** alpha * (advantage != 0)
-        total, share = total + weight * advantage, share + weight
+        total, weights = total + weight * advantage, weights + weight
         same = key(same, torch.where(back >= 0, state[back], -1))
         back = torch.where(back >= 0, before[back], -1)
-    advantage = torch.where(share > 0, total / share, 0.0)
+    advantage = torch.where(weights > 0, total / weights, 0.0)
     return torch.where(x.isnan(), torch.nan, advantage)[batch.token_transition]
 
 
@@ -56,7 +56,7 @@ def SameStateRelative(
 def with_gigpo(
     algo: Algo, *, weight: Share = 1.0, gamma: Discount = 0.95, norm: Scale = "none"
 ) -> Algo:
-    """Adds the comparison with calls in the same state. arXiv 2505.10978."""
+    """Adds a comparison with calls in the same state. arXiv 2505.10978."""
     anchors = SameStateRelative(registry.outcome_of(algo), gamma, norm=norm)
     return replace(algo, credit=weighted_sum((algo.credit, 1.0), (anchors, weight)))
 
@@ -81,8 +81,8 @@ def hgpo(
     alpha: registry.Num = 1.0,
     norm: Scale = "none",
 ) -> Algo:
-    """Calls compared with those in the same state after the same states before, longer histories
-    weighing more. arXiv 2602.22817."""
+    """Calls compared with those in the same state and with the same previous states; longer
+    histories weigh more. arXiv 2602.22817."""
     return Algo(SameStateRelative(reward, gamma, depth, alpha, norm))
 
 
@@ -93,9 +93,9 @@ def PeerValues(
     gamma: float = 1.0,
     by: tuple[Unit, ...] = ("group", "state"),
 ) -> Tensor:
-    """[S] value of the state before each call: the mean return of the calls that other rollouts of
-    the group made in the same state; missing where none did. With `StepGae` a critic without
-    parameters, unbiased where equal states are equal."""
+    """Value of the state before each call: the mean return of the calls that the group's other
+    rollouts made in the same state, [S]; missing if there are none. With `StepGae` it is a critic
+    without parameters, unbiased if equal ids mean equal states."""
     x = turns.Returns(reward, gamma)(batch)
     same = units(batch, "transition", *by)
     own = key(same, batch.transition_rollout)
@@ -115,8 +115,7 @@ def peers(reward: str, *, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
 
 
 def histories(batch: Batch) -> Tensor:
-    """[S] ids of all that a rollout saw and did up to the state of a call; equal within a group
-    alone."""
+    """Ids of the rollout's states and actions up to each call's state, [S], within its group."""
     state = units(batch, "transition", "group", "role", "state")
     action, turn = ids.of_calls(batch, "action"), batch.transition_turn
     before, found = previous(next_same(batch.transition_rollout)), state.clone()
@@ -129,16 +128,15 @@ def histories(batch: Batch) -> Tensor:
 
 @column("transition")
 def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) -> Tensor:
-    """[S] what a call received plus the value of the state it led to, less what other rollouts had
-    of the same state: see "Batch TD" in CREDIT.md.
+    """The reward of a call plus the value of the next state (its TD target), minus the targets of
+    other rollouts in the same state, [S]: see "Batch TD" in CREDIT.md.
 
-    The value of a state is the mean of the same sum over the group's calls in this state (batch
-    TD(0): Sutton and Barto, Reinforcement Learning, 2018, 6.3), drawn to that of the calls at the
-    same turn as far as time is seen to matter, and to the mean return of the calls with the same
-    history as far as histories are. The sum is drawn to the
-    returns of the calls that did the same in the same state, as far as actions are seen to matter
-    more than it says. The baseline is that of others in the state, drawn to others of the turn as
-    far as states do not differ."""
+    The value of a state is the mean TD target of the group's calls in it (batch TD(0): Sutton and
+    Barto, Reinforcement Learning, 2018, 6.3), shrunk towards the mean of those at the same turn by
+    how much turns matter, and towards the mean return of those with the same history by how much
+    histories matter. A target is shrunk towards the mean return of the calls with the same state
+    and action if actions have a significant effect beyond it. The baseline is the mean target of
+    other rollouts in the same state, shrunk towards the same turn by how little states differ."""
     returns = turns.Returns(reward, gamma)(batch)
     known = (~returns.isnan()).nonzero().squeeze(1)
     advantage = torch.full_like(returns, torch.nan)
@@ -151,7 +149,7 @@ def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) 
     )
     past, following = key(histories(batch)[known]), next_same(rollout)
     after, count = mean_by(x, past)
-    # Noise averages out over the groups of the batch, a wrong value does not.
+    # Noise averages out over the groups of the batch, the bias of a wrong value does not.
     trust = reliability(count, *_between_groups(x, state, past, batch))
     apart = key(state, turn)
     timed = reliability(mean_by(x, apart)[1], *_between_groups(x, state, apart, batch))
@@ -162,13 +160,13 @@ def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) 
         value = mean + timed * (mean_by(x, apart)[0] - mean)
         value += trust * (after - value)
         x = received + gamma * torch.where(following >= 0, value[following], 0.0)
-    # What the states that followed do not show of an action, its returns do.
+    # Effects of an action that the next state does not show are in the returns.
     missed = returns[known] - x
     action = key(state, ids.of_calls(batch, "action")[known])
     more, count = mean_by(missed, action)
     trust = reliability(count, *variance_components(missed, apart, action, turn, ERRORS))
     x = x + trust * (more - mean_by(missed, state)[0])
-    # Sums of other turns may hold what this call led to, so only returns stand in for its own turn.
+    # Targets at other turns may depend on this call; returns of other rollouts do not.
     base, others = mean_by(returns[known], group, rollout)
     same, count = mean_by(x, turn, rollout)
     base = torch.where(count > 0, same, base)
@@ -186,9 +184,8 @@ def _between_groups(x: Tensor, state: Tensor, inner: Tensor, batch: Batch) -> tu
 @registry.as_modifier("batch-td", prefix="batch_td_")
 @preset("batch-td", clip=PPO_CLIP, kl=True)
 def batch_td(reward: str, *, gamma: Discount = 1.0) -> Algo:
-    """Calls compared by what they received and the value of the state they led to, which is learned
-    from the group alone by batch TD; where states do not show what was done, by returns. States
-    as in arXiv 2505.10978."""
+    """Calls compared by reward plus value of the next state, learned from the group by batch TD; by
+    returns if states do not show the effect of an action. States as in arXiv 2505.10978."""
     return Algo(GroupRelative(BatchTd(reward, gamma), base="none"))
 
 
@@ -202,11 +199,11 @@ def HindsightReturns(
     low: float = 0.8,
     high: float = 1.2,
 ) -> Tensor:
-    """[S] HCAPO, arXiv 2603.08754: returns of calls, times how much more probable than the others
-    of its rollout a call is once the outcome is known, within [low, high].
+    """HCAPO, arXiv 2603.08754: the return of each call times its hindsight probability relative to
+    the mean of its rollout's calls, clamped to [low, high]; [S].
 
-    hindsight: per call, the mean log-prob of its tokens where the prompt tells the outcome; a call
-    without one keeps its return. temperature divides it."""
+    hindsight: mean log-prob of each call's tokens given a prompt with the outcome, [S]; a call
+    without it keeps its return. temperature divides it."""
     p = (hindsight(batch) / temperature).exp()
     rollout = batch.transition_rollout
     ratio = (p / ids.known_mean(p, rollout)[rollout]).clamp(low, high)
@@ -217,8 +214,8 @@ def HindsightReturns(
 def with_hcapo(
     algo: Algo, *, reward: str = HINDSIGHT, weight: Share = 1.0, gamma: Discount = 0.95
 ) -> Algo:
-    """Adds HCAPO's credit of calls in hindsight to the host's, bad only where the host's is bad.
-    arXiv 2603.08754."""
+    """Adds HCAPO's hindsight credit of calls to the host's; negative only where the host's is
+    negative. arXiv 2603.08754."""
     returns = HindsightReturns(turns.CallRewards(reward), registry.outcome_of(algo), gamma)
     calls = GatedByOutcome(GroupRelative(returns, norm="std"), algo.credit, "negative")
     credit = weighted_sum((algo.credit, 1.0), (calls, weight))
@@ -229,9 +226,9 @@ def with_hcapo(
 def hcapo(
     reward: str, *, hindsight_reward: str = HINDSIGHT, weight: Share = 1.0, gamma: Discount = 0.95
 ) -> Algo:
-    """Outcome over rollouts plus returns of calls, which weigh more where the call looks more
-    probable once the outcome is known. The learner gives that probability, unless another reward of
-    calls is named. arXiv 2603.08754."""
+    """Outcome over rollouts plus returns of calls, weighted by the probability of the call given
+    the outcome. The learner computes that probability unless `hindsight_reward` names another
+    reward of calls. arXiv 2603.08754."""
     host = Algo(GroupRelative(reward, norm="std"))
     return with_hcapo(host, reward=hindsight_reward, weight=weight, gamma=gamma)
 
@@ -246,12 +243,12 @@ def HiperGae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> Tensor:
-    """[S] HiPER, arXiv 2602.16165: GAE over the calls that act, inside the segments that calls
-    which choose a subgoal begin ("low"), and over those segments ("high").
+    """HiPER, arXiv 2602.16165: GAE over the acting calls inside each segment (part "low"), or over
+    the segments, each started by a call that chooses a subgoal (part "high"); [S].
 
-    high, low: values per call. A call that has the first begins a segment, one that has the second
-    acts and takes one unit of time; a call that does both earns both, for its tokens are not told
-    apart. What other calls receive belongs to the one before."""
+    high, low: values per call. A call with a high value starts a segment; one with a low value acts
+    and takes one unit of time; one with both gets both credits, because its tokens are not told
+    apart. Rewards of other calls belong to the call before them."""
     rollout, v_high, v_low = batch.transition_rollout, high(batch), low(batch)
     begins, acts = ~v_high.isnan(), ~v_low.isnan()
     counts, following = begins | acts, next_same(rollout)
@@ -285,7 +282,7 @@ def hiper(
     lam: Discount = 1.0,
 ) -> Algo:
     """Calls that choose subgoals and calls that pursue them, each whitened over the batch, with
-    values of their own, given as rewards of calls. arXiv 2602.16165."""
+    separate values, given as rewards of calls. arXiv 2602.16165."""
 
     def whitened(part: Literal["high", "low"]) -> Credit:
         values = turns.CallRewards(high), turns.CallRewards(low)

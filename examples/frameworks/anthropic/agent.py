@@ -1,5 +1,5 @@
-"""The Anthropic SDK: messages with a tool, then a streamed verdict. The names of the models say who
-speaks."""
+"""The Anthropic SDK: messages with a tool, then a streamed verdict. The names of the models are the
+roles."""
 
 from typing import Any
 

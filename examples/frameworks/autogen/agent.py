@@ -12,7 +12,7 @@ def add(a: int, b: int) -> str:
 
 
 async def agent(question: str) -> str:
-    model = OpenAIChatCompletionClient(model="gpt-4o-mini")  # whose features it assumes
+    model = OpenAIChatCompletionClient(model="gpt-4o-mini")  # a name with known features
     solver = AssistantAgent(
         "solver",
         model,

@@ -1,4 +1,4 @@
-"""A crew of CrewAI: a solver with a tool, and a critic that checks what it found."""
+"""A crew of CrewAI: a solver with a tool, and a critic that checks its result."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ def add(a: int, b: int) -> int:
 
 
 def crew(question: str) -> str:
-    model = LLM(model="openai/gpt-4o-mini")  # whose features it assumes
+    model = LLM(model="openai/gpt-4o-mini")  # a name with known features
     solver = Agent(role="solver", goal="solve sums", backstory="", llm=model, tools=[add])
     critic = Agent(role="critic", goal="check sums", backstory="", llm=model)
     check = f"Check the answer: {question}"

@@ -1,4 +1,4 @@
-"""Two modules of DSPy: one answers, the other checks. The names of their models say who speaks."""
+"""Two modules of DSPy: one answers, the other checks. The names of their models are the roles."""
 
 import os
 

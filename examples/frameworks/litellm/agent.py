@@ -1,4 +1,4 @@
-"""LiteLLM: one call answers, another streams a verdict. The names of the models say who speaks."""
+"""LiteLLM: one call answers, another streams a verdict. The names of the models are the roles."""
 
 import os
 from typing import Any

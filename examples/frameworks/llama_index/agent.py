@@ -1,5 +1,5 @@
-"""A solver of LlamaIndex with a tool, which streams, and a critic. The names of their
-models say who speaks."""
+"""A streaming solver of LlamaIndex with a tool, and a critic. The names of their models are the
+roles."""
 
 import os
 

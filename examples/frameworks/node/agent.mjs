@@ -1,5 +1,5 @@
 // Two roles in Node, without packages: one answers, the other's verdict is streamed. The names of the
-// models say who speaks.
+// models are the roles.
 
 const { OPENAI_BASE_URL, OPENAI_API_KEY, AGENTRL_TASK } = process.env;
 const question = JSON.parse(AGENTRL_TASK);

@@ -9,7 +9,7 @@ from agents import (
 )
 
 set_default_openai_api("chat_completions")
-set_tracing_disabled(True)  # of the SDK's own, which goes to OpenAI
+set_tracing_disabled(True)  # the SDK sends its own traces to OpenAI
 
 
 @function_tool

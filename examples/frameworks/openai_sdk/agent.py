@@ -1,5 +1,5 @@
-"""The OpenAI SDK alone: a call that may use a tool, then one that streams a verdict. The names of
-the models say who speaks."""
+"""The plain OpenAI SDK: a call that may use a tool, then one that streams a verdict. The names of
+the models are the roles."""
 
 import json
 from typing import Any

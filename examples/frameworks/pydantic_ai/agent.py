@@ -1,5 +1,5 @@
 """Two agents of Pydantic AI: a solver with a tool, and a critic that streams. The names of their
-models say who speaks."""
+models are the roles."""
 
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel

@@ -1,5 +1,5 @@
-"""An agent of smolagents that calls tools, and a model that checks it. The names of their
-models say who speaks."""
+"""An agent of smolagents that calls tools, and a model that checks it. The names of their models
+are the roles."""
 
 import os
 

@@ -1,4 +1,4 @@
--- What calls with an idempotency key were answered, for their repeats.
+-- Replies to calls with an idempotency key, for repeats.
 
 create table requests (
     id text primary key,                -- verb and key

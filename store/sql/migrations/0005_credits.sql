@@ -1,4 +1,4 @@
--- What a step made of the calls it trained, and groups that a step took without training them.
+-- Credit of the calls that a step trained, and groups that a step discarded.
 
 create table credits (
     transition integer not null references transitions (seq),

@@ -1,4 +1,4 @@
--- Rollouts that begin as another one did: which, and how many of its calls they repeat.
+-- Branches: the rollout whose first calls a rollout repeats, and their number.
 
 alter table rollouts add column branch_of text;
 alter table rollouts add column branch_calls integer;

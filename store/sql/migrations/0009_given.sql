@@ -1,4 +1,4 @@
--- Which training step gave a reward: it goes when that step is taken back.
+-- The training step that assigned a reward; a rewind of the step removes it.
 
 alter table rewards add column step integer;  -- null: it came with the attempt
 

@@ -1,4 +1,4 @@
--- Curves, lists and searches find the rows of one page without reading the run.
+-- Curves, lists and searches find the rows of a page without reading the whole run.
 
 create index rollouts_by_step on rollouts (run_id, step);
 create index rollouts_unsuccessful on rollouts (run_id, state, step) where state <> 'succeeded';

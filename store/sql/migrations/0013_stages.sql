@@ -1,4 +1,3 @@
--- What the agent of a rollout did that is still to be scored, as JSON: whoever claims it next only
--- scores it. Null: its agent is still to run.
+-- The agent's unscored run as JSON: the next claim only scores it. Null: the agent has yet to run.
 
 alter table rollouts add column ran text;

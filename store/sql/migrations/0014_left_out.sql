@@ -1,3 +1,3 @@
--- Options of a model call that had no effect, such as fields that only its API's own server reads.
+-- Options of a model call without effect, such as fields for its API's own server only.
 
 alter table transitions add column left_out text;  -- a JSON list; null: none

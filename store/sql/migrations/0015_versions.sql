@@ -1,3 +1,3 @@
--- Which versions of a policy sampled the tokens of a call during which its weights were updated.
+-- Policy versions that sampled a call's tokens, if the weights were updated during the call.
 
 alter table transitions add column spans text;  -- JSON [[first token, version], ...]; null: one

@@ -1,4 +1,4 @@
--- Searches of prompts: texts that were tried, what the reflector was asked, why a reward is what it is.
+-- Prompt searches: candidates, calls to the reflector, and notes of rewards.
 
 create table candidates (
     seq integer primary key,            -- order of arrival

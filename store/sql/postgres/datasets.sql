@@ -1,3 +1,3 @@
 -- name: lock_datasets
--- Whether a version is complete, and which sides no item names, stays true until the commit.
+-- Keeps the state of versions and the set of unused sides unchanged until the commit.
 select pg_advisory_xact_lock(hashtextextended('agentrl data sets', 0));

@@ -1,5 +1,5 @@
 -- name: add_events
--- Event numbers become visible in order: whoever takes numbers holds the lock until its commit.
+-- Holding the lock until the commit makes event numbers visible in order.
 with locked as materialized (select pg_advisory_xact_lock(1634888753))
 insert into events (run_id, kind, id)
 select event ->> 0, event ->> 1, event ->> 2

@@ -1,4 +1,4 @@
--- PostgreSQL reuses the space of removed rows by itself; only a vacuum knows its size.
+-- PostgreSQL reuses the space of removed rows automatically; only a vacuum knows its size.
 -- name: size
 select pg_database_size(current_database()) as bytes, 0 as free;
 

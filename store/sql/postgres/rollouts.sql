@@ -16,8 +16,8 @@ for update skip locked;
 select pg_advisory_xact_lock(hashtextextended(:claim_id, 0));
 
 -- name: heartbeat
--- Looked up by id alone: of how many attempts run, the planner knows what was true at the last
--- analyze, and would rather walk through all their leases, with every version of each.
+-- Looks up by id only: the planner's estimate of running attempts dates from the last analyze, and
+-- it would scan all their leases, with every row version.
 with named as materialized (
     select id, state, lease_until from attempts
     where id = any (array(select json_array_elements_text(:attempts::json)))
@@ -33,7 +33,7 @@ where attempts.id = named.id and named.state = 'running' and named.lease_until >
 returning attempts.id;
 
 -- name: resume
--- Rows that are skipped are locked by a transaction that extends or ends them.
+-- Skipped rows are locked by a transaction that extends or ends them.
 update attempts set lease_until = :until, lease = greatest(lease, :grace)
 from (
     select id as silent from attempts
@@ -52,7 +52,7 @@ from (
 where id = long;
 
 -- name: lock_expiry
--- Whoever counts the rollouts of a silent runner sees all of them, or the result of another count.
+-- A count of a lost runner's rollouts sees all of them, or the result of another count.
 select pg_advisory_xact_lock(hashtextextended('agentrl leases', 0));
 
 -- name: expired
@@ -65,7 +65,7 @@ order by r.seq
 for update of r, a skip locked;
 
 -- name: suspect
--- Rows that are skipped are locked by a transaction that extends or ends them.
+-- Skipped rows are locked by a transaction that extends or ends them.
 update attempts set together = greatest(coalesce(together, 0), :together)
 from (
     select id as held from attempts
@@ -83,7 +83,8 @@ where a.id = ?
 for no key update of r, a;
 
 -- name: cancellable
--- If the rollout was claimed while this waited for its lock, its new attempt is not visible yet.
+-- Not a join: if the rollout was claimed during the wait for its lock, the join would not see its
+-- new attempt.
 select
     r.id, r.run_id, r.group_id, r.state, r.together, r.attempt_id as attempt,
     (select a.started_at from attempts a where a.id = r.attempt_id) as started_at

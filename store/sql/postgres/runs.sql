@@ -2,7 +2,7 @@
 select * from runs where id = ? for no key update;
 
 -- name: settled_groups
--- A group that is locked is growing, so it is not settled any more.
+-- A locked group is growing, hence no longer settled.
 select id from groups
 where run_id = :run and purpose = 'train' and state = 'settled' and id <= coalesce(:until, id)
 order by id limit :n

@@ -151,7 +151,7 @@ def test_any_comparison_may_be_with_the_running_mean() -> None:
     ]
     per_role = make("grpo+per-role+ema", {})
     assert per_role.memories[0].level == "role"  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"\+ema changes the baseline of a comparison"):
+    with pytest.raises(ConfigError, match=r"\+ema replaces the baseline of a comparison"):
         make("reinforce+++ema", {})
 
 
@@ -232,7 +232,7 @@ def test_a_step_that_is_not_trained_is_not_remembered() -> None:
 
 def test_credit_without_what_it_remembers_is_refused() -> None:
     algo = make("spiral", {})
-    with pytest.raises(TrainingError, match=r"step 0: Ema\(.*carries nothing of it"):
+    with pytest.raises(TrainingError, match=r"step 0: Ema\(.*reads values of earlier steps"):
         algo.credit(build_batch(step_of(0, 0), reward_names=algo.rewards))
 
 
@@ -240,7 +240,7 @@ def test_an_older_checkpoint_begins_anew_and_says_so(caplog: pytest.LogCaptureFi
     state = AlgorithmState(make("spiral", {}).memories)
     with caplog.at_level(logging.WARNING):
         state.restore({})
-    assert "does not have Ema(reward='role:outcome'" in caplog.text
+    assert "has no state of Ema(reward='role:outcome'" in caplog.text
     assert list(state.dump().values()) == [{}]
 
 

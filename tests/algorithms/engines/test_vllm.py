@@ -19,7 +19,6 @@ import pytest
 
 from agentrl.algorithms.engines.vllm import process as vllm_process
 from agentrl.algorithms.engines.vllm.child import (
-    ADAPTERS,
     CALLERS_VARIABLE,
     KEY_VARIABLE,
     KEYS,
@@ -27,7 +26,7 @@ from agentrl.algorithms.engines.vllm.child import (
     to_version,
 )
 from agentrl.algorithms.engines.vllm.process import VllmProcess, check_installed
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, RUNNING, ServedModel
+from agentrl.algorithms.engines.vllm.serving import HOLD, LOAD, OPEN, RUNNING, UNLOAD, ServedModel
 from agentrl.algorithms.engines.vllm.spans import SpanMiddleware, answer
 from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
 from agentrl.errors import PolicyError
@@ -414,7 +413,7 @@ async def test_a_half_sent_request_does_not_hold_up_an_update(
     half.cancel()
 
 
-@pytest.mark.parametrize("path", [*ADAPTERS, "/collective_rpc", "/pause", HOLD, OPEN, "/"])
+@pytest.mark.parametrize("path", [LOAD, UNLOAD, "/collective_rpc", "/pause", HOLD, OPEN, "/"])
 async def test_only_who_has_the_key_may_do_more_than_ask_the_model(
     behind: tuple[Client, asyncio.Event, list[str]], path: str
 ) -> None:

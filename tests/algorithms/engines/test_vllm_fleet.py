@@ -71,7 +71,7 @@ async def test_callers_send_a_key_that_the_servers_never_see(
     ("broken", "message"),
     [
         ({"version": "0.29.4"}, r"127\.0\.0\.1:\d+ is 0\.29\.4; start 0\.30 or newer there"),
-        ({"dev": False}, r"takes no new weights; start it with VLLM_SERVER_DEV_MODE=1"),
+        ({"dev": False}, r"accepts no new weights; start it with VLLM_SERVER_DEV_MODE=1"),
         ({"key": "secret"}, r"refused /v1/models \(401\); set engine\.vllm\.key_env"),
         ({"name": "another"}, r"different models \(base, another\)"),
     ],

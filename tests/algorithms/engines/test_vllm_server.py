@@ -19,6 +19,7 @@ from agentrl.algorithms.engines.vllm import weight_sync
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
 from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.serving import TrainedModel
+from agentrl.algorithms.engines.vllm.sleep import SleepCycle
 from agentrl.errors import PolicyError
 from tests.algorithms.engines.fake_vllm import FakeVllm
 
@@ -225,7 +226,7 @@ async def test_what_is_done_in_time_is_not_ended(server: VllmServer) -> None:
 async def test_a_whole_model_has_no_policies_beside_it(server: VllmServer) -> None:
     with pytest.raises(PolicyError, match="cannot serve 'other' beside 'base'"):
         await server.add("other", 1)
-    with pytest.raises(PolicyError, match="serves the policy 'base', and not 'other'"):
+    with pytest.raises(PolicyError, match="policy 'other' is not served; vLLM serves 'base'"):
         await server.publish(1, "other")
 
 
@@ -439,3 +440,20 @@ async def test_one_that_dies_as_it_wakes_is_started_awake(
     assert vllm_.asleep == set()
     assert vllm_.updates[-1] == "reload_weights"
     assert await version(sleeper) == "1"
+
+
+async def test_a_restart_while_it_wakes_leaves_it_awake() -> None:
+    cycle, paths = SleepCycle(2), []
+
+    class Servers:
+        async def post(self, path: str) -> None:
+            paths.append(path)
+            if path.startswith("/wake_up"):
+                cycle.restarted()
+
+    servers: Any = Servers()
+    await cycle.sleep(servers)
+    await cycle.wake("weights", servers)
+    await cycle.wake("kv_cache", servers)
+    assert not cycle.dropped
+    assert paths == [SLEEPS.format(2), WEIGHTS]

@@ -325,7 +325,7 @@ def test_a_record_has_each_conversation_once_sub_agents_too() -> None:
     ("judge", "message"),
     [
         ({"upstream": "gtp"}, "gpt"),
-        ({"range": [5, 5]}, "lowest and its highest"),
+        ({"range": [5, 5]}, "lowest score, highest score"),
         ({"calibration": [[0, 0.5], [10, 0.1]]}, "must rise"),
         ({"max_usd": 3.0}, "without prices"),
         ({"kind": "principles"}, "principles"),

@@ -380,7 +380,7 @@ def test_out_of_memory_twice_is_a_sentence_and_changes_nothing(
     short_of_memory(learner, 2, monkeypatch)
     with (
         pytest.warns(RuntimeWarning, match="ran out of memory"),
-        pytest.raises(TrainingError, match=r"halved to 32 as well \(CUDA out of memory\. Tried"),
+        pytest.raises(TrainingError, match=r"also .* halved to 32 \(CUDA out of memory\. Tried"),
     ):
         learner.step(batch, psi_for(batch), lr=1e-2)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(learner).items())

@@ -128,7 +128,7 @@ def test_a_file_of_another_dtype_or_shape_is_refused(tmp_path: Path) -> None:
     made = make()
     train(made)
     made.save(tmp_path)
-    with pytest.raises(PolicyError, match=r"bias is there, not in the policy.*policy\.dtype"):
+    with pytest.raises(PolicyError, match=r"bias is in the file, not in .*policy\.dtype"):
         make(torch.float32).read(tmp_path)
     tensors = load_file(tmp_path / FILE)
     tensors["bias/exp_avg"] = torch.zeros(4)
@@ -137,7 +137,7 @@ def test_a_file_of_another_dtype_or_shape_is_refused(tmp_path: Path) -> None:
         make().read(tmp_path)
     del tensors["bias/exp_avg"], tensors["bias/exp_avg_sq"], tensors["bias/step"]
     save_file(tensors, tmp_path / FILE, metadata={"optimizer": "adamw"})
-    with pytest.raises(PolicyError, match="bias is in the policy, not there"):
+    with pytest.raises(PolicyError, match="bias is only in the policy"):
         make().read(tmp_path)
 
 

@@ -139,15 +139,15 @@ def test_streams_are_those_that_the_run_file_configures() -> None:
         (
             "ppo",
             {"critic": {"model": "copy", "coefficient": 1.0}},
-            "critic.coefficient is set, and weighs nothing",
+            "critic.coefficient is set, and has no effect",
         ),
-        ("grpo", {"reference": {"every": 3}}, "reference.every is set, .* no leaving of a ref"),
+        ("grpo", {"reference": {"every": 3}}, "reference.every is set, .* no penalty towards"),
         (
             "ppo+kl",
             {"critic": {"model": "shared"}, "reference": {"horizon": 5}},
             "reference.horizon is set, and there is no reference.target",
         ),
-        ("grpo", {"teacher": {"model": "x"}}, "teacher.model is set, .* imitates none"),
+        ("grpo", {"teacher": {"model": "x"}}, "teacher.model is set, .* reads no teacher"),
     ],
 )
 def test_what_could_not_matter_is_refused(

@@ -48,7 +48,7 @@ def test_a_cpu_has_no_gpu_memory_to_share(
 ) -> None:
     monkeypatch.setattr(process, "check_installed", lambda: None)
     config = config_of(vllm, output=str(tmp_path))
-    with pytest.raises(PolicyError, match="are of a GPU, and the policy is on cpu; remove them"):
+    with pytest.raises(PolicyError, match="need a GPU, and the policy is on cpu; remove them"):
         vllm_server(config, *load_model(tiny_model_dir, device="cpu"))
 
 

@@ -111,7 +111,7 @@ def test_learner_and_sampler_agree_as_far_as_the_doctor_allows(
 
     status, sentence = asyncio.run(proofs.sampler(loaded, config))
     assert status == "ok", sentence
-    assert f"of {tolerance(policy):g} that are allowed" in sentence
+    assert f", {tolerance(policy):g} is allowed" in sentence
 
 
 def test_weights_that_nobody_could_train_are_refused() -> None:

@@ -47,7 +47,7 @@ def test_conversations_that_call_tools_want_the_tools(tmp_path: Path) -> None:
         {"role": "tool", "content": "Norway"},
         {"role": "assistant", "content": "Norway"},
     ]
-    with pytest.raises(TrainingError, match=r"give them to `imitator` as tools="):
+    with pytest.raises(TrainingError, match=r"pass them to `imitator` as tools="):
         imitator(tmp_path, [shown] * 8, seed=0, steps=1)
     properties = {"city": {"type": "string"}}
     tool = {"name": "find", "description": "Its country.", "parameters": {"properties": properties}}

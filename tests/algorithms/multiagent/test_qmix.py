@@ -186,7 +186,7 @@ def test_a_team_goes_on_from_what_it_saved(kind: type[FactoredQLearner]) -> None
     [
         ({"actions": torch.zeros(1, 2, dtype=torch.int64)}, "1 rows of actions for 2 steps"),
         ({"states": torch.zeros(2, 5)}, "2 rows of states for 2 steps; give 3"),
-        ({"actions": torch.full((2, 2), 3)}, "an action that is none of the 3 there are"),
+        ({"actions": torch.full((2, 2), 3)}, r"an action is not in \[0, 3\)"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(change: dict[str, Tensor], message: str) -> None:

@@ -242,7 +242,7 @@ def test_the_pairs_of_a_group() -> None:
         ("dpo", {"label_smoothing": 0.1}, "no option of 'dpo'"),
         ("robust", {"label_smoothing": 0.5}, "< 0.5"),
         ("grpo+nll", {}, "is for losses of pairs"),
-        ("dpo+pairs", {}, "to a preset that has none"),
+        ("dpo+pairs", {}, "to a preset without"),
         ("grpo+pairs", {"pairs_loss": "kto"}, "adds one of dpo"),
         ("kto", {"how": "all"}, "no option of 'kto'"),
     ],

@@ -44,8 +44,8 @@ def update(step: int, *groups: Group, preset: str = "grpo+tis", **settings: Any)
     [
         ({"preset": "cispo"}, r"max_staleness = 0.5: 'cispo' does not read .* add \+tis"),
         ({"preset": "opo"}, r"'opo' does not read the sampler's log-probs"),
-        ({"preset": "reinforce+behaviour"}, r"\+behaviour changes the ratio"),
-        ({"preset": "dppo-topk+behaviour"}, r"\+behaviour changes the ratio"),
+        ({"preset": "reinforce+behaviour"}, r"\+behaviour changes token ratios"),
+        ({"preset": "dppo-topk+behaviour"}, r"\+behaviour changes token ratios"),
         ({"preset": "grpo+behaviour+tis"}, r"correct for the sampler twice"),
         (
             {

@@ -75,9 +75,9 @@ def test_an_installed_package_registers_presets(
         ("p = 3", r"algorithm\.preset: 3 is int, not a function"),
         ("def q(): ...", r"has no 'p'"),
         ("1 / 0", r"raised ZeroDivisionError: division by zero \(.*mine_preset\.py:2\)"),
-        ("def p(a): return Algo(a)", r"parameter 'a' of p \(.*mine_preset\.py:2\) is no option"),
-        ("def p(*, a=1): return a", r"parameter 'a' of p \(.*:2\) is no option with a type"),
-        ("def p(**a: int): return a", r"parameter 'a' of p \(.*:2\) is no option with a type"),
+        ("def p(a): return Algo(a)", r"parameter 'a' of p \(.*mine_preset\.py:2\) is no keyword"),
+        ("def p(*, a=1): return a", r"parameter 'a' of p \(.*:2\) is no keyword-only option"),
+        ("def p(**a: int): return a", r"parameter 'a' of p \(.*:2\) is no keyword-only option"),
         ("def p(): return 3", r"p \(.*mine_preset\.py:2\) returned int, which is no Algo"),
         ("def p(): return [][1]", r"p \(.*\.py:2\) raised IndexError: .* \(.*mine_preset\.py:2\)"),
         ("@preset('grpo')\ndef p(): ...", r"p \(.*:2\) hides the library's own 'grpo'"),
@@ -110,9 +110,9 @@ def test_a_credit_function_takes_the_place_of_a_presets_own(tmp_path: Path) -> N
 
     assert algo("twice").rewards == ("style",)
     assert compute_advantages(algo("twice"), batch).tolist() == [2, 2, 6, 6]
-    with pytest.raises(TrainingError, match=r"short.* gave \(2,\); .* each of the 4 tokens"):
+    with pytest.raises(TrainingError, match=r"short.* returned \(2,\); .* each of the 4 tokens"):
         compute_advantages(algo("short"), batch)
-    with pytest.raises(TrainingError, match=r"none \(.*mine_credit\.py:4\) gave NoneType"):
+    with pytest.raises(TrainingError, match=r"none \(.*mine_credit\.py:4\) returned NoneType"):
         compute_advantages(algo("none"), batch)
     with pytest.raises(ConfigError, match=r"options\.credit: two \(.*:5\) must take \(batch\)"):
         algo("two")

@@ -579,10 +579,10 @@ def test_hopeless_batches_give_no_nan(name: str) -> None:
     [
         ("ppo", {}, r"'ppo' needs the values of a critic \(stream v\), which this run does not"),
         ("agent-r1", {"gamma": 1.5}, r"options\.gamma = 1\.5: .*<= 1"),
-        ("streams", {}, r"algorithm\.options\.streams: 'streams' cannot do without; set it"),
+        ("streams", {}, r"algorithm\.options\.streams: required by 'streams'; set it"),
         ("magrpo", {"reward": "transition:p"}, r"in aligned mode .* is a reward of rollouts"),
         ("magrpo", {"mode": "cross", "reward": "outcome"}, r"in cross mode .* of transitions"),
-        ("grpo+only", {}, r"algorithm\.options\.only_roles: 'grpo\+only' cannot do without"),
+        ("grpo+only", {}, r"algorithm\.options\.only_roles: required by 'grpo\+only'"),
         ("grpo+only", {"only_roles": []}, r"only_roles = \[\]: .*length >= 1"),
         ("grpo+gigpo", {"weight": 2.0}, r"options\.weight: no option of 'grpo\+gigpo'"),
         ("remax+per-role", {}, r"\+per-role cannot split a baseline or weight of whole rollouts"),
@@ -595,14 +595,14 @@ def test_hopeless_batches_give_no_nan(name: str) -> None:
         (
             "streams",
             {"mix": "rewards", "streams": {"p": {"clip": 1.0}}},
-            r"streams\.p\.clip: streams mixed as rewards have none of their own",
+            r"streams\.p\.clip: has no effect on streams mixed as rewards",
         ),
         (
             "streams",
             {"mix": "returns", "streams": {"p": {"gate": "agree"}}},
-            r"streams\.p\.gate: streams mixed as returns have none of their own",
+            r"streams\.p\.gate: has no effect on streams mixed as returns",
         ),
-        ("streams", {"streams": {"p": {"potential": True}}}, r"give it scope = 'transition'"),
+        ("streams", {"streams": {"p": {"potential": True}}}, r"set scope = 'transition'"),
         (
             "streams",
             {"streams": {"p": {"gate": "agree"}}},

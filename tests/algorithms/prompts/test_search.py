@@ -218,7 +218,7 @@ def test_texts_of_a_run_file(tmp_path: Path) -> None:
     ]
     assert len(texts(a="a.txt", b="a.txt")) == 2  # two roles may have one text
     for components, why in (
-        ({"a": "a.txt", "b": {"file": "b.txt", "role": "a"}}, "one text is in the other"),
+        ({"a": "a.txt", "b": {"file": "b.txt", "role": "a"}}, "one text contains the other"),
         ({"a": "none.txt"}, r"components\.a: there is no file"),
         ({"empty": "empty.txt"}, r"empty\.txt is empty"),
     ):

@@ -116,8 +116,8 @@ def test_branches_that_went_astray_are_counted() -> None:
 @pytest.mark.parametrize(
     ("branching", "why"),
     [
-        ({"width": 2}, "mean nothing without"),
-        ({"kind": "tree"}, "from how many"),
+        ({"width": 2}, "have no effect without"),
+        ({"kind": "tree"}, "needs `calls`"),
         ({"kind": "mcts"}, "branching.kind"),
         ({"kind": "mc", "depth": 1}, "algorithm.branching.depth"),
     ],

@@ -80,7 +80,7 @@ async def test_a_busy_server_is_asked_again_when_it_says(ask: Ask, waits: list[f
     ("response", "why", "tries"),
     [
         ((400, {"error": "no such model"}, {}), "answered 400: .*no such model", 1),
-        ((200, {"choices": []}, {}), "gave no chat completion", 1),
+        ((200, {"choices": []}, {}), "returned no chat completion", 1),
         ((500, {}, {}), "answered 500", 8),
     ],
 )

@@ -290,7 +290,7 @@ def test_replays_that_nobody_reads_are_refused() -> None:
     part |= {"roles": {"planner": "policy", "solver": "policy"}}
     with pytest.raises(ConfigError, match=r"stand_ins has no 'solver', and 'policy', which plays"):
         check_counterfactuals(resolve(part, source="test"), {"policy": other}, None)
-    with pytest.raises(ConfigError, match=r"dynamic_sampling goes by 'role:difference'"):
+    with pytest.raises(ConfigError, match=r"dynamic_sampling compares 'role:difference'"):
         check_counterfactuals(config, {"policy": other}, "role:difference")
 
 
@@ -306,15 +306,15 @@ PAIR = {
 @pytest.mark.parametrize(
     ("algorithm", "more", "why"),
     [
-        ({"value": "shapley"}, {}, "mean nothing without stand_ins"),
+        ({"value": "shapley"}, {}, "have no effect without stand_ins"),
         ({"stand_ins": {"planner": "mute"}}, {}, r"planner = 'mute'; valid: first, policy"),
         ({"stand_ins": {"planner": "frist"}}, {}, "did you mean 'first'"),
         (
             {"stand_ins": {"planner": "first"}},
             {"upstreams": {"first": {"text": "none"}}},
-            "planner = 'first' is the role's own policy .* rename that one",
+            "planner = 'first' means the role's own policy .* rename that one",
         ),
-        ({"stand_ins": {"critic": "first"}}, PAIR, "no policy that learns plays it; .*planner"),
+        ({"stand_ins": {"critic": "first"}}, PAIR, "no trained policy plays this role; .*planner"),
         ({"stand_ins": {"planer": "judge"}}, PAIR, "did you mean 'planner'"),
         ({"stand_ins": dict.fromkeys("abcde", "first"), "value": "shapley"}, {}, "`orders`"),
         ({"stand_ins": {"a": "first"}, "orders": 3}, {}, "for Shapley values of more than 4"),
@@ -322,7 +322,7 @@ PAIR = {
         (
             {"stand_ins": {"a": "first"}},
             {"algorithm": {"branching": {"kind": "mc"}}},
-            r"plays rollouts again that \[algorithm.branching\] asks for otherwise",
+            r"cannot replay rollouts of \[algorithm.branching\]",
         ),
         ({"stand_ins": {"a": "first"}}, {"algorithm": {"max_staleness": 1}}, "max_staleness = 1"),
         ({"stand_ins": {"a": "first"}}, {"selfplay": {"seats": ["a", "b"]}}, r"\[selfplay\]"),

@@ -189,6 +189,7 @@ async def test_functions_of_the_run_file_measure_checkpoints(store: Store, tmp_p
         "def size(path): return len(path.name)\n"
         "def pair(path): return {'a': 1, 'b': 2.5}\n"
         "def wrong(path): 1 / 0\n"
+        "def silent(path): return {'a': None}\n"
     )
     names = ["own_measure.py:size", "own_measure.py:pair"]
     config = run_config(tmp_path, eval={"functions": names}, policy={"model": "some/base"})
@@ -196,9 +197,13 @@ async def test_functions_of_the_run_file_measure_checkpoints(store: Store, tmp_p
     (row,) = await store.steps("r")
     named = {"size": 4.0, "pair/a": 1.0, "pair/b": 2.5}
     assert row.metrics == {f"eval/function/{name}": x for name, x in named.items()}
-    config = run_config(tmp_path, eval={"functions": ["own_measure.py:wrong"]})
-    with pytest.raises(ConfigError, match=r"own_measure.py:wrong' raised ZeroDivisionError"):
-        await evaluate_functions(store, config, 1, 0)
+    for name, problem in (
+        ("wrong", "raised ZeroDivisionError"),
+        ("silent", r"returned {'a': None}"),
+    ):
+        config = run_config(tmp_path, eval={"functions": [f"own_measure.py:{name}"]})
+        with pytest.raises(ConfigError, match=f"own_measure.py:{name}' {problem}"):
+            await evaluate_functions(store, config, 1, 0)
     upstream = {"u": {"base_url": "http://u/v1"}}
     with pytest.raises(ConfigError, match=r"eval.functions are given a checkpoint"):
         run_config(tmp_path, eval={"functions": names}, upstreams=upstream)

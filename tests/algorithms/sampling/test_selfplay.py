@@ -262,7 +262,7 @@ def test_an_opponent_of_rollouts_asked_ahead_is_held_until_their_step() -> None:
         ),
         ({"seats": SEATS, "opponents": "pfsp", "self_share": 1.0}, "selfplay.self_share"),
         ({"seats": SEATS, "opponents": "best"}, "did you mean 'latest'"),
-        ({"seats": SEATS, "policy": "other"}, "none of those that learn: policy"),
+        ({"seats": SEATS, "policy": "other"}, "not one of the policies that learn: policy"),
         ({"seats": [*SEATS, "c"], "opponents": "pfsp"}, "group_size = 8 is no multiple of the 3"),
         ({"seats": ["judge", "player_0"]}, "'judge', which 'gpt' plays"),
     ],

@@ -88,7 +88,7 @@ async def test_only_the_last_steps_in_a_row_count(store: Store) -> None:
         await commit(store, step, **({"rollouts__empty": 8.0} if empty else {"loss": 1.0}))
         await check_empty_steps(store, run_config())
     await commit(store, 5, rollouts__empty=8.0)
-    with pytest.raises(TrainingError, match=r"3 steps in a row.*goes on after step 6"):
+    with pytest.raises(TrainingError, match=r"3 steps in a row.*resumes after step 6"):
         await check_empty_steps(store, run_config())
     await check_empty_steps(store, run_config(max_empty_steps=4))
 

@@ -81,4 +81,4 @@ def test_a_dry_run_says_it_in_comments_of_its_run_file(
     assert load(again).sampling.max_tokens == 4
     words = ["train", str(file), "policy.model=no/such", "--dry-run"]
     result = CliRunner().invoke(cli, words, catch_exceptions=False)
-    assert result.output.startswith("# memory and time of no/such: not known here; agentrl doctor")
+    assert result.output.startswith("# memory and time of no/such are unknown; agentrl doctor")

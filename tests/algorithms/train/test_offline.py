@@ -177,9 +177,9 @@ def test_steps_take_every_item_once_an_epoch() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"tasks": {"train": "x.jsonl"}}, r"\[tasks\] means nothing in a run on \[data\]"),
-        ({"algorithm": {"preset": "dpo", "group_size": 4}}, "algorithm.group_size means nothing"),
-        ({"data": {"split": "other"}}, "nothing without `name`"),
+        ({"tasks": {"train": "x.jsonl"}}, r"\[tasks\] has no effect in a run on \[data\]"),
+        ({"algorithm": {"preset": "dpo", "group_size": 4}}, "algorithm.group_size has no effect"),
+        ({"data": {"split": "other"}}, "no effect without `name`"),
     ],
 )
 def test_settings_of_rollouts_are_refused(tmp_path, more, message) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
@@ -100,3 +103,16 @@ async def test_only_whoever_commits_deletes(tmp_path: Path) -> None:
         left.mkdir()
         await mine.serve_pool()
         assert kept(mine) == {"policy@000001"}
+
+
+async def test_a_dropped_snapshot_is_never_left_in_part_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_of(tmp_path, ahead=0)
+    async with open_store(config.store) as store:
+        made = opponents(config, store)
+        await made.start(0)
+        await made.save_due(1)
+        monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)  # killed before it deletes
+        await made.serve_pool()
+        assert not (made.folder / "policy@000000").exists()

@@ -194,14 +194,14 @@ def test_what_cannot_teach_is_a_sentence_at_the_start(
         assert "token 419 is 'other' there and " in told
         assert "choose a teacher with the policy's vocabulary" in told
     monkeypatch.setattr(torch.Tensor, "log_softmax", lambda self, dim: self)
-    assert "gives logits; start it with --logprobs-mode raw_logprobs" in refusal(teacher)
+    assert "returns logits; start it with --logprobs-mode raw_logprobs" in refusal(teacher)
 
 
 def test_a_server_that_is_down_is_a_sentence(fake: FakeVllm) -> None:
     teacher, batch = remote(fake), make_batch()
     gone = replace(teacher, endpoint=teacher.endpoint._replace(url="http://127.0.0.1:9/v1"))
     assert "http://127.0.0.1:9/v1/completions is unreachable" in refusal(gone)
-    with pytest.raises(AgentRLError, match=r"is unreachable .*the same command goes on from here"):
+    with pytest.raises(AgentRLError, match=r"is unreachable .*the same command resumes from here"):
         gone.top(batch)
     fake.status = [500] * 99
     with pytest.raises(AgentRLError, match="answered 500"):
@@ -250,14 +250,14 @@ def test_the_run_file_names_it(tiny_model_dir: Path, monkeypatch: pytest.MonkeyP
         ({"teacher": {"upstream": "said"}}, r"teacher\.upstream = 'said'; "),
         ({"teacher": {"upstream": "big", "model": "x"}}, "a model or an upstream, not both"),
         ({"sampling": {"temperature": 0.7}}, r"sampling\.temperature: .* set it to 1"),
-        ({"algorithm": {"preset": "grpo"}}, r"teacher\.upstream is set, .* imitates none"),
+        ({"algorithm": {"preset": "grpo"}}, r"teacher\.upstream is set, .* reads no teacher"),
         (
             {"teacher": {"model": "x", "concurrency": 4}},
             r"teacher\.concurrency is set, and there is no teacher\.upstream",
         ),
         (
             {"algorithm": {"preset": "distill", "options": {"top": 4, "of": "policy"}}},
-            r"teacher\.upstream is set, and says nothing of the policy's most probable tokens",
+            r"teacher\.upstream is set, and has no log-probs of the policy's most probable tokens",
         ),
     ],
 )

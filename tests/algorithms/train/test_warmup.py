@@ -78,7 +78,7 @@ def test_a_checkpoint_is_not_warmed_up_again(tiny_model_dir: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"warmup": {"steps": 3}}, "nothing without `data`"),
+        ({"warmup": {"steps": 3}}, "no effect without `data`"),
         ({"policy": {"model": "m", "lora": {"rank": 4}}}, "trains all weights"),
     ],
 )

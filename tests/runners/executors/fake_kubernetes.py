@@ -166,7 +166,9 @@ class FakeKubernetes:
         return web.json_response({"kind": "PodList", "items": [pod]})
 
     async def log(self, request: web.Request) -> web.Response:
-        return web.Response(text=self.logs[request.match_info["name"].removesuffix("-pod")])
+        text = self.logs[request.match_info["name"].removesuffix("-pod")].encode()
+        limit = int(request.query.get("limitBytes", len(text)))
+        return web.Response(body=text[:limit], content_type="text/plain")
 
 
 def container_status(state: Object) -> Object:

@@ -61,6 +61,13 @@ async def test_what_it_finds_in_its_environment(
     assert rollout.attempt not in env["OPENAI_API_KEY"]
 
 
+@pytest.mark.parametrize("odd", [{"command": ["true", "a\0b"]}, {"env": {"ODD": "a\0b"}}], ids=str)
+async def test_a_nul_that_no_program_can_be_given_is_said(bench: Any, make: Any, odd: Any) -> None:
+    executor = await make("command", config=configured(**{"command": ["true"]} | odd))
+    (rollout,) = await bench.run(executor, {"input": "x"})
+    assert "embedded null byte" in rollout.failure.message
+
+
 async def test_its_parent_knows_no_secrets(
     bench: Any, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,7 +275,7 @@ async def test_another_language_in_limited_memory(bench: Any, make: Any) -> None
         ({"command": []}, r"agent\.path is missing"),
         ({"command": ["no-such-program"]}, "no program 'no-such-program'"),
         ({"command": ["cat"], "folder": "/no/such/folder"}, "no folder /no/such/folder"),
-        ({"command": ["cat"], "path": "a.py:b"}, "which of the two"),
+        ({"command": ["cat"], "path": "a.py:b"}, "are both set"),
     ],
 )
 async def test_what_the_user_can_mend(make: Any, agent: Any, says: str) -> None:

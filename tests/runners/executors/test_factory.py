@@ -44,7 +44,7 @@ def test_the_agent_decides_unless_the_run_file_does() -> None:
     [
         ({}, None, "auto", "agent.path is missing"),
         ({}, None, "pool", "agent.path is missing"),
-        (PATH | COMMAND, None, "auto", "which of the two is the agent?"),
+        (PATH | COMMAND, None, "auto", "are both set: leave one out"),
         (COMMAND, None, "async", "'async' runs agent.path, not agent.command"),
         (PATH, None, "command", "give it in the run file as agent.command"),
         ({}, len, "pool", "give it in the run file as agent.path"),
@@ -59,7 +59,7 @@ def test_what_does_not_fit(agent: Any, given: object, executor: str, says: str) 
 
 @pytest.mark.parametrize("executor", ["async", "threads", "pool"])
 def test_agents_without_a_key_are_not_served_to_the_network(executor: str) -> None:
-    with pytest.raises(ConfigError, match="listens to this machine only"):
+    with pytest.raises(ConfigError, match="may listen to this machine only"):
         chosen(PATH, executor=executor, host="0.0.0.0")
     assert chosen(COMMAND, executor="command", host="0.0.0.0")
     for host in ("127.0.0.2", "::1", "localhost"):  # as the gateway itself has it
@@ -115,7 +115,7 @@ def none(config, root, gateway, runner): ...
         ("Bare", None, "returned an executor without 'sealed'"),
         ("short", None, "must take (config, root, gateway, runner)"),
         ("none", None, "it has no start, run, close"),
-        ("Shared", None, "the gateway listens to this machine only"),
+        ("Shared", None, "the gateway may listen to this machine only"),
         ("Shared", len, "give the agent in the run file"),
     ],
 )

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
+from agentrl.runners.executors import contract
 from agentrl.runners.executors import kubernetes as module
 from agentrl.types import ErrorKind, RolloutState
 
@@ -104,6 +105,18 @@ async def test_the_log_is_the_result(bench: Any, make: Any, tmp_path: Path) -> N
     assert rollout.result == {"a": None}
 
 
+async def test_a_log_of_too_many_bytes_is_no_result(
+    bench: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight characters of two bytes: the API sends only the first eleven bytes."""
+    monkeypatch.setattr(contract, "LARGEST_RESULT", 10)
+    code = "import sys; sys.stdout.buffer.write(bytes([195, 164] * 8))"
+    executor = await make("kubernetes", config=configured(tmp_path, python(code)))
+    (rollout,) = await bench.run(executor, {"input": "x"}, max_attempts=1)
+    assert rollout.failure is not None
+    assert "more than 10 bytes to its log" in rollout.failure.message
+
+
 async def test_a_pod_that_never_began_is_not_the_agents_failure(
     bench: Any, make: Any, kubernetes: Any, tmp_path: Path
 ) -> None:
@@ -190,7 +203,7 @@ async def test_only_the_jobs_of_this_run_make_room_for_the_next_attempt(
 async def test_an_input_that_is_too_large_is_said(bench: Any, make: Any, tmp_path: Path) -> None:
     executor = await make("kubernetes", config=configured(tmp_path, python("")))
     (rollout,) = await bench.run(executor, {"input": "x" * 200_000})
-    assert "200002 bytes, more than a Job can be given" in rollout.failure.message
+    assert "200002 bytes, too many for a Job" in rollout.failure.message
 
 
 @pytest.mark.parametrize(
@@ -200,7 +213,7 @@ async def test_an_input_that_is_too_large_is_said(bench: Any, make: Any, tmp_pat
         ({"host": "127.0.0.1"}, "a kubernetes cannot reach"),
         ({"advertise": ""}, r"runner\.advertise is missing"),
         ({"kubernetes": {"template": "none.yaml"}}, "none.yaml"),
-        ({"kubernetes": {"template": "pod.yaml"}}, "is not one Job"),
+        ({"kubernetes": {"template": "pod.yaml"}}, "must be a single Job"),
         ({"kubernetes": {"image": "a", "context": "other"}}, "no usable kubeconfig"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -119,7 +121,7 @@ async def hold():
     [
         (AGENT, "pool_agent.py:biuld", "did you mean 'build'"),
         ("import nothing_like_this", "pool_agent.py:build", "cannot import it"),
-        ("import os\nos._exit(4)", "pool_agent.py:build", "ended its process"),
+        ("import os\nos._exit(4)", "pool_agent.py:build", "process ended while loading"),
         ("def build():\n    return 17", "pool_agent.py:build", "of type 'int'"),
         (
             "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True,"
@@ -222,6 +224,25 @@ async def test_a_replacement_that_does_not_load_is_tried_again(
     broken.unlink()
     (third,) = await bench.run(executor, {"input": ""})
     assert third.result != first.result
+
+
+async def test_a_replacement_that_cannot_be_started_is_tried_again(
+    bench: Any, pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BACKOFF", 0.01)
+    executor = await pool(recycle_after=1)
+    made, socketpair = list[None](), socket.socketpair
+
+    def no_files() -> Any:
+        made.append(None)
+        if len(made) == 2:  # that of the launcher
+            raise OSError(errno.EMFILE, "Too many open files")
+        return socketpair()
+
+    monkeypatch.setattr(socket, "socketpair", no_files)
+    first, second = await bench.run(executor, *[{"input": ""}] * 2, timeout=5.0)
+    assert len(made) >= 4
+    assert first.result[2] != second.result[2]
 
 
 GREEDY = """

@@ -148,6 +148,33 @@ async def test_the_end_of_a_stream_waits_for_the_store(
     assert len(await rows(bench, active)) == 1
 
 
+@pytest.mark.parametrize("api", ["chat/completions", "responses"])
+async def test_events_of_several_lines_are_captured(
+    bench: Any, active: Any, http: httpx.AsyncClient, api: str
+) -> None:
+    async def wordy(request: web.Request, body: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for number, event in enumerate(bench.model.chunks(body)):
+            head = f": note\nid: {number}\nevent: part\n"
+            data = json.dumps(event, indent=1).replace("\n", "\ndata: ")
+            await response.write(f"{head}data: {data}\n\n".encode())
+        await response.write(b"event: end\ndata: [DONE]\n\n")
+        return response
+
+    bench.model.then(wordy)
+    body: dict[str, Any] = {"model": "m", "stream": True}
+    body |= {"messages": MESSAGES} if api == "chat/completions" else {"input": "hello"}
+    answer = await http.post(f"/{api}", json=body, headers=key(active))
+    (row,) = await rows(bench, active)
+    assert row.exact
+    assert row.answer["content"] == "echo hello"
+    assert "prompt_token_ids" not in answer.text
+    if api == "chat/completions":
+        assert ": note\nid: 1\nevent: part\ndata: {" in answer.text
+        assert answer.text.endswith("event: end\ndata: [DONE]\n\n")
+
+
 async def test_path_role_and_completions(bench: Any, active: Any, http: httpx.AsyncClient) -> None:
     url = bench.gateway.base_url.replace("/v1", f"/a/{active.id}/critic/v1/completions")
     answer = await http.post(url, json={"model": "m", "prompt": "once"})
@@ -171,7 +198,7 @@ async def test_each_of_several_choices_is_a_transition(
 async def test_without_token_ids_a_call_is_kept_but_inexact(
     bench: Any, active: Any, http: httpx.AsyncClient
 ) -> None:
-    bench.model.knows_tokens, bench.model.version = False, None
+    bench.model.knows_tokens, bench.model.version = False, "²"
     assert (await ask(http, active)).status_code == 200
     (row,) = await rows(bench, active)
     assert not row.exact
@@ -264,7 +291,12 @@ async def half(request: web.Request, body: Any) -> web.StreamResponse:
     return response
 
 
-@pytest.mark.parametrize("trouble", [status(500), status(503), status(429), reset, html, odd, half])
+ODD_PAUSE = status(503, **{"retry-after": "²"})  # a digit that is no number
+
+
+@pytest.mark.parametrize(
+    "trouble", [status(500), status(503), status(429), ODD_PAUSE, reset, html, odd, half]
+)
 async def test_trouble_before_the_first_byte_is_repeated(
     bench: Any, active: Any, http: httpx.AsyncClient, trouble: Any
 ) -> None:

@@ -72,6 +72,17 @@ async def rows(bench: Any, active: Any) -> list[Any]:
     return list((await bench.store.trace(active.attempt.rollout.id)).transitions)
 
 
+@pytest.mark.parametrize(
+    "odd", [{"n": "2"}, {"n": -1}, {"n": 2**40}, {"stream": True, "stream_options": [1]}], ids=str
+)
+async def test_a_fixed_answer_is_given_to_sound_requests_only(
+    gateway: Gateway, active: Any, odd: Any
+) -> None:
+    answer = await ask(gateway, active, "guest", **odd)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith([*odd][-1])
+
+
 @pytest.mark.parametrize(("role", "name"), [("critic", "m"), ("", "judge")])
 async def test_a_frozen_endpoint_by_role_or_name(
     bench: Any, gateway: Gateway, judge: Any, active: Any, role: str, name: str

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from msgspec.structs import replace
 
 from agentrl.cli.gateway import check
@@ -24,6 +27,7 @@ from agentrl.runners.gateway import sessions as module
 from agentrl.runners.gateway.sessions import Sessions, serve
 from agentrl.store import open_store
 from agentrl.store.base import Store
+from agentrl.store.sqlite.store import SqliteStore
 from agentrl.trainer import check as check_training
 from agentrl.types import Rollout, RolloutState
 from tests.runners.conftest import FakeModel
@@ -301,13 +305,183 @@ async def test_only_callers_with_a_key_are_answered(
         assert (status, answer["error"]["code"]) == (401, 401)
 
 
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[Sessions]:
+    """The sessions of each server that starts, which are not swept by themselves."""
+    found: list[Sessions] = []
+
+    async def keep(self: Sessions) -> None:
+        found.append(self)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Sessions, "keep", keep)
+    return found
+
+
+async def test_a_session_is_idle_only_after_its_call_has_ended(start, settings, model, kept):
+    async def long(request: web.Request, body: Any) -> None:
+        (session,) = kept[0]._open.values()
+        session.used -= 100.0  # it began so long ago
+
+    model.then(long)
+    served = await start(settings())
+    said, name = await served.say("hi")
+    await asyncio.wrap_future(kept[0].gateway.spawn(kept[0].end(50.0)))
+    assert (await served.say("hi", said, "more"))[1] == name
+
+
+async def test_what_a_killed_process_had_recorded_is_in_nobodys_way(
+    start, settings, shop, kept, monkeypatch: pytest.MonkeyPatch
+):
+    async def die(self: Sessions, idle: float = 0.0) -> None:
+        return None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sessions, "end", die)
+        served = await start(settings())
+        for name in ("a", "b"):
+            await served.say("hi", x_session_id=name)
+        await start.stop()
+    later = partial(open_store, clock=lambda: time.time() + 2 * module.LEASE)
+    monkeypatch.setattr(module, "open_store", later)
+    served = await start(settings())
+    assert await served.say("hi", x_session_id="c") == ("echo hi", "c")
+    ended = [row for row in await rollouts(shop) if row.state is RolloutState.SUCCEEDED]
+    assert [len(row.transitions) for row in ended] == [1, 1]
+
+
+async def test_equal_conversations_end_apart(start, settings, kept):
+    served = await start(settings())
+    (said, first), (_, other) = [await served.say("hi") for _ in range(2)]
+    kept[0]._open[first].used -= 100.0
+    await asyncio.wrap_future(kept[0].gateway.spawn(kept[0].end(50.0)))
+    assert (await served.say("hi", said, "more"))[1] == other
+
+
+async def test_what_a_stream_had_shown_is_stored_when_the_server_stops(
+    start, settings, shop, model
+):
+    async def hang(request: web.Request, body: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        (first, second, *_) = model.chunks(body)
+        for event in (first, second):
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    model.then(hang)
+    served = await start(settings())
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with served.session.post(f"{served.url}/chat/completions", json=body) as answer:
+        seen = b""
+        while b'"content": "e"' not in seen:
+            seen += await answer.content.readany()
+        await start.stop()
+    (row,) = await rollouts(shop)
+    assert row.state is RolloutState.SUCCEEDED
+    (call,) = row.transitions
+    assert (call.finish, call.answer["content"]) == ("cut", "e")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("responses", b'{"model": "m", "input": "hi", "previous_response_id": ["r"]}'),
+        ("chat/completions", b'{"model": "\xff"}'),
+        ("chat/completions", b'{"model": ' + b"[" * 10**5),
+        ("feedback", b'{"session": "\xff"}'),
+    ],
+    ids=["list", "bytes", "deep", "feedback"],
+)
+async def test_a_body_of_wrong_types_or_bytes_is_refused(start, settings, path: str, body: bytes):
+    served = await start(settings())
+    await served.say("hi")
+    async with served.session.post(f"{served.url}/{path}", data=body) as answer:
+        assert answer.status == 400, await answer.text()
+        assert (await answer.json())["error"]["message"]
+
+
+async def test_headers_that_are_no_text_are_refused_or_passed_by(
+    start, settings, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CALLERS", "one")
+    for given, sent, status in (
+        ({"key_env": "CALLERS"}, b"authorization: Bearer \xff", 401),
+        ({}, b"x-title: caf\xe9", 200),
+        ({}, b"x-session-id: caf\xe9", 400),
+    ):
+        served = await start(settings(**given))
+        body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + sent
+        head += b"\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        port = int(served.url.split(":")[2].split("/")[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + body)
+        answer = await reader.read()
+        writer.close()
+        assert answer.split()[1] == str(status).encode(), answer
+        await start.stop()
+
+
+async def test_googles_header_has_a_key_too(start, settings, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CALLERS", "one")
+    served = await start(settings(key_env="CALLERS", by="key"))
+    body = {"contents": [{"parts": [{"text": "hi"}]}]}
+    url = served.url.removesuffix("/v1") + "/v1beta/models/m:generateContent"
+    async with served.session.post(url, json=body, headers={"x-goog-api-key": "one"}) as answer:
+        assert (answer.status, answer.headers.get("x-agentrl-session")) == (200, "one")
+
+
+async def test_a_caller_who_leaves_early_costs_no_other_its_session(
+    start, settings, kept, monkeypatch: pytest.MonkeyPatch
+):
+    served = await start(settings())
+    entered, left, release = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    home, enqueue, find = asyncio.get_running_loop(), SqliteStore.enqueue, Sessions._find
+
+    async def slow(self: Any, new: Any) -> None:
+        await enqueue(self, new)
+        home.call_soon_threadsafe(entered.set)
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(release.wait(), home))
+
+    async def watched(self: Sessions, request: web.Request, key: str) -> Any:
+        try:
+            return await find(self, request, key)
+        finally:
+            home.call_soon_threadsafe(left.set)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqliteStore, "enqueue", slow)
+        patch.setattr(Sessions, "_find", watched)
+        leaving = asyncio.create_task(served.say("hi", x_session_id="a"))
+        await entered.wait()
+        leaving.cancel()
+        await left.wait()
+    following = asyncio.create_task(served.say("hi", x_session_id="b"))
+    release.set()
+    assert await following == ("echo hi", "b")
+
+
+async def test_a_server_whose_sessions_are_kept_no_more_ends(
+    start, settings, monkeypatch: pytest.MonkeyPatch
+):
+    async def broken(self: Sessions) -> None:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(Sessions, "_sweep", broken)
+    ended = asyncio.create_task(serve(settings(), started=lambda url: None, stop=asyncio.Event()))
+    with pytest.raises(LookupError, match="a bug"):
+        await asyncio.wait_for(ended, 10)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"tasks": {"train": "t.jsonl"}}, r"\[tasks\] means nothing"),
-        ({"runner": {"processes": 3}}, "reads host and port alone"),
+        ({"tasks": {"train": "t.jsonl"}}, r"\[tasks\] has no effect"),
+        ({"runner": {"processes": 3}}, "reads only host and port"),
         ({"runner": {"host": "0.0.0.0"}}, "set sessions.key_env"),
-        ({"upstreams": {}}, "says who answers"),
+        ({"upstreams": {}}, r"set \[upstreams.NAME\], which answers"),
     ],
 )
 def test_settings_without_effect_are_refused(settings, more: Any, message: str):

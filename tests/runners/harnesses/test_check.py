@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from agentrl.cli.main import cli
+from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.harnesses.check import check
 from agentrl.runners.harnesses.scripted import COMMANDS, EDIT, answer
 
@@ -53,6 +55,17 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+async def test_a_runner_that_fails_ends_the_check(
+    odd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*given: Any) -> None:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(AttemptRunner, "run", broken)
+    with pytest.raises(LookupError, match="a bug"):
+        await asyncio.wait_for(check(preset(odd), odd), 20)
+
+
 def preset(folder: Path, *arguments: str, **fields: Any) -> str:
     """A file with the preset of the program, started with `arguments` after its prompt."""
     data = {"program": str(folder / "odd"), "argv": ["{prompt}", *arguments]} | fields
@@ -75,8 +88,8 @@ async def test_a_program_that_behaves_has_no_problems(odd: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["quiet"], "made no model call that was answered"),
-        (["lazy"], "its tools did not mend the bug"),
+        (["quiet"], "made no successful model call"),
+        (["lazy"], "its tools did not apply the model's fix"),
         (["odd-route"], "POST /v1/odd was refused: "),
     ],
 )
@@ -90,7 +103,7 @@ def test_the_command_prints_calls_and_needs(odd: Path) -> None:
     ended = CliRunner().invoke(cli, ["harness", "check", name])
     assert "agent     POST /v1/chat/completions  200" in ended.output
     assert "4 of 4 calls recorded exactly: 3 of agent, 1 of side" in ended.output
-    assert "version 1.2.3 is not one that its preset was tested with" in ended.output
+    assert "its preset was not tested with version 1.2.3" in ended.output
     assert ended.exit_code == 1
     listed = CliRunner().invoke(cli, ["harness", "list"])
     assert "codex     0.169.0   npm install @openai/codex@0.169.0" in listed.output

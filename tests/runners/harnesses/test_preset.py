@@ -152,7 +152,7 @@ def test_a_users_own_preset_is_a_file_or_an_object(odd: Path) -> None:
     ("name", "said"),
     [
         ("codec", "agent.harness = 'codec'; did you mean 'codex'"),
-        ("none.toml", "no readable TOML file"),
+        ("none.toml", "not a readable TOML file"),
         ("presets.py:broken", "missing required field `argv`"),
         ("wrong.toml", "unknown field `argvs`"),
     ],
@@ -178,7 +178,7 @@ def test_rules_of_the_run_file_come_before_those_of_the_harness(odd: Path) -> No
 
 
 def test_a_rule_without_a_condition_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the rule of 'side' says nothing"):
+    with pytest.raises(ConfigError, match="the rule for 'side' has no condition"):
         resolve({"roles": {"match": [{"role": "side"}]}}, source="test")
     assert RunConfig().role_rules == []
     assert json.loads(json.dumps(ODD))  # a preset is data

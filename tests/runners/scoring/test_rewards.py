@@ -231,5 +231,5 @@ async def test_a_span_that_the_agent_opens_is_around_its_calls(bench: Any) -> No
 
 
 def test_settling_names_what_there_is() -> None:
-    with pytest.raises(VerifierError, match="none: the attempt made no model call"):
+    with pytest.raises(VerifierError, match="it has none, as it made no model call"):
         resolve_targets([Reward(value=1.0, scope=Scope.ROLE, target="critic")], None, [])

@@ -104,7 +104,7 @@ async def test_further_rewards_have_the_names_of_the_run_file(tmp_path: Path) ->
     ("path", "sources", "message"),
     [
         ("", {}, "verifier.path is missing"),
-        (len, {"outcome": "x.py:y"}, "which gives the outcome"),
+        (len, {"outcome": "x.py:y"}, "are both set"),
         (len, {"brevity": "missing.py:short"}, "verifier.rewards.brevity = 'missing.py:short'"),
         (len, {"brevity": "brevity"}, "verifier.rewards.brevity = 'brevity'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -145,6 +146,8 @@ async def test_an_attempt_arrives_as_a_trace(bench: Any, agent: Any, receiver: R
     assert said["gen_ai.operation.name"] == "chat"
     assert said["gen_ai.request.model"] == "policy"
     assert said["gen_ai.request.temperature"] == 0.7
+    assert "gen_ai.request.force" not in said  # a setting of agentrl, not of the request
+    assert "force" not in json.loads(str(said["llm.invocation_parameters"]))
     assert said["gen_ai.response.finish_reasons"] == ["tool_calls"]
     (transition, _) = (await bench.store.trace(rollout.id)).transitions
     assert said["gen_ai.usage.input_tokens"] == len(transition.prompt)
@@ -224,7 +227,7 @@ async def test_what_cannot_be_sent_is_said(bench: Any, receiver: Receiver) -> No
     with pytest.raises(AgentRLError, match="rejected 2 spans: too old"):
         await export.send(url, "test", [], receiver.url, {})
     receiver.said = b"\xff\xff"
-    with pytest.raises(AgentRLError, match="is no OTLP"):
+    with pytest.raises(AgentRLError, match="did not answer with OTLP"):
         await export.send(url, "test", [], receiver.url, {})
 
 

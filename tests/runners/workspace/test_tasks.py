@@ -54,7 +54,7 @@ def test_a_bug_is_one_place_of_one_function() -> None:
 
 @pytest.mark.parametrize("path", ["nowhere:f", "shlex:nothing", "math:sqrt", "shlex"])
 def test_what_cannot_be_mutated_is_said(path: str) -> None:
-    with pytest.raises(ConfigError, match="no function with a Python source"):
+    with pytest.raises(ConfigError, match="not a function with a Python source"):
         bugs(path, [()])
 
 

@@ -10,15 +10,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.runners.workspace import changes
+from agentrl.runners.workspace import changes, cleaner, sources
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import ErrorKind, RolloutState
 from tests.runners.workspace.conftest import configured
@@ -51,6 +52,32 @@ def repository(tmp_path: Path) -> Path:
         git(folder, "add", "-A")
         git(folder, "commit", "-qm", text)
     return folder
+
+
+async def test_a_source_that_failed_after_its_attempt_was_stopped_harms_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, started, end = sources._build, threading.Event(), threading.Event()
+
+    def slow(source: Any, *rest: Any) -> None:
+        if source == "slow":
+            started.set()
+            assert end.wait(10.0)
+        build(source, *rest)
+
+    monkeypatch.setattr(sources, "_build", slow)
+    monkeypatch.setattr(sources, "MOST", 0)
+    templates = sources.Templates(tmp_path, tmp_path, None)
+    stopped = asyncio.create_task(templates.take("slow"))
+    await asyncio.to_thread(started.wait, 10.0)
+    stopped.cancel()
+    await asyncio.wait([stopped])
+    (failing,) = templates._building.values()
+    end.set()
+    await asyncio.wait([failing])
+    await templates.release(await templates.take(FILES))
+    (tmp_path / "slow").mkdir()
+    assert (await templates.take("slow")).folder.is_dir()
 
 
 async def test_an_agent_works_in_a_repository_and_home_of_its_own(play: Any) -> None:
@@ -102,6 +129,127 @@ async def test_the_verifier_gets_the_files_and_a_fresh_copy(play: Any) -> None:
         return 1.0 - done.status
 
     (rollout,) = await play(FIX, {"files": FILES}, verifier=verify)
+    assert rollout.failure is None
+    assert rollout.reward() == 1.0
+
+
+async def test_no_change_is_read_through_a_link_of_the_agents(play: Any, tmp_path: Path) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "deep.txt").write_text("the answer\n")
+    code = f"""
+call("x")
+import shutil
+shutil.rmtree("lib")
+os.symlink({str(tmp_path / "hidden")!r}, "lib")
+"""
+    found = []
+
+    def verify(workspace: Workspace) -> float:
+        found.append(workspace.diff())
+        return 1.0
+
+    await play(code, {"files": FILES}, verifier=verify)
+    assert "the answer" not in found[0]
+    assert "-deep\n" in found[0]
+
+
+@pytest.fixture
+async def spaces(tmp_path: Path) -> AsyncIterator[Workspaces]:
+    spaces = Workspaces(configured(tmp_path, ""), root=tmp_path, gateway="http://127.0.0.1:1/v1")
+    await spaces.start()
+    yield spaces
+    await spaces.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_cancellation_leaves_no_folder(
+    spaces: Workspaces, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    space = await spaces.prepare({"files": FILES})
+    copies = [await space.fresh() for _ in range(2)]
+    entered, release = threading.Event(), threading.Event()
+    remove = cleaner.remove
+
+    def slow(folder: Path) -> None:
+        entered.set()
+        release.wait(10)
+        remove(folder)
+
+    monkeypatch.setattr(cleaner, "remove", slow)
+    removing = asyncio.create_task(spaces.remove(space))
+    await asyncio.to_thread(entered.wait)
+    for _ in range(times):
+        removing.cancel()
+        await asyncio.sleep(0)
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await removing
+    assert not any(each.folder.exists() for each in (space, *copies))
+    assert space.template.users == 0
+
+
+async def test_a_copy_that_is_cancelled_twice_leaves_nothing(
+    spaces: Workspaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, release = threading.Event(), threading.Event()
+    copy_files = sources.copy_files
+
+    def slow(source: Path, target: Path) -> None:
+        entered.set()
+        release.wait(10)
+        copy_files(source, target)
+
+    monkeypatch.setattr(sources, "copy_files", slow)
+    preparing = asyncio.create_task(spaces.prepare({"files": FILES}))
+    await asyncio.to_thread(entered.wait)
+    for _ in range(3):
+        preparing.cancel()
+        await asyncio.sleep(0)
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    assert {path.name for path in spaces.folder.iterdir()} == {"templates"}
+
+
+async def test_templates_of_workspaces_that_end_together_are_removed_once(
+    spaces: Workspaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "MOST", 0)
+    taken = [await spaces.prepare({"files": {"a": str(n)}}) for n in range(4)]
+    await asyncio.gather(*map(spaces.remove, taken))
+    assert list((spaces.folder / "templates").iterdir()) == []
+
+
+async def test_a_source_that_failed_for_a_caller_who_left_is_tried_again(
+    spaces: Workspaces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, release = threading.Event(), threading.Event()
+    build = sources._build
+
+    def slow(*given: Any) -> None:
+        entered.set()
+        release.wait(10)
+        build(*given)
+
+    monkeypatch.setattr(sources, "_build", slow)
+    preparing = asyncio.create_task(spaces.prepare({"files": "later"}))
+    await asyncio.to_thread(entered.wait)
+    preparing.cancel()
+    await asyncio.wait([preparing])
+    release.set()
+    await asyncio.wait(spaces._templates._building.values())
+    (tmp_path / "later").mkdir()
+    await spaces.remove(await spaces.prepare({"files": "later"}))
+
+
+async def test_names_that_are_no_text_are_scored(play: Any) -> None:
+    code = """
+call("x")
+open(b"odd-\\xff", "w").write("odd")
+os.symlink(b"to-\\xff", "link")
+open("nul", "w").write("a\\0b")
+"""
+    (rollout,) = await play(code, {"files": FILES}, settings={"runner": {"score": 1}})
     assert rollout.failure is None
     assert rollout.reward() == 1.0
 
@@ -203,8 +351,8 @@ async def test_a_sandbox_reaches_the_gateway_and_its_folder_only(
     [
         ({"files": "git:nothing@main"}, {}, "there is no repository"),
         ({"files": "git:project@nowhere"}, {}, "nowhere"),
-        ({"files": {"../out": "x"}}, {}, "is no name of a file"),
-        ({"files": {"a": 1}}, {}, "has no text"),
+        ({"files": {"../out": "x"}}, {}, "is not a valid file name"),
+        ({"files": {"a": 1}}, {}, "must be a text"),
         ({"files": {"a\0b": ""}}, {}, "null byte"),
         ({}, {"source": "task.repo"}, "the task has no 'repo'"),
     ],
@@ -252,7 +400,7 @@ async def test_a_workspace_is_kept_if_asked(play: Any, tmp_path: Path) -> None:
 RUNNER = """
 import asyncio, sys
 from pathlib import Path
-from agentrl.runners.workspace import changes
+from agentrl.runners.workspace import changes, sources
 from agentrl.runners.workspace.folders import Workspaces
 from tests.runners.workspace.conftest import configured
 async def main():

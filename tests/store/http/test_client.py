@@ -419,7 +419,7 @@ def test_the_command_refuses_what_is_unsafe_or_wrong(tmp_path):
     (empty := tmp_path / "keys").write_text("# none yet\n")
     assert "has no key" in refused(store, "--port", "0", "--keys", str(empty), **environment)
     assert "has no key" in refused(store, "--port", "0", **environment, AGENTRL_STORE_KEYS="")
-    assert "served already" in refused("http://127.0.0.1:1", **environment)
+    assert "is a server already" in refused("http://127.0.0.1:1", **environment)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert "choose another --port" in refused(store, "--port", port, **environment)

@@ -1,4 +1,4 @@
--- What `counts` answers is kept beside the run instead of counted anew, and a call finds the one it
+-- The counters that `counts` returns are stored with the run, and a call finds the call that it
 -- continues without reading the others of its attempt.
 
 alter table runs add column inexact bigint not null default 0;  -- of transitions: without ids

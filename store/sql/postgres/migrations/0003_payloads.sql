@@ -1,3 +1,3 @@
--- Whether anything still refers to a payload is asked for each one that a prune leaves behind.
+-- A prune checks for each payload that it leaves behind whether a call still refers to it.
 
 create index transitions_by_tools on transitions (tools) where tools is not null;

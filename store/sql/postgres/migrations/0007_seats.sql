@@ -1,3 +1,3 @@
--- Who plays which role in one rollout, where that is not as the run file says.
+-- Policies of a rollout's roles, if they differ from the run file's.
 
 alter table rollouts add column seats text;  -- JSON object, role: policy; null: none

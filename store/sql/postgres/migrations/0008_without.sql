@@ -1,3 +1,3 @@
--- Branches in which others have the seats of some roles: which roles these are.
+-- Roles of a branch that other policies play.
 
 alter table rollouts add column branch_without text;  -- JSON array of roles; null: none

@@ -1,5 +1,5 @@
--- Who is tried apart after the death of a runner, and how long a lease was asked for: one that ends
--- later than that from now was given before the clock was set back.
+-- Limits for suspects of a runner's death, and the requested length of each lease: one that ends
+-- later than this from now was granted before the clock was set back.
 
 alter table rollouts add column together bigint;  -- its runner may hold so many; null: any number
 alter table attempts add column together bigint;  -- its silent runner held so many; null: not silent

@@ -1,4 +1,4 @@
--- Data sets of pairs and labels, what judges said, and log-probs of models that do not change.
+-- Data sets of pairs and labels, judgements, and log-probs of frozen models.
 
 create table datasets (
     name text collate "C" not null,
