@@ -6,8 +6,8 @@ method on all ranks at once, because each contains collective operations; no gra
 between calls. Engines are named by stream: o the policy, v the critic, q and t frozen models.
 
 The methods of verl's `BaseEngine` are used where they suffice: passes, updates, whole weights.
-FSDP2's shards are read for more: the gradient's norm before an update, optimizer state by checkpoint
-name, adapters. The optimizer of another engine is read only by verl (`save`, `load`).
+FSDP2's shards are read for more: the gradient's norm before an update, optimizer state by
+checkpoint name, adapters. The optimizer of another engine is read only by verl (`save`, `load`).
 """
 
 from __future__ import annotations
