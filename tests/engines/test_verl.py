@@ -125,9 +125,10 @@ def scored(learner: TorchLearner, batch: Batch) -> dict[str, Tensor]:
     return found | ({"v": learner.values(batch)} if "v" in learner.supplies else {})
 
 
-def made(name: str, models: dict[str, Path], folder: Path) -> Case:
+def made(
+    name: str, more: dict[str, Any], algo: Algo, models: dict[str, Path], folder: Path
+) -> Case:
     """A case, with a checkpoint of the torch learner after one step."""
-    more, algo = CASES[name]
     run = deepcopy(RUN) | deepcopy(more)
     run["policy"] = run.get("policy", {}) | {"model": str(models["policy"]), "device": "cpu"}
     if name == "ppo":
@@ -154,7 +155,7 @@ def cases(
 ) -> dict[str, Case]:
     folder = tmp_path_factory.mktemp("verl")
     models = {"policy": tiny_model_dir, "teacher": tiny_llama_dir}
-    found = {name: made(name, models, folder) for name in CASES}
+    found = {name: made(name, *case, models, folder) for name, case in CASES.items()}
     given = {
         name: {
             "run": case.run,

@@ -80,9 +80,10 @@ def steps(case: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
     found["bad"] = [step(1e-3, lambda p, index: torch.full_like(p, torch.nan))]
     if values is not None:
         found["bad"].append(step(1e-3, values=bad_values(values)))
-    learner.load(case["torch_checkpoint"])
-    found["from_torch"] = step(1e-3)
-    found["errors"], found["time"] = broken(learner, batch, endless=ranks == 1)
+    if "torch_checkpoint" in case:
+        learner.load(case["torch_checkpoint"])
+        found["from_torch"] = step(1e-3)
+        found["errors"], found["time"] = broken(learner, batch, endless=ranks == 1)
     learner.close()
     return found
 

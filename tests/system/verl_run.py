@@ -3,7 +3,9 @@
 verl_run.py FOLDER MODEL [WHOM:POINT:NUMBER]
 
 At the NUMBER-th time it passes POINT this process is killed, or one worker (WHOM: driver,
-worker)."""
+worker). With node:step:NUMBER no process is killed: in the middle of that optimizer step each
+worker writes a file into FOLDER, named by the address of its node, and the last one waits for ever.
+Where RAY_ADDRESS is set the two workers are on two nodes of that cluster."""
 
 from __future__ import annotations
 
@@ -11,14 +13,21 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import psutil
+import ray
 import steady
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
+from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.config.infrastructure import VerlConfig, VerlLearnerConfig
 from agentrl.config.schema import CriticConfig, ReferenceConfig, RunConfig
 from agentrl.errors import AgentRLError
@@ -27,7 +36,9 @@ from agentrl.errors import AgentRLError
 def config(folder: Path, model: Path) -> RunConfig:
     """The steady run as PPO on two workers: critic, adaptive penalty, a reference that follows."""
     run = steady.config(folder, model)
-    placed = VerlConfig(gpus_per_node=2, attention="sdpa", timeout=180.0)
+    address = os.environ.get("RAY_ADDRESS", "")
+    nodes = {"nodes": 2, "address": address} if address else {"gpus_per_node": 2}
+    placed = VerlConfig(**nodes, attention="sdpa", timeout=180.0)
     return replace(
         run,
         steps=3,
@@ -46,11 +57,32 @@ def kill(whom: str) -> None:
     worker.kill()
 
 
+def hang(number: int, folder: Path) -> None:
+    """Let the workers stop in the middle of the `number`-th optimizer step."""
+    step, numbers = VerlLearner.step, count(1)
+
+    def stopped(learner: VerlLearner, batch: Any, psi: Psi, **rest: Any) -> StepReport:
+        own = partial(wait, psi, folder) if next(numbers) == number else psi
+        return step(learner, batch, own, **rest)
+
+    VerlLearner.step = stopped  # type: ignore[method-assign]
+
+
+def wait(psi: Psi, folder: Path, p: Tensor, index: Tensor) -> Tensor:
+    (folder / ray.util.get_node_ip_address()).touch()
+    if os.environ["RANK"] == "1":
+        threading.Event().wait()
+    return psi(p, index)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     strike: steady.Strike = lambda point: None  # noqa: E731
     for where in sys.argv[3:]:
         whom, point, number = where.split(":")
+        if whom == "node":
+            hang(int(number), Path(sys.argv[1]))
+            continue
         strike = steady.strike_at(point, int(number), partial(kill, whom))
     try:
         asyncio.run(steady.run(config(Path(sys.argv[1]), Path(sys.argv[2])), strike))

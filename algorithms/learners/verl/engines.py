@@ -1,5 +1,5 @@
-"""Builds verl's FSDP engines of one rank from the settings, and names their weights as checkpoints
-do. Imports verl, so only processes that have it may import this."""
+"""Builds verl's engines of one rank from the settings, and names their weights as checkpoints do.
+Imports verl, so only processes that have it may import this."""
 
 from __future__ import annotations
 
@@ -17,44 +17,61 @@ from verl.workers.config import (
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
+    McoreEngineConfig,
+    McoreOptimizerConfig,
     TrainingWorkerConfig,
 )
 from verl.workers.engine import EngineRegistry
 
-from agentrl.algorithms.learners.verl.settings import VerlSettings
+from agentrl.algorithms.learners.verl.settings import FSDP2, MEGATRON, VerlSettings
 from agentrl.errors import ConfigError, nearest
 
 ADAPTER, WEIGHT = "base_model.model.", ".default.weight"  # around peft's names for an adapter
+CONFIGS = {  # verl's classes of an engine and its optimizer
+    FSDP2: (FSDPEngineConfig, FSDPOptimizerConfig),
+    MEGATRON: (McoreEngineConfig, McoreOptimizerConfig),
+}
 LORA = ("lora_rank", "lora_alpha", "target_modules")
 
 
 def policy_config(settings: VerlSettings) -> TrainingWorkerConfig:
     """Configuration of the policy's engine, which verl's worker builds itself."""
+    engine, optimizer = CONFIGS[settings["engine"]["strategy"]]
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=_verl_config(HFModelConfig, settings["model"]),
-        engine_config=_verl_config(FSDPEngineConfig, settings["engine"]),
-        optimizer_config=_verl_config(FSDPOptimizerConfig, settings["optimizer"]),
+        engine_config=_verl_config(engine, settings["engine"]),
+        optimizer_config=_verl_config(optimizer, settings["optimizer"]),
         checkpoint_config=CheckpointConfig(),
     )
 
 
 def check_options(settings: VerlSettings) -> None:
-    """Raise ConfigError for options that verl's own configuration classes refuse."""
-    parts = {"engine": FSDPEngineConfig, "optimizer": FSDPOptimizerConfig}
+    """Raise ConfigError for options that verl's own configuration classes refuse, and for an engine
+    that is not installed."""
+    strategy = settings["engine"]["strategy"]
+    parts = dict(zip(("engine", "optimizer"), CONFIGS[strategy], strict=True))
     _check_keys(HFModelConfig, settings["model"])  # building it would load the model's files
     for part, kind in parts.items():
         try:
             _verl_config(kind, settings[part])
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(f"learner.verl.options.{part}: verl refuses it: {error}") from None
+    try:
+        EngineRegistry.get_engine_cls("language_model", strategy)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(
+            f"learner.verl.options.engine.strategy = {strategy!r}: verl does not have it here "
+            f"({error}); install what verl's documentation names for it on every node"
+        ) from None
 
 
 def scoring_engine(settings: VerlSettings, path: str) -> Any:
     """The forward-only engine of a frozen model. path: directory or hub name."""
     model = {key: value for key, value in settings["model"].items() if key not in LORA}
     engine = settings["engine"] | {"forward_only": True}
-    return _open_engine("language_model", model | {"path": path}, engine, None)
+    # Megatron's engine looks into the optimizer's settings even without one.
+    return _open_engine("language_model", model | {"path": path}, engine, settings["optimizer"])
 
 
 def value_engine(settings: VerlSettings) -> Any:
@@ -80,16 +97,17 @@ def _of_critic(key: str, decoder: str) -> str:
 
 
 def _open_engine(
-    kind: str, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Any
+    kind: str, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Mapping[str, Any]
 ) -> Any:
-    config = _verl_config(HFModelConfig, model)
-    config.model_type = kind
+    engine_kind, optimizer_kind = CONFIGS[engine["strategy"]]
+    config, own = _verl_config(HFModelConfig, model), _verl_config(engine_kind, engine)
+    config.model_type, own.use_remove_padding = kind, config.use_remove_padding
     made = EngineRegistry.new(
         model_type=kind,
         backend=engine["strategy"],
         model_config=config,
-        engine_config=_verl_config(FSDPEngineConfig, engine),
-        optimizer_config=optimizer and _verl_config(FSDPOptimizerConfig, optimizer),
+        engine_config=own,
+        optimizer_config=_verl_config(optimizer_kind, optimizer),
         checkpoint_config=CheckpointConfig(),
     )
     made.initialize()

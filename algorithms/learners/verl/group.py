@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -110,17 +112,7 @@ class VerlWorkers:
         check_options(settings)
         placed = settings["ray"]
         if not ray.is_initialized():
-            address = placed["address"] or os.environ.get("RAY_ADDRESS")
-            try:
-                ray.init(address=address, include_dashboard=False, log_to_driver=False)
-            except Exception as error:  # noqa: BLE001 - Ray has no class for this
-                why = (str(error).splitlines() or [type(error).__name__])[0]
-                if not address:
-                    raise ConfigError(f"learner.verl: Ray cannot be started here ({why})") from None
-                raise ConfigError(
-                    f"learner.verl.address = {address!r}: Ray cannot be reached there ({why}); "
-                    "give the address that `ray start` printed"
-                ) from None
+            _join(placed["address"] or os.environ.get("RAY_ADDRESS"))
             self.started_ray = True
         self._find_room(placed)
         self.pool = RayResourcePool(
@@ -153,7 +145,34 @@ class VerlWorkers:
             time.sleep(0.2)
 
 
+def _join(address: str | None) -> None:
+    """Connect to the Ray at an address, or start one."""
+    import ray
+
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False)
+    except Exception as error:  # noqa: BLE001 - Ray has no class for this
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        if not address:
+            raise ConfigError(f"learner.verl: Ray cannot be started here ({why})") from None
+        where = f"learner.verl.address = {address!r}"
+        if "AuthenticationError" in "".join(traceback.format_exception(error)):
+            raise ConfigError(
+                f"{where}: Ray wants its token there; set RAY_AUTH_MODE=token and "
+                "RAY_AUTH_TOKEN_PATH, or RAY_AUTH_TOKEN, as for its `ray start`"
+            ) from None
+        raise ConfigError(
+            f"{where}: Ray cannot be reached there ({why}); give the address that `ray start` "
+            "printed"
+        ) from None
+
+
 def _exit(error: Exception) -> str:
     """Why a worker ended, as Ray tells it."""
-    _, _, detail = str(error).partition("Worker exit detail: ")
-    return (detail or str(error)).strip().split(". ")[0].splitlines()[0][:200]
+    told = str(error).strip()
+    if "its node has died" in told:
+        address = re.search(r"^\s*ip: (\S+)", told, re.MULTILINE)
+        where = f"its node {address[1]}" if address else "its node"
+        return f"{where} is lost: {told.splitlines()[-1].rpartition(': ')[2]}"[:200]
+    _, _, detail = told.partition("Worker exit detail: ")
+    return (detail or told).strip().split(". ")[0].splitlines()[0][:200]

@@ -1,4 +1,4 @@
-"""The learner for many GPUs: verl's FSDP2 workers under Ray, with this package's objective.
+"""The learner for many GPUs: verl's workers under Ray, with this package's objective.
 
 Owns the workers, which own weights and optimizers. It updates its copy of the model (or adapter)
 after every step, for the policy server and for checkpoints. Always true between calls: that copy is
@@ -8,7 +8,8 @@ files or servers.
 Rows are distributed over the ranks by length and padded with rows without actions, which do not
 change the loss, a sum over tokens with weights fixed beforehand. Checkpoints are those of
 `TorchLearner`, so a run may change its learner and its number of GPUs; whole weights and moments
-pass through the memory of this process, which limits the size of the model.
+pass through the memory of this process, which limits the size of the model. With an engine other
+than FSDP2, a checkpoint has verl's own optimizer state, which only the same engine reads.
 """
 
 from __future__ import annotations
@@ -38,11 +39,7 @@ from agentrl.algorithms.learners.base import (
 )
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_state
 from agentrl.algorithms.learners.verl.group import VerlWorkers
-from agentrl.algorithms.learners.verl.settings import (
-    VerlSettings,
-    check_installed,
-    sequence_parallel,
-)
+from agentrl.algorithms.learners.verl.settings import FSDP2, VerlSettings, check_installed
 from agentrl.algorithms.model.load import Tokenizer, copy_weights, read_weights
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.values import ValueTerms
@@ -50,6 +47,7 @@ from agentrl.algorithms.presets.registry import Supply
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
+ENGINE = "verl"  # folder of verl's own checkpoint in ours, of another engine than FSDP2
 NO_INTS, NO_FLOATS = torch.empty(0, dtype=torch.int64), torch.empty(0)
 PADDING = TokenRow(torch.zeros(2, dtype=torch.int64), NO_INTS, NO_FLOATS, NO_FLOATS, NO_INTS)
 
@@ -94,8 +92,9 @@ class VerlLearner(PolicyWeights):
         super().__init__(model, tokenizer, adapters, policy, (*names, *values))
         self.token_budget: int = settings["engine"]["max_token_len_per_gpu"]
         self.critic = _critic_shapes(settings["critic"], model.dtype)
-        self.sharing = sequence_parallel(settings)
+        self.strategy: str = settings["engine"]["strategy"]
         self.workers = VerlWorkers(settings, {str(letter): name for letter, name in names.items()})
+        self.layout: list[tuple[int, bool]] = self.workers.all("layout")
         self.frozen = {
             letter: FrozenOnWorkers(self.workers, letter, every if letter == "q" else 0)
             for letter in names
@@ -174,6 +173,9 @@ class VerlLearner(PolicyWeights):
     def save(self, directory: Path) -> None:
         """Write a resumable checkpoint, as `TorchLearner.save` does."""
         self.save_policy(directory)
+        if self.strategy != FSDP2:
+            self.workers.all("save", str((directory / ENGINE).absolute()))
+            return
         self._save_optimizer("o", self.parameters(), directory)
         if self.critic is not None:
             own, file = dict(self.critic.named_parameters()), directory / CRITIC
@@ -184,6 +186,9 @@ class VerlLearner(PolicyWeights):
             self._save_weights("q", dict(self.model.named_parameters()), directory / REFERENCE)
 
     def load(self, directory: Path) -> None:
+        if self.strategy != FSDP2:
+            self._load_engine(directory)
+            return
         state = read_state(directory, self.parameters(), "adamw")
         parts = [("o", self.read_policy(directory), state)]
         if self.critic is not None:
@@ -194,6 +199,15 @@ class VerlLearner(PolicyWeights):
             parts.append(("q", read_weights(self.model, directory / REFERENCE), {}))
         for part in parts:
             self._restore(*part)
+        self._follow()
+
+    def _load_engine(self, directory: Path) -> None:
+        if not (directory / ENGINE).is_dir():
+            raise PolicyError(
+                f"checkpoint {directory}: it has no optimizer of verl's engine {self.strategy!r}; "
+                "resume with the learner it was made with, or start a new run from these weights"
+            )
+        self.workers.all("load", str((directory / ENGINE).absolute()))
         self._follow()
 
     def close(self) -> None:
@@ -245,11 +259,12 @@ class VerlLearner(PolicyWeights):
         )
 
     def _each(self, verb: str, shards: list[Any], *rest: Any) -> list[Any]:
-        """Call a method on every rank with its shard; returns one result per shard. Ranks that
-        share rows are neighbours, and each of them computes the whole result."""
-        spread = [shard for shard in shards for _ in range(self.sharing)]
+        """Call a method on every rank with its shard; returns one result per shard."""
+        spread = [shards[number] for number, _ in self.layout]
         same = ([value] * len(spread) for value in rest)
-        return self.workers.each(verb, spread, *same)[:: self.sharing]
+        answers = zip(self.layout, self.workers.each(verb, spread, *same), strict=True)
+        found = {number: answer for (number, answers_for_it), answer in answers if answers_for_it}
+        return [found[number] for number in range(len(shards))]
 
     def _shards(self, batch: Batch) -> list[Any]:
         from agentrl.algorithms.learners.verl.worker import Shard
@@ -258,7 +273,7 @@ class VerlLearner(PolicyWeights):
         rows = batch.rows
         longest = max((int(row.actions[-1]) + 1 for row in rows), default=2)
         shards = []
-        for chosen in deal_rows(rows, self.workers.ranks // self.sharing):
+        for chosen in deal_rows(rows, 1 + max(number for number, _ in self.layout)):
             mine = [rows[i] if i >= 0 else PADDING for i in chosen]
             starts = [offsets[i] if i >= 0 else 0 for i in chosen]
             ends = [int(row.actions[-1]) + 1 if len(row.actions) else 2 for row in mine]

@@ -30,11 +30,24 @@ DECIDED = {  # verl's options -> the setting of agentrl that decides them, or ""
     "infer_max_token_len_per_gpu": "learner.token_budget", "lr": "algorithm.lr",
     "param_offload": "learner.verl.offload", "optimizer_offload": "learner.verl.offload",
     "seed": "seed", "weight_decay": "algorithm.weight_decay",
-    "clip_grad": "algorithm.max_grad_norm", "strategy": "", "model_dtype": "", "forward_only": "",
-    "use_dynamic_bsz": "", "optimizer": "", "lr_scheduler_type": "",
+    "clip_grad": "algorithm.max_grad_norm", "dtype": "policy.dtype", "model_dtype": "",
+    "forward_only": "", "use_dynamic_bsz": "", "optimizer": "", "lr_scheduler_type": "",
 }  # fmt: skip
 
+FSDP2, MEGATRON = "fsdp2", "megatron"  # verl's engines that the learner can train with
+BETAS = (0.9, 0.95)  # of AdamW
 RAY = ("address", "nodes", "gpus_per_node", "timeout")  # where verl's workers run
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    FSDP2: {"optimizer": "AdamW", "betas": list(BETAS), "lr_scheduler_type": "constant"},
+    MEGATRON: {
+        "optimizer": "adam",
+        "override_optimizer_config": dict(zip(("adam_beta1", "adam_beta2"), BETAS, strict=True)),
+        "lr_decay_style": "constant",
+        "lr_warmup_steps": 0,
+        "total_training_steps": 2**31,  # of a schedule that nobody follows
+    },
+}
 
 VerlSettings = dict[str, dict[str, Any]]
 """Keyword arguments of verl's configuration classes by part: model, engine, optimizer; critic, with
@@ -61,42 +74,50 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
         "lora_alpha": lora.alpha,
         "target_modules": lora.targets or "all-linear",
     }
+    strategy = _strategy(asked)
     optimizer = {
-        "optimizer": "AdamW",
-        "betas": [0.9, 0.95],
         "weight_decay": config.algorithm.weight_decay,
         "clip_grad": config.algorithm.max_grad_norm,
         "lr": config.algorithm.lr,  # of the first step; each step passes its own
-        "lr_scheduler_type": "constant",
-    }
+    } | OPTIMIZERS[strategy]
     known: VerlSettings = {
         "ray": {key: getattr(asked, key) for key in RAY},
         "model": decoder | (adapter if lora.rank else {}),
         "engine": {
-            "strategy": "fsdp2",
-            "model_dtype": "fp32",  # of master weights; forward and backward use param_dtype
-            "mixed_precision": {
-                "param_dtype": narrow,
-                "reduce_dtype": "fp32",
-                "buffer_dtype": "fp32",
-            },
+            "strategy": strategy,
             "use_dynamic_bsz": True,
             "max_token_len_per_gpu": config.learner.token_budget,
             "infer_max_token_len_per_gpu": config.learner.token_budget,
-            "use_torch_compile": False,
             "param_offload": asked.offload,
             "optimizer_offload": asked.offload,
             "seed": config.seed,
-        },
+        }
+        | ({"dtype": config.policy.dtype} if strategy == MEGATRON else _sharded(narrow)),
         "optimizer": optimizer,
         "critic": _critic(config, decoder, optimizer),
     }
     return _with_options(known, asked)
 
 
-def sequence_parallel(settings: VerlSettings) -> int:
-    """Number of ranks that share each row."""
-    return int(settings["engine"].get(SEQUENCE_PARALLEL, 1))
+def _strategy(asked: VerlConfig) -> str:
+    """verl's engine. Raises ConfigError for an unknown one."""
+    found = asked.options.get("engine", {}).get("strategy", FSDP2)
+    if found not in (FSDP2, MEGATRON):
+        raise ConfigError(
+            f"learner.verl.options.engine.strategy = {found!r}: agentrl trains with {FSDP2!r} and "
+            f"{MEGATRON!r}; set one of them"
+        )
+    return str(found)
+
+
+def _sharded(narrow: str) -> dict[str, Any]:
+    """Settings of FSDP2. narrow: dtype of forward and backward."""
+    kept = {"reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    return {
+        "model_dtype": "fp32",  # of master weights; forward and backward use param_dtype
+        "mixed_precision": {"param_dtype": narrow, **kept},
+        "use_torch_compile": False,
+    }
 
 
 def _with_options(known: VerlSettings, asked: VerlConfig) -> VerlSettings:
@@ -104,7 +125,7 @@ def _with_options(known: VerlSettings, asked: VerlConfig) -> VerlSettings:
     for part, options in asked.options.items():
         for key, value in options.items():
             if key in DECIDED:
-                fixed = "its learner reads shards of FSDP2, in float32, and no other"
+                fixed = "its learner counts on its value"
                 cure = f"set {DECIDED[key]}" if DECIDED[key] else fixed
                 raise ConfigError(
                     f"learner.verl.options.{part}.{key} is decided by agentrl; {cure}"
@@ -113,7 +134,8 @@ def _with_options(known: VerlSettings, asked: VerlConfig) -> VerlSettings:
             for target in (known[part], known["critic"].get(part, {})):
                 own = target.get(key)
                 target[key] = own | value if isinstance(own, dict) else value
-    ranks, shared = asked.nodes * asked.gpus_per_node, sequence_parallel(known)
+    ranks = asked.nodes * asked.gpus_per_node
+    shared = int(known["engine"].get(SEQUENCE_PARALLEL, 1))
     if shared > 1 and (ranks % shared or not known["model"]["use_remove_padding"]):
         raise ConfigError(
             f"learner.verl.options.engine.{SEQUENCE_PARALLEL} = {shared}: it must divide the "
@@ -195,6 +217,20 @@ def _unsupported_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "critic.model = 'shared'", "a critic of verl is a model of its own ('copy')"
     if config.learner.packing == "trie":
         yield "learner.packing = 'trie'", "verl has rows only"
+    if _strategy(placement(config)) == MEGATRON:
+        whole = {
+            "policy.lora.rank": config.policy.lora.rank,
+            "critic.model": config.critic.model,
+            "reference.every": config.reference.every,
+        }
+        for key in (key for key, value in whole.items() if value):
+            yield key, "with verl's strategy = 'megatron' agentrl trains the policy's weights alone"
+        if config.learner.gradient_checkpointing:
+            yield (
+                "learner.gradient_checkpointing",
+                "megatron's is learner.verl.options.engine.override_transformer_config."
+                "recompute_granularity",
+            )
     for name, model in config.reward_models.items():
         if isinstance(model, ImplicitRewardModelConfig) and model.train:
             why = "the verl learner's checkpoints hold no reward model"

@@ -1,9 +1,13 @@
-"""One rank of the verl learner: verl's FSDP engines and the methods that the driver calls.
+"""One rank of the verl learner: verl's engines and the methods that the driver calls.
 
 Runs inside a Ray actor, or in a process with torch.distributed's environment variables (`RANK`).
 Imports verl, so only processes that have it import this. Always true: the driver calls the same
 method on all ranks at once, because each contains collective operations; no gradient is kept
 between calls. Engines are named by stream: o the policy, v the critic, q and t frozen models.
+
+The methods of verl's `BaseEngine` are used where they suffice: passes, updates, whole weights.
+FSDP2's shards are read for more: the gradient's norm before an update, optimizer state by
+checkpoint name, adapters. The optimizer of another engine is read only by verl (`save`, `load`).
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,8 +45,9 @@ from agentrl.algorithms.learners.verl.engines import (
     scoring_engine,
     value_engine,
 )
-from agentrl.algorithms.learners.verl.settings import VerlSettings
+from agentrl.algorithms.learners.verl.settings import FSDP2, VerlSettings
 from agentrl.algorithms.objective.values import ValueTerms, value_loss
+from agentrl.errors import TrainingError
 
 FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 TRAINED_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -93,6 +99,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         super().__init__(policy_config(settings))
         self.settings = settings
         self.paths = frozen
+        self.sharded = settings["engine"]["strategy"] == FSDP2
         self.engines: dict[str, Any] = {"o": self.engine}
 
     def open(self) -> None:
@@ -104,9 +111,14 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
             self.engines[letter] = scoring_engine(self.settings, path)
         for engine in self.engines.values():
             _without_dropout(engine.module)
-            for group in engine.optimizer.param_groups if engine.optimizer else []:
+            for group in engine.optimizer.param_groups if self.sharded and engine.optimizer else []:
                 # An adapter's base weights are frozen and have no moments.
                 group["params"] = [each for each in group["params"] if each.requires_grad]
+
+    def layout(self) -> tuple[int, bool]:
+        """Which of the shards this rank computes, and whether its answer is that of the shard.
+        Other ranks on the same shard have other parts of the model, or of the rows."""
+        return self.engine.get_data_parallel_rank(), self.engine.is_mp_src_rank_with_outputs()
 
     def logprobs(self, shard: Shard, of: str) -> Tensor:
         """Log-probs of the shard's actions in order, float32. If q has no engine, it is the policy
@@ -115,7 +127,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         alone = engine.disable_adapter() if of not in self.engines else nullcontext()
         with engine.eval_mode(), alone:
             output = engine.infer_batch(self._data(shard), loss_function=None)
-        return _of_actions(output, shard, "log_probs")
+        return _of_actions(output, shard, "log_probs") if self.layout()[1] else torch.empty(0)
 
     def values(self, shard: Shard) -> Tensor:
         """The critic's values of the states before the shard's actions in order, float32."""
@@ -140,7 +152,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
             if applied:
                 # If psi is 0 and only the critic learns, momentum would still move the policy.
                 if policy.grad_norm > 0 or critic is None:
-                    _update(self.engine, lr)
+                    policy = self._updated(policy, lr)
                 if critic is not None:
                     _update(critic, self.settings["critic"]["optimizer"]["lr"])
         metrics = self._speed(shard, time.monotonic() - started) | memory.peak(device)
@@ -150,11 +162,29 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         """The weights of an engine, or of its adapter, float32, by checkpoint name; empty on ranks
         other than 0."""
         module = self.engines[of].module
+        if of != "v" and not self._adapted(of):
+            return self._whole(of)
         options = TRAINED_STATE if self._adapted(of) else FULL_STATE
         found: dict[str, Any] = get_model_state_dict(module, options=options)
         return {
             ours: found[key] for ours, key in checkpoint_names(module, of).items() if key in found
         }
+
+    def _whole(self, of: str) -> dict[str, Tensor]:
+        """All weights of an engine by verl's own export, one at a time on the device."""
+        kept, (found, _) = {}, self.engines[of].get_per_tensor_param()
+        for name, weight in found:  # every rank has a part in each
+            if self.rank == 0:
+                kept[name] = weight.detach().to("cpu", torch.float32, copy=True)
+        return kept
+
+    def save(self, folder: str) -> None:
+        """verl's own checkpoint of the policy and its optimizer; the folder is one of all nodes."""
+        self.engine.save_checkpoint(folder)
+
+    def load(self, folder: str) -> None:
+        """Load what `save` wrote."""
+        self.engine.load_checkpoint(folder, del_local_after_load=False)
 
     def moments(self, of: str) -> dict[str, Tensor]:
         """The optimizer's state as "<parameter>/<moment>"; rank 0 only, empty before a step."""
@@ -209,13 +239,27 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
     def _backward(self, engine: Any, shard: Shard, loss: Any) -> BackwardResult:
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(self._data(shard, entropy=True), loss)
-        metrics, names = output["metrics"], output["model_output"].keys()
+        metrics = output.get("metrics", {})  # nothing where a pipeline does not end
+        names = output["model_output"].keys() if self.layout()[1] else ()
+        loss = sum(metrics.get("loss", []))
         return BackwardResult(
-            loss=sum(metrics["loss"]),
-            grad_norm=_grad_norm(engine.module),
+            loss=loss,
+            grad_norm=_grad_norm(engine.module) if self.sharded else _finite_everywhere(loss),
             clipped=sum(metrics.get("clipped", [])),
             columns={name: _of_actions(output, shard, name) for name in names},
         )
+
+    def _updated(self, policy: BackwardResult, lr: float) -> BackwardResult:
+        """Update the policy. The gradient's norm of other engines than FSDP2 is known only now."""
+        norm = _update(self.engine, lr)
+        if self.sharded:
+            return policy
+        if not math.isfinite(norm):
+            raise TrainingError(
+                "verl's engine has applied a gradient that is not finite; the same command goes on "
+                "after the last committed step"
+            )
+        return replace(policy, grad_norm=norm)
 
     def _adapted(self, of: str) -> bool:
         return of == "o" and bool(self.settings["model"].get("lora_rank"))
@@ -296,10 +340,17 @@ def _grad_norm(module: torch.nn.Module) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _update(engine: Any, lr: float) -> None:
+def _finite_everywhere(loss: float) -> float:
+    """0, or NaN where the loss of any rank is not finite."""
+    told = torch.tensor(loss, device=get_device_name())
+    torch.distributed.all_reduce(told)
+    return 0.0 if told.isfinite() else math.nan
+
+
+def _update(engine: Any, lr: float) -> float:
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
-    engine.optimizer_step()
+    return float(engine.optimizer_step())
 
 
 def _of_actions(output: dict[str, Any], shard: Shard, name: str) -> Tensor:
@@ -312,9 +363,10 @@ def _jagged(rows: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def _without_dropout(module: torch.nn.Module) -> None:
+def _without_dropout(module: Any) -> None:
     """verl trains in training mode, where dropout would make sampler and learner disagree."""
-    for each in module.modules():
+    parts = module if isinstance(module, list) else [module]  # Megatron has stages
+    for each in chain.from_iterable(part.modules() for part in parts):
         if isinstance(each, torch.nn.Dropout):
             each.p = 0.0
         for name, value in list(vars(each).items()):  # as attention layers of transformers have it

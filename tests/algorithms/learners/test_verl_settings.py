@@ -178,7 +178,7 @@ def test_options_are_verls_own_over_those_of_the_run_file() -> None:
     }
     verl = {"gpus_per_node": 4, "options": options}
     found = settings(config_of(critic={"model": "copy"}, learner={"verl": verl}), "somewhere")
-    assert verl_settings.sequence_parallel(found) == 2
+    assert found["engine"]["ulysses_sequence_parallel_size"] == 2
     assert found["engine"]["forward_prefetch"] is True
     assert found["engine"]["max_token_len_per_gpu"] == 4096
     for model in (found["model"], found["critic"]["model"]):
@@ -193,7 +193,8 @@ def test_options_are_verls_own_over_those_of_the_run_file() -> None:
     ("part", "option", "sentence"),
     [
         ("engine", {"max_token_len_per_gpu": 9}, "agentrl; set learner.token_budget"),
-        ("engine", {"strategy": "megatron"}, "its learner reads shards of FSDP2"),
+        ("engine", {"strategy": "veomni"}, "agentrl trains with 'fsdp2' and 'megatron'"),
+        ("engine", {"use_dynamic_bsz": False}, "its learner counts on its value"),
         ("optimizer", {"lr": 1.0}, "set algorithm.lr"),
         ("engine", {"ulysses_sequence_parallel_size": 3}, "must divide the 2 GPUs"),
     ],
@@ -223,11 +224,45 @@ class Ranks:
 
 def test_ranks_that_share_rows_get_the_same_and_answer_once() -> None:
     learner: Any = object.__new__(VerlLearner)
-    learner.sharing, learner.workers = 2, Ranks()
-    assert learner._each("step", ["first", "second"], 0.1) == [
-        (0, "first", 0.1),
-        (2, "second", 0.1),
-    ]
+    learner.workers = Ranks()
+    # Two ranks share the rows of each shard; or they have the ends of two pipelines.
+    for layout, answering in (
+        ([(0, True), (0, False), (1, True), (1, False)], [0, 2]),
+        ([(0, False), (1, False), (0, True), (1, True)], [2, 3]),
+    ):
+        learner.layout = layout
+        assert learner._each("step", ["first", "second"], 0.1) == [
+            (answering[0], "first", 0.1),
+            (answering[1], "second", 0.1),
+        ]
+
+
+def test_megatron_is_configured_by_verls_own_names() -> None:
+    options = {"engine": {"strategy": "megatron", "tensor_model_parallel_size": 4}}
+    verl = {"gpus_per_node": 8, "options": options}
+    policy = {"dtype": "bfloat16"}
+    found = settings(config_of(policy=policy, learner={"verl": verl}), "somewhere")
+    engine = {"strategy": "megatron", "dtype": "bfloat16", "tensor_model_parallel_size": 4}
+    assert engine.items() <= found["engine"].items()
+    assert not found["engine"].keys() & {"model_dtype", "mixed_precision"}
+    betas = {"adam_beta1": 0.9, "adam_beta2": 0.95}
+    assert found["optimizer"]["override_optimizer_config"] == betas
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"critic": {"model": "copy"}}, "critic.model"),
+        ({"policy": {"lora": {"rank": 4}}}, "policy.lora.rank"),
+        ({"reference": {"every": 1}}, "reference.every"),
+        ({"learner": {"gradient_checkpointing": True}}, "learner.gradient_checkpointing"),
+    ],
+)
+def test_what_megatron_does_not_do_is_refused(sections: dict[str, Any], key: str) -> None:
+    verl = {"options": {"engine": {"strategy": "megatron"}}}
+    learner = sections.get("learner", {}) | {"verl": verl}
+    with pytest.raises(ConfigError, match=f"^{key}: .*megatron"):
+        settings(config_of(**(sections | {"learner": learner})), "somewhere")
 
 
 @pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed")
