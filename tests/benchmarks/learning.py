@@ -43,8 +43,9 @@ from numpy.typing import NDArray
 import agentrl.algorithms
 from agentrl.cli.advise import RESULTS as ADVICE
 from agentrl.cli.advise import advise
+from agentrl.config import RunConfig
 from agentrl.evaluation.bench import Bench, BenchPlan, read_bench
-from agentrl.evaluation.bench_runs import read_results, run_piece
+from agentrl.evaluation.bench_runs import FORK, read_results, run_piece
 
 FILE = Path(__file__).parents[2] / "examples" / "bench" / "bench.toml"
 RESULTS = Path(__file__).parent / "results" / "learning.jsonl"
@@ -245,16 +246,18 @@ def advised(plan: BenchPlan, found: Summary) -> dict[str, dict[str, Any]]:
             whole, name=task, output=output, steps=1, store=f"sqlite:///{output}/run.db"
         )
         run_piece(config)
-        (preset,) = (
-            line.partition("choice: ")[2]
-            for line in asyncio.run(advise(config))
-            if "choice: " in line
-        )
+        with FORK.Pool(1) as apart:  # torch's threads here would block the processes of later runs
+            lines: list[str] = apart.apply(_advise, (config,))
+        (preset,) = (line.partition("choice: ")[2] for line in lines if "choice: " in line)
         shutil.rmtree(output)
         rows = found.get(task, {})
         gains = [rows[x]["gain"] for x in rows if preset_of(bench, x) == preset]
         choices[task] = {"choice": preset, "gain": gains[0] if gains else None}
     return choices
+
+
+def _advise(config: RunConfig) -> list[str]:
+    return asyncio.run(advise(config))
 
 
 def preset_of(bench: Bench, name: str) -> str:
