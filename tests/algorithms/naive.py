@@ -80,8 +80,9 @@ def naive_gae(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
 
 
 def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
-    """GAE over calls from the mean returns of other rollouts in the same state; where there is
-    none, compared with those of the same turn."""
+    """GAE over calls from the mean returns of other rollouts in the same state, or of the same turn
+    where there is none; and returns compared with those of the same turn, for the share that states
+    and actions do not explain."""
     x = [returns(rewards_of(play, name), gamma) for play in plays]
 
     def mean(u: int, i: int, by: Callable[[Call, int], object]) -> float:
@@ -118,7 +119,30 @@ def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float
             advantage[i] = received + step * (v[j] if later else 0.0) - base[i]
             advantage[i] += step * lam * (advantage[j] if later else 0.0)
         out += [NAN if g != g else a for g, a in zip(worth, advantage, strict=True)]
-    return out
+    turns: list[object] = [(play.group, i) for play in plays for i in range(len(play.calls))]
+    alike = compare(
+        turns, [g for play in plays for g in returns(rewards_of(play, name), 1.0)], False
+    )
+    share = naive_explained(plays, name)
+    return [share * a + (1 - share) * b for a, b in zip(out, alike, strict=True)]
+
+
+def naive_explained(plays: Plays, name: str) -> float:
+    """Share of the variance of last rewards that the last state and action explain."""
+    known = [
+        u
+        for u, play in enumerate(plays)
+        if rewards_of(play, name)[-1] == rewards_of(play, name)[-1]
+    ]
+    x = [rewards_of(plays[u], name)[-1] for u in known]
+    group: list[object] = [plays[u].group for u in known]
+    last = [plays[u].calls[-1] for u in known]
+    did: list[object] = [
+        (g, c.role, c.state, ("own", u) if c.node is None else c.node)
+        for u, g, c in zip(known, group, last, strict=True)
+    ]
+    within, between = naive_components(x, group, did)
+    return between / (within + between) if within + between else 1.0
 
 
 def naive_components(

@@ -104,14 +104,41 @@ def PeerValues(
     return torch.where(count > 0, total / count, torch.nan)
 
 
+def explained_by_states(batch: Batch, reward: str | Column = "outcome") -> float:
+    """Share of the variance of the rewards of last calls, within groups, that their states and
+    actions explain, in [0, 1]; 1 if none differ. Where it is small, the state does not show what
+    earlier calls did."""
+    x = turns.call_rewards(batch, reward)
+    last = (next_same(batch.transition_rollout) < 0) & ~x.isnan()
+    group, state = (
+        units(batch, "transition", "group", *more)[last] for more in ((), ("role", "state"))
+    )
+    cell = key(state, ids.of_calls(batch, "action")[last])
+    within, between = (y.sum() for y in variance_components(x[last], group, cell))
+    return float(between / (within + between)) if within + between > 0 else 1.0
+
+
+@column("transition")
+def PeerAdvantages(
+    batch: Batch, reward: str | Column = "outcome", gamma: float = 0.95, lam: float = 0.5
+) -> Tensor:
+    """GAE of each call with `PeerValues`, as far as states explain rewards, and else its return
+    compared with those at the same turn, [S]."""
+    same_turn = PeerValues(reward, gamma, by=("group", "turn"))
+    gae = turns.StepGae(PeerValues(reward, gamma), reward, gamma, lam, same_turn)
+    turn = units(batch, "transition", "group", "turn")
+    alike = core.standardise(turns.Returns(reward)(batch), turn).advantage
+    share = explained_by_states(batch, reward)
+    return share * gae(batch) + (1 - share) * alike
+
+
 @registry.as_modifier("peers", prefix="peers_")
 @preset("peers", clip=PPO_CLIP, kl=True)
 def peers(reward: str, *, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
     """GAE over calls without a critic: the value of a state is the mean return of the group's other
-    rollouts from there. States as in arXiv 2505.10978, GAE as in 2511.14460."""
-    same_turn = PeerValues(reward, gamma, by=("group", "turn"))
-    gae = turns.StepGae(PeerValues(reward, gamma), reward, gamma, lam, same_turn)
-    return Algo(GroupRelative(gae, base="none"))
+    rollouts from there, as far as states explain the reward. States as in arXiv 2505.10978, GAE as
+    in 2511.14460."""
+    return Algo(GroupRelative(PeerAdvantages(reward, gamma, lam), base="none"))
 
 
 def histories(batch: Batch) -> Tensor:
