@@ -121,7 +121,7 @@ train8, heldout8 = tasks(8, TRAIN, 1), tasks(8, HELD, 8)
 def build2(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train2 + heldout2, 0.4, folder, seed)
+    build(agent, best, train2 + heldout2, 0.1, folder, seed)
 
 
 def build4(folder: Path, seed: int) -> None:
