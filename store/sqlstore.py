@@ -22,7 +22,8 @@ from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
 from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.writer import Bulk, NoWriter, Transaction, Writer, answer_once
+from agentrl.store.repeats import answer_once
+from agentrl.store.writer import Bulk, NoWriter, Transaction, Writer
 
 SQL = load_sql("feed")
 P = ParamSpec("P")
