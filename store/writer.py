@@ -37,7 +37,7 @@ EXTEND_LEASES = load_sql("rollouts")["resume"]
 STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may be too late
 GRACE = 10.0  # seconds by which leases are extended after a stall, for waiting heartbeats
 GROUP = 256  # verbs per transaction: bounds the time that other processes wait for the lock
-FEW = 16  # items of a verb that may be executed on its event loop
+FEW = 8  # items of a verb that may be executed on its event loop
 HOPS = 2  # iterations of an event loop in which others may join its transaction
 SLOW, PAUSE = 0.1, 1.0  # seconds: a transaction that held up an event loop, and until the next try
 HASTE, LEISURE = 0.002, 0.05  # minimum seconds between notifications: of work, of other changes
@@ -176,8 +176,9 @@ class Writer:
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
 
-    def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
-        """Queue a verb, from any running loop. The future resolves after the commit."""
+    def post(self, verb: WriteVerb[T], items: int = GROUP) -> asyncio.Future[T]:
+        """Queue a verb, from any running loop. The future resolves after the commit. `items`: how
+        many rows it writes, about; with few it may be executed on the event loop."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         with self._lock:
@@ -185,8 +186,7 @@ class Writer:
                 raise StoreError(f"Store {self._name} is closed.")
             if self._failure is not None:
                 raise self._ended(self._failure)
-            small = isinstance(verb, Bulk) and len(verb.items) <= FEW
-            if not small or time.monotonic() < self._threaded:
+            if items > FEW or time.monotonic() < self._threaded:
                 self._jobs.put(_Job(verb, future))
             elif loop in self._here:
                 self._here[loop].append(_Job(verb, future))
@@ -381,7 +381,7 @@ class NoWriter(Writer):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
+    def post(self, verb: WriteVerb[T], items: int = GROUP) -> asyncio.Future[T]:
         raise Forbidden(f"Store {self._name} was opened for reading only: open it for writing.")
 
     def close(self) -> None:
