@@ -1,6 +1,6 @@
 """The verbs of the store, common to all SQL databases.
 
-Owns: the writer thread, the reader threads and the feed of this process. Invariant: only the writer
+Owns: the writer, the reader threads and the feed of this process. Invariant: only the writer
 writes; a verb returns after its commit; readers see the last commit and are never blocked. One
 object may be used from several event loops and threads.
 """

@@ -37,7 +37,7 @@ EXTEND_LEASES = load_sql("rollouts")["resume"]
 STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may be too late
 GRACE = 10.0  # seconds by which leases are extended after a stall, for waiting heartbeats
 GROUP = 256  # verbs per transaction: bounds the time that other processes wait for the lock
-FEW = 8  # items of a verb that may be executed on its event loop
+FEW, SEVERAL = 8, 64  # items of a verb, and verbs of a transaction, on an event loop
 HOPS = 2  # iterations of an event loop in which others may join its transaction
 SLOW, PAUSE = 0.1, 1.0  # seconds: a transaction that held up an event loop, and until the next try
 HASTE, LEISURE = 0.002, 0.05  # minimum seconds between notifications: of work, of other changes
@@ -157,8 +157,8 @@ class Writer:
     time; the first after a pause is sent at once.
 
     A small verb is executed on its event loop if its transaction can begin at once: to pass it to
-    the thread and back takes as long as to execute it. If a lock is held or the disk is slow, the
-    thread executes these too, for `PAUSE` seconds."""
+    the thread and back takes as long as to execute it. If a lock is held, the disk is slow or
+    many verbs wait, the thread executes these too, for `PAUSE` seconds."""
 
     def __init__(self, name: str, session: Session, notify: Callable[[int, int], None]) -> None:
         self._name, self._session, self._notify = name, session, notify
@@ -223,7 +223,7 @@ class Writer:
         try:
             with self._lock:
                 jobs = self._here.pop(loop, [])  # none if the store was closed
-                begun = bool(jobs) and mine and self._session.try_begin()
+                begun = mine and 0 < len(jobs) <= SEVERAL and self._session.try_begin()
                 if not begun:
                     self._queue(jobs)
             if begun:
