@@ -43,6 +43,8 @@ ADVICE = {
 
 
 class SqliteConnection(sqlite3.Connection):
+    shared = False
+
     def ask(self, sql: str, parameters: Parameters = (), /) -> ReadRows:
         """Execute and fetch all rows: SQLite compiles a statement again while it is being read."""
         return ReadRows(self.execute(sql, parameters).fetchall())
