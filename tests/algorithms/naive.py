@@ -141,8 +141,13 @@ def naive_explained(plays: Plays, name: str) -> float:
         (g, c.role, c.state, ("own", u) if c.node is None else c.node)
         for u, g, c in zip(known, group, last, strict=True)
     ]
-    within, between = naive_components(x, group, did)
-    return between / (within + between) if within + between else 1.0
+
+    def variance(by: list[object]) -> float:
+        same = [[v for v, one in zip(x, by, strict=True) if one == key] for key in set(by)]
+        squares = sum((v - fmean(values)) ** 2 for values in same for v in values)
+        return squares / max(1, len(x) - len(same))
+
+    return max(0.0, 1 - variance(did) / variance(group)) if variance(group) else 1.0
 
 
 def naive_components(

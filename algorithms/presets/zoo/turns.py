@@ -106,16 +106,21 @@ def PeerValues(
 
 def explained_by_states(batch: Batch, reward: str | Column = "outcome") -> float:
     """Share of the variance of the rewards of last calls, within groups, that their states and
-    actions explain, in [0, 1]; 1 if none differ. Where it is small, the state does not show what
-    earlier calls did."""
+    actions explain (adjusted R squared, at least 0); 1 where no two of them are the same. Where it
+    is small, states do not show what earlier calls did."""
     x = turns.call_rewards(batch, reward)
     last = (next_same(batch.transition_rollout) < 0) & ~x.isnan()
     group, state = (
         units(batch, "transition", "group", *more)[last] for more in ((), ("role", "state"))
     )
-    cell = key(state, ids.of_calls(batch, "action")[last])
-    within, between = (y.sum() for y in variance_components(x[last], group, cell))
-    return float(between / (within + between)) if within + between > 0 else 1.0
+    x, cell = x[last], key(state, ids.of_calls(batch, "action")[last])
+
+    def variance(within: Tensor) -> float:
+        freedom = len(x) - len(within.unique())
+        return float((x - mean_by(x, within)[0]).square().sum()) / max(freedom, 1)
+
+    total = variance(group)
+    return max(0.0, 1 - variance(cell) / total) if total else 1.0
 
 
 @column("transition")
