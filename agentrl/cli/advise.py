@@ -15,6 +15,7 @@ from agentrl.algorithms.data.ids import known_mean, units
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets.zoo.turns import explained_by_states
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.store import open_store
@@ -23,6 +24,7 @@ from agentrl.types import Group, Purpose
 RESULTS = Path(str(catalogue.__file__)).with_name("learning.json")
 GROUPS = 16  # the last ones, which are looked at
 RECURS = 0.2  # share of repeated states from which on they are compared
+EXPLAINS = 0.3  # share of outcomes that states explain, from which on states are valued
 AGREES = 0.3  # correlation with the outcome from which on a process reward needs no gate
 
 
@@ -41,11 +43,12 @@ async def advise(config: RunConfig) -> list[str]:
     for policy in team.trained_policies(config):
         batch = build_batch(groups, reward_names=sorted(names), policy=policy)
         calls, repeated = len(batch.transitions) / max(len(batch.rollouts), 1), repeats(batch)
+        suggestions = advice(config, batch, calls, repeated)
         lines.append(
             f"{policy}: {len(batch.rollouts)} rollouts, {calls:.1f} calls each, "
-            f"{repeated:.0%} of later states repeated, {len(batch.roles)} roles"
+            f"{repeated:.0%} of later states repeated, last ones explain "
+            f"{explained(batch):.0%} of outcomes, {len(batch.roles)} roles"
         )
-        suggestions = advice(config, batch, calls, repeated)
         lines.append(f"  choice: {choice(suggestions)}")
         for preset, why in suggestions:
             lines += [f"  {preset:<9} {why}", *measured(preset)]
@@ -57,6 +60,11 @@ def repeats(batch: Batch) -> float:
     state, later = units(batch, "transition", "group", "state"), batch.transition_turn > 0
     others = mean_by(torch.zeros(len(state)), state, batch.transition_rollout)[1]
     return float((others > 0)[later].double().mean()) if later.any() else 0.0
+
+
+def explained(batch: Batch) -> float:
+    """Share of the variance of outcomes that last states and actions explain; 0 without one."""
+    return explained_by_states(batch) if "outcome" in batch.rewards else 0.0
 
 
 def agreement(batch: Batch, reward: str) -> float:
@@ -88,7 +96,7 @@ def advice(config: RunConfig, batch: Batch, calls: float, repeated: float) -> li
             else:
                 gate = "" if with_outcome >= AGREES else " with gate = 'agree'"
                 found.append(("streams", f"mixes in {about}{gate}"))
-    if calls > 1 and repeated >= RECURS:
+    if calls > 1 and repeated >= RECURS and explained(batch) >= EXPLAINS:
         found.append(("peers", "values states by the other rollouts that came to them"))
         found.append(("batch-td", "compares calls by the values of the states that they led to"))
     if several:

@@ -50,6 +50,17 @@ def test_states_that_come_back_and_roles_are_seen() -> None:
     assert advise.choice(advise.advice(RunConfig(), batch, 3.0, 1 / 3)) == "grpo+per-role"
 
 
+def test_states_that_explain_nothing_are_not_valued() -> None:
+    """The same last state and action ended well and badly."""
+    calls = [[Call("a", node=1), Call("b", node=2)] for _ in range(4)]
+    unclear = world(*(Play(one, float(n % 2)) for n, one in enumerate(calls)))
+    clear = world(*(Play(one, 1.0) for one in calls[:3]), Play([*calls[3][:1], Call("c")], 0.0))
+    assert advise.explained(unclear) == 0.0
+    assert advise.explained(clear) == 1.0
+    assert advise.choice(advise.advice(RunConfig(), unclear, 2.0, 1.0)) == "grpo"
+    assert advise.choice(advise.advice(RunConfig(), clear, 2.0, 1.0)) == "peers"
+
+
 async def test_a_run_is_advised_from_its_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +83,10 @@ async def test_a_run_is_advised_from_its_store(
             rows = [Reward(value=float(i)), Reward(value=1.0 - i, **about)]
             await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, rewards=rows)])
     lines = await advise.advise(config)
-    assert lines[0] == "policy: 2 rollouts, 1.0 calls each, 0% of later states repeated, 1 roles"
+    assert lines[0] == (
+        "policy: 2 rollouts, 1.0 calls each, 0% of later states repeated, "
+        "last ones explain 0% of outcomes, 1 roles"
+    )
     assert lines[1] == "  choice: grpo"
     assert "correlation with the outcome is -1.00, would mislead" in lines[2]
     assert lines[3] == "  grpo      copies the outcome to all calls; needs nothing"

@@ -120,9 +120,11 @@ def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float
             advantage[i] += step * lam * (advantage[j] if later else 0.0)
         out += [NAN if g != g else a for g, a in zip(worth, advantage, strict=True)]
     turns: list[object] = [(play.group, i) for play in plays for i in range(len(play.calls))]
-    alike = compare(
-        turns, [g for play in plays for g in returns(rewards_of(play, name), 1.0)], False
-    )
+    g = [value for play in plays for value in returns(rewards_of(play, name), 1.0)]
+    alike = compare(turns, g, False)
+    for c, turn in enumerate(turns):
+        n = sum(one == turn and value == value for one, value in zip(turns, g, strict=True))
+        alike[c] *= n / max(n - 1, 1)  # against the mean of the others
     share = naive_explained(plays, name)
     return [share * a + (1 - share) * b for a, b in zip(out, alike, strict=True)]
 

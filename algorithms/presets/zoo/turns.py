@@ -128,11 +128,11 @@ def PeerAdvantages(
     batch: Batch, reward: str | Column = "outcome", gamma: float = 0.95, lam: float = 0.5
 ) -> Tensor:
     """GAE of each call with `PeerValues`, as far as states explain rewards, and else its return
-    compared with those at the same turn, [S]."""
+    compared with those of others at the same turn, [S]."""
     same_turn = PeerValues(reward, gamma, by=("group", "turn"))
     gae = turns.StepGae(PeerValues(reward, gamma), reward, gamma, lam, same_turn)
     turn = units(batch, "transition", "group", "turn")
-    alike = core.standardise(turns.Returns(reward)(batch), turn).advantage
+    alike = core.standardise(turns.Returns(reward)(batch), turn, base="loo").advantage
     share = explained_by_states(batch, reward)
     return share * gae(batch) + (1 - share) * alike
 
