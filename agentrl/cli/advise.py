@@ -11,7 +11,7 @@ import torch
 
 from agentrl.algorithms.credit.shrinkage import mean_by
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import known_mean, units
+from agentrl.algorithms.data.ids import key, known_mean, units
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.presets import catalogue
@@ -23,8 +23,9 @@ from agentrl.types import Group, Purpose
 
 RESULTS = Path(str(catalogue.__file__)).with_name("learning.json")
 GROUPS = 16  # the last ones, which are looked at
-RECURS = 0.2  # share of repeated states from which on they are compared
-EXPLAINS = 0.3  # share of outcomes that states explain, from which on states are valued
+REPEATED = 0.2  # share of states that other rollouts were in, from which on calls are compared
+RETURNS = 0.1  # share of states that a rollout comes back to, from which on states are valued
+EXPLAINED = 0.3  # share of outcomes that states explain, from which on they are looked at
 AGREES = 0.3  # correlation with the outcome from which on a process reward needs no gate
 
 
@@ -46,8 +47,8 @@ async def advise(config: RunConfig) -> list[str]:
         suggestions = advice(config, batch, calls, repeated)
         lines.append(
             f"{policy}: {len(batch.rollouts)} rollouts, {calls:.1f} calls each, "
-            f"{repeated:.0%} of later states repeated, last ones explain "
-            f"{explained(batch):.0%} of outcomes, {len(batch.roles)} roles"
+            f"{repeated:.0%} of later states repeated, {returns(batch):.0%} in the same rollout, "
+            f"last ones explain {explained(batch):.0%} of outcomes, {len(batch.roles)} roles"
         )
         lines.append(f"  choice: {choice(suggestions)}")
         for preset, why in suggestions:
@@ -60,6 +61,13 @@ def repeats(batch: Batch) -> float:
     state, later = units(batch, "transition", "group", "state"), batch.transition_turn > 0
     others = mean_by(torch.zeros(len(state)), state, batch.transition_rollout)[1]
     return float((others > 0)[later].double().mean()) if later.any() else 0.0
+
+
+def returns(batch: Batch) -> float:
+    """Share of calls in a state that their own rollout was in before."""
+    state = units(batch, "transition", "group", "state")
+    seen = len(key(state, batch.transition_rollout).unique())
+    return 1 - seen / max(len(state), 1)
 
 
 def explained(batch: Batch) -> float:
@@ -96,9 +104,9 @@ def advice(config: RunConfig, batch: Batch, calls: float, repeated: float) -> li
             else:
                 gate = "" if with_outcome >= AGREES else " with gate = 'agree'"
                 found.append(("streams", f"mixes in {about}{gate}"))
-    if calls > 1 and repeated >= RECURS and explained(batch) >= EXPLAINS:
-        found.append(("peers", "values states by the other rollouts that came to them"))
-        found.append(("batch-td", "compares calls by the values of the states that they led to"))
+    states = explained(batch) >= EXPLAINED
+    if states and returns(batch) >= RETURNS:
+        found.append(("peers", "values states, to which rollouts come back, by other rollouts"))
     if several:
         found.append(("dr-mas", "compares the calls of a role with each other"))
     if config.critic.model:
@@ -106,6 +114,8 @@ def advice(config: RunConfig, batch: Batch, calls: float, repeated: float) -> li
     if config.algorithm.branching.kind != "none":
         found.append(("vineppo", "values calls by the run's branches"))
     found.append(("grpo", "copies the outcome to all calls; needs nothing"))
+    if states and calls > 1 and repeated >= REPEATED:
+        found.append(("batch-td", "compares calls by the values of the states that they led to"))
     return found
 
 
