@@ -66,8 +66,8 @@ def repeats(batch: Batch) -> float:
 def returns(batch: Batch) -> float:
     """Share of calls in a state that their own rollout was in before."""
     state = units(batch, "transition", "group", "state")
-    seen = len(key(state, batch.transition_rollout).unique())
-    return 1 - seen / max(len(state), 1)
+    times = mean_by(torch.zeros(len(state)), key(state, batch.transition_rollout))[1]
+    return 1 - float((1 / times).mean()) if len(state) else 0.0
 
 
 def explained(batch: Batch) -> float:

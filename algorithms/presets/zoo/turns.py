@@ -116,8 +116,9 @@ def explained_by_states(batch: Batch, reward: str | Column = "outcome") -> float
     x, cell = x[last], key(state, ids.of_calls(batch, "action")[last])
 
     def variance(within: Tensor) -> float:
-        freedom = len(x) - len(within.unique())
-        return float((x - mean_by(x, within)[0]).square().sum()) / max(freedom, 1)
+        mean, count = mean_by(x, within)
+        freedom = len(x) - round(float((1 / count).sum()))
+        return float((x - mean).square().sum()) / max(freedom, 1)
 
     total = variance(group)
     return max(0.0, 1 - variance(cell) / total) if total else 1.0
