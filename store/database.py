@@ -142,6 +142,8 @@ class Connection(Protocol):
 
 
 class WritingConnection(Connection, Protocol):
+    shared: bool  # whether others write at the same time, so that rows must be locked
+
     def ask(self, sql: str, parameters: Parameters = ..., /) -> Cursor:
         """Like `execute`, for a statement with few rows: many may be pending at once, and reading
         the first waits for all of them."""
@@ -173,6 +175,10 @@ class Session(Connected, Protocol):
     def begin(self) -> float | Callable[[], float]:
         """Begin a transaction; return its constant time, in unix seconds of the clock that all
         processes of the store share, or a function that asks the database for it."""
+
+    def try_begin(self) -> bool:
+        """Begin a transaction, of which the next `begin` returns the time, if neither it nor its
+        commit waits: for a lock, the disk or the network. Otherwise return false."""
 
     def flush(self) -> None:
         """Wait until all statements are executed. Raises the first error of those whose results

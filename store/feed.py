@@ -18,6 +18,7 @@ GROUPS = 2  # a group settled, or was released
 ANY = 4  # anything was written
 TOPICS = (QUEUE, GROUPS, ANY)
 ALL = QUEUE | GROUPS | ANY
+Answers = Iterable[tuple[asyncio.Future[Any], Any]]
 
 
 class Feed:
@@ -58,7 +59,7 @@ class Feed:
         resolve((future, None) for future in woken)
 
 
-def resolve(answers: Iterable[tuple[asyncio.Future[Any], Any]]) -> None:
+def resolve(answers: Answers) -> None:
     """Resolve futures from any thread, each with a result or an exception. Wakes each event loop
     only once, however many of its futures are resolved."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Any]] = defaultdict(list)
@@ -66,13 +67,14 @@ def resolve(answers: Iterable[tuple[asyncio.Future[Any], Any]]) -> None:
         by_loop[future.get_loop()].append((future, answer))
     for loop, mine in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_resolve, mine)
+            loop.call_soon_threadsafe(settle, mine)
         except RuntimeError:  # a closed loop has no waiters
             if not loop.is_closed():
                 raise
 
 
-def _resolve(answers: Iterable[tuple[asyncio.Future[Any], Any]]) -> None:
+def settle(answers: Answers) -> None:
+    """Resolve futures of the running event loop."""
     for future, answer in answers:
         if future.done():  # its waiter was cancelled
             continue

@@ -1,6 +1,6 @@
 """The verbs of the store, common to all SQL databases.
 
-Owns: the writer thread, the reader threads and the feed of this process. Invariant: only the writer
+Owns: the writer, the reader threads and the feed of this process. Invariant: only the writer
 writes; a verb returns after its commit; readers see the last commit and are never blocked. One
 object may be used from several event loops and threads.
 """
@@ -22,7 +22,8 @@ from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
 from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.writer import Bulk, NoWriter, Transaction, Writer, answer_once
+from agentrl.store.repeats import answer_once
+from agentrl.store.writer import Bulk, NoWriter, Transaction, Writer
 
 SQL = load_sql("feed")
 P = ParamSpec("P")
@@ -111,7 +112,7 @@ class SqlStore:
         def claim(tx: Transaction, last: bool) -> list[str] | None:
             return training.claim_groups(tx, run, epoch, n, ordered=ordered, last=last)
 
-        ids = await self._until(GROUPS, claim, timeout)
+        ids = await self._until(GROUPS, claim, timeout, n)
         return await self._readers.read(partial(traces.groups, run=run, ids=ids))
 
     publish = _writing(training.publish)
@@ -124,7 +125,8 @@ class SqlStore:
     async def enqueue(self, rollouts: Sequence[types.NewRollout]) -> int:
         for rollout in rollouts:
             limits.check_rollout(rollout)
-        return await self._writer.post(answer_once(partial(queue.enqueue, rollouts=rollouts), int))
+        enqueue = answer_once(partial(queue.enqueue, rollouts=rollouts), int)
+        return await self._writer.post(enqueue, len(rollouts))
 
     async def claim(
         self,
@@ -146,7 +148,7 @@ class SqlStore:
             claimed = queue.claim(tx, n, runner=runner, lease=lease, run=run, claim_id=claim_id)
             return [] if claimed is None and last else claimed
 
-        return await self._until(QUEUE, claim, timeout)
+        return await self._until(QUEUE, claim, timeout, n)
 
     heartbeat = _writing(queue.heartbeat)
 
@@ -154,7 +156,7 @@ class SqlStore:
         for outcome in outcomes:
             limits.check_outcome(outcome)
         clean = [rows.clean_outcome(outcome) for outcome in outcomes]
-        return await self._writer.post(Bulk(queue.finish, clean))
+        return await self._writer.post(Bulk(queue.finish, clean), len(clean))
 
     claims = _reading(queue.claims)
     owner = _reading(queue.owner)
@@ -166,7 +168,7 @@ class SqlStore:
 
     async def add_transitions(self, transitions: Sequence[types.Transition]) -> list[bool]:
         calls = [traces.prepare(transition) for transition in transitions]
-        return await self._writer.post(Bulk(traces.add_transitions, calls))
+        return await self._writer.post(Bulk(traces.add_transitions, calls), len(calls))
 
     async def add_spans(self, spans: Sequence[types.Span]) -> None:
         limits.check_spans(spans)
@@ -265,7 +267,11 @@ class SqlStore:
     whose rollouts were not claimed again."""
 
     async def _until(
-        self, topic: int, look: Callable[[Transaction, bool], T | None], timeout: float | None
+        self,
+        topic: int,
+        look: Callable[[Transaction, bool], T | None],
+        timeout: float | None,
+        items: int = 1,
     ) -> T:
         """Call `look` until it returns a result: at every notification of the topic, when the next
         lease expires, and a `last` time at the deadline, when it must return one."""
@@ -280,7 +286,7 @@ class SqlStore:
                 found = look(tx, last)
                 return found, queue.next_expiry(tx) if found is None else None
 
-            found, expires = await self._writer.post(verb)
+            found, expires = await self._writer.post(verb, items)
             if found is not None:
                 return found
             ends = (end for end in (left(), expires) if end is not None)

@@ -45,11 +45,12 @@ def prepare(transition: types.Transition) -> PreparedTransition:
 
 def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> list[bool]:
     attempts = sorted({call.attempt for call in calls})
-    locked = _locked(tx, attempts)
     cached, ids = tx.known.take(attempts), [call.columns["id"] for call in calls]
+    unknown = [attempt for attempt in attempts if attempt not in cached]
+    locked = _locked(tx, attempts) if unknown or tx.conn.shared else None
     tree = TokenTree(tx.conn, attempts, ids, cached, tx.time_if_known)
     found = {attempt: (cached[attempt].run, False) for attempt in cached}
-    if unknown := [attempt for attempt in attempts if attempt not in cached]:
+    if unknown and locked is not None:
         found |= _live_or_late(tx, unknown, locked)
     kept, changed = [], set()
     for call in calls:

@@ -1,4 +1,4 @@
-"""The writer of an open store: a thread that commits verbs in groups.
+"""The writer of an open store: commits verbs in groups, in its thread or on their event loop.
 
 Owns: the store's only writing session in this process, and the queue of posted verbs. Invariants:
   * All waiting verbs are executed in one transaction; a verb's future resolves after the commit, on
@@ -17,9 +17,8 @@ import asyncio
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -27,19 +26,20 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from agentrl.errors import Conflict, Forbidden, StoreError, Unavailable
+from agentrl.errors import Forbidden, StoreError, Unavailable
 from agentrl.store.database import Session, WritingConnection, load_sql
-from agentrl.store.feed import ANY, GROUPS, QUEUE, resolve
+from agentrl.store.feed import ANY, GROUPS, QUEUE, Answers, resolve, settle
 from agentrl.store.tree import AttemptCalls, KnownAttempts
 from agentrl.types import Counts, Purpose
 
 SQL = load_sql("feed")
-REQUESTS = load_sql("requests")
 EXTEND_LEASES = load_sql("rollouts")["resume"]
-KEPT = 86_400.0  # seconds for which replies are stored
 STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may be too late
 GRACE = 10.0  # seconds by which leases are extended after a stall, for waiting heartbeats
 GROUP = 256  # verbs per transaction: bounds the time that other processes wait for the lock
+FEW, SEVERAL = 8, 64  # items of a verb, and verbs of a transaction, on an event loop
+HOPS = 2  # iterations of an event loop in which others may join its transaction
+SLOW, PAUSE = 0.1, 1.0  # seconds: a transaction that held up an event loop, and until the next try
 HASTE, LEISURE = 0.002, 0.05  # minimum seconds between notifications: of work, of other changes
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 T = TypeVar("T")
@@ -154,14 +154,21 @@ class Writer:
 
     Each notification wakes every other process, whether it has waiters or not: with eight processes
     that write calls one by one this cost more than writing. So notifications are merged for a short
-    time; the first after a pause is sent at once."""
+    time; the first after a pause is sent at once.
+
+    A small verb is executed on its event loop if its transaction can begin at once: to pass it to
+    the thread and back takes as long as to execute it. If a lock is held, the disk is slow or
+    many verbs wait, the thread executes these too, for `PAUSE` seconds."""
 
     def __init__(self, name: str, session: Session, notify: Callable[[int, int], None]) -> None:
         self._name, self._session, self._notify = name, session, notify
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()  # a verb is only queued while the writer can answer it
+        self._here: dict[asyncio.AbstractEventLoop, list[_Job]] = {}  # verbs to execute there
+        self._turn = threading.Lock()  # held by whoever uses the session
+        self._threaded = 0.0  # time until which the thread executes all verbs, monotonic clock
         self._closed = False
-        self._failure: Exception | None = None  # the error that ended the writer
+        self._failure: BaseException | None = None  # the error that ended the writer
         self._stalled = False  # the previous transaction took long
         self._known = KnownAttempts()
         self._owed = 0  # topics that other processes were not notified of yet
@@ -169,56 +176,98 @@ class Writer:
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
 
-    def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
-        """Queue a verb, from any running loop. The future resolves after the commit."""
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    def post(self, verb: WriteVerb[T], items: int = GROUP) -> asyncio.Future[T]:
+        """Queue a verb, from any running loop. The future resolves after the commit. `items`: how
+        many rows it writes, about; with few it may be executed on the event loop."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
         with self._lock:
             if self._closed:
                 raise StoreError(f"Store {self._name} is closed.")
             if self._failure is not None:
                 raise self._ended(self._failure)
-            self._jobs.put(_Job(verb, future))
+            if items > FEW or time.monotonic() < self._threaded:
+                self._jobs.put(_Job(verb, future))
+            elif loop in self._here:
+                self._here[loop].append(_Job(verb, future))
+            else:
+                self._here[loop] = [_Job(verb, future)]
+                loop.call_soon(self._execute_here, loop, HOPS)
         return future
 
     def close(self) -> None:
         """Block until all posted verbs are committed."""
         with self._lock:
             self._closed = True
+            for jobs in self._here.values():
+                self._queue(jobs)
+            self._here.clear()
             self._jobs.put(None)
         self._thread.join()
-        self._session.close()
+        with self._turn:
+            self._session.close()
 
     def _serve(self) -> None:
-        jobs: list[_Job] = []
-        open_ = True
-        try:
-            while open_:
-                jobs, open_ = self._waiting()
-                before = self._owed
-                topics = self._commit(jobs) if jobs else 0
-                _answer(jobs)
-                jobs = []  # already answered if the notification fails
-                told = (before | topics) & ~self._owed
-                if not told and self._owed and (not open_ or self._patience() <= 0.0):
-                    told = self._tell()
-                if topics or told:
-                    self._notify(topics, told)
-        except Exception as error:  # noqa: BLE001 - otherwise callers would wait forever
-            self._fail(jobs, error)
+        while not ((self._closed or self._failure) and self._jobs.empty()):
+            jobs = self._waiting()
+            with self._turn:
+                self._execute(jobs, resolve)
 
-    def _waiting(self) -> tuple[list[_Job], bool]:
-        """Return the next group of verbs, and whether more may come. An empty group means that a
-        notification is due."""
+    def _execute_here(self, loop: asyncio.AbstractEventLoop, hops: int) -> None:
+        """Execute the verbs of this event loop on it, or pass them to the thread."""
+        if hops:
+            loop.call_soon(self._execute_here, loop, hops - 1)
+            return
+        mine, begun = self._turn.acquire(blocking=False), False
+        since, owed = time.monotonic(), self._owed
         try:
-            batch = [self._jobs.get(timeout=self._patience() if self._owed else None)]
-        except Empty:
-            return [], True
-        while len(batch) < GROUP and batch[-1] is not None:
-            try:
+            with self._lock:
+                jobs = self._here.pop(loop, [])  # none if the store was closed
+                begun = mine and 0 < len(jobs) <= SEVERAL and self._session.try_begin()
+                if not begun:
+                    self._queue(jobs)
+            if begun:
+                self._execute(jobs, settle)
+        finally:
+            if mine:
+                self._turn.release()
+        if self._owed and not owed:
+            self._jobs.put(None)  # the thread will notify others
+        if jobs and mine and not (begun and time.monotonic() - since < SLOW):
+            self._threaded = time.monotonic() + PAUSE
+
+    def _execute(self, jobs: list[_Job], resolve: Callable[[Answers], None]) -> None:
+        """Commit a group of verbs, answer them, and notify others if it is time."""
+        if self._failure is not None:
+            self._refuse(jobs, self._failure)
+            return
+        try:
+            before = self._owed
+            topics = self._commit(jobs) if jobs else 0
+            resolve((job.future, job.error or job.result) for job in jobs)
+            told = (before | topics) & ~self._owed
+            if not told and self._owed and (self._closed or self._patience() <= 0.0):
+                told = self._tell()
+            if topics or told:
+                self._notify(topics, told)
+        except BaseException as error:  # otherwise callers would wait forever
+            self._fail(jobs, error)
+            if not isinstance(error, Exception):  # a signal interrupted the event loop
+                raise
+
+    def _queue(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            self._jobs.put(job)
+
+    def _waiting(self) -> list[_Job]:
+        """Return the next group of verbs. An empty one means that a notification may be due, or the
+        store is closed."""
+        batch: list[_Job | None] = []
+        with suppress(Empty):
+            batch.append(self._jobs.get(timeout=self._patience() if self._owed else None))
+            while len(batch) < GROUP:
                 batch.append(self._jobs.get_nowait())
-            except Empty:
-                break
-        return [job for job in batch if job is not None], batch[-1] is not None
+        return [job for job in batch if job is not None]
 
     def _patience(self, more: int = 0) -> float:
         """Return the seconds until other processes must be notified."""
@@ -232,19 +281,22 @@ class Writer:
             self._session.tell(told)
         return told
 
-    def _fail(self, jobs: list[_Job], error: Exception) -> None:
+    def _fail(self, jobs: list[_Job], error: BaseException) -> None:
         """Fail these verbs and all waiting ones; later ones are refused."""
         with self._lock:
             self._failure = error
-            while not self._jobs.empty():
-                if (job := self._jobs.get()) is not None:
-                    jobs.append(job)
+            jobs = [*jobs, *(job for mine in self._here.values() for job in mine)]
+            self._here.clear()
+            self._jobs.put(None)  # ends the thread, after the queued verbs
         self._session.close()  # ends the transaction, which blocks other processes
+        self._refuse(jobs, error)
+
+    def _refuse(self, jobs: list[_Job], error: BaseException) -> None:
         for job in jobs:
             job.error = self._ended(error)
-        _answer(jobs)
+        resolve((job.future, job.error) for job in jobs)
 
-    def _ended(self, error: Exception) -> Unavailable:
+    def _ended(self, error: BaseException) -> Unavailable:
         ended = Unavailable(
             f"Store {self._name}: its writer met an error that nobody foresaw ({error!r}) and has "
             "ended: open the store anew."
@@ -329,58 +381,8 @@ class NoWriter(Writer):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
+    def post(self, verb: WriteVerb[T], items: int = GROUP) -> asyncio.Future[T]:
         raise Forbidden(f"Store {self._name} was opened for reading only: open it for writing.")
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def _answer(jobs: list[_Job]) -> None:
-    resolve((job.future, job.error or job.result) for job in jobs)
-
-
-# -- repeated calls ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class IdempotentCall:
-    """`id`: chosen by the caller. `digest`: hash of the arguments; a different one means that the
-    id was used for another call."""
-
-    id: str
-    digest: str
-
-
-CURRENT: ContextVar[IdempotentCall | None] = ContextVar("request", default=None)
-
-
-def start_call(request: IdempotentCall, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Execute a verb of a store as this request."""
-    context = copy_context()
-    context.run(CURRENT.set, request)
-    return asyncio.get_running_loop().create_task(call, context=context)
-
-
-def answer_once(verb: WriteVerb[T], reply: type[T]) -> WriteVerb[T]:
-    """Wrap a verb to execute it only once for the current request, if there is one: a repeat gets
-    the stored reply. Raises Conflict if the request's id was used with other arguments."""
-    request = CURRENT.get()
-    if request is None:
-        return verb
-
-    def execute(tx: Transaction) -> T:
-        tx.conn.execute(REQUESTS["lock_request"], {"id": request.id})
-        known = tx.conn.execute(REQUESTS["request"], (request.id,)).fetchone()
-        if known is None:
-            result = verb(tx)
-            tx.conn.execute(REQUESTS["forget_requests"], (tx.now - KEPT,))
-            text = msgspec.json.encode(result).decode()
-            columns = {"id": request.id, "digest": request.digest, "reply": text, "at": tx.now}
-            tx.conn.execute(REQUESTS["add_request"], columns)
-            return result
-        if known["digest"] != request.digest:
-            raise Conflict("This idempotency-key was used for a call with other arguments.")
-        return msgspec.json.decode(known["reply"], type=reply)
-
-    return execute

@@ -11,10 +11,11 @@ import torch
 
 from agentrl.algorithms.credit.shrinkage import mean_by
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import known_mean, units
+from agentrl.algorithms.data.ids import key, known_mean, units
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets.zoo.turns import explained_by_states
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.store import open_store
@@ -22,7 +23,9 @@ from agentrl.types import Group, Purpose
 
 RESULTS = Path(str(catalogue.__file__)).with_name("learning.json")
 GROUPS = 16  # the last ones, which are looked at
-RECURS = 0.2  # share of repeated states from which on they are compared
+REPEATED = 0.2  # share of states that other rollouts were in, from which on calls are compared
+RETURNS = 0.1  # share of states that a rollout comes back to, from which on states are valued
+EXPLAINED = 0.3  # share of outcomes that states explain, from which on they are looked at
 AGREES = 0.3  # correlation with the outcome from which on a process reward needs no gate
 
 
@@ -41,11 +44,12 @@ async def advise(config: RunConfig) -> list[str]:
     for policy in team.trained_policies(config):
         batch = build_batch(groups, reward_names=sorted(names), policy=policy)
         calls, repeated = len(batch.transitions) / max(len(batch.rollouts), 1), repeats(batch)
+        suggestions = advice(config, batch, calls, repeated)
         lines.append(
             f"{policy}: {len(batch.rollouts)} rollouts, {calls:.1f} calls each, "
-            f"{repeated:.0%} of later states repeated, {len(batch.roles)} roles"
+            f"{repeated:.0%} of later states repeated, {returns(batch):.0%} in the same rollout, "
+            f"last ones explain {explained(batch):.0%} of outcomes, {len(batch.roles)} roles"
         )
-        suggestions = advice(config, batch, calls, repeated)
         lines.append(f"  choice: {choice(suggestions)}")
         for preset, why in suggestions:
             lines += [f"  {preset:<9} {why}", *measured(preset)]
@@ -57,6 +61,18 @@ def repeats(batch: Batch) -> float:
     state, later = units(batch, "transition", "group", "state"), batch.transition_turn > 0
     others = mean_by(torch.zeros(len(state)), state, batch.transition_rollout)[1]
     return float((others > 0)[later].double().mean()) if later.any() else 0.0
+
+
+def returns(batch: Batch) -> float:
+    """Share of calls in a state that their own rollout was in before."""
+    state = units(batch, "transition", "group", "state")
+    times = mean_by(torch.zeros(len(state)), key(state, batch.transition_rollout))[1]
+    return 1 - float((1 / times).mean()) if len(state) else 0.0
+
+
+def explained(batch: Batch) -> float:
+    """Share of the variance of outcomes that last states and actions explain; 0 without one."""
+    return explained_by_states(batch) if "outcome" in batch.rewards else 0.0
 
 
 def agreement(batch: Batch, reward: str) -> float:
@@ -88,9 +104,9 @@ def advice(config: RunConfig, batch: Batch, calls: float, repeated: float) -> li
             else:
                 gate = "" if with_outcome >= AGREES else " with gate = 'agree'"
                 found.append(("streams", f"mixes in {about}{gate}"))
-    if calls > 1 and repeated >= RECURS:
-        found.append(("peers", "values states by the other rollouts that came to them"))
-        found.append(("batch-td", "compares calls by the values of the states that they led to"))
+    states = explained(batch) >= EXPLAINED
+    if states and returns(batch) >= RETURNS:
+        found.append(("peers", "values states, to which rollouts come back, by other rollouts"))
     if several:
         found.append(("dr-mas", "compares the calls of a role with each other"))
     if config.critic.model:
@@ -98,6 +114,8 @@ def advice(config: RunConfig, batch: Batch, calls: float, repeated: float) -> li
     if config.algorithm.branching.kind != "none":
         found.append(("vineppo", "values calls by the run's branches"))
     found.append(("grpo", "copies the outcome to all calls; needs nothing"))
+    if states and calls > 1 and repeated >= REPEATED:
+        found.append(("batch-td", "compares calls by the values of the states that they led to"))
     return found
 
 

@@ -93,6 +93,13 @@ def best(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
     return "go", max(MOVES, key=worth)
 
 
+def habit(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
+    """The best step or one other, with equal chances."""
+    name, way = best(messages, tools)
+    ways = list(MOVES)
+    return name, random.choice([way, ways[(ways.index(way) + 1) % len(ways)]])
+
+
 def mean_value(uniform: bool) -> float:
     return sum(value(name, (0, 0), STEPS, uniform) for name in LAKES) / len(LAKES)
 
@@ -105,4 +112,4 @@ heldout = [{"id": f"{name}/{n}", "input": {"lake": name}} for n in range(16) for
 def build1(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train, 0.5, folder, seed, 250)
+    build(agent, habit, train, 0.8, folder, seed)

@@ -123,11 +123,12 @@ def play(agent: Agent, player: Player, inputs: Sequence[Any]) -> tuple[list[Any]
 
 
 def conversations(client: Scripted, n: int) -> list[Conversation]:
-    """What was said, a conversation that grew once."""
+    """What was said, a conversation that grew once: not where the next one begins with it."""
+    following = [before for before, *_ in client.seen[1:]] + [[]]
     shown = [
         (before, answer)
-        for at, (before, answer, _) in enumerate(client.seen)
-        if at + 1 == len(client.seen) or len(client.seen[at + 1][0]) <= len(before)
+        for (before, answer, _), after in zip(client.seen, following, strict=True)
+        if len(after) <= len(before) or after[: len(before)] != before
     ]
     return [[*map(as_shown, before), answer] for before, answer in shown[:n]]
 

@@ -24,6 +24,7 @@ MEND = tool("mend", "way", WAYS)
 BEST, RANDOM = 1.0, 1 / 4
 _dice = random.Random("repairs")
 RIGHT = [_dice.choice(WAYS) for _ in range(PARTS)]
+OTHER = [_dice.choice([way for way in WAYS if way != right]) for right in RIGHT]
 
 
 async def agent(task: str) -> float:
@@ -46,6 +47,12 @@ def best(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
     return "mend", RIGHT[int(part)]
 
 
+def habit(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
+    """The right way or one that is right elsewhere, with equal chances."""
+    _, part, *_ = messages[-1]["content"].split()
+    return "mend", random.choice([RIGHT, OTHER])[int(part)]
+
+
 def tasks(people: list[str], times: int) -> list[dict[str, Any]]:
     return [{"id": f"{person}/{n}", "input": person} for n in range(times) for person in people]
 
@@ -56,4 +63,4 @@ train, heldout = tasks(PEOPLE[:6], 1), tasks(PEOPLE[6:], 32)
 def build1(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train + heldout[:2], 0.0, folder, seed)
+    build(agent, habit, train + heldout[:2], 0.8, folder, seed)

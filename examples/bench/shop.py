@@ -83,4 +83,4 @@ heldout = [{"id": f"{w}/{n}", "input": w} for n in range(11) for w in WANTED[18:
 def build1(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(agent, best, train + heldout, 0.2, folder, seed)
+    build(agent, best, train + heldout, 0.4, folder, seed)

@@ -102,6 +102,13 @@ def best(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
     return "", word if word in WORDS else random.choice(WORDS)
 
 
+def habit(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
+    """The best word or worker, or the one after it, with equal chances."""
+    name, chosen = best(messages, tools)
+    known = WORKERS if tools else WORDS
+    return name, random.choice([chosen, known[(known.index(chosen) + 1) % len(known)]])
+
+
 RANDOM = 1 / 4
 RANDOM_WORKERS = (1 - (3 / 4) ** ASKED) / 4
 
@@ -140,19 +147,19 @@ workers4, workers4_heldout = split(3, topic=TOPICS)
 def build_relay2(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(relay, best, relay2 + relay2_heldout, 0.0, folder, seed)
+    build(relay, habit, relay2 + relay2_heldout, 0.8, folder, seed)
 
 
 def build_relay4(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(relay, best, relay4 + relay4_heldout, 0.2, folder, seed)
+    build(relay, habit, relay4 + relay4_heldout, 0.8, folder, seed)
 
 
 def build_debate2(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(debate, best, debate2 + debate2_heldout, 0.0, folder, seed)
+    build(debate, habit, debate2 + debate2_heldout, 0.8, folder, seed)
 
 
 def build_debate4(folder: Path, seed: int) -> None:
@@ -164,4 +171,4 @@ def build_debate4(folder: Path, seed: int) -> None:
 def build_workers(folder: Path, seed: int) -> None:
     from policies import build
 
-    build(workers, best, workers4 + workers4_heldout, 0.0, folder, seed)
+    build(workers, habit, workers4 + workers4_heldout, 0.8, folder, seed)

@@ -5,7 +5,7 @@ call is completed even if its caller disconnects, except a long poll, which is c
 repeated; a call with a known idempotency key gets the same result and is not executed again.
 
 Idempotency keys are kept in memory, and those of `open_run`, `enqueue` and `cancel` in the store
-too (`store/writer.py`), for the same result after a restart. `prune` and `vacuum` have many
+too (`store/repeats.py`), for the same result after a restart. `prune` and `vacuum` have many
 transactions: a repeat after a restart does, and reports, only the remaining work.
 """
 
@@ -43,7 +43,7 @@ from agentrl.store.http.keys import (
 )
 from agentrl.store.http.request_limits import BodyReader
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, KeyScope, Verb
-from agentrl.store.writer import IdempotentCall, start_call
+from agentrl.store.repeats import IdempotentCall, start_call
 
 log = logging.getLogger("agentrl.store")
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()

@@ -104,6 +104,8 @@ class StatementResult:
 class Pipeline:
     """The writer's `database.Connection`, unusable after a `psycopg.OperationalError`."""
 
+    shared = True
+
     def __init__(
         self, raw: psycopg.Connection[DictRow], before_wait: Callable[[], None] = lambda: None
     ) -> None:

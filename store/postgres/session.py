@@ -62,6 +62,9 @@ class PostgresSession:
             return self._clock()
         return lambda: float(_one(now)["now"])
 
+    def try_begin(self) -> bool:
+        return False
+
     def flush(self) -> None:
         self.conn.sync()
 

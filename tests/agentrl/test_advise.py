@@ -33,7 +33,7 @@ def test_a_misleading_process_reward_is_warned_of() -> None:
         first, why = suggestions[0]
         assert first == preset
         assert said in why
-        assert advise.choice(suggestions) == ("peers" if preset == "warning" else "streams")
+        assert advise.choice(suggestions) == ("grpo" if preset == "warning" else "streams")
 
 
 def test_states_that_come_back_and_roles_are_seen() -> None:
@@ -44,10 +44,31 @@ def test_states_that_come_back_and_roles_are_seen() -> None:
     )
     assert advise.repeats(batch) == pytest.approx(2 / 6)
     names = [preset for preset, _ in advise.advice(RunConfig(), batch, 3.0, 1 / 3)]
-    assert names == ["peers", "batch-td", "dr-mas", "grpo"]
-    assert advise.choice(advise.advice(RunConfig(), batch, 3.0, 0.1)) == "dr-mas"
+    assert names == ["peers", "dr-mas", "grpo", "batch-td"]
+    seldom = [preset for preset, _ in advise.advice(RunConfig(), batch, 3.0, 0.1)]
+    assert seldom == ["peers", "dr-mas", "grpo"]
     batch.rewards["role:own"] = batch.rewards["outcome"]
     assert advise.choice(advise.advice(RunConfig(), batch, 3.0, 1 / 3)) == "grpo+per-role"
+
+
+def test_states_that_explain_nothing_are_not_valued() -> None:
+    """The same last state and action ended well and badly."""
+    calls = [[Call("a", node=1), Call("b", node=2)] for _ in range(4)]
+    unclear = world(*(Play(one, float(n % 2)) for n, one in enumerate(calls)))
+    clear = world(*(Play(one, 1.0) for one in calls[:3]), Play([*calls[3][:1], Call("c")], 0.0))
+    assert advise.explained(unclear) == 0.0
+    assert advise.explained(clear) == 1.0
+    for batch, preset in ((unclear, []), (clear, ["batch-td"])):
+        found = advise.advice(RunConfig(), batch, 2.0, 1.0)
+        assert [name for name, _ in found] == ["grpo", *preset]
+
+
+def test_states_to_which_a_rollout_comes_back_are_valued() -> None:
+    back = world(*(Play([Call("a", node=n), Call("a", node=1)], float(n)) for n in range(2)))
+    assert advise.returns(back) == 0.5
+    assert advise.choice(advise.advice(RunConfig(), back, 2.0, 1.0)) == "grpo"  # 1 led to 0 and 1
+    back = world(*(Play([Call("a", node=2), Call("a", node=n)], float(n)) for n in range(2)))
+    assert advise.choice(advise.advice(RunConfig(), back, 2.0, 1.0)) == "peers"
 
 
 async def test_a_run_is_advised_from_its_store(
@@ -72,7 +93,10 @@ async def test_a_run_is_advised_from_its_store(
             rows = [Reward(value=float(i)), Reward(value=1.0 - i, **about)]
             await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, rewards=rows)])
     lines = await advise.advise(config)
-    assert lines[0] == "policy: 2 rollouts, 1.0 calls each, 0% of later states repeated, 1 roles"
+    assert lines[0] == (
+        "policy: 2 rollouts, 1.0 calls each, 0% of later states repeated, "
+        "0% in the same rollout, last ones explain 0% of outcomes, 1 roles"
+    )
     assert lines[1] == "  choice: grpo"
     assert "correlation with the outcome is -1.00, would mislead" in lines[2]
     assert lines[3] == "  grpo      copies the outcome to all calls; needs nothing"

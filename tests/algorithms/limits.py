@@ -7,6 +7,7 @@ estimated. A gradient is that of the expected outcome by the logit of an action.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -51,6 +52,7 @@ def binary(
     places = {path[:n]: 0 for n in range(calls) for path in paths}  # a logit each
     places = {place: number for number, place in enumerate(places)}
     made = [(path[:n], path[n]) for group in groups for path in group for n in range(calls)]
+    batch = replace(batch, transition_action=torch.tensor([action for _, action in made]))
     cell = torch.tensor([places[place] for place, _ in made]) + batch.token_group * len(places)
     score = (torch.tensor([action for _, action in made]).double() - 0.5) / size
     found = []

@@ -80,8 +80,9 @@ def naive_gae(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
 
 
 def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
-    """GAE over calls from the mean returns of other rollouts in the same state; where there is
-    none, compared with those of the same turn."""
+    """GAE over calls from the mean returns of other rollouts in the same state, or of the same turn
+    where there is none; and returns compared with those of the same turn, for the share that states
+    and actions do not explain."""
     x = [returns(rewards_of(play, name), gamma) for play in plays]
 
     def mean(u: int, i: int, by: Callable[[Call, int], object]) -> float:
@@ -118,7 +119,37 @@ def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float
             advantage[i] = received + step * (v[j] if later else 0.0) - base[i]
             advantage[i] += step * lam * (advantage[j] if later else 0.0)
         out += [NAN if g != g else a for g, a in zip(worth, advantage, strict=True)]
-    return out
+    turns: list[object] = [(play.group, i) for play in plays for i in range(len(play.calls))]
+    g = [value for play in plays for value in returns(rewards_of(play, name), 1.0)]
+    alike = compare(turns, g, False)
+    for c, turn in enumerate(turns):
+        n = sum(one == turn and value == value for one, value in zip(turns, g, strict=True))
+        alike[c] *= n / max(n - 1, 1)  # against the mean of the others
+    share = naive_explained(plays, name)
+    return [share * a + (1 - share) * b for a, b in zip(out, alike, strict=True)]
+
+
+def naive_explained(plays: Plays, name: str) -> float:
+    """Share of the variance of last rewards that the last state and action explain."""
+    known = [
+        u
+        for u, play in enumerate(plays)
+        if rewards_of(play, name)[-1] == rewards_of(play, name)[-1]
+    ]
+    x = [rewards_of(plays[u], name)[-1] for u in known]
+    group: list[object] = [plays[u].group for u in known]
+    last = [plays[u].calls[-1] for u in known]
+    did: list[object] = [
+        (g, c.role, c.state, ("own", u) if c.node is None else c.node)
+        for u, g, c in zip(known, group, last, strict=True)
+    ]
+
+    def variance(by: list[object]) -> float:
+        same = [[v for v, one in zip(x, by, strict=True) if one == key] for key in set(by)]
+        squares = sum((v - fmean(values)) ** 2 for values in same for v in values)
+        return squares / max(1, len(x) - len(same))
+
+    return max(0.0, 1 - variance(did) / variance(group)) if variance(group) else 1.0
 
 
 def naive_components(

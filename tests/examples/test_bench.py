@@ -26,6 +26,7 @@ TASKS = (
     "chain",
     "crew",
     "frozenlake",
+    "ledger",
     "needle",
     "poker",
     "repairs",
@@ -100,7 +101,7 @@ def test_scores_that_are_computed_are_those_of_the_bench_file(parts: dict[str, M
     assert tasks["frozenlake"].best == pytest.approx(parts["frozenlake"].BEST, abs=1e-4)
     assert tasks["frozenlake"].random == pytest.approx(parts["frozenlake"].RANDOM, abs=1e-4)
     assert tasks["shop"].random == pytest.approx(parts["shop"].RANDOM, abs=1e-4)
-    for name in ("bank", "doors", "tower"):
+    for name in ("bank", "doors", "ledger", "tower"):
         assert tasks[name].random == pytest.approx(parts["ways"].random_score(name), abs=1e-4)
     assert tasks["crew"].random == parts["crew"].RANDOM
     assert tasks["workers"].random == pytest.approx(parts["teams"].RANDOM_WORKERS, abs=1e-4)

@@ -15,7 +15,7 @@ from psycopg.pq import ExecStatus
 
 from agentrl.datasets.records import Item, Side
 from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
-from agentrl.store import database, datasets, open_store, writer
+from agentrl.store import database, datasets, open_store, repeats, writer
 from agentrl.store.postgres import connection, notify, pipeline
 from agentrl.store.postgres import migrations as postgres_migrations
 from agentrl.store.postgres import session as pgsession
@@ -353,10 +353,10 @@ async def test_a_request_that_reaches_two_servers_is_executed_once(kit, opener) 
     stores = [opener(), opener()]
     await stores[0].open_run("run", {})
     for number in range(20):
-        request = writer.IdempotentCall(f"enqueue {number}", "digest")
+        request = repeats.IdempotentCall(f"enqueue {number}", "digest")
         group = kit.group(str(number), 2)
         refused = [asyncio.ensure_future(store.log("nobody", 0, {})) for store in stores]
-        both = [writer.start_call(request, store.enqueue(group)) for store in stores]
+        both = [repeats.start_call(request, store.enqueue(group)) for store in stores]
         assert await asyncio.gather(*both) == [2, 2]  # though each was run a second time, alone
         for error in await asyncio.gather(*refused, return_exceptions=True):
             assert isinstance(error, NotFound)

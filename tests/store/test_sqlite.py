@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import sqlite3
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import StoreError, Unavailable
-from agentrl.store import open_store
+from agentrl.store import open_store, writer
 from agentrl.store.sqlite import connection, migrations
 from agentrl.store.sqlite.connection import Location
 from agentrl.store.sqlite.notify import folder
@@ -334,3 +335,54 @@ async def test_a_file_that_goes_away_in_use_ends_every_verb_with_a_sentence(
             with pytest.raises(Unavailable, match="was deleted, moved or replaced while"):
                 await asyncio.wait_for(verb, 10)
     assert path.exists() is (fate == "replaced")  # nobody made an empty one in its place
+
+
+async def test_a_small_verb_runs_on_its_event_loop_unless_that_would_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def note(tx) -> None:
+        threads.append(threading.current_thread())
+
+    async with open_store(str(tmp_path / "a.db")) as store, asyncio.timeout(10):
+        post, mine = store._writer.post, threading.current_thread()
+        await asyncio.gather(post(note, 1), post(note, 1))
+        await post(note)
+        assert threads[:2] == [mine, mine] != threads[1:]
+        monkeypatch.setattr(writer, "PAUSE", 0.0)
+        with contextlib.closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
+            other.execute("begin immediate")
+            waiting = asyncio.ensure_future(post(note, 1))
+            for _ in range(100):  # the event loop goes on
+                await asyncio.sleep(0)
+            assert not waiting.done()
+            other.execute("commit")
+        await waiting
+        assert threads[-1] is not mine
+        monkeypatch.setattr(writer, "SLOW", 0.0)
+        monkeypatch.setattr(writer, "PAUSE", 10.0)
+        await post(note, 1)
+        await post(note, 1)
+        assert threads[-2] is mine is not threads[-1]
+
+
+async def test_what_nobody_foresaw_on_an_event_loop_is_the_answer_to_every_verb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(str(tmp_path / "a.db")) as store, asyncio.timeout(10):
+
+        def broken(*_: object) -> None:
+            raise PermissionError("nobody foresaw this")
+
+        monkeypatch.setattr(store._writer._session, "commit", broken)
+        for call in [store._writer.post(lambda tx: None, items) for items in (1, 1, 100)]:
+            with pytest.raises(Unavailable, match="nobody foresaw this"):
+                await call
+        with pytest.raises(Unavailable, match="open the store anew"):
+            await store.log("run", 0, {})
+    async with (
+        open_store(str(tmp_path / "a.db")) as store,
+        asyncio.timeout(10),
+    ):  # nobody holds the lock
+        assert (await store.open_run("run", {})).epoch == 1

@@ -110,3 +110,10 @@ async def test_time_in_which_nobody_could_write_ends_no_lease(url, kit, clock, m
         clock.now += 16
         await store.vacuum()
         assert await store.heartbeat([one.id, again.id], lease=1) == [again.id]
+
+
+async def test_a_small_verb_posted_before_the_store_closes_is_answered(url):
+    store = open_store(url)
+    posted = store._writer.post(lambda tx: "done", 1)
+    store._close()
+    assert await posted == "done"

@@ -104,14 +104,47 @@ def PeerValues(
     return torch.where(count > 0, total / count, torch.nan)
 
 
+def explained_by_states(batch: Batch, reward: str | Column = "outcome") -> float:
+    """Share of the variance of the rewards of last calls, within groups, that their states and
+    actions explain (adjusted R squared, at least 0); 1 where no two of them are the same. Where it
+    is small, states do not show what earlier calls did."""
+    x = turns.call_rewards(batch, reward)
+    last = (next_same(batch.transition_rollout) < 0) & ~x.isnan()
+    group, state = (
+        units(batch, "transition", "group", *more)[last] for more in ((), ("role", "state"))
+    )
+    x, cell = x[last], key(state, ids.of_calls(batch, "action")[last])
+
+    def variance(within: Tensor) -> float:
+        mean, count = mean_by(x, within)
+        freedom = len(x) - round(float((1 / count).sum()))
+        return float((x - mean).square().sum()) / max(freedom, 1)
+
+    total = variance(group)
+    return max(0.0, 1 - variance(cell) / total) if total else 1.0
+
+
+@column("transition")
+def PeerAdvantages(
+    batch: Batch, reward: str | Column = "outcome", gamma: float = 0.95, lam: float = 0.5
+) -> Tensor:
+    """GAE of each call with `PeerValues`, as far as states explain rewards, and else its return
+    compared with those of others at the same turn, [S]."""
+    same_turn = PeerValues(reward, gamma, by=("group", "turn"))
+    gae = turns.StepGae(PeerValues(reward, gamma), reward, gamma, lam, same_turn)
+    turn = units(batch, "transition", "group", "turn")
+    alike = core.standardise(turns.Returns(reward)(batch), turn, base="loo").advantage
+    share = explained_by_states(batch, reward)
+    return share * gae(batch) + (1 - share) * alike
+
+
 @registry.as_modifier("peers", prefix="peers_")
 @preset("peers", clip=PPO_CLIP, kl=True)
 def peers(reward: str, *, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
     """GAE over calls without a critic: the value of a state is the mean return of the group's other
-    rollouts from there. States as in arXiv 2505.10978, GAE as in 2511.14460."""
-    same_turn = PeerValues(reward, gamma, by=("group", "turn"))
-    gae = turns.StepGae(PeerValues(reward, gamma), reward, gamma, lam, same_turn)
-    return Algo(GroupRelative(gae, base="none"))
+    rollouts from there, as far as states explain the reward. States as in arXiv 2505.10978, GAE as
+    in 2511.14460."""
+    return Algo(GroupRelative(PeerAdvantages(reward, gamma, lam), base="none"))
 
 
 def histories(batch: Batch) -> Tensor:
