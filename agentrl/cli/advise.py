@@ -104,11 +104,11 @@ def advice(config: RunConfig, batch: Batch, calls: float, repeated: float) -> li
             else:
                 gate = "" if with_outcome >= AGREES else " with gate = 'agree'"
                 found.append(("streams", f"mixes in {about}{gate}"))
+    if several:
+        found.append(("dr-mas", "compares the calls of a role with each other"))
     states = explained(batch) >= EXPLAINED
     if states and returns(batch) >= RETURNS:
         found.append(("peers", "values states, to which rollouts come back, by other rollouts"))
-    if several:
-        found.append(("dr-mas", "compares the calls of a role with each other"))
     if config.critic.model:
         found.append(("turn-ppo", "values states by the run's critic"))
     if config.algorithm.branching.kind != "none":
