@@ -166,6 +166,7 @@ class Writer:
         self._lock = threading.Lock()  # a verb is only queued while the writer can answer it
         self._here: dict[asyncio.AbstractEventLoop, list[_Job]] = {}  # verbs to execute there
         self._turn = threading.Lock()  # held by whoever uses the session
+        self._passed = 0  # verbs that the thread has not executed yet; none may overtake them
         self._threaded = 0.0  # time until which the thread executes all verbs, monotonic clock
         self._closed = False
         self._failure: BaseException | None = None  # the error that ended the writer
@@ -187,7 +188,7 @@ class Writer:
             if self._failure is not None:
                 raise self._ended(self._failure)
             if items > FEW or time.monotonic() < self._threaded:
-                self._jobs.put(_Job(verb, future))
+                self._queue([*self._here.pop(loop, []), _Job(verb, future)])
             elif loop in self._here:
                 self._here[loop].append(_Job(verb, future))
             else:
@@ -212,18 +213,21 @@ class Writer:
             jobs = self._waiting()
             with self._turn:
                 self._execute(jobs, resolve)
+            with self._lock:
+                self._passed -= len(jobs)
 
     def _execute_here(self, loop: asyncio.AbstractEventLoop, hops: int) -> None:
         """Execute the verbs of this event loop on it, or pass them to the thread."""
         if hops:
             loop.call_soon(self._execute_here, loop, hops - 1)
             return
-        mine, begun = self._turn.acquire(blocking=False), False
+        mine, tried, begun = self._turn.acquire(blocking=False), False, False
         since, owed = time.monotonic(), self._owed
         try:
             with self._lock:
                 jobs = self._here.pop(loop, [])  # none if the store was closed
-                begun = mine and 0 < len(jobs) <= SEVERAL and self._session.try_begin()
+                tried = mine and not self._passed
+                begun = tried and 0 < len(jobs) <= SEVERAL and self._session.try_begin()
                 if not begun:
                     self._queue(jobs)
             if begun:
@@ -233,7 +237,7 @@ class Writer:
                 self._turn.release()
         if self._owed and not owed:
             self._jobs.put(None)  # the thread will notify others
-        if jobs and mine and not (begun and time.monotonic() - since < SLOW):
+        if jobs and tried and not (begun and time.monotonic() - since < SLOW):
             self._threaded = time.monotonic() + PAUSE
 
     def _execute(self, jobs: list[_Job], resolve: Callable[[Answers], None]) -> None:
@@ -256,6 +260,8 @@ class Writer:
                 raise
 
     def _queue(self, jobs: list[_Job]) -> None:
+        """Pass verbs to the thread; with the lock held."""
+        self._passed += len(jobs)
         for job in jobs:
             self._jobs.put(job)
 

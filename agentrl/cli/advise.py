@@ -105,15 +105,16 @@ def advice(config: RunConfig, batch: Batch, calls: float, repeated: float) -> li
                 gate = "" if with_outcome >= AGREES else " with gate = 'agree'"
                 found.append(("streams", f"mixes in {about}{gate}"))
     states = explained(batch) >= EXPLAINED
-    if states and returns(batch) >= RETURNS:
-        found.append(("peers", "values states, to which rollouts come back, by other rollouts"))
-    if several:
-        found.append(("dr-mas", "compares the calls of a role with each other"))
+    back = [("peers", "values states, to which rollouts come back, by other rollouts")]
+    back = back if states and returns(batch) >= RETURNS else []
+    found += [] if several else back
     if config.critic.model:
         found.append(("turn-ppo", "values states by the run's critic"))
     if config.algorithm.branching.kind != "none":
         found.append(("vineppo", "values calls by the run's branches"))
     found.append(("grpo", "copies the outcome to all calls; needs nothing"))
+    if several:  # no results show these to be faster on teams
+        found += [*back, ("dr-mas", "compares the calls of a role with each other")]
     if states and calls > 1 and repeated >= REPEATED:
         found.append(("batch-td", "compares calls by the values of the states that they led to"))
     return found

@@ -44,9 +44,9 @@ def test_states_that_come_back_and_roles_are_seen() -> None:
     )
     assert advise.repeats(batch) == pytest.approx(2 / 6)
     names = [preset for preset, _ in advise.advice(RunConfig(), batch, 3.0, 1 / 3)]
-    assert names == ["peers", "dr-mas", "grpo", "batch-td"]
+    assert names == ["grpo", "peers", "dr-mas", "batch-td"]
     seldom = [preset for preset, _ in advise.advice(RunConfig(), batch, 3.0, 0.1)]
-    assert seldom == ["peers", "dr-mas", "grpo"]
+    assert seldom == ["grpo", "peers", "dr-mas"]
     batch.rewards["role:own"] = batch.rewards["outcome"]
     assert advise.choice(advise.advice(RunConfig(), batch, 3.0, 1 / 3)) == "grpo+per-role"
 

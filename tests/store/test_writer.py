@@ -117,3 +117,16 @@ async def test_a_small_verb_posted_before_the_store_closes_is_answered(url):
     posted = store._writer.post(lambda tx: "done", 1)
     store._close()
     assert await posted == "done"
+
+
+async def test_verbs_of_a_caller_are_executed_in_order(url):
+    """Large ones in the writer's thread, small ones where that is possible on the event loop."""
+    done = []
+    async with open_store(url) as store, asyncio.timeout(SOON):
+        calls = []
+        for n in range(300):
+            calls.append(store._writer.post(lambda tx, n=n: done.append(n), 1 + 99 * (n % 7 == 3)))
+            for _ in range(n % 5):
+                await asyncio.sleep(0)
+        await asyncio.gather(*calls)
+    assert done == list(range(300))
