@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from agentrl import types
 from agentrl.datasets.records import Item, Side
-from agentrl.errors import Invalid
+from agentrl.errors import Forbidden, Invalid
 from agentrl.store import browse, limits, maintenance, pages, prompts, rows, traces
 from agentrl.store import datasets as data
 from agentrl.store import rollouts as queue
@@ -23,7 +23,7 @@ from agentrl.store import runs as training
 from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
 from agentrl.store.repeats import answer_once
-from agentrl.store.writer import Bulk, NoWriter, Transaction, Writer
+from agentrl.store.writer import GROUP, Bulk, Transaction, Writer, WriteVerb
 
 SQL = load_sql("feed")
 P = ParamSpec("P")
@@ -51,6 +51,19 @@ def _writing(change: Callable[Concatenate[Transaction, P], T]) -> Verb[P, T]:
 
 def _newest(conn: Connection) -> int:
     return int(conn.execute(SQL["cursor"]).fetchone()["newest"])
+
+
+class NoWriter(Writer):
+    """The writer of a read-only store, which refuses all verbs."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def post(self, verb: WriteVerb[T], items: int = GROUP) -> asyncio.Future[T]:
+        raise Forbidden(f"Store {self._name} was opened for reading only: open it for writing.")
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class SqlStore:

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from agentrl.errors import Forbidden, StoreError, Unavailable
+from agentrl.errors import StoreError, Unavailable
 from agentrl.store.database import Session, WritingConnection, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Answers, resolve, settle
 from agentrl.store.tree import AttemptCalls, KnownAttempts
@@ -165,7 +165,7 @@ class Writer:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()  # a verb is only queued while the writer can answer it
         self._here: dict[asyncio.AbstractEventLoop, list[_Job]] = {}  # verbs to execute there
-        self._turn = threading.Lock()  # held by whoever uses the session
+        self._turn = threading.RLock()  # held by whoever uses the session
         self._passed = 0  # verbs that the thread has not executed yet; none may overtake them
         self._threaded = 0.0  # time until which the thread executes all verbs, monotonic clock
         self._closed = False
@@ -192,8 +192,11 @@ class Writer:
             elif loop in self._here:
                 self._here[loop].append(_Job(verb, future))
             else:
-                self._here[loop] = [_Job(verb, future)]
+                for other in [other for other in self._here if other.is_closed()]:
+                    self._queue(self._here.pop(other))  # it ended before it executed them
+                # Scheduled first: after an interrupt in between, no verb would be executed.
                 loop.call_soon(self._execute_here, loop, HOPS)
+                self._here[loop] = [_Job(verb, future)]
         return future
 
     def close(self) -> None:
@@ -205,59 +208,71 @@ class Writer:
             self._here.clear()
             self._jobs.put(None)
         self._thread.join()
-        with self._turn:
-            self._session.close()
 
     def _serve(self) -> None:
-        while not ((self._closed or self._failure) and self._jobs.empty()):
+        jobs: list[_Job] = []
+        while True:
+            with self._lock:  # whoever passes the last verbs holds it until all are queued
+                self._passed -= len(jobs)
+                if (self._closed or self._failure) and self._jobs.empty():
+                    break
             jobs = self._waiting()
             with self._turn:
-                self._execute(jobs, resolve)
-            with self._lock:
-                self._passed -= len(jobs)
+                try:
+                    self._execute(jobs, resolve)
+                except BaseException as error:  # noqa: BLE001 - otherwise callers would wait
+                    self._fail(jobs, error)
+        with self._turn:
+            self._session.close()  # ends a transaction that failed, which blocks other processes
 
     def _execute_here(self, loop: asyncio.AbstractEventLoop, hops: int) -> None:
         """Execute the verbs of this event loop on it, or pass them to the thread."""
-        if hops:
-            loop.call_soon(self._execute_here, loop, hops - 1)
-            return
-        mine, tried, begun = self._turn.acquire(blocking=False), False, False
-        since, owed = time.monotonic(), self._owed
+        jobs: list[_Job] = []
+        tried, begun, since, owed = False, False, 0.0, self._owed
         try:
+            if hops:
+                loop.call_soon(self._execute_here, loop, hops - 1)
+                return
+            mine = self._turn.acquire(blocking=False)
+            since, owed = time.monotonic(), self._owed
             with self._lock:
                 jobs = self._here.pop(loop, [])  # none if the store was closed
                 tried = mine and not self._passed
                 begun = tried and 0 < len(jobs) <= SEVERAL and self._session.try_begin()
                 if not begun:
                     self._queue(jobs)
-            if begun:
-                self._execute(jobs, settle)
+            if begun and not self._execute(jobs, settle):
+                with self._lock:
+                    self._queue(jobs)
+        except BaseException as error:  # also a signal, which may come anywhere
+            self._fail(jobs, error)
+            if not isinstance(error, Exception):
+                raise
         finally:
-            if mine:
+            with suppress(RuntimeError):  # the thread has the turn
                 self._turn.release()
-        if self._owed and not owed:
-            self._jobs.put(None)  # the thread will notify others
+        if self._owed & ~owed:
+            self._jobs.put(None)  # the thread will notify others, perhaps earlier than it planned
         if jobs and tried and not (begun and time.monotonic() - since < SLOW):
             self._threaded = time.monotonic() + PAUSE
 
-    def _execute(self, jobs: list[_Job], resolve: Callable[[Answers], None]) -> None:
-        """Commit a group of verbs, answer them, and notify others if it is time."""
+    def _execute(self, jobs: list[_Job], resolve: Callable[[Answers], None]) -> bool:
+        """Commit a group of verbs, answer them, and notify others if it is time. False, without an
+        effect, if an event loop would have to wait."""
         if self._failure is not None:
             self._refuse(jobs, self._failure)
-            return
-        try:
-            before = self._owed
-            topics = self._commit(jobs) if jobs else 0
-            resolve((job.future, job.error or job.result) for job in jobs)
-            told = (before | topics) & ~self._owed
-            if not told and self._owed and (self._closed or self._patience() <= 0.0):
-                told = self._tell()
-            if topics or told:
-                self._notify(topics, told)
-        except BaseException as error:  # otherwise callers would wait forever
-            self._fail(jobs, error)
-            if not isinstance(error, Exception):  # a signal interrupted the event loop
-                raise
+            return True
+        before = self._owed
+        topics = self._commit(jobs, here=resolve is settle) if jobs else 0
+        if topics is None:
+            return False
+        resolve((job.future, job.error or job.result) for job in jobs)
+        told = (before | topics) & ~self._owed
+        if not told and self._owed and (self._closed or self._patience() <= 0.0):
+            told = self._tell()
+        if topics or told:
+            self._notify(topics, told)
+        return True
 
     def _queue(self, jobs: list[_Job]) -> None:
         """Pass verbs to the thread; with the lock held."""
@@ -288,13 +303,12 @@ class Writer:
         return told
 
     def _fail(self, jobs: list[_Job], error: BaseException) -> None:
-        """Fail these verbs and all waiting ones; later ones are refused."""
+        """Fail these verbs and all waiting ones; later ones are refused. The thread ends."""
         with self._lock:
             self._failure = error
             jobs = [*jobs, *(job for mine in self._here.values() for job in mine)]
             self._here.clear()
             self._jobs.put(None)  # ends the thread, after the queued verbs
-        self._session.close()  # ends the transaction, which blocks other processes
         self._refuse(jobs, error)
 
     def _refuse(self, jobs: list[_Job], error: BaseException) -> None:
@@ -310,8 +324,9 @@ class Writer:
         ended.__cause__ = error
         return ended
 
-    def _commit(self, jobs: list[_Job]) -> int:
-        """Execute one transaction and return its topics. Errors are stored in the jobs."""
+    def _commit(self, jobs: list[_Job], *, here: bool) -> int | None:
+        """Execute one transaction and return its topics; None if `here`, on an event loop, a second
+        one would wait. Errors are stored in the jobs."""
         since = time.monotonic()
         while True:
             try:
@@ -319,6 +334,8 @@ class Writer:
                     return self._transact(jobs, self._run, since)
                 except Exception:  # noqa: BLE001 - raised again below, only for its verb
                     self._session.rollback()
+                    if here and not self._session.try_begin():
+                        return None
                     return self._transact(jobs, self._run_each_alone, since)
             except self._session.errors as error:
                 self._session.rollback()
@@ -379,16 +396,3 @@ class Writer:
             tx.conn.execute("rollback to verb")
             job.error = self._session.to_store_error(error)
         tx.conn.execute("release verb")
-
-
-class NoWriter(Writer):
-    """The writer of a read-only store, which refuses all verbs."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def post(self, verb: WriteVerb[T], items: int = GROUP) -> asyncio.Future[T]:
-        raise Forbidden(f"Store {self._name} was opened for reading only: open it for writing.")
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import StoreError, Unavailable
+from agentrl.errors import Invalid, StoreError, Unavailable
 from agentrl.store import open_store, writer
+from agentrl.store.feed import QUEUE
 from agentrl.store.sqlite import connection, migrations
 from agentrl.store.sqlite.connection import Location
 from agentrl.store.sqlite.notify import folder
@@ -386,3 +387,119 @@ async def test_what_nobody_foresaw_on_an_event_loop_is_the_answer_to_every_verb(
         asyncio.timeout(10),
     ):  # nobody holds the lock
         assert (await store.open_run("run", {})).epoch == 1
+
+
+async def test_a_refused_verb_does_not_hold_up_its_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes the lock before the verbs are run again, each alone."""
+
+    def refused(tx) -> None:
+        raise Invalid("no")
+
+    async with open_store(str(tmp_path / "a.db")) as store, asyncio.timeout(10):
+        with contextlib.closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
+            session = store._writer._session
+            rollback, home = session.rollback, threading.current_thread()
+
+            def lose_the_lock() -> None:
+                rollback()
+                if threading.current_thread() is home:
+                    other.execute("begin immediate")
+
+            monkeypatch.setattr(connection, "BUSY", 5.0)
+            monkeypatch.setattr(session, "rollback", lose_the_lock)
+            calls = [
+                asyncio.ensure_future(store._writer.post(v, 1)) for v in (refused, lambda _: 1)
+            ]
+            for _ in range(100):  # the event loop goes on
+                await asyncio.sleep(0)
+            assert not any(call.done() for call in calls)
+            other.execute("commit")
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(answers[0], Invalid)
+        assert answers[1] == 1
+
+
+async def test_an_event_loop_that_makes_a_rollout_claimable_hastens_the_notification(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "HASTE", 0.2)
+    monkeypatch.setattr(writer, "LEISURE", 100.0)
+    async with open_store(str(tmp_path / "a.db")) as store, asyncio.timeout(10):
+        told, loop, post = asyncio.Event(), asyncio.get_running_loop(), store._writer.post
+        jobs, patient = store._writer._jobs, threading.Event()
+
+        class Watched:
+            put, get_nowait, empty = jobs.put, jobs.get_nowait, jobs.empty
+
+            def get(self, timeout: float | None) -> object:
+                if timeout is not None:
+                    patient.set()
+                return jobs.get(timeout=timeout)
+
+        def notify(_: int, others: int) -> None:
+            if others & QUEUE:
+                loop.call_soon_threadsafe(told.set)
+
+        monkeypatch.setattr(store._writer, "_jobs", Watched())
+        monkeypatch.setattr(store._writer, "_notify", notify)
+        for topics in (0, 0, QUEUE):  # the first is sent at once
+            await post(lambda tx, topics=topics: tx.add_event("run", "rollout", "a", topics), 1)
+            if topics == 0 and store._writer._owed:
+                await asyncio.to_thread(patient.wait, 10)
+        await told.wait()
+
+
+INTERRUPTED = {  # where an event loop is interrupted: before or after this call
+    "as it posts": ("loop", "call_soon", "before"),
+    "as the verb begins": ("session", "try_begin", "after"),
+    "as the verb ends": ("session", "commit", "before"),
+    "once it is stored": ("session", "commit", "after"),
+}
+
+
+@pytest.mark.parametrize("where", INTERRUPTED)
+def test_an_interrupt_of_an_event_loop_leaves_no_verb_unanswered_and_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    store = open_store(str(tmp_path / "a.db"))
+    answers: dict[str, object] = {}
+    owner, name, when = INTERRUPTED[where]
+
+    async def post(id: str) -> None:
+        call = store._writer.post(lambda tx: tx.add_event("run", "kind", id), 1)
+        (answers[id],) = await asyncio.gather(call, return_exceptions=True)
+
+    async def both(*ids: str) -> None:
+        async with asyncio.timeout(10):
+            await asyncio.gather(*map(post, ids))
+
+    with asyncio.Runner() as runner:
+        holder = runner.get_loop() if owner == "loop" else store._writer._session
+        call = getattr(holder, name)
+
+        def interrupted(*args: object, **more: object) -> object:
+            if owner == "loop" and args[0] != store._writer._execute_here:
+                return call(*args, **more)
+            monkeypatch.undo()
+            if when == "after":
+                call(*args, **more)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(holder, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(both("a", "b"))
+        if owner == "loop":  # the interrupt is the error of the first caller
+            with contextlib.suppress(KeyboardInterrupt):
+                runner.run(asyncio.sleep(0))
+            runner.run(both("c", "d"))
+            assert answers["c"] is answers["d"] is None
+        else:
+            with pytest.raises(Unavailable, match="open the store anew"):
+                runner.run(both("c"))
+            assert isinstance(answers["a"], Unavailable)
+            assert isinstance(answers["b"], Unavailable)
+        with contextlib.closing(sqlite3.connect(tmp_path / "a.db", timeout=5)) as other:
+            other.execute("begin immediate")  # nobody holds the lock
+        runner.run(store.close())

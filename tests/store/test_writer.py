@@ -130,3 +130,53 @@ async def test_verbs_of_a_caller_are_executed_in_order(url):
                 await asyncio.sleep(0)
         await asyncio.gather(*calls)
     assert done == list(range(300))
+
+
+async def test_the_thread_waits_for_the_verbs_that_a_closing_store_passes_to_it(url, monkeypatch):
+    """It looks whether it must end while the store closes, and no verb is queued yet."""
+    store = open_store(url)
+    jobs, thread, lock = (getattr(store._writer, name) for name in ("_jobs", "_thread", "_lock"))
+    closing = threading.Event()
+
+    class Slow:
+        get, get_nowait, empty = jobs.get, jobs.get_nowait, jobs.empty
+
+        def put(self, job):
+            if store._writer._closed and not closing.is_set():
+                closing.set()
+                thread.join(0.3)
+            jobs.put(job)
+
+    class Lock:
+        __enter__ = lock.__enter__
+
+        def __exit__(self, *_):
+            lock.release()
+            if threading.current_thread() is thread:
+                closing.wait(SOON)
+
+    monkeypatch.setattr(store._writer, "_jobs", Slow())
+    monkeypatch.setattr(store._writer, "_lock", Lock())
+    async with asyncio.timeout(SOON):
+        await store._writer.post(lambda tx: None)
+        posted = store._writer.post(lambda tx: "done", 1)
+        store._close()
+        assert await posted == "done"
+
+
+async def test_the_verb_of_an_event_loop_that_ended_is_executed(url):
+    done = []
+
+    async def leave() -> None:
+        store._writer.post(lambda tx: done.append(1), 1)
+
+    def end() -> None:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(leave())
+        loop.close()
+
+    async with open_store(url) as store, asyncio.timeout(SOON):
+        await asyncio.to_thread(end)
+        await store._writer.post(lambda tx: None, 1)
+        await store._writer.post(lambda tx: None)
+        assert done == [1]
