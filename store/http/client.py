@@ -140,13 +140,12 @@ class HttpStore:
         self._check_readonly(verb)
         arguments = _with_claim_id(verb, arguments)
         timeout = getattr(arguments, "timeout", None) or 0.0
-        first, end = _encoded(verb, arguments), time.monotonic() + timeout if timeout else 0.0
+        first, end = _encoded(verb, arguments), time.monotonic() + timeout
 
         def body() -> bytes:
             """Encode the call with the remaining timeout."""
-            if not timeout:
-                return first
-            return _encoded(verb, replace(arguments, timeout=max(0.0, end - time.monotonic())))
+            left = max(0.0, end - time.monotonic())
+            return _encoded(verb, replace(arguments, timeout=left)) if timeout else first
 
         key = uuid.uuid4().hex if verb.once else ""
         return self._read(verb.results[MSGPACK], await self._request(verb.name, body, key))
@@ -180,8 +179,7 @@ class HttpStore:
             pause = min(2 * pause, LONGEST)
 
     async def _answer(self, name: str, headers: dict[str, str], body: bytes) -> HttpAnswer:
-        known = self._pools.get(asyncio.get_running_loop())
-        pool = known[0] if known and not self._closed else await self._pool()
+        pool = await self._pool()
         if self._plain:
             try:
                 return await pool.plain.post(self._head(name, headers), body, SILENCE)
