@@ -28,7 +28,7 @@ import msgspec
 
 from agentrl.errors import StoreError, Unavailable
 from agentrl.store.database import Session, WritingConnection, load_sql
-from agentrl.store.feed import ANY, GROUPS, QUEUE, Answers, resolve, settle
+from agentrl.store.feed import ANY, GROUPS, QUEUE, resolve, settle
 from agentrl.store.tree import AttemptCalls, KnownAttempts
 from agentrl.types import Counts, Purpose
 
@@ -219,7 +219,7 @@ class Writer:
             jobs = self._waiting()
             with self._turn:
                 try:
-                    self._execute(jobs, resolve)
+                    self._execute(jobs)
                 except BaseException as error:  # noqa: BLE001 - otherwise callers would wait
                     self._fail(jobs, error)
         with self._turn:
@@ -241,7 +241,7 @@ class Writer:
                 begun = tried and 0 < len(jobs) <= SEVERAL and self._session.try_begin()
                 if not begun:
                     self._queue(jobs)
-            if begun and not self._execute(jobs, settle):
+            if begun and not self._execute(jobs, here=True):
                 with self._lock:
                     self._queue(jobs)
         except BaseException as error:  # also a signal, which may come anywhere
@@ -256,17 +256,18 @@ class Writer:
         if jobs and tried and not (begun and time.monotonic() - since < SLOW):
             self._threaded = time.monotonic() + PAUSE
 
-    def _execute(self, jobs: list[_Job], resolve: Callable[[Answers], None]) -> bool:
+    def _execute(self, jobs: list[_Job], *, here: bool = False) -> bool:
         """Commit a group of verbs, answer them, and notify others if it is time. False, without an
-        effect, if an event loop would have to wait."""
+        effect, if `here`, on their event loop, it would have to wait."""
         if self._failure is not None:
             self._refuse(jobs, self._failure)
             return True
         before = self._owed
-        topics = self._commit(jobs, here=resolve is settle) if jobs else 0
+        topics = self._commit(jobs, here=here) if jobs else 0
         if topics is None:
             return False
-        resolve((job.future, job.error or job.result) for job in jobs)
+        answer = settle if here else resolve
+        answer((job.future, job.error or job.result) for job in jobs)
         told = (before | topics) & ~self._owed
         if not told and self._owed and (self._closed or self._patience() <= 0.0):
             told = self._tell()
