@@ -20,7 +20,7 @@ from agentrl.algorithms.credit.turns import Returns, StepGae, ValuesFromReward
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.zoo.turns import BatchTd, PeerValues
+from agentrl.algorithms.presets.zoo.turns import BatchTd, PeerAdvantages
 
 from .team_variance import team_variance
 
@@ -113,10 +113,7 @@ SCHEMES: dict[str, Credit] = {
     "broadcast": GroupRelative("total", base="loo"),
     "returns": GroupRelative(Returns(PROCESS), by=TURN, base="loo"),
     "states": GroupRelative(Returns(PROCESS), by=("group", "state"), base="loo"),
-    "peers": GroupRelative(
-        StepGae(PeerValues(PROCESS), PROCESS, 1.0, 0.5, PeerValues(PROCESS, by=("group", "turn"))),
-        base="none",
-    ),
+    "peers": GroupRelative(PeerAdvantages(PROCESS, 1.0, 0.5), base="none"),
     "batch-td": GroupRelative(BatchTd(PROCESS), base="none"),
     "values": GroupRelative(
         StepGae(ValuesFromReward("transition:v"), PROCESS, 1.0, 0.5), base="none"
