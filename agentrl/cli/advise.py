@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -26,6 +27,7 @@ GROUPS = 16  # the last ones, which are looked at
 REPEATED = 0.2  # share of states that other rollouts were in, from which on calls are compared
 RETURNS = 0.1  # share of states that a rollout comes back to, from which on states are valued
 EXPLAINED = 0.3  # share of outcomes that states explain, from which on they are looked at
+PEERS = ("peers", "values states, to which rollouts come back, by other rollouts")
 AGREES = 0.3  # correlation with the outcome from which on a process reward needs no gate
 
 
@@ -43,17 +45,32 @@ async def advise(config: RunConfig) -> list[str]:
     lines = []
     for policy in team.trained_policies(config):
         batch = build_batch(groups, reward_names=sorted(names), policy=policy)
-        calls, repeated = len(batch.transitions) / max(len(batch.rollouts), 1), repeats(batch)
-        suggestions = advice(config, batch, calls, repeated)
+        states = look_at(batch)
+        suggestions = advice(config, batch, states)
         lines.append(
-            f"{policy}: {len(batch.rollouts)} rollouts, {calls:.1f} calls each, "
-            f"{repeated:.0%} of later states repeated, {returns(batch):.0%} in the same rollout, "
-            f"last ones explain {explained(batch):.0%} of outcomes, {len(batch.roles)} roles"
+            f"{policy}: {len(batch.rollouts)} rollouts, {states.calls:.1f} calls each, "
+            f"{states.repeated:.0%} of later states repeated, {states.back:.0%} in the same "
+            f"rollout, last ones explain {states.explained:.0%} of outcomes, "
+            f"{len(batch.roles)} roles"
         )
         lines.append(f"  choice: {choice(suggestions)}")
         for preset, why in suggestions:
             lines += [f"  {preset:<9} {why}", *measured(preset)]
     return lines
+
+
+class States(NamedTuple):
+    """What a batch shows of the states before its calls."""
+
+    calls: float  # of a rollout, on average
+    repeated: float  # see `repeats`
+    back: float  # see `returns`
+    explained: float  # see `explained`
+
+
+def look_at(batch: Batch) -> States:
+    calls = len(batch.transitions) / max(len(batch.rollouts), 1)
+    return States(calls, repeats(batch), returns(batch), explained(batch))
 
 
 def repeats(batch: Batch) -> float:
@@ -86,7 +103,7 @@ def agreement(batch: Batch, reward: str) -> float:
     return float((x * y).sum() / ((x * x).sum() * (y * y).sum()).sqrt())
 
 
-def advice(config: RunConfig, batch: Batch, calls: float, repeated: float) -> list[tuple[str, str]]:
+def advice(config: RunConfig, batch: Batch, states: States) -> list[tuple[str, str]]:
     """Presets that fit, each with its reason, the best one first by the stored results; and
     warnings, in whose place of a name stands "warning"."""
     several = len(batch.roles) > 1
@@ -104,18 +121,18 @@ def advice(config: RunConfig, batch: Batch, calls: float, repeated: float) -> li
             else:
                 gate = "" if with_outcome >= AGREES else " with gate = 'agree'"
                 found.append(("streams", f"mixes in {about}{gate}"))
-    states = explained(batch) >= EXPLAINED
-    back = [("peers", "values states, to which rollouts come back, by other rollouts")]
-    back = back if states and returns(batch) >= RETURNS else []
-    found += [] if several else back
+    tell = states.explained >= EXPLAINED
+    peers = [PEERS] if tell and states.back >= RETURNS else []
+    if not several:
+        found += peers
     if config.critic.model:
         found.append(("turn-ppo", "values states by the run's critic"))
     if config.algorithm.branching.kind != "none":
         found.append(("vineppo", "values calls by the run's branches"))
     found.append(("grpo", "copies the outcome to all calls; needs nothing"))
     if several:  # no results show these to be faster on teams
-        found += [*back, ("dr-mas", "compares the calls of a role with each other")]
-    if states and calls > 1 and repeated >= REPEATED:
+        found += [*peers, ("dr-mas", "compares the calls of a role with each other")]
+    if tell and states.calls > 1 and states.repeated >= REPEATED:
         found.append(("batch-td", "compares calls by the values of the states that they led to"))
     return found
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from agentrl.algorithms.data.batch import Batch
 from agentrl.cli import advise
 from agentrl.config import RunConfig
 from agentrl.errors import StoreError
@@ -20,6 +21,11 @@ def paid(*process: float) -> list[Call]:
     return [Call("start" if not n else "end", rewards={"p": x}) for n, x in enumerate(process)]
 
 
+def advised(batch: Batch, calls: float, repeated: float) -> list[tuple[str, str]]:
+    states = advise.look_at(batch)._replace(calls=calls, repeated=repeated)
+    return advise.advice(RunConfig(), batch, states)
+
+
 def test_a_misleading_process_reward_is_warned_of() -> None:
     right = world(Play(paid(1, 1), 1.0), Play(paid(1, 0), 0.0), Play(paid(0, 0), 0.0))
     wrong = world(Play(paid(0, 0), 1.0), Play(paid(1, 0), 0.0), Play(paid(1, 1), 0.0))
@@ -29,7 +35,7 @@ def test_a_misleading_process_reward_is_warned_of() -> None:
         (wrong, "warning", "would mislead"),
         (noise, "streams", "with gate = 'agree'"),
     ):
-        suggestions = advise.advice(RunConfig(), batch, 2.0, 1.0)
+        suggestions = advised(batch, 2.0, 1.0)
         first, why = suggestions[0]
         assert first == preset
         assert said in why
@@ -43,12 +49,12 @@ def test_states_that_come_back_and_roles_are_seen() -> None:
         Play([Call("a"), Call("e"), Call("e", role="critic")], 0.0, group=1),
     )
     assert advise.repeats(batch) == pytest.approx(2 / 6)
-    names = [preset for preset, _ in advise.advice(RunConfig(), batch, 3.0, 1 / 3)]
+    names = [preset for preset, _ in advised(batch, 3.0, 1 / 3)]
     assert names == ["grpo", "peers", "dr-mas", "batch-td"]
-    seldom = [preset for preset, _ in advise.advice(RunConfig(), batch, 3.0, 0.1)]
+    seldom = [preset for preset, _ in advised(batch, 3.0, 0.1)]
     assert seldom == ["grpo", "peers", "dr-mas"]
     batch.rewards["role:own"] = batch.rewards["outcome"]
-    assert advise.choice(advise.advice(RunConfig(), batch, 3.0, 1 / 3)) == "grpo+per-role"
+    assert advise.choice(advised(batch, 3.0, 1 / 3)) == "grpo+per-role"
 
 
 def test_states_that_explain_nothing_are_not_valued() -> None:
@@ -59,16 +65,16 @@ def test_states_that_explain_nothing_are_not_valued() -> None:
     assert advise.explained(unclear) == 0.0
     assert advise.explained(clear) == 1.0
     for batch, preset in ((unclear, []), (clear, ["batch-td"])):
-        found = advise.advice(RunConfig(), batch, 2.0, 1.0)
+        found = advised(batch, 2.0, 1.0)
         assert [name for name, _ in found] == ["grpo", *preset]
 
 
 def test_states_to_which_a_rollout_comes_back_are_valued() -> None:
     back = world(*(Play([Call("a", node=n), Call("a", node=1)], float(n)) for n in range(2)))
     assert advise.returns(back) == 0.5
-    assert advise.choice(advise.advice(RunConfig(), back, 2.0, 1.0)) == "grpo"  # 1 led to 0 and 1
+    assert advise.choice(advised(back, 2.0, 1.0)) == "grpo"  # 1 led to 0 and 1
     back = world(*(Play([Call("a", node=2), Call("a", node=n)], float(n)) for n in range(2)))
-    assert advise.choice(advise.advice(RunConfig(), back, 2.0, 1.0)) == "peers"
+    assert advise.choice(advised(back, 2.0, 1.0)) == "peers"
 
 
 async def test_a_run_is_advised_from_its_store(
