@@ -52,6 +52,13 @@ def age(_: click.Context, __: click.Parameter, value: str | None) -> float | Non
     " without a restart.",
 )
 @click.option("--max-body", default=64, show_default=True, help="MiB of one request.")
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes that serve together, each on a core of its own.",
+)
 @click.option("--keep-last", type=int, metavar="N", help="Prune hourly, keep the last N steps.")
 @click.option(
     "--older-than", callback=age, metavar="AGE", help="Prune hourly what ended before AGE, as 7d."
@@ -62,6 +69,7 @@ def serve(
     port: int,
     file: Path | None,
     max_body: int,
+    processes: int,
     keep_last: int | None,
     older_than: float | None,
 ) -> None:
@@ -87,7 +95,15 @@ def serve(
         keys = Keys() if given is None else Keys.parse(given, VARIABLE)
     limited = keep_last is not None or older_than is not None
     retention = Retention(keep_last, older_than) if limited else None
-    run(partial(open_store, url), host, port, keys, largest=max_body * 2**20, retention=retention)
+    run(
+        partial(open_store, url),
+        host,
+        port,
+        keys,
+        largest=max_body * 2**20,
+        retention=retention,
+        processes=processes,
+    )
 
 
 store_option = click.option(

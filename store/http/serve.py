@@ -1,4 +1,4 @@
-"""Runs the store's server: one process with one event loop, until SIGTERM."""
+"""Runs the store's server: one event loop in each of its processes, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
@@ -24,6 +24,7 @@ from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, is_loopback_host
 from agentrl.store.http.request_limits import ConnectionLimits, LimitedProtocol
 from agentrl.store.http.server import StoreApp
 from agentrl.store.http.whole import WholeCallProtocol
+from agentrl.store.http.workers import Workers, end_with_parent
 from agentrl.store.maintenance import limits
 from agentrl.store.sqlstore import SqlStore
 
@@ -145,9 +146,10 @@ def run(
     *,
     largest: int,
     retention: Retention | None = None,
+    processes: int = 1,
 ) -> None:
-    """Open the store, print the server's address and serve. Raises Invalid for invalid limits of
-    `retention`."""
+    """Open the store, print the server's address and serve with this many processes, of which this
+    is one. Raises Invalid for invalid limits of `retention`."""
     if retention is not None:
         limits(0.0, None, retention.keep_last, retention.older_than)
     with listen(host, port, keys) as listening:
@@ -160,14 +162,35 @@ def run(
             async with store() as opened, contextlib.AsyncExitStack() as stack:
                 if isinstance(opened, SqlStore):  # runners could not renew leases meanwhile
                     await opened.extend_leases()
+                work = partial(run_worker, store, keys, largest)
+                await stack.enter_async_context(Workers(processes - 1, work, listening))
                 if retention is not None:
                     keeping = asyncio.create_task(retention.keep(opened))
                     stack.push_async_callback(ended, keeping)
                 await serve(StoreApp(opened, keys, largest=largest), listening, ready)
 
-        factory = uvicorn.Config("", loop="auto").get_loop_factory()
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(main())
+        run_loop(main())
+
+
+def run_worker(
+    store: Callable[[], Store], keys: Keys | KeyFile, largest: int, listening: socket.socket
+) -> None:
+    """Serve as one of several processes, until SIGTERM or the end of the one that started it."""
+
+    def ready(server: StoreServer) -> None:
+        end_with_parent(lambda: server.handle_exit(signal.SIGTERM, None))
+
+    async def main() -> None:
+        async with store() as opened:
+            await serve(StoreApp(opened, keys, largest=largest), listening, ready)
+
+    run_loop(main())
+
+
+def run_loop(main: Coroutine[None, None, None]) -> None:
+    factory = uvicorn.Config("", loop="auto").get_loop_factory()
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(main)
 
 
 async def ended(task: asyncio.Task[None]) -> None:

@@ -1,0 +1,70 @@
+"""Further processes that serve the same store at the same address, to use several cores.
+
+All accept connections from one listening socket. Each opens the store itself: what they share is in
+its database. A worker that ends is started again; all end with the process that owns them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import socket
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from multiprocessing.process import BaseProcess
+
+SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the store's connections and locks
+PAUSE = 1.0  # seconds between two looks at the workers
+PATIENCE = 15.0  # seconds for a worker to finish its calls, before it is killed
+
+log = logging.getLogger("agentrl.store")
+
+
+class Workers(AbstractAsyncContextManager["Workers"]):
+    """Runs `work(listening)` in n processes, from `async with` until its end. `work` must be
+    picklable, and call `end_with_parent` on its event loop."""
+
+    def __init__(self, n: int, work: Callable[[socket.socket], None], listening: socket.socket):
+        self._n, self._work, self._listening = n, work, listening
+        self._running: list[BaseProcess] = []
+
+    async def __aenter__(self) -> Workers:
+        self._running += (self._start() for _ in range(self._n))
+        self._keeping = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._keeping.cancel()
+        await asyncio.wait((self._keeping,))
+        for process in self._running:
+            process.terminate()
+        for process in self._running:
+            await asyncio.to_thread(process.join, PATIENCE)
+            process.kill()
+
+    def _start(self) -> BaseProcess:
+        process = SPAWN.Process(target=self._work, args=(self._listening,), name="store-worker")
+        process.start()
+        return process
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(PAUSE)
+            for i, process in enumerate(self._running):
+                if process.exitcode is not None:
+                    log.warning("worker ended (exit code %d); restarting it", process.exitcode)
+                    self._running[i] = self._start()
+
+
+def end_with_parent(end: Callable[[], None]) -> None:
+    """Call `end` on the running event loop when the process that started this one has ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    loop = asyncio.get_running_loop()
+
+    def ended() -> None:
+        loop.remove_reader(parent.sentinel)
+        end()
+
+    loop.add_reader(parent.sentinel, ended)
