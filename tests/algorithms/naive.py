@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from statistics import fmean, stdev
 
-from .worlds import NAN, Call, Play
+from .worlds import NAN, Play
 
 Plays = list[Play]
 
@@ -80,53 +79,72 @@ def naive_gae(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
 
 
 def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
-    """GAE over calls from the mean returns of other rollouts in the same state, or of the same turn
-    where there is none; and returns compared with those of the same turn, for the share that states
-    and actions do not explain."""
-    x = [returns(rewards_of(play, name), gamma) for play in plays]
+    """Lambda-returns with the mean returns of other rollouts in the same state as values, and
+    returns for the share that states and actions do not explain; minus means of the returns of
+    other rollouts, weighted by the squared norms of their scores."""
+    at = [(u, i) for u, play in enumerate(plays) for i in range(len(play.calls))]
+    call = [plays[u].calls[i] for u, i in at]
+    g, total = (
+        [x for play in plays for x in returns(rewards_of(play, name), rate)] for rate in (gamma, 1)
+    )
+    share = naive_explained(plays, name)
+    mixed = [share * one + (1 - share) * other for one, other in zip(g, total, strict=True)]
+    norm = [max(c.tokens * (1 - math.exp(c.logprob)) ** 2, 1e-6) for c in call]
 
-    def mean(u: int, i: int, by: Callable[[Call, int], object]) -> float:
-        same = by(plays[u].calls[i], i)
-        known = [
-            x[w][j]
-            for w, other in enumerate(plays)
-            for j, call in enumerate(other.calls)
-            if w != u and other.group == plays[u].group and by(call, j) == same
+    def of_others(c: int, x: list[float], w: list[float], *, state: bool) -> float:
+        same = [
+            d
+            for d in range(len(at))
+            if at[d][0] != at[c][0]
+            and plays[at[d][0]].group == plays[at[c][0]].group
+            and (call[d].state == call[c].state if state else at[d][1] == at[c][1])
+            and x[d] == x[d]
         ]
-        return fmean([g for g in known if g == g] or [NAN])
+        return sum(w[d] * x[d] for d in same) / sum(w[d] for d in same) if same else NAN
 
-    out = []
+    one = [1.0] * len(at)
+    target: list[float] = []
     for u, play in enumerate(plays):
+        ours = [c for c in range(len(at)) if at[c][0] == u]
         given = rewards_of(play, name)
-        n = len(given)
-        v = [mean(u, i, lambda call, _: call.state) for i in range(n)]
+        n = len(ours)
+        v = [of_others(c, g, one, state=True) for c in ours]
         last = max((i for i in range(n) if v[i] == v[i]), default=n)
-        worth = list(x[u])
-        if play.calls[-1].truncated and last < n and x[u][last] != x[u][last]:
+        worth = [g[c] for c in ours]
+        if play.calls[-1].truncated and last < n and worth[last] != worth[last]:
             worth[: last + 1] = [0.0] * (last + 1)  # known, by the value of the last state
             given = [*given[:last], v[last], *given[last + 1 :]]
         r = [0.0 if value != value else value for value in given]
-        base = [mean(u, i, lambda _, j: j) for i in range(n)]
-        base = [b if value != value else value for b, value in zip(base, v, strict=True)]
-        advantage = [0.0] * n
+        of_turn = [of_others(c, g, one, state=False) for c in ours]
+        base = [b if value != value else value for b, value in zip(of_turn, v, strict=True)]
+        aims = [NAN] * n
         for i in reversed(range(n)):
-            if base[i] != base[i]:
+            if base[i] != base[i] or worth[i] != worth[i]:
+                aims[i] = NAN if worth[i] != worth[i] else math.inf  # nothing to compare with
                 continue
             later = [j for j in range(i + 1, n) if v[j] == v[j]]
             j = later[0] if later else n
-            received = sum(gamma ** (k - i) * r[k] for k in range(i, j))
-            step = gamma ** (j - i)
-            advantage[i] = received + step * (v[j] if later else 0.0) - base[i]
-            advantage[i] += step * lam * (advantage[j] if later else 0.0)
-        out += [NAN if g != g else a for g, a in zip(worth, advantage, strict=True)]
-    turns: list[object] = [(play.group, i) for play in plays for i in range(len(play.calls))]
-    g = [value for play in plays for value in returns(rewards_of(play, name), 1.0)]
-    alike = compare(turns, g, False)
-    for c, turn in enumerate(turns):
-        n = sum(one == turn and value == value for one, value in zip(turns, g, strict=True))
-        alike[c] *= n / max(n - 1, 1)  # against the mean of the others
-    share = naive_explained(plays, name)
-    return [share * a + (1 - share) * b for a, b in zip(out, alike, strict=True)]
+            aims[i] = sum(gamma ** (k - i) * r[k] for k in range(i, j))
+            if later:
+                aims[i] += gamma ** (j - i) * ((1 - lam) * v[j] + lam * aims[j])
+        target += aims
+
+    turn = [of_others(c, mixed, norm, state=False) for c in range(len(at))]
+    turn = [0.0 if value != value else value for value in turn]
+    differs = [of_others(c, mixed, norm, state=True) - turn[c] for c in range(len(at))]
+    compared = [c for c in range(len(at)) if differs[c] == differs[c] and mixed[c] == mixed[c]]
+    squares = sum(norm[c] * differs[c] ** 2 for c in compared)
+    slope = sum(norm[c] * differs[c] * (mixed[c] - turn[c]) for c in compared)
+    slope = min(max(slope / squares, 0.0), 1.0) if squares else 0.0
+    out = []
+    for c, aim in enumerate(target):
+        if aim != aim or aim == math.inf:
+            out.append(NAN if aim != aim else 0.0)
+            continue
+        x = share * aim + (1 - share) * (total[c] if total[c] == total[c] else aim)
+        a = x - turn[c] - slope * (0.0 if differs[c] != differs[c] else differs[c])
+        out.append(0.0 if abs(a) < 1e-9 else a)
+    return out
 
 
 def naive_explained(plays: Plays, name: str) -> float:

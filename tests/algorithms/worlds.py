@@ -27,6 +27,7 @@ class Call:
     prompt: object = None  # None: what the call before was answered
     repeats: bool = False
     truncated: bool = False
+    logprob: float = -1.0  # of each of its tokens, when it was sampled
 
 
 @dataclass
@@ -64,7 +65,7 @@ def world(*plays: Play, values: Sequence[float] = ()) -> Batch:
         rows=[],
         token_row=token_call,
         token_transition=token_call,
-        behaviour=torch.full((token_call.numel(),), -1.0),
+        behaviour=torch.tensor([call.logprob for _, call in calls])[token_call],
         transition_rollout=rollout,
         transition_role=torch.tensor([roles.index(c.role) for _, c in calls], dtype=torch.int64),
         row_rollout=rollout,
@@ -99,7 +100,7 @@ def _prompts(plays: Sequence[Play]) -> Iterator[Hashable]:
 
 def random_plays(seed: int, *, groups: int = 3, size: int = 4, missing: float = 0.15) -> list[Play]:
     """Rollouts of calls in few states, with rewards of every scope, some of them missing."""
-    draw = random.Random(seed)
+    draw, sampled = random.Random(seed), random.Random(f"log-probs {seed}")
 
     def value() -> float:
         return NAN if draw.random() < missing else draw.randint(0, 8) / 8
@@ -112,6 +113,7 @@ def random_plays(seed: int, *, groups: int = 3, size: int = 4, missing: float = 
             rewards={"p": value(), "v": draw.random(), "w": draw.random()},
             node=f"{before}-{draw.randint(0, 1)}" if number < 2 else None,
             truncated=draw.random() < 0.2,
+            logprob=-sampled.randint(0, 16) / 8,
         )
 
     def calls(n: int) -> list[Call]:

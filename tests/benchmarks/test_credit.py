@@ -7,11 +7,11 @@ import pytest
 from tests.benchmarks import credit
 
 
-def test_batch_td_has_a_quarter_of_the_variance_of_broadcast(
+def test_the_variance_of_peers_and_batch_td_is_a_fraction_of_that_of_broadcast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(credit, "GROUPS", 800)
     found = credit.variance()
     assert found["variance reduction batch-td"] > 4.5
-    assert found["variance reduction batch-td"] > 1.5 * found["variance reduction peers"]
-    assert found["bias batch-td"] < 4
+    assert 4.5 > found["variance reduction peers"] > 3.4
+    assert max(found["bias peers"], found["bias batch-td"]) < 4

@@ -21,6 +21,7 @@ from agentrl.algorithms.presets.mixing import GatedByOutcome
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Scale, Share, modifier, preset
 from agentrl.config import Natural
 
+CERTAIN = 1e-6  # least squared norm of a call's score
 ERRORS = 3.0  # standard errors above which the effect of actions is significant
 HINDSIGHT = "transition:hindsight"  # a reward from the learner, see `train/preprocess.py`
 
@@ -124,26 +125,61 @@ def explained_by_states(batch: Batch, reward: str | Column = "outcome") -> float
     return max(0.0, 1 - variance(cell) / total) if total else 1.0
 
 
+def score_norms(batch: Batch) -> Tensor:
+    """Squared norm of the gradient of each call's log-prob by its logits, up to a factor of 2 that
+    other tokens decide: the sum of (1 - p) ** 2 over its tokens, [S]."""
+    rare = (1 - batch.behaviour.double().exp()).square()
+    norms = rare.new_zeros(len(batch.transition_rollout))
+    return norms.index_add_(0, batch.token_transition, rare).clamp(min=CERTAIN)
+
+
+def quiet_baselines(batch: Batch, x: Tensor) -> Tensor:
+    """Baselines of x [S], one per call, that leave little noise in the gradient, [S]: see "Peers"
+    in CREDIT.md. Means of the group's other rollouts, weighted by `score_norms`."""
+    weight = torch.where(x.isnan(), 0.0, score_norms(batch))
+    x = x.nan_to_num(nan=0.0)
+
+    def of_others(*units_: Unit) -> Tensor:
+        same = units(batch, "transition", "group", *units_)
+        own = key(same, batch.transition_rollout)
+        total, count = (
+            reduce_by(y, same)[same] - reduce_by(y, own)[own] for y in (weight * x, weight)
+        )
+        return torch.where(count > CERTAIN / 2, total / count, torch.nan)
+
+    turn = of_others("turn").nan_to_num(nan=0.0)
+    differs = (of_others("state") - turn).nan_to_num(nan=0.0)
+    squares = float((weight * differs.square()).sum())
+    slope = float((weight * differs * (x - turn)).sum()) / squares if squares else 0.0
+    return turn + min(max(slope, 0.0), 1.0) * differs
+
+
 @column("transition")
 def PeerAdvantages(
     batch: Batch, reward: str | Column = "outcome", gamma: float = 0.95, lam: float = 0.5
 ) -> Tensor:
-    """GAE of each call with `PeerValues`, as far as states explain rewards, and else its return
-    compared with those of others at the same turn, [S]."""
+    """The lambda-return of each call with `PeerValues`, as far as states explain rewards, and else
+    its return; minus `quiet_baselines`, [S]."""
     same_turn = PeerValues(reward, gamma, by=("group", "turn"))
-    gae = turns.StepGae(PeerValues(reward, gamma), reward, gamma, lam, same_turn)
-    turn = units(batch, "transition", "group", "turn")
-    alike = core.standardise(turns.Returns(reward)(batch), turn, base="loo").advantage
+    states = PeerValues(reward, gamma)
+    gae = turns.StepGae(states, reward, gamma, lam, same_turn)(batch)
+    value = states(batch)
+    target = gae + torch.where(value.isnan(), same_turn(batch), value)
+    discounted, total = (turns.Returns(reward, rate)(batch) for rate in (gamma, 1.0))
     share = explained_by_states(batch, reward)
-    return share * gae(batch) + (1 - share) * alike
+    base = quiet_baselines(batch, share * discounted + (1 - share) * total)
+    x = share * target + (1 - share) * torch.where(total.isnan(), target, total)
+    advantage = core.standardise(x, units(batch, "transition", "group"), base=base).advantage
+    return torch.where(gae.isnan(), torch.nan, advantage)
 
 
 @registry.as_modifier("peers", prefix="peers_")
 @preset("peers", clip=PPO_CLIP, kl=True)
 def peers(reward: str, *, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
-    """GAE over calls without a critic: the value of a state is the mean return of the group's other
-    rollouts from there, as far as states explain the reward. States as in arXiv 2505.10978, GAE as
-    in 2511.14460."""
+    """Lambda-returns of calls without a critic: the value of a state is the mean return of the
+    group's other rollouts from there, as far as states explain the reward, and the baseline the one
+    of least gradient variance (JMLR 5, 2004, p. 1471). States as in arXiv 2505.10978, GAE as in
+    2511.14460."""
     return Algo(GroupRelative(PeerAdvantages(reward, gamma, lam), base="none"))
 
 
