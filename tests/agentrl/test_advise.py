@@ -43,12 +43,14 @@ def test_a_misleading_process_reward_is_warned_of() -> None:
 
 
 def test_states_that_come_back_and_roles_are_seen() -> None:
+    right = [Call("a"), Call("b"), Call("c", role="critic", node=1)]
     batch = world(
-        Play([Call("a"), Call("b"), Call("c", role="critic")], 1.0),
+        Play(right, 1.0),
+        Play(right, 1.0),
         Play([Call("a"), Call("b"), Call("d", role="critic")], 0.0),
-        Play([Call("a"), Call("e"), Call("e", role="critic")], 0.0, group=1),
+        Play([Call("e"), Call("e"), Call("e", role="critic")], 0.0, group=1),
     )
-    assert advise.repeats(batch) == pytest.approx(2 / 6)
+    assert advise.repeats(batch) == pytest.approx(5 / 8)
     names = [preset for preset, _ in advised(batch, 3.0, 1 / 3)]
     assert names == ["grpo", "peers", "dr-mas", "batch-td"]
     seldom = [preset for preset, _ in advised(batch, 3.0, 0.1)]
@@ -64,16 +66,19 @@ def test_states_that_explain_nothing_are_not_valued() -> None:
     clear = world(*(Play(one, 1.0) for one in calls[:3]), Play([*calls[3][:1], Call("c")], 0.0))
     assert advise.explained(unclear) == 0.0
     assert advise.explained(clear) == 1.0
+    never_twice = world(*(Play([Call("a"), Call("b")], float(n % 2)) for n in range(4)))
+    assert advise.explained(never_twice) == 0.0
     for batch, preset in ((unclear, []), (clear, ["batch-td"])):
         found = advised(batch, 2.0, 1.0)
         assert [name for name, _ in found] == ["grpo", *preset]
 
 
 def test_states_to_which_a_rollout_comes_back_are_valued() -> None:
-    back = world(*(Play([Call("a", node=n), Call("a", node=1)], float(n)) for n in range(2)))
+    ends = (0, 0, 1, 1)
+    back = world(*(Play([Call("a", node=n), Call("a", node=1)], float(n)) for n in ends))
     assert advise.returns(back) == 0.5
     assert advise.choice(advised(back, 2.0, 1.0)) == "grpo"  # 1 led to 0 and 1
-    back = world(*(Play([Call("a", node=2), Call("a", node=n)], float(n)) for n in range(2)))
+    back = world(*(Play([Call("a", node=2), Call("a", node=n)], float(n)) for n in ends))
     assert advise.choice(advised(back, 2.0, 1.0)) == "peers"
 
 

@@ -91,13 +91,14 @@ def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float
     mixed = [share * one + (1 - share) * other for one, other in zip(g, total, strict=True)]
     norm = [max(c.tokens * (1 - math.exp(c.logprob)) ** 2, 1e-6) for c in call]
 
-    def of_others(c: int, x: list[float], w: list[float], *, state: bool) -> float:
+    def of_others(c: int, x: list[float], w: list[float], by: str) -> float:
         same = [
             d
             for d in range(len(at))
             if at[d][0] != at[c][0]
             and plays[at[d][0]].group == plays[at[c][0]].group
-            and (call[d].state == call[c].state if state else at[d][1] == at[c][1])
+            and (by != "state" or call[d].state == call[c].state)
+            and (by != "turn" or at[d][1] == at[c][1])
             and x[d] == x[d]
         ]
         return sum(w[d] * x[d] for d in same) / sum(w[d] for d in same) if same else NAN
@@ -108,15 +109,14 @@ def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float
         ours = [c for c in range(len(at)) if at[c][0] == u]
         given = rewards_of(play, name)
         n = len(ours)
-        v = [of_others(c, g, one, state=True) for c in ours]
+        v = [of_others(c, g, one, "state") for c in ours]
         last = max((i for i in range(n) if v[i] == v[i]), default=n)
         worth = [g[c] for c in ours]
         if play.calls[-1].truncated and last < n and worth[last] != worth[last]:
             worth[: last + 1] = [0.0] * (last + 1)  # known, by the value of the last state
             given = [*given[:last], v[last], *given[last + 1 :]]
         r = [0.0 if value != value else value for value in given]
-        of_turn = [of_others(c, g, one, state=False) for c in ours]
-        base = [b if value != value else value for b, value in zip(of_turn, v, strict=True)]
+        base = [of_others(c, g, one, "group") for c in ours]
         aims = [NAN] * n
         for i in reversed(range(n)):
             if base[i] != base[i] or worth[i] != worth[i]:
@@ -129,20 +129,22 @@ def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float
                 aims[i] += gamma ** (j - i) * ((1 - lam) * v[j] + lam * aims[j])
         target += aims
 
-    turn = [of_others(c, mixed, norm, state=False) for c in range(len(at))]
-    turn = [0.0 if value != value else value for value in turn]
-    differs = [of_others(c, mixed, norm, state=True) - turn[c] for c in range(len(at))]
-    compared = [c for c in range(len(at)) if differs[c] == differs[c] and mixed[c] == mixed[c]]
-    squares = sum(norm[c] * differs[c] ** 2 for c in compared)
-    slope = sum(norm[c] * differs[c] * (mixed[c] - turn[c]) for c in compared)
-    slope = min(max(slope / squares, 0.0), 1.0) if squares else 0.0
+    best = [of_others(c, mixed, norm, "group") for c in range(len(at))]
+    best = [0.0 if value != value else value for value in best]
+    for by in ("turn", "state"):
+        differs = [of_others(c, mixed, norm, by) - best[c] for c in range(len(at))]
+        compared = [c for c in range(len(at)) if differs[c] == differs[c] and mixed[c] == mixed[c]]
+        squares = sum(norm[c] * differs[c] ** 2 for c in compared)
+        fit = sum(norm[c] * differs[c] * (mixed[c] - best[c]) for c in compared)
+        fit = min(max(fit / squares, 0.0), 1.0) if squares > 1e-12 else 0.0
+        best = [b + fit * (0.0 if d != d else d) for b, d in zip(best, differs, strict=True)]
     out = []
     for c, aim in enumerate(target):
         if aim != aim or aim == math.inf:
             out.append(NAN if aim != aim else 0.0)
             continue
         x = share * aim + (1 - share) * (total[c] if total[c] == total[c] else aim)
-        a = x - turn[c] - slope * (0.0 if differs[c] != differs[c] else differs[c])
+        a = x - best[c]
         out.append(0.0 if abs(a) < 1e-9 else a)
     return out
 
@@ -165,8 +167,10 @@ def naive_explained(plays: Plays, name: str) -> float:
     def variance(by: list[object]) -> float:
         same = [[v for v, one in zip(x, by, strict=True) if one == key] for key in set(by)]
         squares = sum((v - fmean(values)) ** 2 for values in same for v in values)
-        return squares / max(1, len(x) - len(same))
+        return squares / (len(x) - len(same)) if len(x) > len(same) else math.inf
 
+    if variance(did) == math.inf:
+        return 0.0
     return max(0.0, 1 - variance(did) / variance(group)) if variance(group) else 1.0
 
 

@@ -3,6 +3,7 @@ batch TD), in hindsight (HCAPO), by subgoals (HiPER)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -107,7 +108,7 @@ def PeerValues(
 
 def explained_by_states(batch: Batch, reward: str | Column = "outcome") -> float:
     """Share of the variance of the rewards of last calls, within groups, that their states and
-    actions explain (adjusted R squared, at least 0); 1 where no two of them are the same. Where it
+    actions explain (adjusted R squared, at least 0); 0 where no two of them are the same. Where it
     is small, states do not show what earlier calls did."""
     x = turns.call_rewards(batch, reward)
     last = (next_same(batch.transition_rollout) < 0) & ~x.isnan()
@@ -119,10 +120,12 @@ def explained_by_states(batch: Batch, reward: str | Column = "outcome") -> float
     def variance(within: Tensor) -> float:
         mean, count = mean_by(x, within)
         freedom = len(x) - round(float((1 / count).sum()))
-        return float((x - mean).square().sum()) / max(freedom, 1)
+        return float((x - mean).square().sum()) / freedom if freedom > 0 else math.inf
 
-    total = variance(group)
-    return max(0.0, 1 - variance(cell) / total) if total else 1.0
+    total, within = variance(group), variance(cell)
+    if not math.isfinite(within):
+        return 0.0
+    return max(0.0, 1 - within / total) if total else 1.0
 
 
 def score_norms(batch: Batch) -> Tensor:
@@ -135,23 +138,27 @@ def score_norms(batch: Batch) -> Tensor:
 
 def quiet_baselines(batch: Batch, x: Tensor) -> Tensor:
     """Baselines of x [S], one per call, that leave little noise in the gradient, [S]: see "Peers"
-    in CREDIT.md. Means of the group's other rollouts, weighted by `score_norms`."""
+    in CREDIT.md. Means over the group's other rollouts, weighted by `score_norms`."""
     weight = torch.where(x.isnan(), 0.0, score_norms(batch))
     x = x.nan_to_num(nan=0.0)
 
-    def of_others(*units_: Unit) -> Tensor:
-        same = units(batch, "transition", "group", *units_)
+    def of_others(*by: Unit) -> Tensor:
+        same = units(batch, "transition", "group", *by)
         own = key(same, batch.transition_rollout)
         total, count = (
             reduce_by(y, same)[same] - reduce_by(y, own)[own] for y in (weight * x, weight)
         )
         return torch.where(count > CERTAIN / 2, total / count, torch.nan)
 
-    turn = of_others("turn").nan_to_num(nan=0.0)
-    differs = (of_others("state") - turn).nan_to_num(nan=0.0)
-    squares = float((weight * differs.square()).sum())
-    slope = float((weight * differs * (x - turn)).sum()) / squares if squares else 0.0
-    return turn + min(max(slope, 0.0), 1.0) * differs
+    base = of_others().nan_to_num(nan=0.0)
+    rounding = core.SPREAD**2 * float((weight * x.square()).sum())
+    for narrow in (of_others("turn"), of_others("state")):
+        differs = (narrow - base).nan_to_num(nan=0.0)
+        squares = float((weight * differs.square()).sum())
+        if squares > rounding:
+            fit = float((weight * differs * (x - base)).sum()) / squares
+            base = base + min(max(fit, 0.0), 1.0) * differs
+    return base
 
 
 @column("transition")
@@ -160,11 +167,9 @@ def PeerAdvantages(
 ) -> Tensor:
     """The lambda-return of each call with `PeerValues`, as far as states explain rewards, and else
     its return; minus `quiet_baselines`, [S]."""
-    same_turn = PeerValues(reward, gamma, by=("group", "turn"))
-    states = PeerValues(reward, gamma)
-    gae = turns.StepGae(states, reward, gamma, lam, same_turn)(batch)
-    value = states(batch)
-    target = gae + torch.where(value.isnan(), same_turn(batch), value)
+    states, anywhere = (PeerValues(reward, gamma, by) for by in (("group", "state"), ("group",)))
+    gae, value = turns.StepGae(states, reward, gamma, lam, anywhere)(batch), states(batch)
+    target = gae + torch.where(value.isnan(), anywhere(batch), value)
     discounted, total = (turns.Returns(reward, rate)(batch) for rate in (gamma, 1.0))
     share = explained_by_states(batch, reward)
     base = quiet_baselines(batch, share * discounted + (1 - share) * total)

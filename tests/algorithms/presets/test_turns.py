@@ -509,6 +509,20 @@ def sample(seed: int) -> tuple[Plays, Batch]:
     return plays, world(*plays, values=values.tolist())
 
 
+def test_peers_credits_every_call_where_no_state_is_seen_twice() -> None:
+    """Also calls at turns that no other rollout reached, and early ones without a discount."""
+    plays = [
+        Play([Call((u, i)) for i in range(n)], float(u % 2)) for u, n in enumerate((2, 9, 3, 4))
+    ]
+    a, discounted = (
+        compute_advantages(make("peers", {"gamma": gamma}, streams=("o",)), world(*plays))
+        for gamma in (0.95, 0.5)
+    )
+    assert torch.equal(a, discounted)
+    for u, rollout in enumerate(a.split([2, 9, 3, 4])):
+        assert (rollout.sign() == (1 if u % 2 else -1)).all()
+
+
 def published(case: Case, plays: Plays, batch: Batch, p: Tensor, o: Tensor) -> Tensor:
     """-gradient of the loss in the log-probs; every call is a row."""
     naive, clip, average, options = case
