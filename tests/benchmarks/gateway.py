@@ -376,9 +376,9 @@ def seats(bench: Bench, calls: int) -> dict[str, float]:
 
 def memory(bench: Bench, attempts: int) -> dict[str, float]:
     """Resident MiB after the first tenth of the attempts and after the last."""
-    first = 0.0
-    for done in range(0, attempts, attempts // 10):
-        bench.through(50, attempts // 10 // 50 * CALLS, SMALL)
+    first, each = 0.0, max(attempts // 500, 1)
+    for done in range(0, attempts, 50 * each):
+        bench.through(50, each * CALLS, SMALL)
         if not done:
             first = bench.ask("memory")
     last = bench.ask("memory")
