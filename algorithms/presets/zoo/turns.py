@@ -136,9 +136,10 @@ def score_norms(batch: Batch) -> Tensor:
     return norms.index_add_(0, batch.token_transition, rare).clamp(min=CERTAIN)
 
 
-def quiet_baselines(batch: Batch, x: Tensor) -> Tensor:
-    """Baselines of x [S], one per call, that leave little noise in the gradient, [S]: see "Peers"
-    in CREDIT.md. Means over the group's other rollouts, weighted by `score_norms`."""
+def peer_baselines(batch: Batch, x: Tensor) -> Tensor:
+    """Baseline of each call's x [S] of about the least gradient variance, [S]: means over the
+    group's other rollouts, weighted by `score_norms`; see "Peers" in CREDIT.md. Greensmith,
+    Bartlett and Baxter, JMLR 5, 2004."""
     weight = torch.where(x.isnan(), 0.0, score_norms(batch))
     x = x.nan_to_num(nan=0.0)
 
@@ -166,13 +167,13 @@ def PeerAdvantages(
     batch: Batch, reward: str | Column = "outcome", gamma: float = 0.95, lam: float = 0.5
 ) -> Tensor:
     """The lambda-return of each call with `PeerValues`, as far as states explain rewards, and else
-    its return; minus `quiet_baselines`, [S]."""
+    its return; minus `peer_baselines`, [S]."""
     states, anywhere = (PeerValues(reward, gamma, by) for by in (("group", "state"), ("group",)))
     gae, value = turns.StepGae(states, reward, gamma, lam, anywhere)(batch), states(batch)
     target = gae + torch.where(value.isnan(), anywhere(batch), value)
     discounted, total = (turns.Returns(reward, rate)(batch) for rate in (gamma, 1.0))
     share = explained_by_states(batch, reward)
-    base = quiet_baselines(batch, share * discounted + (1 - share) * total)
+    base = peer_baselines(batch, share * discounted + (1 - share) * total)
     x = share * target + (1 - share) * torch.where(total.isnan(), target, total)
     advantage = core.standardise(x, units(batch, "transition", "group"), base=base).advantage
     return torch.where(gae.isnan(), torch.nan, advantage)
