@@ -17,8 +17,8 @@ from typing import Protocol, cast
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from agentrl.errors import ConfigError, StoreError
-from agentrl.processes import allow_files
+from agentrl.errors import AgentRLError, ConfigError, StoreError, user_message
+from agentrl.processes import allow_files, seal
 from agentrl.store.base import Store
 from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, is_loopback_host
 from agentrl.store.http.request_limits import ConnectionLimits, LimitedProtocol
@@ -176,6 +176,7 @@ def run_worker(
     store: Callable[[], Store], keys: Keys | KeyFile, largest: int, listening: socket.socket
 ) -> None:
     """Serve as one of several processes, until SIGTERM or the end of the one that started it."""
+    seal()
 
     def ready(server: StoreServer) -> None:
         end_with_parent(lambda: server.handle_exit(signal.SIGTERM, None))
@@ -184,7 +185,11 @@ def run_worker(
         async with store() as opened:
             await serve(StoreApp(opened, keys, largest=largest), listening, ready)
 
-    run_loop(main())
+    try:
+        run_loop(main())
+    except AgentRLError as error:
+        log.warning("worker: %s", user_message(error))
+        sys.exit(1)
 
 
 def run_loop(main: Coroutine[None, None, None]) -> None:

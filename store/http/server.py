@@ -5,8 +5,9 @@ call is completed even if its caller disconnects, except a long poll, which is c
 repeated; a call with a known idempotency key gets the same result and is not executed again.
 
 Idempotency keys are kept in memory, and those of `open_run`, `enqueue` and `cancel` in the store
-too (`store/repeats.py`), for the same result after a restart. `prune` and `vacuum` have many
-transactions: a repeat after a restart does, and reports, only the remaining work.
+too (`store/repeats.py`), for the same result after a restart or from another process of the server.
+`prune` and `vacuum` have many transactions: a repeat there does, and reports, only the remaining
+work.
 """
 
 from __future__ import annotations

@@ -10,13 +10,15 @@ import asyncio
 import logging
 import multiprocessing
 import socket
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from multiprocessing.process import BaseProcess
 
 SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the store's connections and locks
 PAUSE = 1.0  # seconds between two looks at the workers
-PATIENCE = 15.0  # seconds for a worker to finish its calls, before it is killed
+LONGEST = 60.0  # the same while they end at once, as without their database
+PATIENCE = 15.0  # seconds for workers to finish their calls, before they are killed
 
 log = logging.getLogger("agentrl.store")
 
@@ -39,22 +41,34 @@ class Workers(AbstractAsyncContextManager["Workers"]):
         await asyncio.wait((self._keeping,))
         for process in self._running:
             process.terminate()
+        deadline = time.monotonic() + PATIENCE
         for process in self._running:
-            await asyncio.to_thread(process.join, PATIENCE)
+            await asyncio.to_thread(process.join, max(0.0, deadline - time.monotonic()))
             process.kill()
 
     def _start(self) -> BaseProcess:
-        process = SPAWN.Process(target=self._work, args=(self._listening,), name="store-worker")
+        process = SPAWN.Process(
+            target=self._work, args=(self._listening,), name="store-worker", daemon=True
+        )
         process.start()
         return process
 
     async def _keep(self) -> None:
+        """Restart workers that end, until the server closes its socket."""
+        pause = PAUSE
         while True:
-            await asyncio.sleep(PAUSE)
-            for i, process in enumerate(self._running):
-                if process.exitcode is not None:
-                    log.warning("worker ended (exit code %d); restarting it", process.exitcode)
+            await asyncio.sleep(pause)
+            if self._listening.fileno() < 0:
+                return
+            ended = [i for i, process in enumerate(self._running) if process.exitcode is not None]
+            pause = min(2 * pause, LONGEST) if ended else PAUSE
+            for i in ended:
+                code = self._running[i].exitcode
+                log.warning("worker ended (exit code %s); restarting it", code)
+                try:
                     self._running[i] = self._start()
+                except OSError as error:
+                    log.warning("no worker could be started: %s", error)
 
 
 def end_with_parent(end: Callable[[], None]) -> None:

@@ -171,7 +171,7 @@ def naive_explained(plays: Plays, name: str) -> float:
 
     if variance(did) == math.inf:
         return 0.0
-    return max(0.0, 1 - variance(did) / variance(group)) if variance(group) else 1.0
+    return max(0.0, 1 - variance(did) / variance(group)) if variance(group) > 1e-12 else 1.0
 
 
 def naive_components(

@@ -125,7 +125,8 @@ def explained_by_states(batch: Batch, reward: str | Column = "outcome") -> float
     total, within = variance(group), variance(cell)
     if not math.isfinite(within):
         return 0.0
-    return max(0.0, 1 - within / total) if total else 1.0
+    rounding = (core.SPREAD * float(x.abs().max())) ** 2
+    return max(0.0, 1 - within / total) if total > rounding else 1.0
 
 
 def score_norms(batch: Batch) -> Tensor:
@@ -140,8 +141,10 @@ def peer_baselines(batch: Batch, x: Tensor) -> Tensor:
     """Baseline of each call's x [S] of about the least gradient variance, [S]: means over the
     group's other rollouts, weighted by `score_norms`; see "Peers" in CREDIT.md. Greensmith,
     Bartlett and Baxter, JMLR 5, 2004."""
-    weight = torch.where(x.isnan(), 0.0, score_norms(batch))
-    x = x.nan_to_num(nan=0.0)
+    known, group = ~x.isnan(), units(batch, "transition", "group")
+    weight = torch.where(known, score_norms(batch), 0.0)
+    lowest = reduce_by(torch.where(known, x, torch.inf), group, how="amin")[group]
+    x = torch.where(known, x - lowest, 0.0)  # so that equal x stay equal
 
     def of_others(*by: Unit) -> Tensor:
         same = units(batch, "transition", "group", *by)
@@ -159,7 +162,7 @@ def peer_baselines(batch: Batch, x: Tensor) -> Tensor:
         if squares > rounding:
             fit = float((weight * differs * (x - base)).sum()) / squares
             base = base + min(max(fit, 0.0), 1.0) * differs
-    return base
+    return base + torch.where(lowest.isinf(), 0.0, lowest)
 
 
 @column("transition")
@@ -173,6 +176,7 @@ def PeerAdvantages(
     target = gae + torch.where(value.isnan(), anywhere(batch), value)
     discounted, total = (turns.Returns(reward, rate)(batch) for rate in (gamma, 1.0))
     share = explained_by_states(batch, reward)
+    discounted = torch.where(discounted.isnan(), total, discounted)  # gamma = 0
     base = peer_baselines(batch, share * discounted + (1 - share) * total)
     x = share * target + (1 - share) * torch.where(total.isnan(), target, total)
     advantage = core.standardise(x, units(batch, "transition", "group"), base=base).advantage

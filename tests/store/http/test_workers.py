@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agentrl.errors import Unavailable
 from agentrl.store import open_store
+from agentrl.store.http import serve
+from agentrl.store.http.keys import Keys
 
 ROLLOUTS = 240
 
@@ -76,6 +80,23 @@ async def test_calls_survive_the_death_of_workers(server, kit) -> None:
     assert len(dead) == 3
     assert [rollout.attempts for rollout in rollouts] == [1] * ROLLOUTS
     assert {worker.pid for worker in await workers(process)}.isdisjoint(dead)
+
+
+def test_a_worker_is_sealed_and_says_in_one_sentence_why_it_ends(monkeypatch, caplog) -> None:
+    """Its environment may hold keys."""
+    done = []
+
+    def lost(main) -> None:
+        main.close()
+        done.append("serve")
+        raise Unavailable("the database is away")
+
+    monkeypatch.setattr(serve, "seal", lambda: done.append("seal"))
+    monkeypatch.setattr(serve, "run_loop", lost)
+    with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(SystemExit):
+        serve.run_worker(lambda: None, Keys(), 1, listening)
+    assert done == ["seal", "serve"]
+    assert caplog.messages == ["worker: the database is away"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
