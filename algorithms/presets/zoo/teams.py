@@ -206,7 +206,8 @@ def spiral(
     length: Count = 1024,
 ) -> Algo:
     """Each role compared with the running mean of its earlier rewards (one per value of the task
-    field `key`), discounted by every later call; advantages of 0 are left out. arXiv 2506.24119."""
+    field `key`), discounted by every later call; advantages of 0 are left out. arXiv 2506.24119.
+    Without a penalty it ends at a pure strategy, also where it can be exploited (Kuhn poker)."""
     credit = turns.TurnDiscount(GroupRelative(reward, base=Ema(reward, decay, key)), gamma)
     return Algo(credit, agg=Average(("row",), "const", length), keep=NonzeroAdvantage(credit))
 
