@@ -162,8 +162,9 @@ def run(
             async with store() as opened, contextlib.AsyncExitStack() as stack:
                 if isinstance(opened, SqlStore):  # runners could not renew leases meanwhile
                     await opened.extend_leases()
-                work = partial(run_worker, store, keys, largest)
-                await stack.enter_async_context(Workers(processes - 1, work, listening))
+                if processes > 1:
+                    work = partial(run_worker, store, keys, largest)
+                    await stack.enter_async_context(Workers(processes - 1, work, listening))
                 if retention is not None:
                     keeping = asyncio.create_task(retention.keep(opened))
                     stack.push_async_callback(ended, keeping)

@@ -99,11 +99,9 @@ def PeerValues(
     rollouts made in the same state, [S]; missing if there are none. With `StepGae` it is a critic
     without parameters, unbiased if equal ids mean equal states."""
     x = turns.Returns(reward, gamma)(batch)
-    same = units(batch, "transition", *by)
-    own = key(same, batch.transition_rollout)
-    known, x = ~x.isnan(), x.nan_to_num(nan=0.0)
-    total, count = (reduce_by(y, same)[same] - reduce_by(y, own)[own] for y in (x, known))
-    return torch.where(count > 0, total / count, torch.nan)
+    same, known = units(batch, "transition", *by), (~x.isnan()).double()
+    mean, count = mean_by(x.nan_to_num(nan=0.0), same, batch.transition_rollout, known)
+    return torch.where(count > 0, mean, torch.nan)
 
 
 def explained_by_states(batch: Batch, reward: str | Column = "outcome") -> float:
@@ -148,11 +146,8 @@ def peer_baselines(batch: Batch, x: Tensor) -> Tensor:
 
     def of_others(*by: Unit) -> Tensor:
         same = units(batch, "transition", "group", *by)
-        own = key(same, batch.transition_rollout)
-        total, count = (
-            reduce_by(y, same)[same] - reduce_by(y, own)[own] for y in (weight * x, weight)
-        )
-        return torch.where(count > CERTAIN / 2, total / count, torch.nan)
+        mean, count = mean_by(x, same, batch.transition_rollout, weight)
+        return torch.where(count > 0, mean, torch.nan)
 
     base = of_others().nan_to_num(nan=0.0)
     rounding = core.SPREAD**2 * float((weight * x.square()).sum())
@@ -171,9 +166,11 @@ def PeerAdvantages(
 ) -> Tensor:
     """The lambda-return of each call with `PeerValues`, as far as states explain rewards, and else
     its return; minus `peer_baselines`, [S]."""
-    states, anywhere = (PeerValues(reward, gamma, by) for by in (("group", "state"), ("group",)))
-    gae, value = turns.StepGae(states, reward, gamma, lam, anywhere)(batch), states(batch)
-    target = gae + torch.where(value.isnan(), anywhere(batch), value)
+    value, anywhere = (
+        PeerValues(reward, gamma, by)(batch) for by in (("group", "state"), ("group",))
+    )
+    gae = turns.StepGae(lambda _: value, reward, gamma, lam, lambda _: anywhere)(batch)
+    target = gae + torch.where(value.isnan(), anywhere, value)
     discounted, total = (turns.Returns(reward, rate)(batch) for rate in (gamma, 1.0))
     share = explained_by_states(batch, reward)
     discounted = torch.where(discounted.isnan(), total, discounted)  # gamma = 0
