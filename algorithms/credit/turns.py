@@ -7,6 +7,7 @@ reward adds nothing to a sum over time; it is missing if no known reward follows
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.core import Column, Credit, column, rewards, was_truncated
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, key, lift, next_same, rollout_of, scan
-from agentrl.errors import TrainingError
+from agentrl.errors import TrainingError, nearest
 
 
 def call_rewards(batch: Batch, reward: str | Column) -> Tensor:
@@ -113,8 +114,7 @@ class StepGae:
     def returns(self, batch: Batch) -> Tensor:
         """The targets of `value` at the first token of each call, float64 [N], NaN elsewhere: the
         value is that of the state before the call."""
-        returns, call = self(batch) + self.value(batch), batch.token_transition
-        return torch.where(is_first_token(batch), returns[call], torch.nan)
+        return at_first_tokens(batch, self(batch) + self.value(batch))
 
 
 @column("transition")
@@ -159,6 +159,27 @@ def is_first_token(batch: Batch) -> Tensor:
     starts = torch.ones_like(call, dtype=torch.bool)
     starts[1:] = call[1:] != call[:-1]
     return starts
+
+
+def at_first_tokens(batch: Batch, x: Tensor) -> Tensor:
+    """x [S] at the first token of each call, NaN at the others, [N]."""
+    return torch.where(is_first_token(batch), x[batch.token_transition], torch.nan)
+
+
+def made_by(batch: Batch, roles: Collection[str]) -> Tensor:
+    """Whether each call was made in one of the roles, bool [S]."""
+    chosen = torch.tensor([role in roles for role in batch.roles], dtype=torch.bool)
+    return chosen[batch.transition_role]
+
+
+def need_roles(batch: Batch, roles: Collection[str]) -> None:
+    """Raises TrainingError for a role without calls."""
+    for role in roles:
+        if role not in batch.roles and batch.transitions:
+            raise TrainingError(
+                f"step {batch.step}: none of the {len(batch.transitions)} calls was made in "
+                f"the role {role!r}; {nearest(role, batch.roles)}"
+            )
 
 
 def turn_discounts(batch: Batch, gamma: float) -> Tensor:

@@ -48,14 +48,16 @@ def returns(algo: Algo, batch: Batch) -> Tensor:
     reads a value there. Raises TrainingError for a credit that reads the critic in two ways."""
     parts = [part for part in parts_of(algo.credit) if isinstance(part, FromValues)]
     reading = dict.fromkeys(part for part in parts if _reads_critic(part.value))
-    if len(reading) > 1:
-        raise TrainingError(
-            f"algorithm {algo.name!r} reads one critic in {len(reading)} different ways, so the "
-            "critic's targets are ambiguous; set `value` to a reward in all but one of them"
-        )
+    found = torch.full((batch.n_tokens,), torch.nan, dtype=torch.float64)
     for part in reading:
-        return part.returns(batch).detach()
-    return torch.full((batch.n_tokens,), torch.nan, dtype=torch.float64)
+        target = part.returns(batch).detach()
+        if not (found.isnan() | target.isnan()).all():
+            raise TrainingError(
+                f"algorithm {algo.name!r} reads one critic in {len(reading)} different ways, so "
+                "the critic's targets are ambiguous; set `value` to a reward in all but one of them"
+            )
+        found = torch.where(target.isnan(), found, target)
+    return found
 
 
 def _reads_critic(value: object) -> bool:

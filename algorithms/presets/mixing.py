@@ -260,10 +260,11 @@ def with_credit(algo: Algo, *, credit: registry.CreditFunction, credit_reward: s
 
 
 @preset("archer")
-def archer(*, advantage: str = "transition:advantage") -> Algo:
-    """REINFORCE with an utterance critic's advantage of each call, given as a reward. arXiv
-    2402.19446."""
-    return Algo(GroupRelative(advantage, base="none"), agg=ROW_SUMS)
+def archer(reward: str, *, advantage: str = "", gamma: Discount = 0.9) -> Algo:
+    """REINFORCE with each call's temporal difference of the critic's values, r + gamma V' - V; the
+    paper's critics are off-policy. `advantage`: a reward of calls instead. arXiv 2402.19446."""
+    credit = advantage or turns.StepGae(turns.value_of(""), reward, gamma, lam=0.0)
+    return Algo(GroupRelative(credit, base="none"), agg=ROW_SUMS)
 
 
 @preset("prime", clip=PPO_CLIP)

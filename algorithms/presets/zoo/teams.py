@@ -23,7 +23,7 @@ from agentrl.algorithms.data.ids import Level, Unit, lift, reduce_by, units
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Names, modifier, preset
 from agentrl.config import Count
-from agentrl.errors import ConfigError, TrainingError, nearest
+from agentrl.errors import ConfigError
 
 PAIRS = Average(("rollout", "role"), parts=("row",))
 Equal = Annotated[
@@ -49,7 +49,8 @@ def EvenRolloutWeights(batch: Batch, reward: str) -> Tensor:
 @column()
 def MainAndSubCredit(batch: Batch, role: str, credit: Credit, others: Credit) -> Tensor:
     """`credit` for the calls of `role`, `others` for all other calls, [N]."""
-    return torch.where(_made_by(batch, (role,)), credit(batch), others(batch))
+    main = turns.made_by(batch, (role,))[batch.token_transition]
+    return torch.where(main, credit(batch), others(batch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,7 @@ class SingleCallAdvantage:
 
     def returns(self, batch: Batch) -> Tensor:
         """The targets of `value` at the first token of each call, float64 [N]; NaN elsewhere."""
-        known = self._rewards(batch)[batch.token_transition]
-        return torch.where(turns.is_first_token(batch), known, torch.nan)
+        return turns.at_first_tokens(batch, self._rewards(batch))
 
     def _rewards(self, batch: Batch) -> Tensor:
         x = rewards(batch, self.reward)
@@ -76,18 +76,8 @@ class SingleCallAdvantage:
 @column()
 def RoleFilter(batch: Batch, roles: tuple[str, ...]) -> Tensor:
     """Filter for tokens of these roles, bool [N]. Raises TrainingError for a role without calls."""
-    for role in roles:
-        if role not in batch.roles and batch.transitions:
-            raise TrainingError(
-                f"step {batch.step}: none of the {len(batch.transitions)} calls was made in "
-                f"the role {role!r}; {nearest(role, batch.roles)}"
-            )
-    return _made_by(batch, roles)
-
-
-def _made_by(batch: Batch, roles: tuple[str, ...]) -> Tensor:
-    chosen = torch.tensor([role in roles for role in batch.roles], dtype=torch.bool)
-    return chosen[batch.transition_role][batch.token_transition]
+    turns.need_roles(batch, roles)
+    return turns.made_by(batch, roles)[batch.token_transition]
 
 
 @column()

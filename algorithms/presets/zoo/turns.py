@@ -4,8 +4,8 @@ batch TD), in hindsight (HCAPO), by subgoals (HiPER)."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,16 @@ from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, column
 from agentrl.algorithms.credit.shrinkage import mean_by, reliability, variance_components
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Unit, key, next_same, previous, reduce_by, scan, units
+from agentrl.algorithms.data.ids import (
+    Level,
+    Unit,
+    key,
+    next_same,
+    previous,
+    reduce_by,
+    scan,
+    units,
+)
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import registry
 from agentrl.algorithms.presets.mixing import GatedByOutcome
@@ -309,42 +318,62 @@ def hcapo(
     return with_hcapo(host, reward=hindsight_reward, weight=weight, gamma=gamma)
 
 
-@column("transition")
-def HiperGae(
-    batch: Batch,
-    high: Column,
-    low: Column,
-    part: Literal["high", "low"],
-    reward: str | Column = "outcome",
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class HiperGae:
     """HiPER, arXiv 2602.16165: GAE over the acting calls inside each segment (part "low"), or over
     the segments, each started by a call that chooses a subgoal (part "high"); [S].
 
     high, low: values per call. A call with a high value starts a segment; one with a low value acts
     and takes one unit of time; one with both gets both credits, because its tokens are not told
     apart. Rewards of other calls belong to the call before them."""
-    rollout, v_high, v_low = batch.transition_rollout, high(batch), low(batch)
-    begins, acts = ~v_high.isnan(), ~v_low.isnan()
-    counts, following = begins | acts, next_same(rollout)
-    r = turns.call_rewards(batch, reward)
-    known = ~turns.discounted_return(r, 1.0, following).isnan()
-    r = scan(r.nan_to_num(nan=0.0), 1.0, torch.where(counts[following], -1, following))
-    time = torch.ones_like(r).masked_fill(acts, gamma)
-    following = next_same(torch.where(counts, rollout, len(batch.rollouts)))
-    inside = torch.where(begins[following], -1, following)  # the next call of the segment
-    if part == "low":
-        after = torch.where(begins, v_high, v_low)[following]
-        after = torch.where(following >= 0, after, 0.0)
-        advantage = scan((r + time * after - v_low).nan_to_num(nan=0.0), time * lam, inside)
-        return torch.where(acts & known, advantage, torch.nan)
-    segment = next_same(torch.where(begins, rollout, len(batch.rollouts)))
-    after = torch.where(segment >= 0, v_high[segment], 0.0)
-    decay = scan(time.log(), 1.0, inside).exp()
-    delta = scan(r, time, inside) + decay * after - v_high
-    advantage = scan(delta.nan_to_num(nan=0.0), decay * lam, segment)
-    return torch.where(begins & known, advantage, torch.nan)
+
+    high: Column
+    low: Column
+    part: Literal["high", "low"]
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    lam: float = 1.0
+    level: ClassVar[Level] = "transition"
+
+    @property
+    def value(self) -> Column:
+        return self.high if self.part == "high" else self.low
+
+    def returns(self, batch: Batch) -> Tensor:
+        """The targets of `value` at the first token of each call, float64 [N]; NaN elsewhere."""
+        return turns.at_first_tokens(batch, self(batch) + self.value(batch))
+
+    def __call__(self, batch: Batch) -> Tensor:
+        rollout, v_high, v_low = batch.transition_rollout, self.high(batch), self.low(batch)
+        begins, acts = ~v_high.isnan(), ~v_low.isnan()
+        counts, following = begins | acts, next_same(rollout)
+        r = turns.call_rewards(batch, self.reward)
+        known = ~turns.discounted_return(r, 1.0, following).isnan()
+        r = scan(r.nan_to_num(nan=0.0), 1.0, torch.where(counts[following], -1, following))
+        time = torch.ones_like(r).masked_fill(acts, self.gamma)
+        following = next_same(torch.where(counts, rollout, len(batch.rollouts)))
+        inside = torch.where(begins[following], -1, following)  # the next call of the segment
+        if self.part == "low":
+            after = torch.where(begins, v_high, v_low)[following]
+            after = torch.where(following >= 0, after, 0.0)
+            delta = r + time * after - v_low
+            advantage = scan(delta.nan_to_num(nan=0.0), time * self.lam, inside)
+            return torch.where(acts & known, advantage, torch.nan)
+        segment = next_same(torch.where(begins, rollout, len(batch.rollouts)))
+        after = torch.where(segment >= 0, v_high[segment], 0.0)
+        decay = scan(time.log(), 1.0, inside).exp()
+        delta = scan(r, time, inside) + decay * after - v_high
+        advantage = scan(delta.nan_to_num(nan=0.0), decay * self.lam, segment)
+        return torch.where(begins & known, advantage, torch.nan)
+
+
+@column("transition")
+def OfRole(batch: Batch, value: Column, role: str, others: bool = False) -> Tensor:
+    """`value` [S] of the calls of the role, or of those of all others; NaN elsewhere. Raises
+    TrainingError for a role without calls."""
+    turns.need_roles(batch, (role,))
+    chosen = turns.made_by(batch, (role,)) != others
+    return torch.where(chosen, value(batch), torch.nan)
 
 
 @registry.as_modifier("hiper", prefix="hiper_")
@@ -352,16 +381,21 @@ def HiperGae(
 def hiper(
     reward: str,
     *,
-    high: str = "transition:v_high",
-    low: str = "transition:v_low",
+    planner: str = "planner",
+    high: str = "",
+    low: str = "",
     gamma: Discount = 0.95,
     lam: Discount = 1.0,
 ) -> Algo:
-    """Calls that choose subgoals and calls that pursue them, each whitened over the batch, with
-    separate values, given as rewards of calls. arXiv 2602.16165."""
+    """Calls of the role `planner`, which choose subgoals, and calls of other roles, which pursue
+    them, each whitened over the batch, with the critic's values. high, low: rewards of calls that
+    hold the values instead. arXiv 2602.16165."""
+    critic = turns.value_of("")
+    v_high = turns.CallRewards(high) if high else OfRole(critic, planner)
+    v_low = turns.CallRewards(low) if low else OfRole(critic, planner, others=True)
 
     def whitened(part: Literal["high", "low"]) -> Credit:
-        values = turns.CallRewards(high), turns.CallRewards(low)
-        return GroupRelative(HiperGae(*values, part, reward, gamma, lam), by=("all",), norm="std")
+        column = HiperGae(v_high, v_low, part, reward, gamma, lam)
+        return GroupRelative(column, by=("all",), norm="std")
 
     return Algo(weighted_sum((whitened("high"), 1.0), (whitened("low"), 1.0)))

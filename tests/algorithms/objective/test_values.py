@@ -53,6 +53,31 @@ def test_bilevel_returns_are_learned_at_every_token() -> None:
     assert known(targets.returns(algo, batch)) == [1.45, 1.45, 1.0, 1.0]
 
 
+def test_subgoals_and_what_pursues_them_are_learned_apart() -> None:
+    """D20, with the critic's values, where the subgoals are calls of their own."""
+    calls = [Call(role=r, tokens=2) for r in ("planner", "agent", "agent", "planner", "agent")]
+    first = [0.5, 0.4, 0.5, 0.6, 0.7]
+    batch = world(Play(calls, outcome=1.0), values=[v for x in first for v in (x, 9.0)])
+    algo = catalogue.make("hiper", {"gamma": 0.9}, streams=EVERY)
+    target = targets.returns(algo, batch).view(5, 2)
+    assert target[:, 1].isnan().all()
+    advantage = target[:, 0] - torch.tensor(first, dtype=torch.float64)
+    assert known(advantage) == pytest.approx([0.31, 0.086, 0.04, 0.4, 0.3])
+    high, low = torch.tensor([0.31, 0.4]), torch.tensor([0.086, 0.04, 0.3])
+    white = torch.cat([(x - x.mean()) / x.std() for x in (high, low)])[[0, 2, 3, 1, 4]]
+    torch.testing.assert_close(algo.credit(batch)[::2].float(), white, rtol=1e-4, atol=1e-4)
+    with pytest.raises(TrainingError, match="role 'planer'; did you mean 'planner'"):
+        targets.returns(catalogue.make("hiper", {"planner": "planer"}, streams=EVERY), batch)
+
+
+def test_a_temporal_difference_is_learned_and_credited() -> None:
+    """D9."""
+    batch = world(Play([Call(), Call()], outcome=1.0), values=[0.5, 0.6])
+    algo = catalogue.make("archer", {"gamma": 0.95}, streams=EVERY)
+    assert known(targets.returns(algo, batch)) == pytest.approx([0.57, 1.0])
+    assert known(algo.credit(batch)) == pytest.approx([0.07, 0.4])
+
+
 PPOS = ("ppo", "agent-r1", "turn-ppo", "pspo", "ragen")
 
 
