@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from agentrl.algorithms.credit.shrinkage import mean_by
+from agentrl.algorithms.credit.turns import MOST, share_of_several
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, known_mean, units
 from agentrl.algorithms.data.merge import build_batch
@@ -27,7 +28,8 @@ GROUPS = 16  # the last ones, which are looked at
 REPEATED = 0.2  # share of states that other rollouts were in, from which on calls are compared
 RETURNS = 0.1  # share of states that a rollout comes back to, from which on states are valued
 EXPLAINED = 0.3  # share of outcomes that states explain, from which on they are looked at
-PEERS = ("peers", "values states, to which rollouts come back, by other rollouts")
+VALUED = ("peers", "values states, to which rollouts come back, by other rollouts")
+COPIED = ("peers", "copies the outcome to all calls, minus the baseline of the least noise")
 AGREES = 0.3  # correlation with the outcome from which on a process reward needs no gate
 
 
@@ -122,16 +124,18 @@ def advice(config: RunConfig, batch: Batch, states: States) -> list[tuple[str, s
                 gate = "" if with_outcome >= AGREES else " with gate = 'agree'"
                 found.append(("streams", f"mixes in {about}{gate}"))
     tell = states.explained >= EXPLAINED
-    peers = [PEERS] if tell and states.back >= RETURNS else []
-    if not several:
-        found += peers
+    peers = VALUED if tell and states.back >= RETURNS else COPIED
+    if peers == VALUED and not several:  # no results show it to be faster on teams
+        found.append(peers)
     if config.critic.model:
         found.append(("turn-ppo", "values states by the run's critic"))
     if config.algorithm.branching.kind != "none":
         found.append(("vineppo", "values calls by the run's branches"))
+    if peers not in found and share_of_several(batch) >= MOST:
+        found.append(peers)
     found.append(("grpo", "copies the outcome to all calls; needs nothing"))
-    if several:  # no results show these to be faster on teams
-        found += [*peers, ("dr-mas", "compares the calls of a role with each other")]
+    if several:
+        found.append(("dr-mas", "compares the calls of a role with each other"))
     if tell and states.calls > 1 and states.repeated >= REPEATED:
         found.append(("batch-td", "compares calls by the values of the states that they led to"))
     return found

@@ -169,7 +169,7 @@ class AlgorithmConfig(Section, frozen=True):
     """How a policy learns from a batch. `options` are arguments of the preset."""
 
     # a name from `agentrl algorithms`, with modifiers as in "grpo+tis", or your own "file.py:name"
-    preset: str = "grpo"
+    preset: str = "auto"
     # arguments of the preset: `agentrl algorithms show NAME` lists them
     options: dict[str, Any] = {}
     groups: Count = 8  # per step

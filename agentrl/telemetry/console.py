@@ -248,6 +248,10 @@ class RunWarnings:
         without_ids, _ = report.untrained_calls(committed)
         if without_ids > 0:
             self._print_once("untrained", UNTRAINED.format(without_ids))
+        for row in committed:
+            for name, share in row.metrics.items():
+                if name.endswith("credit/several_calls"):
+                    self._print_once((name, share >= 0.5), credit_sentence(name, share))
         failures = await store.failures(self.config.name)
         if self.earlier_failures is None:
             self.earlier_failures = {row.kind: row.attempts for row in failures}
@@ -262,6 +266,16 @@ class RunWarnings:
         if sentence and key not in self.printed:
             self.printed.add(key)
             self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def credit_sentence(name: str, share: float) -> str:
+    """What `algorithm.preset = "auto"` chose. name: of the metric, which begins with the policy."""
+    policy = name.removesuffix("credit/several_calls").rstrip("/")
+    chosen = "peers" if share >= 0.5 else "grpo"
+    return (
+        f"credit{f' of {policy}' if policy else ''}: {chosen}, as {share:.0%} of the rollouts made "
+        f"several calls; algorithm.preset = {chosen!r} would always choose it"
+    )
 
 
 async def roles_without_calls(store: Store, config: RunConfig) -> str:

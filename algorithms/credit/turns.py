@@ -16,9 +16,12 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.core import Column, Credit, column, rewards, was_truncated
+from agentrl.algorithms.credit.parts import map_parts, parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, key, lift, next_same, rollout_of, scan
 from agentrl.errors import TrainingError, nearest
+
+MOST = 0.5  # share of rollouts
 
 
 def call_rewards(batch: Batch, reward: str | Column) -> Tensor:
@@ -138,10 +141,42 @@ def FirstTokenValues(batch: Batch, value: Column) -> Tensor:
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class ByCalls:
+    """The credit `several` for a batch in which at least half (`MOST`) of the rollouts made several
+    calls, else `one`, [N]."""
+
+    several: Credit
+    one: Credit
+
+    def choose(self, batch: Batch) -> Credit:
+        return self.several if share_of_several(batch) >= MOST else self.one
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.choose(batch)(batch)
+
+
+def chosen(credit: Credit, batch: Batch) -> Credit:
+    """The credit with each `ByCalls` in it replaced by what it chooses for the batch; the same
+    object without one."""
+    if not any(isinstance(part, ByCalls) for part in parts_of(credit)):
+        return credit
+    found: Credit = map_parts(
+        credit, lambda part: part.choose(batch) if isinstance(part, ByCalls) else part
+    )
+    return found
+
+
 @column()
 def TurnDiscount(batch: Batch, credit: Credit, gamma: float) -> Tensor:
     """A credit [N] times gamma ** (number of later calls). SPIRAL, arXiv 2506.24119."""
     return credit(batch) * turn_discounts(batch, gamma)[batch.token_transition]
+
+
+def share_of_several(batch: Batch) -> float:
+    """Share of the rollouts with calls that made more than one."""
+    calls = batch.transition_rollout.bincount()
+    return float((calls > 1).sum() / (calls > 0).sum().clamp(min=1))
 
 
 def has_outcome(batch: Batch) -> Tensor:

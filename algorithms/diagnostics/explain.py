@@ -10,7 +10,7 @@ equals the sampler.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import inf
 from types import MappingProxyType
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import GroupRelative, WeightedSum
+from agentrl.algorithms.credit.turns import chosen
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner
 from agentrl.algorithms.data.merge import build_batch
@@ -64,7 +65,7 @@ def explain(
     transition. oldest: first version whose tokens it trained. Raises TrainingError like a step."""
     check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
-    algo = withhold(algo, batch, oldest)
+    algo = withhold(replace(algo, credit=chosen(algo.credit, batch)), batch, oldest)
     stored = read(algo, batch, credits)
     batch = replayed(algo, batch, stored)
     same = batch.behaviour.double()

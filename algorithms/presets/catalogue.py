@@ -13,6 +13,7 @@ from agentrl.algorithms.presets.zoo import (  # noqa: F401
     ppo,
     preferences,
     reinforce,
+    subgoals,
     supervised,
     teams,
     trees,

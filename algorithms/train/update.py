@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from agentrl.algorithms.credit.turns import chosen, share_of_several
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.rewards import check_rewards
@@ -81,7 +82,10 @@ class Updater:
         recall = self.state.recall(batch, groups)
         oldest = turn - ceil(self.config.algorithm.max_staleness)
         old = staleness.token_lag(batch, oldest) > 0
-        algo = staleness.withhold(algo, batch, oldest)
+        credit = chosen(algo.credit, batch)
+        if credit is not algo.credit:
+            prepared["credit/several_calls"] = share_of_several(batch)
+        algo = staleness.withhold(replace(algo, credit=credit), batch, oldest)
         batch = replace(batch, memory=recall.columns)
         taught = self.teacher.top if self.teacher else None
         batch, streams = score_batch(algo, self.learner, batch, self.cached, taught)

@@ -39,7 +39,7 @@ def test_a_misleading_process_reward_is_warned_of() -> None:
         first, why = suggestions[0]
         assert first == preset
         assert said in why
-        assert advise.choice(suggestions) == ("grpo" if preset == "warning" else "streams")
+        assert advise.choice(suggestions) == ("peers" if preset == "warning" else "streams")
 
 
 def test_states_that_come_back_and_roles_are_seen() -> None:
@@ -52,9 +52,9 @@ def test_states_that_come_back_and_roles_are_seen() -> None:
     )
     assert advise.repeats(batch) == pytest.approx(5 / 8)
     names = [preset for preset, _ in advised(batch, 3.0, 1 / 3)]
-    assert names == ["grpo", "peers", "dr-mas", "batch-td"]
+    assert names == ["peers", "grpo", "dr-mas", "batch-td"]
     seldom = [preset for preset, _ in advised(batch, 3.0, 0.1)]
-    assert seldom == ["grpo", "peers", "dr-mas"]
+    assert seldom == ["peers", "grpo", "dr-mas"]
     batch.rewards["role:own"] = batch.rewards["outcome"]
     assert advise.choice(advised(batch, 3.0, 1 / 3)) == "grpo+per-role"
 
@@ -70,16 +70,17 @@ def test_states_that_explain_nothing_are_not_valued() -> None:
     assert advise.explained(never_twice) == 0.0
     for batch, preset in ((unclear, []), (clear, ["batch-td"])):
         found = advised(batch, 2.0, 1.0)
-        assert [name for name, _ in found] == ["grpo", *preset]
+        assert found[0] == advise.COPIED
+        assert [name for name, _ in found] == ["peers", "grpo", *preset]
 
 
 def test_states_to_which_a_rollout_comes_back_are_valued() -> None:
     ends = (0, 0, 1, 1)
     back = world(*(Play([Call("a", node=n), Call("a", node=1)], float(n)) for n in ends))
     assert advise.returns(back) == 0.5
-    assert advise.choice(advised(back, 2.0, 1.0)) == "grpo"  # 1 led to 0 and 1
+    assert advised(back, 2.0, 1.0)[0] == advise.COPIED  # 1 led to 0 and 1
     back = world(*(Play([Call("a", node=2), Call("a", node=n)], float(n)) for n in ends))
-    assert advise.choice(advised(back, 2.0, 1.0)) == "peers"
+    assert advised(back, 2.0, 1.0)[0] == advise.VALUED
 
 
 async def test_a_run_is_advised_from_its_store(

@@ -41,7 +41,7 @@ def test_dry_run_prints_a_run_file(tmp_path: Path) -> None:
         ("algorithm.preset=grpoo", "did you mean 'grpo'"),
         ("algorithm.preset=ppo", "set critic.model"),
         ("algorithm.options.clipp=0.1", "did you mean 'clip_low'"),
-        ("critic.model=shared", "critic.model is set, and algorithm.preset = 'grpo' reads no"),
+        ("critic.model=shared", "critic.model is set, and algorithm.preset = 'auto' reads no"),
     ],
 )
 def test_dry_run_refuses_what_training_would(tmp_path: Path, override: str, message: str) -> None:

@@ -371,7 +371,7 @@ os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
 from mlflow import MlflowClient
 client = MlflowClient(f"file://{output}/mlruns")
 (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
-assert run.info.run_name == "r" and run.data.params["algorithm.preset"] == "grpo"
+assert run.info.run_name == "r" and run.data.params["algorithm.preset"] == "auto"
 for name in run.data.metrics:
     for metric in client.get_metric_history(run.info.run_id, name):
         show(name.replace(".", "/"), metric.step, metric.value)

@@ -122,7 +122,7 @@ def test_what_is_cheap_to_check_is_checked_before_tasks_are_made(tmp_path: Path)
     [
         ({"preset": "grpoo"}, r"no preset 'grpoo'; did you mean 'grpo'\?"),
         ({"preset": "grpo+tiss"}, r"no modifier \+tiss for 'grpo'; did you mean 'tis'\?"),
-        ({"options": {"clip_hihg": 1.0}}, r"options\.clip_hihg: no option of 'grpo'; did you mean"),
+        ({"options": {"clip_hihg": 1.0}}, r"options\.clip_hihg: no option of 'auto'; did you mean"),
     ],
 )
 def test_an_unknown_preset_or_option_is_refused_before_tasks_are_made(

@@ -197,6 +197,26 @@ async def test_the_first_failure_of_each_kind_is_said_at_once(config: RunConfig)
     assert len(lines) == 5
 
 
+async def test_what_the_default_credit_chose_is_said_once_per_choice(config: RunConfig) -> None:
+    console = Console(file=io.StringIO(), width=300)
+    warnings = RunWarnings(config, console)
+    assert isinstance(console.file, io.StringIO)
+    shares = [("", 0.0), ("", 0.25), ("", 0.5), ("", 1.0), ("planner/", 0.75)]
+    async with open_store(config.store) as store:
+        for step, (policy, share) in enumerate(shares):
+            name = f"{policy}credit/several_calls"
+            row = StepRow(run="r", step=step, metrics={name: share}, committed=True, at=0)
+            await warnings.print_new(store, [row])
+    assert console.file.getvalue().splitlines() == [
+        "credit: grpo, as 0% of the rollouts made several calls; algorithm.preset = 'grpo' would "
+        "always choose it",
+        "credit: peers, as 50% of the rollouts made several calls; algorithm.preset = 'peers' would "
+        "always choose it",
+        "credit of planner: peers, as 75% of the rollouts made several calls; algorithm.preset = "
+        "'peers' would always choose it",
+    ]
+
+
 async def test_a_step_that_taught_nothing_says_why(config: RunConfig) -> None:
     counts = {"rollouts/empty": 8.0, "rollouts/failed": 6.0}
     row = StepRow(run="r", step=0, metrics=counts, committed=True, at=0.0)

@@ -26,11 +26,11 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.presets.zoo.ppo import BiLevelGae
+from agentrl.algorithms.presets.zoo.subgoals import HiperGae
 from agentrl.algorithms.presets.zoo.teams import RoleFilter
 from agentrl.algorithms.presets.zoo.trees import BranchAdvantage
 from agentrl.algorithms.presets.zoo.turns import (
     HindsightReturns,
-    HiperGae,
     PeerValues,
     SameStateRelative,
 )

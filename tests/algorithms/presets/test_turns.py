@@ -14,6 +14,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
+from agentrl.config import AlgorithmConfig
 from agentrl.errors import ConfigError
 from tests.algorithms.limits import binary
 from tests.algorithms.naive import (
@@ -378,6 +379,10 @@ CASES: dict[str, Case] = {
         tokens(lambda plays: total((outcome(plays, True), 1), (outcome(plays, True, tree), 0.5))),
         "row", "rows", {"tree_weight": 0.5},
     ),
+    "auto": (  # half of the rollouts or more made several calls
+        tokens(lambda plays: naive_peers(plays, "p", 0.9, 0.8)), "token", "rows",
+        {"reward": "transition:p", "gamma": 0.9, "lam": 0.8},
+    ),
     "peers": (
         tokens(lambda plays: naive_peers(plays, "p", 0.9, 0.8)), "token", "rows",
         {"reward": "transition:p", "gamma": 0.9, "lam": 0.8},
@@ -521,6 +526,20 @@ def test_peers_credits_every_call_where_no_state_is_seen_twice() -> None:
     assert torch.equal(a, discounted)
     for u, rollout in enumerate(a.split([2, 9, 3, 4])):
         assert (rollout.sign() == (1 if u % 2 else -1)).all()
+
+
+@pytest.mark.parametrize(("several", "chosen"), [(0, "grpo"), (1, "grpo"), (2, "peers")])
+def test_the_default_credits_a_batch_by_how_many_of_its_rollouts_made_several_calls(
+    several: int, chosen: str
+) -> None:
+    outcomes = enumerate((1.0, 0.0, 1.0, 0.5))
+    plays = [Play([Call()] * (2 if n < several else 1), outcome) for n, outcome in outcomes]
+    batch = world(*plays, Play([], 0.5))
+    default, by_name = (
+        compute_advantages(make(name, {}, streams=("o",)), batch)
+        for name in (AlgorithmConfig().preset, chosen)
+    )
+    assert torch.equal(default, by_name)
 
 
 def published(case: Case, plays: Plays, batch: Batch, p: Tensor, o: Tensor) -> Tensor:
