@@ -144,6 +144,7 @@ class Bulk(Generic[Item, T]):
 class _Job:
     verb: Any  # a WriteVerb
     future: asyncio.Future[Any]
+    posted: float  # on the monotonic clock
     result: Any = None
     error: Exception | None = None
 
@@ -187,16 +188,19 @@ class Writer:
                 raise StoreError(f"Store {self._name} is closed.")
             if self._failure is not None:
                 raise self._ended(self._failure)
-            if items > FEW or time.monotonic() < self._threaded:
-                self._queue([*self._here.pop(loop, []), _Job(verb, future)])
-            elif loop in self._here:
-                self._here[loop].append(_Job(verb, future))
+            now, waiting = time.monotonic(), self._here.get(loop)
+            # An interrupt may have ended the callback before it did anything.
+            lost = waiting is not None and now - waiting[0].posted > PAUSE
+            if items > FEW or now < self._threaded or lost:
+                self._queue([*self._here.pop(loop, []), _Job(verb, future, now)])
+            elif waiting is not None:
+                waiting.append(_Job(verb, future, now))
             else:
                 for other in [other for other in self._here if other.is_closed()]:
                     self._queue(self._here.pop(other))  # it ended before it executed them
                 # Scheduled first: after an interrupt in between, no verb would be executed.
                 loop.call_soon(self._execute_here, loop, HOPS)
-                self._here[loop] = [_Job(verb, future)]
+                self._here[loop] = [_Job(verb, future, now)]
         return future
 
     def close(self) -> None:

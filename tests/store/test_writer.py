@@ -180,3 +180,15 @@ async def test_the_verb_of_an_event_loop_that_ended_is_executed(url):
         await store._writer.post(lambda tx: None, 1)
         await store._writer.post(lambda tx: None)
         assert done == [1]
+
+
+async def test_a_verb_whose_callback_was_interrupted_is_executed_with_a_later_one(url, monkeypatch):
+    """A second Ctrl-C may end the callback in its first line."""
+    async with open_store(url) as store, asyncio.timeout(SOON):
+        monkeypatch.setattr(store._writer, "_execute_here", lambda *_: None)
+        first = store._writer.post(lambda tx: "first", 1)
+        monkeypatch.undo()
+        await asyncio.sleep(writer.PAUSE * 1.05)
+        assert not first.done()
+        second = store._writer.post(lambda tx: "second", 1)
+        assert [await first, await second] == ["first", "second"]
