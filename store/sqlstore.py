@@ -28,6 +28,7 @@ from agentrl.store.writer import GROUP, Bulk, Transaction, Writer, WriteVerb
 SQL = load_sql("feed")
 P = ParamSpec("P")
 T = TypeVar("T")
+ITEM = 2**16  # bytes of a call that take about as long to write as another call
 Verb = Callable[Concatenate["SqlStore", P], Coroutine[Any, Any, T]]
 
 
@@ -181,7 +182,9 @@ class SqlStore:
 
     async def add_transitions(self, transitions: Sequence[types.Transition]) -> list[bool]:
         calls = [traces.prepare(transition) for transition in transitions]
-        return await self._writer.post(Bulk(traces.add_transitions, calls), len(calls))
+        size = sum(call.columns["size"] + call.columns["chat_size"] for call in calls)
+        items = len(calls) + size // ITEM
+        return await self._writer.post(Bulk(traces.add_transitions, calls), items)
 
     async def add_spans(self, spans: Sequence[types.Span]) -> None:
         limits.check_spans(spans)

@@ -261,9 +261,9 @@ def with_credit(algo: Algo, *, credit: registry.CreditFunction, credit_reward: s
 
 @preset("archer")
 def archer(reward: str, *, advantage: str = "", gamma: Discount = 0.9) -> Algo:
-    """REINFORCE with each call's temporal difference of the critic's values, r + gamma V' - V; early
-    calls learn only as fast as the critic does, which in the paper learns off-policy. `advantage`:
-    a reward of calls instead. arXiv 2402.19446."""
+    """REINFORCE with each call's temporal difference of a critic's values, r + gamma V' - V. Early
+    calls learn only as fast as the critic, which in the paper is off-policy. `advantage`: a reward
+    of calls instead. arXiv 2402.19446."""
     credit = advantage or turns.StepGae(turns.value_of(""), reward, gamma, lam=0.0)
     return Algo(GroupRelative(credit, base="none"), agg=ROW_SUMS)
 

@@ -210,8 +210,8 @@ async def test_what_the_default_credit_chose_is_said_once_per_choice(config: Run
     assert console.file.getvalue().splitlines() == [
         "credit: grpo, as 0% of the rollouts made several calls; algorithm.preset = 'grpo' would "
         "always choose it",
-        "credit: peers, as 50% of the rollouts made several calls; algorithm.preset = 'peers' would "
-        "always choose it",
+        "credit: peers, as 50% of the rollouts made several calls; algorithm.preset = 'peers' "
+        "would always choose it",
         "credit of planner: peers, as 75% of the rollouts made several calls; algorithm.preset = "
         "'peers' would always choose it",
     ]

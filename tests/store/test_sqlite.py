@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store import open_store, writer
+from agentrl.store import open_store, traces, writer
 from agentrl.store.feed import QUEUE
 from agentrl.store.sqlite import connection, migrations
 from agentrl.store.sqlite.connection import Location
@@ -366,6 +366,29 @@ async def test_a_small_verb_runs_on_its_event_loop_unless_that_would_wait(
         await post(note, 1)
         await post(note, 1)
         assert threads[-2] is mine is not threads[-1]
+
+
+async def test_a_long_call_is_written_in_the_thread(
+    tmp_path: Path, kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold up its event loop for milliseconds."""
+    threads: list[threading.Thread] = []
+    add = traces.add_transitions
+
+    def note(*args):
+        threads.append(threading.current_thread())
+        return add(*args)
+
+    monkeypatch.setattr(traces, "add_transitions", note)
+    async with open_store(str(tmp_path / "a.db")) as store, asyncio.timeout(10):
+        await store.open_run("run", {})
+        await store.enqueue(kit.group("g"))
+        (attempt,) = await store.claim(1, runner="w", run="run", lease=60)
+        for length in (100, 1_000_000):
+            message = {"role": "user", "content": "x" * length}
+            await store.add_transitions([kit.call(attempt, [1], [2], messages=[message])])
+    mine = threading.current_thread()
+    assert [thread is mine for thread in threads] == [True, False]
 
 
 async def test_what_nobody_foresaw_on_an_event_loop_is_the_answer_to_every_verb(
