@@ -35,6 +35,7 @@ class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"
 class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
     """A decoder whose reward is beta * (its log-prob - the reference's log-prob)."""
 
+    model: str = ""  # a checkpoint directory or hub name; empty: the initial policy
     beta: Positive = 0.05  # reward per nat of the log ratio
     reference: str = ""  # a checkpoint directory or hub name; empty: the initial policy
     train: bool = False  # train it on every step, after it has scored the step

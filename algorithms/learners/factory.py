@@ -206,7 +206,8 @@ def make_reward_models(
     trainers: list[ImplicitTrainer] = []
     packing, budget = config.learner.packed, config.learner.token_budget
     for name, settings in config.reward_models.items():
-        key, source = f"reward_models.{name}", config.model_source(settings.model)
+        key = f"reward_models.{name}"
+        source = config.model_source(settings.model) if settings.model else start
         scope = Scope(settings.scope)
         if not isinstance(settings, ImplicitRewardModelConfig):
             model = load_scalar(f"{key}.model", source, policy, tokenizer)

@@ -70,7 +70,7 @@ def test_the_schema_accepts_run_files(schema: Any, tmp_path: Path) -> None:
         {"engine": {"vllm": {"urls": []}}},
         {"engine": {"kind": "vllm", "vllm": {"sync": "fast"}}},
         {"runner": {"executor": "container", "container": {}}},
-        {"reward_models": {"judge": {"kind": "implicit"}}},
+        {"reward_models": {"judge": {"kind": "scalar"}}},
     ],
 )
 def test_the_schema_refuses_what_the_run_file_would(schema: Any, data: Any) -> None:

@@ -11,12 +11,10 @@ from tests.system.test_run import agentrl, read
 VERIFIER = "def verify(task, result):\n    return float(len(result) % 7) / 6\n"
 
 
-def test_its_reward_model_trains_and_continues(run_folder: Path, tiny_model_dir: Path) -> None:
+def test_its_reward_model_trains_and_continues(run_folder: Path) -> None:
+    """It begins as the policy, which no model of its own is named for."""
     (run_folder / "verifier.py").write_text(VERIFIER)
-    table = {
-        "model": tiny_model_dir, "kind": "implicit", "scope": "transition", "train": "true",
-        "lr": 0.001,
-    }  # fmt: skip
+    table = {"kind": "implicit", "scope": "transition", "train": "true", "lr": 0.001}
     options = [f"reward_models.process.{key}={value}" for key, value in table.items()]
     options += [
         "algorithm.preset=prime",
