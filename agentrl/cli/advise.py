@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from agentrl.algorithms.credit.shrinkage import mean_by
-from agentrl.algorithms.credit.turns import MOST, share_of_several
+from agentrl.algorithms.credit.turns import share_of_several
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, known_mean, units
 from agentrl.algorithms.data.merge import build_batch
@@ -20,6 +20,7 @@ from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.zoo.turns import explained_by_states
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
+from agentrl.config.presets import SEVERAL
 from agentrl.store import open_store
 from agentrl.types import Group, Purpose
 
@@ -131,7 +132,7 @@ def advice(config: RunConfig, batch: Batch, states: States) -> list[tuple[str, s
         found.append(("turn-ppo", "values states by the run's critic"))
     if config.algorithm.branching.kind != "none":
         found.append(("vineppo", "values calls by the run's branches"))
-    if peers not in found and share_of_several(batch) >= MOST:
+    if peers not in found and share_of_several(batch) >= SEVERAL:
         found.append(peers)
     found.append(("grpo", "copies the outcome to all calls; needs nothing"))
     if several:

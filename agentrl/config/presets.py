@@ -18,6 +18,7 @@ from agentrl.config.schema import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, nearest
 
 TABLE = Path(__file__).with_name("presets.json")
+SEVERAL = 0.5  # fraction of rollouts with several calls, from which on `auto` takes `peers`
 
 
 class PresetNames(msgspec.Struct, frozen=True):

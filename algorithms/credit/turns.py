@@ -19,9 +19,8 @@ from agentrl.algorithms.credit.core import Column, Credit, column, rewards, was_
 from agentrl.algorithms.credit.parts import map_parts, parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, key, lift, next_same, rollout_of, scan
+from agentrl.config.presets import SEVERAL
 from agentrl.errors import TrainingError, nearest
-
-MOST = 0.5  # share of rollouts
 
 
 def call_rewards(batch: Batch, reward: str | Column) -> Tensor:
@@ -142,27 +141,27 @@ def FirstTokenValues(batch: Batch, value: Column) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ByCalls:
-    """The credit `several` for a batch in which at least half (`MOST`) of the rollouts made several
-    calls, else `one`, [N]."""
+class BySeveralCalls:
+    """The credit `several` for a batch in which at least half (`SEVERAL`) of the rollouts made
+    several calls, else `one`, [N]."""
 
     several: Credit
     one: Credit
 
     def choose(self, batch: Batch) -> Credit:
-        return self.several if share_of_several(batch) >= MOST else self.one
+        return self.several if share_of_several(batch) >= SEVERAL else self.one
 
     def __call__(self, batch: Batch) -> Tensor:
         return self.choose(batch)(batch)
 
 
-def chosen(credit: Credit, batch: Batch) -> Credit:
-    """The credit with each `ByCalls` in it replaced by what it chooses for the batch; the same
-    object without one."""
-    if not any(isinstance(part, ByCalls) for part in parts_of(credit)):
+def choose_credit(credit: Credit, batch: Batch) -> Credit:
+    """The credit with what each `BySeveralCalls` in it chooses for the batch in its place; the same
+    object if there is none."""
+    if not any(isinstance(part, BySeveralCalls) for part in parts_of(credit)):
         return credit
     found: Credit = map_parts(
-        credit, lambda part: part.choose(batch) if isinstance(part, ByCalls) else part
+        credit, lambda part: part.choose(batch) if isinstance(part, BySeveralCalls) else part
     )
     return found
 
@@ -174,7 +173,7 @@ def TurnDiscount(batch: Batch, credit: Credit, gamma: float) -> Tensor:
 
 
 def share_of_several(batch: Batch) -> float:
-    """Share of the rollouts with calls that made more than one."""
+    """Fraction of rollouts that made more than one call, among those with calls."""
     calls = batch.transition_rollout.bincount()
     return float((calls > 1).sum() / (calls > 0).sum().clamp(min=1))
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.turns import chosen, share_of_several
+from agentrl.algorithms.credit.turns import choose_credit, share_of_several
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.rewards import check_rewards
@@ -82,7 +82,7 @@ class Updater:
         recall = self.state.recall(batch, groups)
         oldest = turn - ceil(self.config.algorithm.max_staleness)
         old = staleness.token_lag(batch, oldest) > 0
-        credit = chosen(algo.credit, batch)
+        credit = choose_credit(algo.credit, batch)
         if credit is not algo.credit:
             prepared["credit/several_calls"] = share_of_several(batch)
         algo = staleness.withhold(replace(algo, credit=credit), batch, oldest)

@@ -27,9 +27,9 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import registry
 from agentrl.algorithms.presets.mixing import GatedByOutcome
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Scale, Share, modifier, preset
-from agentrl.algorithms.presets.zoo.grpo import grpo
 from agentrl.config import Natural
 
+ALL: tuple[Unit, ...] = ("all",)
 CERTAIN = 1e-6  # least squared norm of a call's score
 ERRORS = 3.0  # standard errors above which the effect of actions is significant
 HINDSIGHT = "transition:hindsight"  # a reward from the learner, see `train/preprocess.py`
@@ -200,10 +200,12 @@ def peers(reward: str, *, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
 
 @preset("auto", clip=(0.2, 0.2, math.inf), kl=True)
 def auto(reward: str, *, std: bool = True, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
-    """`peers` for batches in which at least half of the rollouts made several calls, `grpo` (`std`)
-    for others. arXiv 2402.03300, 2505.10978."""
-    several, one = peers(reward=reward, gamma=gamma, lam=lam), grpo(reward=reward, std=std)
-    return Algo(turns.ByCalls(several.credit, one.credit))
+    """`peers` for batches in which at least half of the rollouts made several calls, else `grpo`.
+    `std` divides advantages by their deviation, of peers over the batch, of grpo over the group.
+    arXiv 2402.03300, 2505.10978."""
+    norm: core.Norm = "std" if std else "none"
+    several = GroupRelative(PeerAdvantages(reward, gamma, lam), base="none", norm=norm, norm_by=ALL)
+    return Algo(turns.BySeveralCalls(several, GroupRelative(reward, norm=norm)))
 
 
 def histories(batch: Batch) -> Tensor:
