@@ -231,8 +231,7 @@ class Writer:
 
     def _execute_here(self, loop: asyncio.AbstractEventLoop, hops: int) -> None:
         """Execute the verbs of this event loop on it, or pass them to the thread."""
-        jobs: list[_Job] = []
-        tried, begun, since, owed = False, False, 0.0, self._owed
+        jobs, tried, begun, since, owed = list[_Job](), False, False, 0.0, self._owed
         try:
             if hops:
                 loop.call_soon(self._execute_here, loop, hops - 1)
@@ -270,8 +269,7 @@ class Writer:
         topics = self._commit(jobs, here=here) if jobs else 0
         if topics is None:
             return False
-        answer = settle if here else resolve
-        answer((job.future, job.error or job.result) for job in jobs)
+        (settle if here else resolve)((job.future, job.error or job.result) for job in jobs)
         told = (before | topics) & ~self._owed
         if not told and self._owed and (self._closed or self._patience() <= 0.0):
             told = self._tell()
@@ -286,8 +284,7 @@ class Writer:
             self._jobs.put(job)
 
     def _waiting(self) -> list[_Job]:
-        """Return the next group of verbs. An empty one means that a notification may be due, or the
-        store is closed."""
+        """Return the next group of verbs, empty if a notification may be due or the store closed."""
         batch: list[_Job | None] = []
         with suppress(Empty):
             batch.append(self._jobs.get(timeout=self._patience() if self._owed else None))

@@ -30,7 +30,7 @@ REPEATED = 0.2  # share of states that other rollouts were in, from which on cal
 RETURNS = 0.1  # share of states that a rollout comes back to, from which on states are valued
 EXPLAINED = 0.3  # share of outcomes that states explain, from which on they are looked at
 VALUED = ("peers", "values states, to which rollouts come back, by other rollouts")
-COPIED = ("peers", "copies the outcome to all calls, minus the baseline of the least noise")
+COMPARED = ("peers", "compares calls with those of other rollouts by a baseline of little variance")
 AGREES = 0.3  # correlation with the outcome from which on a process reward needs no gate
 
 
@@ -125,8 +125,8 @@ def advice(config: RunConfig, batch: Batch, states: States) -> list[tuple[str, s
                 gate = "" if with_outcome >= AGREES else " with gate = 'agree'"
                 found.append(("streams", f"mixes in {about}{gate}"))
     tell = states.explained >= EXPLAINED
-    peers = VALUED if tell and states.back >= RETURNS else COPIED
-    if peers == VALUED and not several:  # no results show it to be faster on teams
+    peers = VALUED if tell and states.back >= RETURNS else COMPARED
+    if peers == VALUED and not several:
         found.append(peers)
     if config.critic.model:
         found.append(("turn-ppo", "values states by the run's critic"))

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy, policy_by_role
+from agentrl.config.presets import SEVERAL
 from agentrl.failures import brief
 from agentrl.processes import PHASE
 from agentrl.store.base import Store
@@ -43,6 +44,7 @@ DISCARDED = (
     "{} groups were discarded: they have unknown token ids, or impossible rewards or log-probs."
     " For details see {}."
 )
+SEVERAL_CALLS = "credit/several_calls"  # a metric
 TAKEN_BACK = (
     "{:.0f} steps were taken back and are trained again from step {}, because of a damaged"
     " checkpoint or --from"
@@ -54,7 +56,7 @@ async def show_progress(
 ) -> None:
     """Show a run until cancelled: live on a terminal, else in lines; quiet: warnings only."""
     console = console or Console()
-    progress, warnings = Progress(config), RunWarnings(config, console)
+    progress, warnings = Progress(config), RunWarnings(config, console, quiet)
     if not quiet:
         where = escape(config.output)
         console.print(f"[bold]{config.name}[/]: {config.steps} steps, {where}", highlight=False)
@@ -221,15 +223,17 @@ def _rate(metrics: dict[str, float], key: str) -> str:
 
 @dataclass(slots=True)
 class RunWarnings:
-    """Prints each warning of a run once. Failures from before this start are printed only if
-    another of the same kind follows."""
+    """Prints each warning of a run once, and what credit was chosen. Failures from before this
+    start are printed only if another of the same kind follows. quiet: warnings only."""
 
     config: RunConfig
     console: Console
+    quiet: bool = False
     earlier_failures: dict[ErrorKind, int] | None = None  # attempts by kind, before this start
     roles_checked: bool = False
     discarded: int = 0  # number of groups at the last warning
     printed: set[Hashable] = field(default_factory=set)
+    credit: dict[str, bool] = field(default_factory=dict)  # printed choices, by metric
 
     async def print_new(self, store: Store, rows: Sequence[StepRow]) -> None:
         """Print the new warnings of these steps."""
@@ -248,10 +252,16 @@ class RunWarnings:
         without_ids, _ = report.untrained_calls(committed)
         if without_ids > 0:
             self._print_once("untrained", UNTRAINED.format(without_ids))
-        for row in committed:
-            for name, share in row.metrics.items():
-                if name.endswith("credit/several_calls"):
-                    self._print_once((name, share >= 0.5), credit_sentence(name, share))
+        shares = {
+            name: share
+            for row in ([] if self.quiet else committed)
+            for name, share in row.metrics.items()
+            if name.endswith(SEVERAL_CALLS)
+        }
+        for name, share in shares.items():
+            if self.credit.get(name) is not (chosen := share >= SEVERAL):
+                self.credit[name] = chosen
+                self._print(credit_sentence(name, share))
         failures = await store.failures(self.config.name)
         if self.earlier_failures is None:
             self.earlier_failures = {row.kind: row.attempts for row in failures}
@@ -265,16 +275,19 @@ class RunWarnings:
     def _print_once(self, key: Hashable, sentence: str) -> None:
         if sentence and key not in self.printed:
             self.printed.add(key)
-            self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+            self._print(sentence)
+
+    def _print(self, sentence: str) -> None:
+        self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def credit_sentence(name: str, share: float) -> str:
     """What `algorithm.preset = "auto"` chose. name: of the metric, which begins with the policy."""
-    policy = name.removesuffix("credit/several_calls").rstrip("/")
-    chosen = "peers" if share >= 0.5 else "grpo"
+    policy = name.removesuffix(SEVERAL_CALLS).rstrip("/")
+    preset, how_many = ("peers", "at least") if share >= SEVERAL else ("grpo", "fewer than")
     return (
-        f"credit{f' of {policy}' if policy else ''}: {chosen}, as {share:.0%} of the rollouts made "
-        f"several calls; algorithm.preset = {chosen!r} would always choose it"
+        f"credit{f' of {policy}' if policy else ''}: {preset}, as {how_many} half of the rollouts "
+        f"({share:.0%}) made several calls"
     )
 
 

@@ -148,20 +148,20 @@ class BySeveralCalls:
     several: Credit
     one: Credit
 
-    def choose(self, batch: Batch) -> Credit:
-        return self.several if share_of_several(batch) >= SEVERAL else self.one
+    def choose(self, share: float) -> Credit:
+        return self.several if share >= SEVERAL else self.one
 
     def __call__(self, batch: Batch) -> Tensor:
-        return self.choose(batch)(batch)
+        return self.choose(share_of_several(batch))(batch)
 
 
-def choose_credit(credit: Credit, batch: Batch) -> Credit:
-    """The credit with what each `BySeveralCalls` in it chooses for the batch in its place; the same
-    object if there is none."""
+def choose_credit(credit: Credit, share: float) -> Credit:
+    """The credit with what each `BySeveralCalls` in it chooses by `share_of_several`, in its place;
+    the same object if there is none."""
     if not any(isinstance(part, BySeveralCalls) for part in parts_of(credit)):
         return credit
     found: Credit = map_parts(
-        credit, lambda part: part.choose(batch) if isinstance(part, BySeveralCalls) else part
+        credit, lambda part: part.choose(share) if isinstance(part, BySeveralCalls) else part
     )
     return found
 
@@ -211,8 +211,8 @@ def need_roles(batch: Batch, roles: Collection[str]) -> None:
     for role in roles:
         if role not in batch.roles and batch.transitions:
             raise TrainingError(
-                f"step {batch.step}: none of the {len(batch.transitions)} calls was made in "
-                f"the role {role!r}; {nearest(role, batch.roles)}"
+                f"step {batch.step}: none of the {len(batch.transitions)} calls of the policy was "
+                f"made in the role {role!r}; {nearest(role, batch.roles)}"
             )
 
 

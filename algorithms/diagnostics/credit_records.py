@@ -76,19 +76,24 @@ def call_ids(batch: Batch) -> list[str]:
     return [batch.transitions[call] for call in found]
 
 
-def has_baseline(part: object) -> bool:
-    """Whether a part of a credit has a baseline, is a baseline, or is a KL penalty."""
-    return isinstance(part, CriticValues | RememberedColumn | TokenKLPenalty) or (
-        isinstance(part, GroupRelative) and part.base != "none"
-    )
+def with_baseline(algo: Algo) -> list[object]:
+    """The parts of a credit that have a baseline, are one, or are a KL penalty; the critic once,
+    however many parts read it."""
+    found = list[object]()
+    for part in parts_of(algo.credit):
+        compared = isinstance(part, GroupRelative) and part.base != "none"
+        critic = isinstance(part, CriticValues) and part not in found
+        if compared or critic or isinstance(part, RememberedColumn | TokenKLPenalty):
+            found.append(part)
+    return found
 
 
 def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
     """The baselines of group comparisons, remembered values, critic values and KL penalties,
     float64 [N] each, in the order of the credit's parts."""
     found = []
-    for part in parts_of(algo.credit):
-        if isinstance(part, GroupRelative) and has_baseline(part):
+    for part in with_baseline(algo):
+        if isinstance(part, GroupRelative):
             found.append(part.standard(batch)[1].baseline[owner(batch, part.level)])
         elif isinstance(part, CriticValues | TokenKLPenalty):
             found.append(part(batch))
@@ -130,7 +135,7 @@ class Stored:
 def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
     """Expand stored credit, by transition, to the tokens of a batch. `compared` is NaN if the
     number of stored baselines is not that of the algorithm."""
-    kinds = sum(map(has_baseline, parts_of(algo.credit)))
+    kinds = len(with_baseline(algo))
     n = batch.n_tokens
     known = torch.zeros(n, dtype=torch.bool)
     columns = {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in COLUMNS}
@@ -155,8 +160,7 @@ def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
     tokens. If the step stored nothing, the reference is the sampler."""
     memory: dict[str, Tensor] = {}
     values, reference = batch.values, batch.behaviour.double()
-    parts = filter(has_baseline, parts_of(algo.credit))
-    for part, x in zip(parts, stored.compared, strict=True):
+    for part, x in zip(with_baseline(algo), stored.compared, strict=True):
         if isinstance(part, CriticValues):
             values = x
         elif isinstance(part, TokenKLPenalty) and stored.known.any():

@@ -263,7 +263,7 @@ def with_credit(algo: Algo, *, credit: registry.CreditFunction, credit_reward: s
 def archer(reward: str, *, advantage: str = "", gamma: Discount = 0.9) -> Algo:
     """REINFORCE with each call's temporal difference of a critic's values, r + gamma V' - V. Early
     calls learn only as fast as the critic, which in the paper is off-policy. `advantage`: a reward
-    of calls instead. arXiv 2402.19446."""
+    of calls, which needs no critic, `reward` or `gamma`. arXiv 2402.19446."""
     credit = advantage or turns.StepGae(turns.value_of(""), reward, gamma, lam=0.0)
     return Algo(GroupRelative(credit, base="none"), agg=ROW_SUMS)
 

@@ -349,8 +349,8 @@ def _checked(algo: Algo, streams: Collection[str]) -> Algo:
     if algo.critic and "v" not in streams:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the values of a critic (stream v), which this "
-            "run does not have; set critic.model, choose another preset, or set the preset's "
-            "option `value`, if it has one, to a reward that holds them"
+            "run does not have; set critic.model, choose another preset, or name rewards that hold "
+            "them in the preset's options, if it has such options"
         )
     check_supplies(algo, streams)
     for stream in sorted(algo.needs - set(streams)):

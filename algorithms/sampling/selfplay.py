@@ -219,8 +219,8 @@ def most_redundant(snapshots: Sequence[Snapshot]) -> Snapshot:
 
 
 def check_seat_comparison(algo: Algo) -> None:
-    """Raise ConfigError for an algorithm that compares the returns of different seats: the seat
-    that moves first may win more often, with any player."""
+    """Raise ConfigError for an algorithm that compares the returns of different seats, of which the
+    one that moves first may win more often with any player, or that adds up what all seats earn."""
     for part in parts_of(algo.credit):
         if isinstance(part, GroupRelative):
             alone = part.base == part.norm == "none"
@@ -229,10 +229,14 @@ def check_seat_comparison(algo: Algo) -> None:
                 fair = part.base.level != "rollout" and (part.norm == "none" or fair)
         elif isinstance(part, Whiten):
             alone, fair = False, "role" in part.by
-        else:
+        elif isinstance(part, Ema):
             continue
+        else:  # later rewards of a rollout, whoever received them
+            reward = getattr(part, "reward", None)
+            alone, fair = False, not (isinstance(reward, str) and reward.startswith("role:"))
         if not (alone or fair):
             raise ConfigError(
-                f"algorithm.preset = {algo.name!r} compares the seats of a game with each other; "
-                "choose spiral, or add +per-role and set algorithm.options.reward = 'role:outcome'"
+                f"algorithm.preset = {algo.name!r} compares the seats of a game with each other, "
+                "or adds up what they earn; choose spiral, or grpo+per-role with "
+                "algorithm.options.reward = 'role:outcome'"
             )

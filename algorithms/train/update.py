@@ -82,9 +82,10 @@ class Updater:
         recall = self.state.recall(batch, groups)
         oldest = turn - ceil(self.config.algorithm.max_staleness)
         old = staleness.token_lag(batch, oldest) > 0
-        credit = choose_credit(algo.credit, batch)
+        share = share_of_several(batch)
+        credit = choose_credit(algo.credit, share)
         if credit is not algo.credit:
-            prepared["credit/several_calls"] = share_of_several(batch)
+            prepared["credit/several_calls"] = share
         algo = staleness.withhold(replace(algo, credit=credit), batch, oldest)
         batch = replace(batch, memory=recall.columns)
         taught = self.teacher.top if self.teacher else None

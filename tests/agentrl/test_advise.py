@@ -70,7 +70,7 @@ def test_states_that_explain_nothing_are_not_valued() -> None:
     assert advise.explained(never_twice) == 0.0
     for batch, preset in ((unclear, []), (clear, ["batch-td"])):
         found = advised(batch, 2.0, 1.0)
-        assert found[0] == advise.COPIED
+        assert found[0] == advise.COMPARED
         assert [name for name, _ in found] == ["peers", "grpo", *preset]
 
 
@@ -78,7 +78,7 @@ def test_states_to_which_a_rollout_comes_back_are_valued() -> None:
     ends = (0, 0, 1, 1)
     back = world(*(Play([Call("a", node=n), Call("a", node=1)], float(n)) for n in ends))
     assert advise.returns(back) == 0.5
-    assert advised(back, 2.0, 1.0)[0] == advise.COPIED  # 1 led to 0 and 1
+    assert advised(back, 2.0, 1.0)[0] == advise.COMPARED  # 1 led to 0 and 1
     back = world(*(Play([Call("a", node=2), Call("a", node=n)], float(n)) for n in ends))
     assert advised(back, 2.0, 1.0)[0] == advise.VALUED
 

@@ -197,23 +197,27 @@ async def test_the_first_failure_of_each_kind_is_said_at_once(config: RunConfig)
     assert len(lines) == 5
 
 
-async def test_what_the_default_credit_chose_is_said_once_per_choice(config: RunConfig) -> None:
+async def test_the_credit_that_the_default_chose_is_printed_when_it_changes(
+    config: RunConfig,
+) -> None:
     console = Console(file=io.StringIO(), width=300)
-    warnings = RunWarnings(config, console)
     assert isinstance(console.file, io.StringIO)
-    shares = [("", 0.0), ("", 0.25), ("", 0.5), ("", 1.0), ("planner/", 0.75)]
+    one, two = "credit/several_calls", "planner/credit/several_calls"
+    shares = [{one: 0.0}, {one: 0.499}, {one: 0.5}, {one: 1.0}, {two: 0.75}, {one: 0.25}]
+    rows = [
+        StepRow(run="r", step=step, metrics=metrics, committed=True, at=0)
+        for step, metrics in enumerate(shares)
+    ]
     async with open_store(config.store) as store:
-        for step, (policy, share) in enumerate(shares):
-            name = f"{policy}credit/several_calls"
-            row = StepRow(run="r", step=step, metrics={name: share}, committed=True, at=0)
-            await warnings.print_new(store, [row])
+        await RunWarnings(config, console, quiet=True).print_new(store, rows)
+        warnings = RunWarnings(config, console)
+        for step in range(len(rows)):
+            await warnings.print_new(store, rows[: step + 1])
     assert console.file.getvalue().splitlines() == [
-        "credit: grpo, as 0% of the rollouts made several calls; algorithm.preset = 'grpo' would "
-        "always choose it",
-        "credit: peers, as 50% of the rollouts made several calls; algorithm.preset = 'peers' "
-        "would always choose it",
-        "credit of planner: peers, as 75% of the rollouts made several calls; algorithm.preset = "
-        "'peers' would always choose it",
+        "credit: grpo, as fewer than half of the rollouts (0%) made several calls",
+        "credit: peers, as at least half of the rollouts (50%) made several calls",
+        "credit of planner: peers, as at least half of the rollouts (75%) made several calls",
+        "credit: grpo, as fewer than half of the rollouts (25%) made several calls",
     ]
 
 

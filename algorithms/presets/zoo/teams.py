@@ -17,7 +17,7 @@ from torch import Tensor
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.baselines import Ema
 from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, Whiten, column, rewards
-from agentrl.algorithms.credit.parts import map_parts
+from agentrl.algorithms.credit.parts import map_parts, parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, lift, reduce_by, units
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average
@@ -202,21 +202,26 @@ def spiral(
     return Algo(credit, agg=Average(("row",), "const", length), keep=NonzeroAdvantage(credit))
 
 
+def has_own_baseline(part: object) -> bool:
+    """Whether a comparison is of advantages, not of rewards."""
+    return isinstance(part, GroupRelative) and callable(part.reward) and part.base == "none"
+
+
 @modifier("ema", prefix="ema_")
 def with_ema(algo: Algo, *, decay: Discount = 0.95, key: str = "") -> Algo:
     """Replaces the baseline of every comparison by the running mean of earlier rewards, per role
     and, with `ema_key`, per value of that task field. arXiv 2506.24119."""
 
     def change(part: Any) -> Any:
-        if not isinstance(part, GroupRelative):
+        if not isinstance(part, GroupRelative) or has_own_baseline(part):
             return part
         return replace(part, base=Ema(part.reward, decay, key, part.at))
 
     credit = map_parts(algo.credit, change)
-    if credit == algo.credit:
+    if credit == algo.credit or any(map(has_own_baseline, parts_of(credit))):
         raise ConfigError(
             "algorithm.preset: +ema replaces the baseline of a comparison, and this preset has no "
-            "comparison; remove +ema or choose another preset"
+            "comparison, or computes a baseline of its own; remove +ema or choose another preset"
         )
     return replace(algo, credit=credit)
 

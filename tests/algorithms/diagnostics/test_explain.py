@@ -31,6 +31,7 @@ from agentrl.config import AlgorithmConfig, PolicyConfig, RunConfig
 from agentrl.errors import ConfigError, StoreError, TrainingError
 from agentrl.store import Store, open_store
 from agentrl.types import (
+    Credit,
     Group,
     NewRollout,
     Outcome,
@@ -92,6 +93,20 @@ def test_the_versions_of_a_call_are_told() -> None:
 def nothing(batch: Batch) -> Tensor:
     """A credit function of the user's."""
     return torch.zeros(batch.n_tokens)
+
+
+def test_credit_that_depends_on_calls_is_explained_by_those_that_the_step_trained() -> None:
+    """Not by those that are stored: the step leaves out calls that are too long."""
+    algo, made = make("auto", {}), group()
+    chains = []
+    for number in (1, 2):
+        names = [call.id for row in made.rollouts for call in row.transitions[:number]]
+        columns = {name: float32([0.0]) for name in ("advantage", "gate", "weight", "psi")}
+        stored = Credit(transition="", policy="policy", baseline=float32([]), **columns)
+        used = dict.fromkeys(names, stored)
+        chains.append(explain(algo, [made], credits=used).chain[-1].text)
+    assert chains[0] == brief(make("grpo", {}).credit)
+    assert "PeerAdvantages" in chains[1]
 
 
 def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:

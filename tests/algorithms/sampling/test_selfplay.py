@@ -346,6 +346,13 @@ def test_seats_are_not_compared_with_each_other(name: str) -> None:
         check_seat_comparison(catalogue.make(name, {}))
 
 
+@pytest.mark.parametrize("name", ["auto+per-role", "peers", "batch-td", "gigpo", "reinforce++"])
+def test_what_all_seats_earn_is_not_added_up(name: str) -> None:
+    """The last mover alone would be credited with its return."""
+    with pytest.raises(ConfigError, match="adds up what they earn; choose spiral, or grpo"):
+        check_seat_comparison(catalogue.make(name, {"reward": "role:outcome"}))
+
+
 def test_seats_are_not_scaled_by_each_other() -> None:
     algo = catalogue.make("liteppo+per-role", {"reward": "role:outcome"})
     check_seat_comparison(algo)
