@@ -284,7 +284,7 @@ class Writer:
             self._jobs.put(job)
 
     def _waiting(self) -> list[_Job]:
-        """Return the next group of verbs, empty if a notification may be due or the store closed."""
+        """Return the next verbs, none if a notification may be due or the store is closed."""
         batch: list[_Job | None] = []
         with suppress(Empty):
             batch.append(self._jobs.get(timeout=self._patience() if self._owed else None))
