@@ -6,20 +6,20 @@ from typing import Any
 
 from teams import ANSWERS, EXPERT
 
-from agentrl import Reward, Scope, Trace
+from agentrl import Reward, Scope, Trace, Transition
 
 
 def answers(task: dict[str, Any], trace: Trace) -> list[Reward]:
-    """1 for the right word, if its worker is the one that knows; a worker that does not know can
-    do nothing right or wrong, so its calls have no reward."""
+    """1 for the right word of the worker that knows, else 0. The preset reads those of workers only,
+    and compares each worker with itself, so one that does not know learns nothing."""
     topic = task["input"]["topic"]
+
+    def value(call: Transition) -> float:
+        said = (call.answer or {}).get("content")
+        return float(call.role == EXPERT[topic] and said == ANSWERS[topic])
+
+    scope = Scope.TRANSITION
     return [
-        Reward(
-            name="answer",
-            value=float((call.answer or {}).get("content") == ANSWERS[topic]),
-            scope=Scope.TRANSITION,
-            target=call.id,
-        )
+        Reward(name="answer", value=value(call), scope=scope, target=call.id)
         for call in trace.transitions
-        if call.role == EXPERT[topic]
     ]

@@ -29,7 +29,6 @@ from agentrl.algorithms.presets.mixing import GatedByOutcome
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Scale, Share, modifier, preset
 from agentrl.config import Natural
 
-ALL: tuple[Unit, ...] = ("all",)
 CERTAIN = 1e-6  # least squared norm of a call's score
 ERRORS = 3.0  # standard errors above which the effect of actions is significant
 HINDSIGHT = "transition:hindsight"  # a reward from the learner, see `train/preprocess.py`
@@ -200,12 +199,12 @@ def peers(reward: str, *, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
 
 @preset("auto", clip=(0.2, 0.2, math.inf), kl=True)
 def auto(reward: str, *, std: bool = True, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
-    """`peers` for batches in which at least half of the rollouts made several calls, else `grpo`.
-    `std` divides advantages by their deviation, of peers over the batch, of grpo over the group.
-    arXiv 2402.03300, 2505.10978."""
-    norm: core.Norm = "std" if std else "none"
-    several = GroupRelative(PeerAdvantages(reward, gamma, lam), base="none", norm=norm, norm_by=ALL)
-    return Algo(turns.BySeveralCalls(several, GroupRelative(reward, norm=norm)))
+    """`peers` for batches in which at least half of the rollouts made several calls; for others
+    `grpo`, with or without `std`. Only `grpo` divides advantages by their deviation. arXiv
+    2402.03300, 2505.10978."""
+    several = GroupRelative(PeerAdvantages(reward, gamma, lam), base="none")
+    one = GroupRelative(reward, norm="std" if std else "none")
+    return Algo(turns.BySeveralCalls(several, one))
 
 
 def histories(batch: Batch) -> Tensor:
