@@ -10,8 +10,8 @@ from agentrl import Reward, Scope, Trace, Transition
 
 
 def answers(task: dict[str, Any], trace: Trace) -> list[Reward]:
-    """1 for the right word of the worker that knows, else 0. The preset reads those of workers only,
-    and compares each worker with itself, so one that does not know learns nothing."""
+    """1 for the right word of the worker that knows, else 0. The preset reads those of workers and
+    compares each with its own, so one that does not know learns nothing."""
     topic = task["input"]["topic"]
 
     def value(call: Transition) -> float:
