@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentrl import digests, folder_lock
+from agentrl import digests, folder_lock, trainer
 from agentrl.cli.restart import go_back
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError, DamagedError, Fenced, TrainingError
+from agentrl.errors import ConfigError, DamagedError, Fenced, TrainingError, Unavailable
 from agentrl.store import open_store
 from agentrl.store.sqlite.connection import StoreFile
 from agentrl.trainer import clear
@@ -93,14 +93,22 @@ def test_who_cannot_be_seen_is_fenced_before_its_files_go(
 ) -> None:
     settings = config(tmp_path, tiny_model_dir)
     monkeypatch.setattr(StoreFile, "check", lambda self: None)  # as an earlier version
+    fence, files_were_there = trainer._fence, []
+
+    async def noted(config: RunConfig) -> None:
+        await fence(config)
+        files_were_there.append(Path(settings.output, "store.db").exists())
 
     def attack() -> None:
+        monkeypatch.setattr(trainer, "_fence", noted)
         (Path(settings.output) / folder_lock.FILE).unlink()
         clear(settings)
 
     with pytest.raises((Fenced, TrainingError)) as caught:
         start(settings, attack)
-    assert isinstance(caught.value.__context__ or caught.value, Fenced)
+    # A reader may notice that the file is gone before the commit is refused.
+    assert isinstance(caught.value.__context__ or caught.value, Fenced | Unavailable)
+    assert files_were_there == [True]
     assert not Path(settings.output, "checkpoints").exists()
 
 
