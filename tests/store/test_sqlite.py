@@ -380,15 +380,17 @@ async def test_a_long_call_is_written_in_the_thread(
         return add(*args)
 
     monkeypatch.setattr(traces, "add_transitions", note)
+    monkeypatch.setattr(writer, "PAUSE", 0.0)
     async with open_store(str(tmp_path / "a.db")) as store, asyncio.timeout(10):
         await store.open_run("run", {})
         await store.enqueue(kit.group("g"))
         (attempt,) = await store.claim(1, runner="w", run="run", lease=60)
-        for length in (100, 1_000_000):
+        for length in [100] * 20 + [1_000_000] * 5:
             message = {"role": "user", "content": "x" * length}
             await store.add_transitions([kit.call(attempt, [1], [2], messages=[message])])
     mine = threading.current_thread()
-    assert [thread is mine for thread in threads] == [True, False]
+    assert mine in threads[:20]  # not all: the thread may be notifying others
+    assert mine not in threads[20:]
 
 
 async def test_what_nobody_foresaw_on_an_event_loop_is_the_answer_to_every_verb(
