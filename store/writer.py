@@ -188,19 +188,19 @@ class Writer:
                 raise StoreError(f"Store {self._name} is closed.")
             if self._failure is not None:
                 raise self._ended(self._failure)
-            now, waiting = time.monotonic(), self._here.get(loop)
-            # An interrupt may have ended the callback before it did anything.
-            lost = waiting is not None and now - waiting[0].posted > PAUSE
-            if items > FEW or now < self._threaded or lost:
-                self._queue([*self._here.pop(loop, []), _Job(verb, future, now)])
-            elif waiting is not None:
-                waiting.append(_Job(verb, future, now))
+            job, waiting = _Job(verb, future, time.monotonic()), self._here.get(loop, [])
+            # An interrupt may have ended the callback of those that wait.
+            lost = bool(waiting) and job.posted - waiting[0].posted > PAUSE
+            if items > FEW or job.posted < self._threaded or lost:
+                self._queue([*self._here.pop(loop, []), job])
+            elif waiting:
+                waiting.append(job)
             else:
                 for other in [other for other in self._here if other.is_closed()]:
                     self._queue(self._here.pop(other))  # it ended before it executed them
                 # Scheduled first: after an interrupt in between, no verb would be executed.
                 loop.call_soon(self._execute_here, loop, HOPS)
-                self._here[loop] = [_Job(verb, future, now)]
+                self._here[loop] = [job]
         return future
 
     def close(self) -> None:
@@ -269,7 +269,8 @@ class Writer:
         topics = self._commit(jobs, here=here) if jobs else 0
         if topics is None:
             return False
-        (settle if here else resolve)((job.future, job.error or job.result) for job in jobs)
+        answer = settle if here else resolve
+        answer((job.future, job.error or job.result) for job in jobs)
         told = (before | topics) & ~self._owed
         if not told and self._owed and (self._closed or self._patience() <= 0.0):
             told = self._tell()
@@ -314,9 +315,7 @@ class Writer:
         self._refuse(jobs, error)
 
     def _refuse(self, jobs: list[_Job], error: BaseException) -> None:
-        for job in jobs:
-            job.error = self._ended(error)
-        resolve((job.future, job.error) for job in jobs)
+        resolve((job.future, self._ended(error)) for job in jobs)
 
     def _ended(self, error: BaseException) -> Unavailable:
         ended = Unavailable(

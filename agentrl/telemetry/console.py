@@ -233,7 +233,7 @@ class RunWarnings:
     roles_checked: bool = False
     discarded: int = 0  # number of groups at the last warning
     printed: set[Hashable] = field(default_factory=set)
-    credit: dict[str, bool] = field(default_factory=dict)  # printed choices, by metric
+    credit: dict[str, bool] = field(default_factory=dict)  # printed choices, by policy
 
     async def print_new(self, store: Store, rows: Sequence[StepRow]) -> None:
         """Print the new warnings of these steps."""
@@ -252,16 +252,13 @@ class RunWarnings:
         without_ids, _ = report.untrained_calls(committed)
         if without_ids > 0:
             self._print_once("untrained", UNTRAINED.format(without_ids))
-        shares = {
-            name: share
-            for row in ([] if self.quiet else committed)
-            for name, share in row.metrics.items()
-            if name.endswith(SEVERAL_CALLS)
-        }
-        for name, share in shares.items():
-            if self.credit.get(name) is not (chosen := share >= SEVERAL):
-                self.credit[name] = chosen
-                self._print(credit_sentence(name, share))
+        for policy in [] if self.quiet else self.config.policies or [""]:
+            name = f"{policy}/{SEVERAL_CALLS}" if policy else SEVERAL_CALLS
+            newest = (row.metrics[name] for row in reversed(committed) if name in row.metrics)
+            share = next(newest, None)
+            if share is not None and self.credit.get(policy) is not (share >= SEVERAL):
+                self.credit[policy] = share >= SEVERAL
+                self._print(credit_sentence(policy, share))
         failures = await store.failures(self.config.name)
         if self.earlier_failures is None:
             self.earlier_failures = {row.kind: row.attempts for row in failures}
@@ -281,9 +278,8 @@ class RunWarnings:
         self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
-def credit_sentence(name: str, share: float) -> str:
-    """What `algorithm.preset = "auto"` chose. name: of the metric, which begins with the policy."""
-    policy = name.removesuffix(SEVERAL_CALLS).rstrip("/")
+def credit_sentence(policy: str, share: float) -> str:
+    """What `algorithm.preset = "auto"` chose. policy: empty if there is one."""
     preset, how_many = ("peers", "at least") if share >= SEVERAL else ("grpo", "fewer than")
     return (
         f"credit{f' of {policy}' if policy else ''}: {preset}, as {how_many} half of the rollouts "

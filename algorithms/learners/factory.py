@@ -206,16 +206,18 @@ def make_reward_models(
     trainers: list[ImplicitTrainer] = []
     packing, budget = config.learner.packed, config.learner.token_budget
     for name, settings in config.reward_models.items():
-        key = f"reward_models.{name}"
-        source = config.model_source(settings.model) if settings.model else start
-        scope = Scope(settings.scope)
+        key, scope = f"reward_models.{name}", Scope(settings.scope)
         if not isinstance(settings, ImplicitRewardModelConfig):
+            source = config.model_source(settings.model)
             model = load_scalar(f"{key}.model", source, policy, tokenizer)
             packed = supported_packing(model, packing)
             scalar = ScalarScorer(model, packed, budget, settings.disagreement)
             models.append(RewardModel(name, scalar, scope, context=context_length(model)))
             continue
-        other = config.model_source(settings.reference) if settings.reference else start
+        source, other = (
+            config.model_source(path) if path else start
+            for path in (settings.model, settings.reference)
+        )
         model = freeze(load_auxiliary(f"{key}.model", source, policy, tokenizer))
         against = freeze(load_auxiliary(f"{key}.reference", other, policy, tokenizer))
         scorer = ImplicitScorer(

@@ -45,7 +45,7 @@ class ValueTerms:
 
 def returns(algo: Algo, batch: Batch) -> Tensor:
     """The critic's target before each token, float64 [N]; NaN if the reward is missing or no credit
-    reads a value there. Raises TrainingError for a credit that reads the critic in two ways."""
+    reads a value there. Raises TrainingError for two targets of one value."""
     parts = [part for part in parts_of(algo.credit) if isinstance(part, FromValues)]
     reading = dict.fromkeys(part for part in parts if _reads_critic(part.value))
     found = torch.full((batch.n_tokens,), torch.nan, dtype=torch.float64)

@@ -213,12 +213,12 @@ def with_ema(algo: Algo, *, decay: Discount = 0.95, key: str = "") -> Algo:
     and, with `ema_key`, per value of that task field. arXiv 2506.24119."""
 
     def change(part: Any) -> Any:
-        if not isinstance(part, GroupRelative) or has_own_baseline(part):
+        if not isinstance(part, GroupRelative):
             return part
         return replace(part, base=Ema(part.reward, decay, key, part.at))
 
     credit = map_parts(algo.credit, change)
-    if credit == algo.credit or any(map(has_own_baseline, parts_of(credit))):
+    if credit == algo.credit or any(map(has_own_baseline, parts_of(algo.credit))):
         raise ConfigError(
             "algorithm.preset: +ema replaces the baseline of a comparison, and this preset has no "
             "comparison, or computes a baseline of its own; remove +ema or choose another preset"

@@ -15,18 +15,12 @@ from agentrl.algorithms.credit.core import Column, GroupRelative, column, weight
 from agentrl.algorithms.credit.shrinkage import mean_by, reliability, variance_components
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import (
-    Unit,
-    key,
-    next_same,
-    previous,
-    reduce_by,
-    units,
-)
+from agentrl.algorithms.data.ids import Unit, key, next_same, previous, reduce_by, units
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import registry
 from agentrl.algorithms.presets.mixing import GatedByOutcome
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Scale, Share, modifier, preset
+from agentrl.algorithms.presets.zoo.grpo import grpo
 from agentrl.config import Natural
 
 CERTAIN = 1e-6  # least squared norm of a call's score
@@ -202,9 +196,8 @@ def auto(reward: str, *, std: bool = True, gamma: Discount = 0.95, lam: Discount
     """`peers` for batches in which at least half of the rollouts made several calls; for others
     `grpo`, with or without `std`. Only `grpo` divides advantages by their deviation. arXiv
     2402.03300, 2505.10978."""
-    several = GroupRelative(PeerAdvantages(reward, gamma, lam), base="none")
-    one = GroupRelative(reward, norm="std" if std else "none")
-    return Algo(turns.BySeveralCalls(several, one))
+    several, one = peers(reward=reward, gamma=gamma, lam=lam), grpo(reward=reward, std=std)
+    return Algo(turns.BySeveralCalls(several.credit, one.credit))
 
 
 def histories(batch: Batch) -> Tensor:
