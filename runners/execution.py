@@ -27,7 +27,7 @@ from agentrl.runners.executors import ExecutionResult, Executor, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.replay import recording
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.scoring.results import as_json, failure_of
+from agentrl.runners.scoring.results import failure_of, stored_result
 from agentrl.runners.scoring.rewards import resolve_targets
 from agentrl.runners.scoring.verifiers import Verifier, VerifierError
 from agentrl.runners.tracing import core as tracing
@@ -155,7 +155,7 @@ class AttemptRunner:
         has no spans, as the store now holds them."""
         try:
             files = None if workspace is None else await threads.call(workspace.packed)
-            kept = AgentRun(as_json(ran.result), ran.failure, ran.rewards, active.stored, files)
+            kept = AgentRun(ran.result, ran.failure, ran.rewards, active.stored, files)
             stored, fence = msgspec.to_builtins(kept), active.attempt.fence
             outcome = Outcome(attempt=active.id, fence=fence, spans=ran.spans, ran=stored)
             await self.store.finish([outcome])
@@ -169,6 +169,8 @@ class AttemptRunner:
         active.most_calls, active.most_tokens = self.agent.max_calls, self.agent.max_tokens
         try:
             ran = await self._within_limits(active)
+            result, failure = stored_result(ran.result, ran.failure)
+            ran = replace(ran, result=result, failure=failure)
         except Exception as error:  # a bug of an executor costs one attempt, not the runner
             log.exception("the executor failed in attempt %s", active.id)
             ran = ExecutionResult(failure=failure_of(ErrorKind.LOST_RUNNER, error))
@@ -327,5 +329,5 @@ async def _with_diff(spans: list[Span], workspace: Workspace) -> list[Span]:
 
 
 def _outcome(active: ActiveAttempt, ran: ExecutionResult, **ended: Any) -> Outcome:
-    fence, result = active.attempt.fence, as_json(ran.result)
-    return Outcome(attempt=active.id, fence=fence, result=result, spans=ran.spans, **ended)
+    known = {"attempt": active.id, "fence": active.attempt.fence}
+    return Outcome(**known, result=ran.result, spans=ran.spans, **ended)

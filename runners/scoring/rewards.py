@@ -13,8 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from agentrl.errors import Invalid
 from agentrl.runners.scoring.verifiers import VerifierError, as_scope
 from agentrl.runners.tracing import attempt_log
+from agentrl.store.limits import check_reward
 from agentrl.store.rows import storable_text
 from agentrl.types import Reward, Scope, Span, Trace, Transition
 
@@ -35,8 +37,8 @@ def reward(
     else of the LangGraph node around it, else of the agent. Scope "role" rewards the role `target`,
     by default that of the latest call; scope "rollout" the whole rollout. Several rewards with the
     same name and target are all stored, if the attempt succeeds.
-    Raises ValueError if the value is not finite, the scope is unknown, the scope does not allow a
-    target, or no model call precedes a reward that needs one."""
+    Raises ValueError if the value is not finite or too large, the scope is unknown or does not
+    allow a target, or no model call precedes a reward that needs one."""
     row = Reward(float(value), storable_text(str(name)), as_scope(scope), target, SOURCE)
     if not math.isfinite(row.value):
         raise ValueError(f"a reward must be a finite number, not {row.value}")
@@ -56,6 +58,10 @@ def reward(
                 " the call, or with scope='rollout'"
             )
         row = replace(row, target=f"{PENDING}{calls}")
+    try:
+        check_reward(row, "the agent")
+    except Invalid as error:
+        raise ValueError(str(error)) from None
     log.rewards.append(row)
 
 
