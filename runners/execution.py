@@ -306,6 +306,12 @@ class AttemptRunner:
             return Failure(kind=ErrorKind.NO_CALL, message=message + hint)
         urls = {str(span.attributes.get("url.full", gateway)) for span in ran.spans}
         called = {url for url in urls if not url.startswith(gateway)}
+        if self.gateway.attempts.unowned:
+            hint = (
+                "; the gateway has refused calls that belong to no rollout, such as those of a"
+                " server that one rollout started for all: let it forward the traceparent header"
+                f" of the request that it serves{hint}"
+            )
         instead = f", but called {', '.join(sorted(called)[:3])}" if called else ""
         message = (
             f"the agent made no model call through the gateway at {gateway}{instead}; let its"
