@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def load_tasks(path: str, root: Path, *, key: str, needs: str = "input") -> list
     if path.startswith("hf:"):
         rows = enumerate(read_rows(path))
         return _checked({f"{path}[{index}]": _hub_task(row) for index, row in rows}, key, needs)
-    found = load_attribute(path, root, key=key)
+    with _placeholder_keys():
+        found = load_attribute(path, root, key=key)
     try:
         items = list(found() if callable(found) else found)
     except Exception as error:
@@ -91,6 +93,19 @@ def load_tasks(path: str, root: Path, *, key: str, needs: str = "input") -> list
             f"{key} = {path!r}: getting its tasks raised {type(error).__name__}: {error}"
         ) from error
     return _checked({f"{path}[{index}]": item for index, item in enumerate(items)}, key, needs)
+
+
+@contextmanager
+def _placeholder_keys() -> Iterator[None]:
+    """Let a file that also has the agent create its model client, which needs a key. Runners import
+    the file again, with the gateway's URL and key."""
+    missing = {"OPENAI_API_KEY", "ANTHROPIC_API_KEY"} - os.environ.keys()
+    os.environ |= dict.fromkeys(missing, "agentrl")
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def _hub_task(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 import datetime
+import os
 import sys
 from pathlib import Path
 
@@ -105,6 +106,18 @@ def test_a_number_of_a_task_file_that_no_store_keeps(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(f'{{"input": 1}}\n{{"input": 2, "answer": [{2**70}]}}\n')
     with pytest.raises(ConfigError, match=r"t\.jsonl:2: task\['answer'\]\[0\] is an integer of"):
         load_tasks("t.jsonl", tmp_path, key="tasks.train")
+
+
+def test_tasks_beside_an_agent_whose_client_needs_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks are imported by processes that have no gateway."""
+    pytest.importorskip("openai")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    source = "from openai import AsyncOpenAI\nclient = AsyncOpenAI()\nrows = [{'input': 'x'}]\n"
+    (tmp_path / "task_and_agent.py").write_text(source)
+    assert load_tasks("task_and_agent.py:rows", tmp_path, key="tasks.train") == [{"input": "x"}]
+    assert "OPENAI_API_KEY" not in os.environ
 
 
 def test_task_function_that_raises(tmp_path: Path) -> None:
