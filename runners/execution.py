@@ -308,11 +308,12 @@ class AttemptRunner:
             message = f"none of the agent's {active.calls} model calls succeeded{why}"
             return Failure(kind=ErrorKind.NO_CALL, message=message + hint)
         if self.gateway.attempts.unowned:
-            hint = (
-                "; the gateway has refused calls that belong to no rollout, such as those of a"
-                " server that one rollout started for all: let it forward the traceparent header"
-                f" of the request that it serves{hint}"
+            message = (
+                "the agent made no model call that belongs to this rollout, and the gateway refused"
+                " some that belong to none, such as those of a server that one rollout started for"
+                " all: let it forward the traceparent header of the request that it serves"
             )
+            return Failure(kind=ErrorKind.NO_CALL, message=message + hint)
         message = self._called_instead(ran) or self._made_no_call("")
         return Failure(kind=ErrorKind.NO_CALL, message=message + hint)
 
