@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.algorithms.diagnostics.why import has_improved
+from agentrl.algorithms.diagnostics.why import not_improved
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
 from agentrl.store.base import Store
@@ -48,8 +48,8 @@ async def print_report(
             console.print(render_trace(trace, longest=400))
     rows = [_times(steps, seconds), await _failures(store, config)]
     rows.append("; ".join(untrained_sentences(steps)))
-    if config.steps and not has_improved(steps):
-        rows.append(f"the run did not improve; agentrl why {config.name}{store_option(config)}")
+    if config.steps and (sentence := not_improved([row.metrics for row in steps], config)):
+        rows.append(f"{sentence}; agentrl why {config.name}{store_option(config)}")
     for row in (*rows, *policies_without_calls(config, steps).values()):
         if row:
             console.print(row, highlight=False, markup=False)
