@@ -227,21 +227,26 @@ def inexact_calls(run: PolicyRun) -> Reason:
 
 
 def missing_rewards(run: PolicyRun) -> Reason:
-    """Only the outcome's: a process reward may be for some roles or calls, or seldom earned."""
+    """Only the outcome's: a process reward may be for some roles or calls, or seldom earned. Groups
+    with too few scored rollouts are in no metric of rewards, so the newest rollouts count too."""
     missing, every = 0.0, 0.0
     for step in run.steps:
         usable = step.get("rollouts/usable", step.get("rollouts", 0.0))
         missing += step.get(f"reward/{run.outcome}/frac_missing", 0.0) * usable
         every += usable
-    if ":" not in run.outcome and missing >= SOME * every > 0:
-        done = (row for row in run.newest if row.state is RolloutState.SUCCEEDED)
-        example = next((row.id for row in done if math.isnan(row.reward(run.outcome))), "")
-        text = f"rewards are missing: {missing:.0f} of {every:.0f} rollouts have no {run.outcome!r}"
-        text += f", for example {example}" if example else ""
-        return Reason(missing / every, text, "verifier.path: return a number by this name")
+    done = [row for row in run.newest if row.state is RolloutState.SUCCEEDED]
+    lost = [row.id for row in done if math.isnan(row.reward(run.outcome))]
+    share, which = max(
+        (missing / max(every, 1.0), f"{missing:.0f} of {every:.0f} rollouts"),
+        (len(lost) / max(len(done), 1), f"{len(lost)} of the last {len(done)} rollouts"),
+    )
+    if ":" not in run.outcome and share >= SOME:
+        text = f"rewards are missing: {which} have no {run.outcome!r}"
+        text += f", for example {lost[0]}" if lost else ""
+        return Reason(share, text, "verifier.path: return a number by this name")
     share = run.share(EMPTY, "rollouts", without="rollouts/failed")
     text = f"{share:.0%} of the rollouts did not fail and could not be trained: they made no call "
-    text += "of the policy, or too few rollouts of their group succeeded"
+    text += "of the policy, or too few rollouts of their group have a reward"
     if any(run.values("calls/refused")):
         share = 0.0  # `inexact_calls` says why
     return Reason(share, text, "agent.path: call the policy; algorithm.min_group: less")

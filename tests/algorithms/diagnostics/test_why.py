@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 from collections.abc import Awaitable, Callable
@@ -23,7 +24,17 @@ from agentrl.errors import NotFound, TrainingError
 from agentrl.runners.gateway import capture
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
-from agentrl.types import EMPTY, ErrorKind, FailureCount, StepCommit
+from agentrl.store.pages import Found
+from agentrl.types import (
+    EMPTY,
+    ErrorKind,
+    FailureCount,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    StepCommit,
+)
 
 Agent = Callable[[str], Awaitable[str]]
 LONG = "and so on " * 400
@@ -182,6 +193,43 @@ def test_the_command_prints_reasons_and_settings(tmp_path: Path) -> None:
     assert isinstance(lost.exception, NotFound)
 
 
+def test_the_command_says_that_a_run_improved(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+
+    async def fill() -> None:
+        config = resolve({"policy": {"model": "m"}}, source="test")
+        async with open_store(url) as store:
+            await store.open_run("r", msgspec.to_builtins(config))
+            for step, score in enumerate((0.2, 0.76)):
+                metrics = {
+                    "eval/sampled": score, "eval/sampled_low": score - 0.1,
+                    "eval/sampled_high": score + 0.1, "eval/score": 0.5,
+                }  # fmt: skip
+                await store.log("r", step, metrics)
+
+    asyncio.run(fill())
+    said = CliRunner().invoke(cli, ["why", "r", "--store", url]).output
+    expected = "held-out 0.500 to 0.500, sampled held-out 0.200 to 0.760, it improved"
+    assert said == f"policy: 0 steps, {expected}\n"
+
+
+@pytest.mark.parametrize(("cursor", "silent"), [("3.7", []), (None, ["planer"])])
+async def test_a_search_that_ran_out_of_time_finds_no_silent_role(
+    cursor: str | None, silent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = {"planner": {"roles": ["planer"], "lora": {"rank": 2}}}
+    config = resolve({"policy": {"model": "m"}, "policies": team}, source="test")
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        await store.open_run("r", msgspec.to_builtins(config))
+
+        async def search(*args: Any, **given: Any) -> Found:
+            return Found([], cursor, 9)
+
+        monkeypatch.setattr(store, "search", search)
+        (found,) = (await why.read(store, "r")).values()
+    assert found.silent == silent
+
+
 @pytest.mark.parametrize(
     ("held_out", "named"), [([0.1, 0.2], True), ([0.1, 0.9], False), ([], False)]
 )
@@ -303,6 +351,13 @@ def test_what_success_looks_like_too_is_no_reason_in_a_run_that_improved() -> No
     assert reason.text == "rollouts fail: 50%, as r/1: timeout, late"
 
 
+def rollout(id: str, *rewards: Reward) -> Rollout:
+    return Rollout(
+        id=id, run="r", group="g", index=0, task={}, purpose=Purpose.TRAIN, step=0, attempts=1,
+        state=RolloutState.SUCCEEDED, attempt="a", result="", failure=None, rewards=list(rewards),
+    )  # fmt: skip
+
+
 def test_a_missing_outcome_is_counted_and_shown() -> None:
     steps = [
         {"reward/outcome/frac_missing": share, "rollouts/usable": 8.0, "rollouts": 10.0}
@@ -310,6 +365,15 @@ def test_a_missing_outcome_is_counted_and_shown() -> None:
     ]
     reason, *_ = why.reasons(record(steps))
     assert reason.text == "rewards are missing: 6 of 16 rollouts have no 'outcome'"
+    lost = [
+        rollout("r/1"),
+        rollout("r/2", Reward(value=1.0)),
+        rollout("r/3", Reward(value=math.nan)),
+    ]
+    style = rollout("r/4", Reward(value=1.0, name="style"))
+    reason, *_ = why.reasons(record([{}], newest=[*lost, style]))
+    expected = "rewards are missing: 3 of the last 4 rollouts have no 'outcome', for example r/1"
+    assert (reason.text, reason.share) == (expected, 0.75)
     unused = record([{EMPTY: 8.0, "rollouts": 8.0, "rollouts/failed": 2.0}])
     (reason,) = why.reasons(unused)
     assert "missing" not in reason.text
