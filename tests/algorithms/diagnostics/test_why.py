@@ -25,16 +25,8 @@ from agentrl.runners.gateway import capture
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
 from agentrl.store.pages import Found
-from agentrl.types import (
-    EMPTY,
-    ErrorKind,
-    FailureCount,
-    Purpose,
-    Reward,
-    Rollout,
-    RolloutState,
-    StepCommit,
-)
+from agentrl.types import EMPTY, ErrorKind, FailureCount, Reward, StepCommit
+from tests.factories import rollout
 
 Agent = Callable[[str], Awaitable[str]]
 LONG = "and so on " * 400
@@ -351,13 +343,6 @@ def test_what_success_looks_like_too_is_no_reason_in_a_run_that_improved() -> No
     assert reason.text == "rollouts fail: 50%, as r/1: timeout, late"
 
 
-def rollout(id: str, *rewards: Reward) -> Rollout:
-    return Rollout(
-        id=id, run="r", group="g", index=0, task={}, purpose=Purpose.TRAIN, step=0, attempts=1,
-        state=RolloutState.SUCCEEDED, attempt="a", result="", failure=None, rewards=list(rewards),
-    )  # fmt: skip
-
-
 def test_a_missing_outcome_is_counted_and_shown() -> None:
     steps = [
         {"reward/outcome/frac_missing": share, "rollouts/usable": 8.0, "rollouts": 10.0}
@@ -367,10 +352,10 @@ def test_a_missing_outcome_is_counted_and_shown() -> None:
     assert reason.text == "rewards are missing: 6 of 16 rollouts have no 'outcome'"
     lost = [
         rollout("r/1"),
-        rollout("r/2", Reward(value=1.0)),
-        rollout("r/3", Reward(value=math.nan)),
+        rollout("r/2", rewards=[Reward(value=1.0)]),
+        rollout("r/3", rewards=[Reward(value=math.nan)]),
     ]
-    style = rollout("r/4", Reward(value=1.0, name="style"))
+    style = rollout("r/4", rewards=[Reward(value=1.0, name="style")])
     reason, *_ = why.reasons(record([{}], newest=[*lost, style]))
     expected = "rewards are missing: 3 of the last 4 rollouts have no 'outcome', for example r/1"
     assert (reason.text, reason.share) == (expected, 0.75)
