@@ -46,7 +46,7 @@ async def print_report(
         if trace:
             console.print(f"[bold]{title}[/]")
             console.print(render_trace(trace, longest=400))
-    rows = [_times(steps, seconds), await _failures(store, config)]
+    rows = [_times(config, steps, seconds), await _failures(store, config)]
     rows.append("; ".join(untrained_sentences(steps)))
     if config.steps and (sentence := not_improved([row.metrics for row in steps], config)):
         rows.append(f"{sentence}; agentrl why {config.name}{store_option(config)}")
@@ -269,15 +269,23 @@ def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str,
     return found
 
 
-def _times(steps: list[StepRow], seconds: float) -> str:
+def _times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
     def total(name: str) -> float:
         return sum(row.metrics.get(name, 0.0) for row in steps)
 
-    parts = [f"{p} {total(f'time/{p}'):.0f}" for p in ("build", "rollouts", "update", "eval")]
-    parts += [f"{side} idle {total(f'time/{side}_idle'):.0f}" for side in ("sampler", "learner")]
+    names = {"build": "building the model", "rollouts": "rollouts", "update": "updates"}
+    spent = {word: total(f"time/{name}") for name, word in names.items()}
+    spent["evaluation"] = total("time/eval")
+    spent = {"start-up": max(seconds - sum(spent.values()), 0.0), **spent}
+    parts = [f"{value:.0f} {word}" for word, value in spent.items() if value >= 0.5]
+    if config.algorithm.samples_during_update:  # else one always waits for the other
+        waited = (
+            f"{side} idle {total(f'time/{side}_idle'):.0f}" for side in ("sampler", "learner")
+        )
+        parts += waited
     wasted = total("tokens/wasted")
     end = f"; {wasted:.0f} tokens of cancelled rollouts" if wasted else ""
-    return f"{seconds:.0f} s in all: {', '.join(parts)}{end}"
+    return f"{seconds:.0f} s: {', '.join(parts)}{end}"
 
 
 def win_rate_table(steps: Sequence[StepRow]) -> Table | None:
