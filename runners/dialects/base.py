@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +31,15 @@ class ConversationMemory:
     answers: dict[str, list[Body]] = field(default_factory=dict)
     """Response id -> the conversation up to and including that response, as chat messages."""
 
+    items: dict[str, Body] = field(default_factory=dict)
+    """Item id -> the output item of a response, which a later request may only refer to."""
+
     arguments: dict[str, str] = field(default_factory=dict)
     """Tool call id -> its arguments, byte for byte as the model wrote them."""
+
+    def has_any(self, ids: Iterable[str]) -> bool:
+        """Whether any of the ids is one of a response or of an item of it."""
+        return any(id in self.answers or id in self.items for id in ids)
 
     def remember(self, answer: Json) -> None:
         """Store the arguments of the tool calls in an assistant message."""
@@ -257,6 +264,13 @@ def unseal(given: Json) -> str:
         return b64decode(given.removeprefix(SEALED), validate=True).decode()
     except ValueError:
         return ""
+
+
+def thought_of(shown: str, sealed: Json) -> str:
+    """Return reasoning that the agent sent back as `shown`: as the model wrote it, which is in
+    `sealed`, unless the agent changed more than the white space around it."""
+    written = unseal(sealed)
+    return written if written and shown.strip() in ("", written.strip()) else shown
 
 
 def error(status: int, code: str, message: str) -> Body:

@@ -127,7 +127,7 @@ def read_request(
         why = f"{stream!r:.80} is neither true nor false"
         raise UntranslatableError("stream", why, code="invalid_type")
     logprobs, messages, prompt = (value(fields, k) for k in ("logprobs", "messages", "prompt"))
-    if translation is None and memory.restore(messages):
+    if memory.restore(messages):  # in place, if translated
         fields["messages"] = messages
     if "messages" not in fields and isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
