@@ -236,28 +236,39 @@ class Upstream:
             async with self.session.post(
                 url, data=data, headers=sent, allow_redirects=False
             ) as answer:
-                status = answer.status
-                if 300 <= status < 400 or status in (401, 403):
-                    raise UpstreamError(
-                        f"the endpoint {route.policy!r} at {url} answered {status}; correct its"
-                        " base_url or its API key",
-                        final=True,
-                    )
-                if status == 429 or status >= 500:
-                    words, after = await read(answer), answer.headers.get("retry-after", "")
-                    said = words[:500].decode(errors="replace")
-                    raise UpstreamError(
-                        f"the policy server at {url} answered {status}: {said}",
-                        status=status,
-                        body=words,
-                        retry_after=float(after) if after.isdecimal() else 0.0,
-                        transient=status in TRANSIENT,
-                    )
+                if is_failure(answer.status):
+                    after = answer.headers.get("retry-after", "")
+                    raise failure(route, url, answer.status, await read(answer), after)
                 yield answer
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UpstreamError(
                 f"the policy server at {url} is unreachable ({type(error).__name__}: {error})"
             ) from error
+
+
+def is_failure(status: int) -> bool:
+    """Whether a status other than 200 is not the agent's fault."""
+    return 300 <= status < 400 or status in (401, 403, 429) or status >= 500
+
+
+def failure(
+    route: Route, url: str, status: int, words: bytes, retry_after: str = ""
+) -> UpstreamError:
+    """Build the error for a response with the status of a failure, and the body `words`."""
+    if status < 400 or status in (401, 403):
+        return UpstreamError(
+            f"the endpoint {route.policy!r} at {url} answered {status}; correct its"
+            " base_url or its API key",
+            final=True,
+        )
+    said = words[:500].decode(errors="replace")
+    return UpstreamError(
+        f"the policy server at {url} answered {status}: {said}",
+        status=status,
+        body=words,
+        retry_after=float(retry_after) if retry_after.isdecimal() else 0.0,
+        transient=status in TRANSIENT,
+    )
 
 
 async def read(answer: aiohttp.ClientResponse) -> bytes:
