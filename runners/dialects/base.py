@@ -227,7 +227,7 @@ def typed() -> Iterator[None]:
     """Refuse the request if the code inside fails on a field of the wrong type."""
     try:
         yield
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         why = f"a field is not of its type ({error})"
         raise UntranslatableError("request", why, code="invalid_type") from None
 

@@ -141,6 +141,8 @@ def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body
         return [_assistant(blocks, f"{where}.content", memory)]
     if role == "system":
         return _system(blocks)
+    if not blocks:
+        raise UntranslatableError(f"{where}.content", "must not be empty; leave the message out")
     turns: list[Body] = []
     for index, block in enumerate(blocks):
         here = f"{where}.content[{index}]"
@@ -161,7 +163,10 @@ def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body
 
 
 def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Body:
-    turn: Body = {"role": "assistant", "content": None}
+    turn: Body = {
+        "role": "assistant",
+        "content": None if blocks else "",
+    }  # a policy may say nothing
     for index, block in enumerate(blocks):
         here, kind = f"{where}[{index}]", block.get("type")
         if kind == "text":

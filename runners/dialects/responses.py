@@ -124,7 +124,7 @@ def _tool_choice(choice: Json) -> Json:
 
 def _format(options: Body) -> Body:
     chat = {"verbosity": options["verbosity"]} if options.get("verbosity") else {}
-    wanted = dict(options.get("format") or {"type": "text"})
+    wanted = {**(options.get("format") or {"type": "text"})}
     kind = wanted.pop("type", None)
     if kind != "text":
         settings = {kind: wanted} if kind == "json_schema" else wanted

@@ -12,6 +12,7 @@ import io
 import logging
 import random
 import time
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -274,7 +275,7 @@ def failure(
 async def read(answer: aiohttp.ClientResponse) -> bytes:
     """Read the body of a response. Raises UpstreamError if it is too large."""
     parts = [part async for part in _limited(answer, LARGEST_ANSWER)]
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return (parts[0] if len(parts) == 1 else b"".join(parts)).removeprefix(BOM_UTF8)
 
 
 async def _limited(answer: aiohttp.ClientResponse, limit: int) -> AsyncIterator[bytes]:
@@ -319,10 +320,12 @@ def stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Split a stream into server-sent events, each with its closing blank line.
+    """Split a stream into server-sent events, each with its closing blank line, without the byte
+    order mark before the first.
 
     Raises UpstreamError for an event that is too large."""
     rest, pending = b"", b""  # pending: a "\r" that may belong to a "\r\n"
+    mark = BOM_UTF8
     async for chunk in chunks:
         if pending or b"\r" in chunk:
             chunk = pending + chunk
@@ -333,6 +336,7 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         if len(rest) > LARGEST_ANSWER:
             raise _too_large("a policy server sent an event", LARGEST_ANSWER)
         for event in whole:
-            yield event + b"\n\n"
+            yield event.removeprefix(mark) + b"\n\n"
+            mark = b""
     if rest.strip():
-        yield rest + pending
+        yield rest.removeprefix(mark) + pending

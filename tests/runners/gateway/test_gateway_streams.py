@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from aiohttp import web
 
 from agentrl.config import UpstreamConfig
 from agentrl.runners.gateway.server import Gateway
+from tests.runners.conftest import ids
 from tests.runners.dialects.test_tool_calls import STREAMS
 
 USER = {"role": "user", "content": "hello"}
@@ -281,3 +283,25 @@ async def test_an_echo_is_inexact(bench: Any, gateway: Any, first: float | None)
     assert answer.json()["choices"][0]["logprobs"]["token_logprobs"] == [first, -1.0]
     (row,) = await rows(bench, active)
     assert (row.exact, len(row.logprobs)) == (False, 0)
+
+
+@pytest.mark.parametrize("api", ASKED)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_byte_order_mark_is_no_part_of_a_body(
+    bench: Any, gateway: Any, api: str, stream: bool
+) -> None:
+    async def whole(request: web.Request, body: Any) -> web.Response:
+        raw = BOM_UTF8 + json.dumps(bench.model.whole(body, request.path)).encode()
+        return web.Response(body=raw, content_type="application/json")
+
+    active = gateway.register(await bench.attempt())
+    events = [chunk({"content": "echo hello"}, token_ids=ids("echo hello")), chunk({}, "stop")]
+    bench.model.then(sends(*events, before=BOM_UTF8) if stream else whole)
+    body = BOM_UTF8 + json.dumps({"model": "m", "stream": stream} | ASKED[api]).encode()
+    async with httpx.AsyncClient(base_url=gateway.base_url) as http:
+        answer = await http.post(f"/{api}", content=body, headers={"x-api-key": active.key})
+    assert answer.status_code == 200
+    assert BOM_UTF8 not in answer.content
+    (row,) = await rows(bench, active)
+    assert (row.answer["content"], len(row.completion)) == ("echo hello", 10 + stream)
+    assert len(bench.model.requests) == 1
