@@ -16,6 +16,7 @@ import msgspec
 
 from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
 from agentrl.runners.dialects.base import TEXT, ConversationMemory, typed
+from agentrl.runners.gateway.processors import processors
 from agentrl.runners.gateway.routing import Route
 from agentrl.types import Json, Sampling, Transition, float32, int32
 
@@ -70,6 +71,11 @@ class ModelRequest:
     def left_out(self) -> list[str]:
         """Options of the request that have no effect."""
         return [] if self.translation is None else self.translation.left_out
+
+    @property
+    def processors(self) -> dict[str, str]:
+        """Options that change the distribution, see `Transition.processors`."""
+        return processors(self.fields, self.tools)
 
     def encode(
         self, route: Route, defaults: Sampling, *, capture: bool, room: int | None = None

@@ -243,6 +243,12 @@ class CallHandler:
         return room
 
     def _warn_of_sampling(self, route: Route, defaults: Sampling) -> None:
+        if found := self._request.processors:
+            self._upstream.warn_once(
+                f"policy {route.policy}: calls with {', '.join(found)} are not sampled from the"
+                " policy's own distribution; the learner scores their tokens itself, as if they"
+                " were (calls/processed)"
+            )
         used, names = self._sampling, ("temperature", "top_p", "top_k", "max_tokens")
         wanted = ((name, getattr(defaults, name)) for name in names)
         other = [name for name, value in wanted if value not in (None, getattr(used, name))]
@@ -358,6 +364,7 @@ class CallHandler:
         known |= {"started": self._started, "seconds": seconds, "sampling": self._sampling}
         known["version"] = int(version) if version.isdecimal() else route.version
         known |= {"messages": call.messages, "tools": call.tools, "left_out": call.left_out}
+        known["processors"] = call.processors
         choices = [choice for _, choice in sorted(answer.choices.items())]
         return [choice.transition(**self._identity(), **known) for choice in choices]
 
