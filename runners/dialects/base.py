@@ -266,6 +266,20 @@ def error(status: int, code: str, message: str) -> Body:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
+def translate_error(dialect: Dialect, status: int, body: bytes) -> bytes:
+    """Return a policy server's error body for the agent: unchanged if both use the same API, else
+    its message in the agent's format."""
+    try:
+        error = msgspec.json.decode(body, type=dict[str, dict[str, msgspec.Raw]])["error"]
+        message = msgspec.json.decode(error["message"], type=str)
+    except (LookupError, RecursionError, ValueError):
+        message = body[:2000].decode(errors="replace")
+    else:
+        if dialect.translate is None:
+            return body
+    return msgspec.json.encode(dialect.error(status, "upstream_refused", message))
+
+
 # The APIs that policy servers implement themselves.
 CHAT = Dialect("chat/completions", "chat/completions", error)
 TEXT = Dialect("completions", "completions", error)

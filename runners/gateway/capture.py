@@ -16,7 +16,7 @@ import msgspec
 
 from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
 from agentrl.runners.dialects.base import TEXT, ConversationMemory, typed
-from agentrl.runners.gateway.processors import processors
+from agentrl.runners.gateway.learnable import processors
 from agentrl.runners.gateway.routing import Route
 from agentrl.types import Json, Sampling, Transition, float32, int32
 

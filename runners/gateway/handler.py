@@ -23,10 +23,11 @@ from agentrl import threads
 from agentrl.errors import StoreError
 from agentrl.http_server import read_body
 from agentrl.runners.dialects import Dialect
-from agentrl.runners.dialects.base import CHAT, data_event
+from agentrl.runners.dialects.base import CHAT, data_event, translate_error
 from agentrl.runners.gateway import replay
 from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
 from agentrl.runners.gateway.capture import ModelRequest, ModelResponse, read_chunk, read_request
+from agentrl.runners.gateway.learnable import why_not_text
 from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
 from agentrl.runners.gateway.replay import CUT, RECORD
 from agentrl.runners.gateway.role_rules import role_of_request
@@ -192,6 +193,11 @@ class CallHandler:
         call = self._request
         if route.text is not None:
             return await self._send_recorded(route, replay.fixed_answer(route.text, call))
+        if not (route.frozen or self._is_untrained_side(route)):
+            role = self._caller.role_of(call.model)
+            if why := why_not_text(call.fields, call.messages, route.policy, role):
+                self._active.failures[self._call.number] = why  # even if the agent ignores it
+                raise RefusedError(400, "not_text", why)
         defaults, headers = self._active.attempt.rollout.sampling, self._http_request.headers
         if self._dialect.api == CHAT.api:
             sent = await self._upstream.adapt(route, call.messages)
@@ -221,6 +227,12 @@ class CallHandler:
             if call.stream:
                 return await self._stream(route, stream(reply), reply.headers)
             return await self._whole(route, await read(reply), reply.headers)
+
+    def _is_untrained_side(self, route: Route) -> bool:
+        """Whether the call has the role of calls outside the agent's work, and is not trained."""
+        role, seats = self._caller.role_of(self._request.model), self._active.seats
+        mapped = self._upstream.router.policy_of_role(role, seats) is not None
+        return role == SIDE and not (mapped or route.frozen)
 
     async def _find_room(self, route: Route, call: ModelRequest) -> int:
         """Return the number of tokens that fit after the prompt if the call asks for more, else 0.
@@ -357,8 +369,7 @@ class CallHandler:
     def _transitions(self, answer: ModelResponse, route: Route, version: str) -> list[Transition]:
         call, seconds = self._request, time.monotonic() - self._sent_at
         role, policy = self._caller.role_of(call.model), route.policy
-        mapped = self._upstream.router.policy_of_role(role, self._active.seats) is not None
-        if role == SIDE and not (mapped or route.frozen):
+        if self._is_untrained_side(route):
             policy = f"{policy}@{SIDE}"  # excludes the call from training
         known: dict[str, Any] = {"role": role, "policy": policy}
         known |= {"started": self._started, "seconds": seconds, "sampling": self._sampling}
@@ -381,17 +392,3 @@ def _parsing(route: Route, raw: bytes) -> Iterator[None]:
 
 def _malformed(route: Route, what: str) -> UpstreamError:
     return UpstreamError(f"the policy server at {route.base_url} sent {what}", transient=False)
-
-
-def translate_error(dialect: Dialect, status: int, body: bytes) -> bytes:
-    """Return a policy server's error body for the agent: unchanged if both use the same API, else
-    its message in the agent's format."""
-    try:
-        error = msgspec.json.decode(body, type=dict[str, dict[str, msgspec.Raw]])["error"]
-        message = msgspec.json.decode(error["message"], type=str)
-    except MALFORMED:
-        message = body[:2000].decode(errors="replace")
-    else:
-        if dialect.translate is None:
-            return body
-    return msgspec.json.encode(dialect.error(status, "upstream_refused", message))

@@ -1,4 +1,8 @@
-"""Finds the options of a request that make the sampled distribution another than the policy's.
+"""What a learner cannot compute of a request: parts that are not text, and other distributions.
+
+A text model is trained. Instead of an image it would see placeholder tokens, and two prompts with
+other images but the same placeholders would be equal, so such a call is refused unless it goes to a
+model that is not trained.
 
 A learner computes log-probs at a temperature. Penalties, biases, grammars and forced tool calls are
 logits processors: under them, a server's log-probs are not the policy's, or those of no
@@ -18,6 +22,7 @@ import msgspec
 
 from agentrl.types import Json
 
+TEXTS = {"text", "input_text", "output_text", "refusal", "thinking", "reasoning"}  # types of parts
 LONGEST = 200  # characters of a value that is recorded
 
 PLAIN = {"model", "messages", "prompt", "suffix", "tools", "functions", "documents", "echo", "n"}
@@ -70,3 +75,39 @@ def _is_neutral(name: str, text: bytes) -> bool:
     except (msgspec.DecodeError, RecursionError):  # too large a number, or too deep
         return False
     return value in (None, "", [], {}) or value is False or value in NEUTRAL.get(name, ())
+
+
+def why_not_text(
+    fields: Mapping[str, Json], messages: Sequence[Mapping[str, Json]], policy: str, role: str
+) -> str:
+    """Explain why `policy` cannot be trained on a prompt; empty if it is text."""
+    found = "prompt_embeds" if fields.get("prompt_embeds") else _not_text(messages)
+    if not found:
+        return ""
+    return (
+        f"the policy {policy!r} is trained on text, and this call has {found}, which training would"
+        f" not see: describe it in words, or map the role {role!r} in [roles] to an endpoint of"
+        " [upstreams], which is not trained"
+    )
+
+
+def _not_text(messages: Sequence[Mapping[str, Json]]) -> str:
+    """Describe the first part of chat messages that is not text, such as an image; empty if all
+    are."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content or ""]
+        for index, part in enumerate(parts):
+            kind = "text" if isinstance(part, str) else _kind(part)
+            if kind not in TEXTS:
+                return f"{kind or 'a part without a type'} in messages[{number}].content[{index}]"
+        if message.get("audio"):
+            return f"audio in messages[{number}]"
+    return ""
+
+
+def _kind(part: Json) -> str:
+    """Return the type of a part; vLLM takes it from the other fields if it is missing."""
+    found = part if isinstance(part, dict) else {}
+    untyped = sorted(found.keys() - {"type", "uuid"}, key=lambda name: name in TEXTS)
+    return str(found.get("type") or next(iter(untyped), ""))
