@@ -198,6 +198,7 @@ class CallHandler:
             if why := why_not_text(call.fields, call.messages, route.policy, role):
                 self._active.failures[self._call.number] = why  # even if the agent ignores it
                 raise RefusedError(400, "not_text", why)
+            self._upstream.warn_of_name(route, self._caller, call.model)
         defaults, headers = self._active.attempt.rollout.sampling, self._http_request.headers
         if self._dialect.api == CHAT.api:
             sent = await self._upstream.adapt(route, call.messages)

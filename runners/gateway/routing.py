@@ -143,6 +143,13 @@ class Router:
             return None
         return Route(policy.policy, policy.version, policy.base_url, policy.model, self._key)
 
+    def is_chosen(self, model: str, role: str, seats: Seats) -> bool:
+        """Whether a call asks for the policy that answers it, by its role or its model's name: as
+        a policy, a role or the served model. A call without a model's name asks for any."""
+        names = {policy.model for policy in self.policies.values()}
+        names |= {"", role, self.default, *self.policies, *self.several}
+        return model in names or self.policy_of_role(role, seats) is not None
+
     def policy_of_role(self, role: str, seats: Seats) -> str | None:
         """Return the policy or endpoint of a role; None if neither seats nor run file map it."""
         return seats.get(role) or self.roles.get(role)

@@ -103,6 +103,18 @@ class Upstream:
             self._warned.add(message)
             log.warning(message, *args)
 
+    def warn_of_name(self, route: Route, caller: CallOrigin, model: str) -> None:
+        """Say once that a policy answers for a model that the run file does not name."""
+        role = caller.role_of(model)
+        if not self.router.is_chosen(model, role, caller.attempt.seats):
+            self.warn_once(
+                f"the policy {route.policy!r} answers for the model {model!r:.80}, which neither a"
+                " policy nor an endpoint has as its name, and is trained on these calls. If they"
+                " are not the agent's own work, but a judge's or a simulated user's, add their"
+                f" model as [upstreams.{msgspec.json.encode(model[:80]).decode()}], or map their"
+                f" role, now {role!r}, to an endpoint of [upstreams] in [roles]"
+            )
+
     def gives_token_ids(self, route: Route) -> bool | None:
         """Whether the server returns token ids; None if unknown."""
         if route.base_url in self._give_token_ids:
