@@ -223,7 +223,8 @@ def _fill_sampling(body: Fields, defaults: Sampling | None, index: int) -> Sampl
 def _number(given: Json, kind: type, default: Any) -> Any:
     if isinstance(given, bool) or not isinstance(given, int | kind):
         return default
-    return kind(given) if abs(given) < 2**63 else default
+    wide = isinstance(given, int) and given.bit_length() > 63
+    return default if wide else kind(given)
 
 
 @dataclass(slots=True)
