@@ -22,6 +22,7 @@ from urllib.parse import unquote, unquote_plus
 
 from aiohttp import web
 
+from agentrl.access import bearer, given_key
 from agentrl.config import RoleRule
 from agentrl.runners.dialects.base import ConversationMemory
 from agentrl.runners.gateway.replay import Recording
@@ -227,10 +228,8 @@ class AttemptRegistry:
         self, headers: Mapping[str, str], path: Mapping[str, str], trace: str
     ) -> ActiveAttempt:
         """Return the attempt of a request."""
-        key = headers.get("x-api-key") or headers.get("x-goog-api-key")
         # An OpenTelemetry client may send its environment's header still percent-encoded.
-        key = key or unquote(headers.get("authorization", "")).removeprefix("Bearer ")
-        key = key.strip()
+        key = bearer(unquote(given_key(headers)))
         if key in self._keys:
             active = self._keys[key]
             stranger = trace != active.id and (trace in self._active or trace in self._ended)

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from agentrl.access import read_key
+from agentrl.access import read_sent_key
 from agentrl.config import UpstreamConfig
 from agentrl.errors import StoreError
 from agentrl.store.base import Store
@@ -163,6 +163,6 @@ class Router:
 
 
 def _frozen(name: str, config: UpstreamConfig) -> Route:
-    key = read_key(config.key_env, f"upstreams.{name}.key_env", "the endpoint's")
+    key = read_sent_key(config.key_env, f"upstreams.{name}.key_env", "the endpoint's")
     url = config.base_url.rstrip("/")
     return Route(name, None, url, config.model, key, frozen=True, text=config.text)

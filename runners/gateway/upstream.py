@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
+from agentrl.access import KEY_HEADERS
 from agentrl.runners.gateway.attribution import CallOrigin, ModelCall, RefusedError
 from agentrl.runners.gateway.capture import Fields, value
 from agentrl.runners.gateway.prompt_rule import Messages, PromptRule, find_rule, is_plain
@@ -43,7 +44,7 @@ RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked for token ids 
 HOP_BY_HOP = {"accept-encoding", "authorization", "connection", "content-length"}
 HOP_BY_HOP |= {"content-encoding", "date", "host", "keep-alive", "proxy-authorization", "server"}
 HOP_BY_HOP |= {"te", "trailer", "transfer-encoding", "upgrade"}
-HOP_BY_HOP |= {"x-api-key", "x-goog-api-key", "x-policy-version"}
+HOP_BY_HOP |= {*KEY_HEADERS, "x-policy-version"}
 # Sent to trained policies only; a frozen endpoint may belong to a third party.
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
 # Fields that determine the prompt, as /tokenize has them; see `_rendered` for the others.

@@ -52,6 +52,12 @@ async def test_its_own_key_opens_a_sealed_attempt(
     for path, headers in (
         (f"/v1/{api}", bearer(sealed.key)),
         (f"/v1/{api}", {"x-api-key": sealed.key}),
+        (f"/v1/{api}", {"api-key": sealed.key}),
+        (f"/v1/{api}", {"X-Goog-Api-Key": sealed.key}),
+        (f"/v1/{api}", {"authorization": f"bearer {sealed.key}"}),
+        (f"/v1/{api}", {"authorization": f"BEARER   {sealed.key}"}),
+        (f"/v1/{api}", {"authorization": f"Bearer%20{sealed.key}"}),
+        (f"/v1/{api}", {"authorization": sealed.key}),
         (f"/a/{sealed.id}/critic/v1/{api}", bearer(sealed.key)),
         (f"/v1/{api}", bearer(sealed.key) | parent(sealed.id)),
         (f"/v1/{api}", bearer(sealed.key) | parent("ab" * 16)),  # a trace of its own
@@ -186,4 +192,42 @@ def test_a_frozen_endpoint_without_its_key_is_a_config_error(
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     judge = UpstreamConfig(base_url="http://x/v1", key_env="JUDGE_KEY")
     with pytest.raises(ConfigError, match=r"upstreams\.judge\.key_env.*JUDGE_KEY"):
+        Gateway(bench.store, "test", upstreams={"judge": judge})
+
+
+async def test_a_key_from_a_file_is_sent_without_its_newline(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentrl.config import UpstreamConfig
+
+    monkeypatch.setenv("JUDGE_KEY", "sk-judge\r\n")
+    judge = UpstreamConfig(base_url=bench.model.base_url, key_env="JUDGE_KEY")
+    gateway = Gateway(bench.store, "test", upstreams={"judge": judge})
+    gateway.start()
+    try:
+        active = gateway.register(await bench.attempt())
+        async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as client:
+            headers = {"api-key": active.key}
+            answer = await client.post(
+                "/chat/completions", json=BODY | {"model": "judge"}, headers=headers
+            )
+        assert answer.status_code == 200
+    finally:
+        await asyncio.to_thread(gateway.close)
+    (sent,) = bench.model.headers
+    assert sent["authorization"] == "Bearer sk-judge"
+    assert active.key not in str(sent)
+
+
+@pytest.mark.parametrize("key", ["sk-a\nsk-b", "sk-\u00e9", "sk\x1ba"])
+def test_a_key_that_no_header_may_have_is_a_config_error(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    from agentrl.config import UpstreamConfig
+
+    monkeypatch.setenv("JUDGE_KEY", key)
+    judge = UpstreamConfig(base_url="http://x/v1", key_env="JUDGE_KEY")
+    with pytest.raises(
+        ConfigError, match=r"upstreams\.judge\.key_env: JUDGE_KEY has several lines"
+    ):
         Gateway(bench.store, "test", upstreams={"judge": judge})
