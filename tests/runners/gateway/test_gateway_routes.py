@@ -523,7 +523,8 @@ async def test_a_policy_that_answers_for_another_model_says_so_once(
     active = bench.gateway.register(await bench.attempt())
     active.roles = {"planner"}
     for name in (asked, "policy", "tiny", "planner", "", asked, "other"):
-        assert (await ask(bench.gateway, active, model=name)).status_code == 200
+        for role in ("", "critic"):
+            assert (await ask(bench.gateway, active, role, name)).status_code == 200
     said = [line for line in caplog.messages if "is trained on these calls" in line]
     assert len(said) == 2
     assert f"answers for the model {asked!r}" in said[0]
