@@ -24,7 +24,7 @@ from agentrl.errors import StoreError
 from agentrl.http_server import read_body
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.base import CHAT, data_event, translate_error
-from agentrl.runners.gateway import replay
+from agentrl.runners.gateway import notices, replay
 from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
 from agentrl.runners.gateway.capture import ModelRequest, ModelResponse, read_chunk, read_request
 from agentrl.runners.gateway.learnable import why_not_text
@@ -198,7 +198,7 @@ class CallHandler:
             if why := why_not_text(call.fields, call.messages, route.policy, role):
                 self._active.failures[self._call.number] = why  # even if the agent ignores it
                 raise RefusedError(400, "not_text", why)
-            self._upstream.warn_of_name(route, self._caller, call.model)
+            notices.warn_of_name(self._upstream, route, self._caller, call.model)
         defaults, headers = self._active.attempt.rollout.sampling, self._http_request.headers
         if self._dialect.api == CHAT.api:
             sent = await self._upstream.adapt(route, call.messages)
@@ -210,7 +210,9 @@ class CallHandler:
             self._room = await self._find_room(route, call)
             body, self._sampling = call.encode(route, defaults, capture=capture, room=self._room)
         if not route.frozen:
-            self._warn_of_sampling(route, defaults)
+            notices.warn_of_processors(self._upstream, route, call.processors)
+            if not self._room:
+                notices.warn_of_sampling(self._upstream, route, self._sampling, defaults)
         async with self._upstream.post(route, self._dialect.api, body, headers) as reply:
             if reply.status == 400 and self._room is None and not route.frozen:
                 self._room = await self._find_room(route, call)
@@ -254,23 +256,6 @@ class CallHandler:
             *(route.policy, room, asked),
         )
         return room
-
-    def _warn_of_sampling(self, route: Route, defaults: Sampling) -> None:
-        if found := self._request.processors:
-            self._upstream.warn_once(
-                f"policy {route.policy}: calls with {', '.join(found)} are not sampled from the"
-                " policy's own distribution; the learner scores their tokens itself, as if they"
-                " were (calls/processed)"
-            )
-        used, names = self._sampling, ("temperature", "top_p", "top_k", "max_tokens")
-        wanted = ((name, getattr(defaults, name)) for name in names)
-        other = [name for name, value in wanted if value not in (None, getattr(used, name))]
-        if other and not self._room:
-            self._upstream.warn_once(
-                "policy %s: the agent overrules the run file's sampling with %s; sampling.force ="
-                " true would keep the run file's temperature, top_p and top_k",
-                *(route.policy, ", ".join(f"{name} = {getattr(used, name)}" for name in other)),
-            )
 
     async def _whole(
         self, route: Route, raw: bytes, headers: Mapping[str, str]

@@ -144,10 +144,10 @@ class Router:
         return Route(policy.policy, policy.version, policy.base_url, policy.model, self._key)
 
     def is_chosen(self, model: str, role: str, seats: Seats) -> bool:
-        """Whether a call asks for the policy that answers it, by its role or its model's name: as
-        a policy, a role or the served model. A call without a model's name asks for any."""
+        """Whether a call asks for the policy that answers it, by its role or its model's name. A
+        call without a model's name asks for any."""
         names = {policy.model for policy in self.policies.values()}
-        names |= {"", role, self.default, *self.policies, *self.several}
+        names |= {"", self.default, *self.policies, *self.several}
         return model in names or self.policy_of_role(role, seats) is not None
 
     def policy_of_role(self, role: str, seats: Seats) -> str | None:

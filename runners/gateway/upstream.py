@@ -109,20 +109,6 @@ class Upstream:
             self._warned.add(message)
             log.warning(message, *args)
 
-    def warn_of_name(self, route: Route, caller: CallOrigin, model: str) -> None:
-        """Say once that a policy answers for a model that the run file does not name."""
-        role, name = caller.role_of(model), repr(model[:80]).replace("%", "%%")
-        if not self.router.is_chosen(model, role, caller.attempt.seats):
-            table = msgspec.json.encode(model[:80]).decode().replace("%", "%%")
-            self.warn_once(
-                f"the policy %r answers for the model {name}, which neither a policy nor an"
-                " endpoint has as its name, and is trained on these calls. If they are not the"
-                " agent's own work, but a judge's or a simulated user's, add their model as"
-                f" [upstreams.{table}], or map their role, now %r, to an endpoint of [upstreams]"
-                " in [roles]",
-                *(route.policy, role),
-            )
-
     def gives_token_ids(self, route: Route) -> bool | None:
         """Whether the server returns token ids; None if unknown."""
         if route.base_url in self._give_token_ids:
