@@ -72,6 +72,8 @@ class ActiveAttempt:
     roles: Collection[str] = ()  # roles named by the run file, a seat or a prompt
     rules: Sequence[RoleRule] = ()  # for calls that do not state their role
     recording: Recording | None = None  # calls of another rollout to replay
+    # Responses whose agent disconnected while they were stored, by hash of the request and role.
+    unread: dict[tuple[int, str], list[Transition]] = field(default_factory=dict)
     place: AgentPlace | None = None
     tokens: int = 0  # sampled so far
     most_calls: int = 0  # 0: no limit

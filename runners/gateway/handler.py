@@ -91,6 +91,7 @@ class CallHandler:
         except asyncio.CancelledError:  # the agent disconnected, or the attempt has ended
             self._record_silence()
             await self._store_shown()
+            self._keep_unread()
             raise
         except DisconnectedError:
             await self._store_shown()
@@ -133,6 +134,11 @@ class CallHandler:
         """Answer from the record if a branch replays the call, else from the policy."""
         active, call = self._active, self._request
         role = self._caller.role_of(call.model)
+        if unread := active.unread.pop((self._call.key, role), None):
+            self._rows = unread
+            answer = await self._send_recorded(RECORD, unread)
+            active.call_succeeded(self._call)
+            return answer
         recorded = active.recording.take(call, role) if active.recording else []
         if not recorded:
             return await self._upstream.retry(
@@ -162,6 +168,13 @@ class CallHandler:
             return await self._stream(route, replay.stream(rows, self._request), headers)
         headers = {"content-type": "application/json"}
         return await self._whole(route, replay.whole(rows, self._request), headers)
+
+    def _keep_unread(self) -> None:
+        """Keep a response that may have been stored, and of which the agent has read nothing, for
+        the retry: otherwise both would be trained, and the agent has acted on the second only."""
+        active = self._active
+        if self._response is None and self._rows and active.record is None:
+            active.unread[self._call.key, self._rows[0].role] = self._rows
 
     def _record_silence(self) -> None:
         """Mark the call as failed if the model was silent for most of the attempt's time: then the
