@@ -170,10 +170,8 @@ class Transition(Record, frozen=True):
     `prompt` [P] and `completion` [C] are int32 token ids, `logprobs` [C] the sampler's float32
     log-probs at `sampling.temperature`. `exact` is false if the upstream returned no token ids.
     `messages` and `tools` are those of the agent's request, `answer` is the chat message that it
-    received, and `left_out` has the options of the request that had no effect. `processors` has
-    those that made the sampled distribution another than the policy's at `sampling`, such as
-    `{"min_p": "0.1"}`, with the beginning of their JSON. A call that `repeats` another was answered
-    from the store, not by the policy: it is context only.
+    received, and `left_out` has the options of the request that had no effect. A call that
+    `repeats` another was answered from the store, not by the policy: it is context only.
 
     `version` is the policy version of the first sampled token. `spans` has (index of its first
     token, version) for each version, such as `[(0, 7), (12, 8)]`; empty if there is only one.
@@ -200,7 +198,7 @@ class Transition(Record, frozen=True):
     repeats: str | None = None  # id of the call of another rollout that it replays
     left_out: list[str] = []  # fields and hosted tools
     spans: list[tuple[int, int]] = []  # in ascending order of versions
-    processors: dict[str, str] = {}  # penalties, grammars and the like
+    processors: dict[str, str] = {}  # options that bend the policy's distribution -> their JSON
 
     @property
     def versions(self) -> str:
