@@ -198,6 +198,7 @@ class Transition(Record, frozen=True):
     repeats: str | None = None  # id of the call of another rollout that it replays
     left_out: list[str] = []  # fields and hosted tools
     spans: list[tuple[int, int]] = []  # in ascending order of versions
+    processors: dict[str, str] = {}  # options that bend the policy's distribution -> their JSON
 
     @property
     def versions(self) -> str:

@@ -85,6 +85,9 @@ def _answer(transition: Transition) -> Text:
         f"   [{transition.role}{by}{versions}, {len(transition.prompt)} +"
         f" {len(transition.completion)} tokens, {transition.finish}]"
     )
+    if transition.processors:
+        told = (f"{name} = {value}" for name, value in transition.processors.items())
+        note += f"\n          processors: {', '.join(told)}"
     if transition.left_out:
         note += f"\n          left out: {', '.join(transition.left_out)}"
     return _message({"role": "assistant"} | (transition.answer or {}), note)

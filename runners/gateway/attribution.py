@@ -22,6 +22,7 @@ from urllib.parse import unquote, unquote_plus
 
 from aiohttp import web
 
+from agentrl.access import bearer, given_key
 from agentrl.config import RoleRule
 from agentrl.runners.dialects.base import ConversationMemory
 from agentrl.runners.gateway.replay import Recording
@@ -71,6 +72,8 @@ class ActiveAttempt:
     roles: Collection[str] = ()  # roles named by the run file, a seat or a prompt
     rules: Sequence[RoleRule] = ()  # for calls that do not state their role
     recording: Recording | None = None  # calls of another rollout to replay
+    # Responses whose agent disconnected while they were stored, by hash of the request and role.
+    unread: dict[tuple[int, str], list[Transition]] = field(default_factory=dict)
     place: AgentPlace | None = None
     tokens: int = 0  # sampled so far
     most_calls: int = 0  # 0: no limit
@@ -228,10 +231,8 @@ class AttemptRegistry:
         self, headers: Mapping[str, str], path: Mapping[str, str], trace: str
     ) -> ActiveAttempt:
         """Return the attempt of a request."""
-        key = headers.get("x-api-key") or headers.get("x-goog-api-key")
         # An OpenTelemetry client may send its environment's header still percent-encoded.
-        key = key or unquote(headers.get("authorization", "")).removeprefix("Bearer ")
-        key = key.strip()
+        key = bearer(unquote(given_key(headers)))
         if key in self._keys:
             active = self._keys[key]
             stranger = trace != active.id and (trace in self._active or trace in self._ended)

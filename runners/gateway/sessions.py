@@ -76,9 +76,7 @@ class Sessions:
     async def attribute(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Find or begin the session of a request, or store feedback."""
         session: OpenSession | None = None
-        given = request.headers
-        own = given.get("x-api-key") or given.get("x-goog-api-key")
-        key = given_key(given.get("authorization"), own)
+        key = given_key(request.headers)
         if not self._access.allows(key):
             return _refusal(401, "the API key is none of those in sessions.key_env")
         try:

@@ -1075,6 +1075,7 @@ async def test_a_conversation_comes_back_exactly(store, kit):
             finish="length",
             repeats="call-x",
             left_out=["metadata", "tools: web_search"],
+            processors={"min_p": "0.1"},
         ),
     ]
     assert await store.add_transitions(calls[:3]) == [True] * 3

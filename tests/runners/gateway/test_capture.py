@@ -80,6 +80,14 @@ def test_what_is_passed_on_keeps_its_bytes() -> None:
     assert b'"big":1' + b"0" * 30 in body
 
 
+def test_a_number_that_python_cannot_read_is_recorded_as_text() -> None:
+    raw = b'{"messages": [{"role": "user", "a": [1e400, -1e400, %s, 2.5, 7]}]}' % (b"3" * 5000)
+    made = read_request(CHAT, raw, ConversationMemory(), 0)
+    assert made.messages[0]["a"] == ["1e400", "-1e400", "3" * 5000, 2.5, 7]
+    body, _ = made.encode(TRAINED, Sampling(), capture=True)
+    assert b"[1e400, -1e400, 333" in body
+
+
 def test_a_frozen_endpoint_is_asked_what_the_agent_asked() -> None:
     defaults = Sampling(temperature=0.5, top_k=4, max_tokens=16, seed=100)
     said = {"model": "gpt", "messages": [{"role": "user", "content": "q"}], "top_p": 0.5}
