@@ -102,8 +102,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Sampling(Record, frozen=True):
-    """Sampling parameters. In a rollout: defaults for parameters that the agent does not set. With
-    `force`, temperature, top_p and top_k replace the agent's own values."""
+    """Sampling parameters. In a rollout: defaults for parameters that the agent does not set."""
 
     temperature: float = 1.0  # 0: greedy; training needs about 1
     top_p: float = 1.0  # nucleus sampling: probability mass of the candidate tokens; train with 1
@@ -356,6 +355,8 @@ class RunState(Record, frozen=True):
     checkpoint: str | None
     config: dict[str, Json]
     created: float = 0.0  # unix seconds
+    owner: str = ""  # last process that held the run, see `agentrl.run_owner`
+    owned_until: float = 0.0  # unix seconds; 0: it has ended
 
     @property
     def identity(self) -> str:

@@ -86,6 +86,7 @@ def _console_level(*, quiet: bool, verbose: bool) -> int:
 @click.option("--seed", type=int, help="Seed of model building, task order and sampling.")
 @click.option("--steps", type=int, help="Training steps.")
 @click.option("--fresh", is_flag=True, help="Delete the outputs of an earlier run of this name.")
+@click.option("--take-over", is_flag=True, help="Stop a live process of this run, and go on here.")
 @click.option(
     "--from",
     "start",
@@ -99,6 +100,7 @@ def train(
     seed: int | None,
     steps: int | None,
     fresh: bool,
+    take_over: bool,
     start: str | None,
     dry_run: bool,
     quiet: bool,
@@ -112,6 +114,8 @@ def train(
     extra = [f"{key}={value}" for key, value in named.items() if value is not None]
     if fresh and start:
         raise click.UsageError("--fresh deletes every checkpoint: remove it or --from")
+    if fresh and take_over:
+        raise click.UsageError("--fresh deletes what a live run writes: stop it, drop --take-over")
     config = load(run_file, [*overrides, *extra])
     if dry_run:
         show_settings(config)
@@ -122,10 +126,10 @@ def train(
         from agentrl.cli.restart import go_back
 
         trainer.check(config)
-        go_back(config, start)
+        go_back(config, start, take_over=take_over)
     for warning in check_at_start(config):
         click.echo(f"WARNING {warning}")
-    trainer.run_training(config, fresh=fresh, level=level)
+    trainer.run_training(config, fresh=fresh, take_over=take_over, level=level)
 
 
 @cli.command("eval")

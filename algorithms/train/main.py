@@ -14,12 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 import aiohttp
-import msgspec
 import torch
 from msgspec.structs import replace
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl import folder_lock
+from agentrl import folder_lock, run_owner
 from agentrl.algorithms.judges.judge import make_judges
 from agentrl.algorithms.prompts.main import search
 from agentrl.algorithms.prompts.schedule import PromptSchedule
@@ -67,7 +66,7 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
         lock = stack.enter_context(folder_lock.shared(Path(config.output)))
         store = await stack.enter_async_context(open_store(config.store))
         # Opened before the policies are built, so runners can load their agents meanwhile.
-        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        state = await run_owner.open_as_child(store, config)
         started = time.monotonic()
         models = load_policies(config)
         if any(model.built for model in models):
@@ -146,7 +145,7 @@ async def _served(
     and announced."""
     _prepare(config.seed)
     async with open_store(config.store) as store:
-        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        state = await run_owner.open_as_child(store, config)
         serving = PolicyServers(config, load_policies(config))
         await serving.start()
         try:
