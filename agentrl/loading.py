@@ -79,8 +79,8 @@ def load_tasks(path: str, root: Path, *, key: str, needs: str = "input") -> list
     if path.endswith(".jsonl"):
         return _checked(_read_jsonl(root / path, key), key, needs)
     if path.startswith("hf:"):
-        rows = enumerate(read_rows(path))
-        return _checked({f"{path}[{index}]": _with_input(row) for index, row in rows}, key, needs)
+        rows = {place: _with_input(row) for place, row in read_rows(path)}
+        return _checked(rows, key, needs)
     found = load_attribute(path, root, key=key)
     try:
         items = list(found() if callable(found) else found)
