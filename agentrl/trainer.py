@@ -107,7 +107,11 @@ class Trainer:
     def fit(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """Train to the end, or resume a stopped run of this name. fresh: start over; take_over: go
         on with a run that is live in another process, which stops."""
-        return run_blocking(self.fit_async(fresh=fresh, take_over=take_over))
+        try:
+            return run_blocking(self.fit_async(fresh=fresh, take_over=take_over))
+        except KeyboardInterrupt:  # with tracebacks of the event loop, which tell nothing
+            text = "stopped; fit(), without fresh, continues after the last committed step"
+            raise KeyboardInterrupt(text) from None
 
     async def fit_async(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """`fit` for an event loop. If it is cancelled, it stops its processes."""
@@ -186,8 +190,7 @@ def hide_secrets(config: RunConfig) -> RunConfig:
 def clear(config: RunConfig) -> None:
     """Delete the outputs of an earlier run of this name, and nothing else in its folder.
 
-    Raises ConfigError while that run is live. A process without an owner or a lock is fenced: the
-    store refuses its next commit."""
+    Raises ConfigError while that run is live; a process without owner and lock is fenced."""
     output = Path(config.output)
     if not has_own_store(config):
         raise ConfigError(
@@ -196,8 +199,7 @@ def clear(config: RunConfig) -> None:
         )
     if not output.is_dir():
         return
-    cure = "stop it before --fresh deletes its files, or choose another name"
-    run_blocking(run_owner.check_free(config, cure=cure))
+    run_blocking(run_owner.check_free(config, cure="stop it before --fresh deletes its files"))
     with folder_lock.exclusive(output):
         with contextlib.suppress(StoreError):  # no store, or one of another version
             run_blocking(_fence(config))

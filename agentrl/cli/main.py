@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from agentrl import __version__
+from agentrl.cli import how_to_continue
 from agentrl.cli.bench import bench
 from agentrl.cli.data import data
 from agentrl.cli.doctor import doctor
@@ -385,7 +386,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("\nStopped. The same command continues after the last committed step.", err=True)
+        click.echo(f"\nStopped.{how_to_continue(sys.argv[1:])}", err=True)
         sys.exit(130)
 
 

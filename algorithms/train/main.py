@@ -30,7 +30,7 @@ from agentrl.algorithms.train import build
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
 from agentrl.algorithms.train.estimate import announce
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
-from agentrl.algorithms.train.load_policies import load_policies, vocabulary_sizes
+from agentrl.algorithms.train.load_policies import evaluated_steps, load_policies, vocabulary_sizes
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.offline import DatasetCollector
 from agentrl.algorithms.train.policy_set import PolicySet
@@ -95,7 +95,7 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
             log.log(PHASE, f"starting the policy server ({config.engine.kind})")
         await serving.start()
         stack.push_async_callback(serving.close)
-        await serving.publish(policies.versions(state.step))
+        await serving.publish(policies.versions(state.step or evaluated_steps(config)))
         if stand_ins := build.first_versions(config):
             async with serving.updating():
                 await serving.serve_frozen(stand_ins)

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sqlite3
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,9 @@ def test_killed_at_random_moments_the_run_ends_where_it_would_have_ended(
     asyncio.run(check(run_folder, database, steps))
 
 
-def wait_for_progress(process: warm.Process, database: Path, steps: int) -> None:
+def wait_for_progress(
+    process: warm.Process | subprocess.Popen[bytes], database: Path, steps: int
+) -> None:
     """Until the run has committed another step, or an earlier kill has ended the front."""
     before = committed(database)
     deadline = time.monotonic() + 90
