@@ -11,8 +11,9 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from agentrl.errors import StoreError
+from agentrl.otlp import DIFF
 from agentrl.store import open_store
-from agentrl.types import DIFF, POLICY, Trace, Transition
+from agentrl.types import POLICY, Trace, Transition
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 

@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
+from agentrl import run_owner
 from agentrl.access import Access, given_key, read_key
 from agentrl.config import RunConfig
 from agentrl.datasets.records import without_tokens
@@ -205,6 +206,7 @@ async def serve(config: RunConfig, *, started: Callable[[str], None], stop: asyn
         known = await store.run(config.name)
         if known is not None and known.step:
             raise ConfigError(f"name = {config.name!r}: a run of that name was trained; rename it")
+        await run_owner.check_free(config, cure="choose another name")
         await store.open_run(config.name, msgspec.to_builtins(config))
         sessions = Sessions(store, config)
         gateway = sessions.gateway
