@@ -31,7 +31,7 @@ from agentrl.algorithms.engines.embedded.kv_cache import (
     RowTable,
     TokenUpdate,
 )
-from agentrl.algorithms.engines.embedded.sampler import Ints, sample, uniforms
+from agentrl.algorithms.engines.embedded.sampler import Ints, likeliest, sample, uniforms
 from agentrl.algorithms.model.attention import UNUSED
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
@@ -194,6 +194,11 @@ class Engine:
             rows.top_k[:n],
             uniforms(rows.seed[:n], counters),
         )
+        if wanted := np.flatnonzero(rows.top[:n]).tolist():
+            found = likeliest(logits[wanted], rows.temperature[wanted], rows.top[wanted])
+            for row, top in zip(wanted, found, strict=True):
+                if rows.length[row] == rows.known[row]:  # its prompt is complete
+                    rows.likeliest[row].append(top)
         self._record(tokens_n.cpu().numpy(), logprobs_n.cpu().numpy())
 
     def _forward(self) -> Tensor:
@@ -260,7 +265,7 @@ class Engine:
         rows.tokens[at, rows.known[at]] = tokens
         rows.logprobs[at, rows.known[at]] = logprobs
         rows.known[at] += 1
-        stopped, full = self.eos[tokens], rows.known[at] >= rows.end[at]
+        stopped, full = self.eos[tokens] & ~rows.ignore_eos[at], rows.known[at] >= rows.end[at]
         updates: TokenUpdates = []
         ended: list[int] = []
         for index in np.flatnonzero(stopped | full | rows.watched[at]).tolist():
@@ -270,11 +275,15 @@ class Engine:
             finish = "stop" if stop else "length" if full[index] else None
             if call.stream:
                 spans = [(0, version)]
-                update = TokenUpdate([token], [float(logprobs[index])], finish, spans=spans)
+                top = rows.likeliest[row][-1:]
+                logprob = float(logprobs[index])
+                update = TokenUpdate([token], [logprob], finish, spans=spans, top=top)
                 updates.append((call, update))
             elif finish:
                 spans = rows.spans[row] or [(0, version)]
-                updates.append((call, TokenUpdate(*rows.completion(row), finish, spans=spans)))
+                top = rows.likeliest[row]
+                update = TokenUpdate(*rows.completion(row), finish, spans=spans, top=top)
+                updates.append((call, update))
             if finish:
                 ended.append(row)
         for row in reversed(ended):  # from the end, because the last row fills the gap
