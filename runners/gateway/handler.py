@@ -28,7 +28,7 @@ from agentrl.runners.gateway import replay
 from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
 from agentrl.runners.gateway.capture import ModelRequest, ModelResponse, read_chunk, read_request
 from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
-from agentrl.runners.gateway.replay import CUT, RECORD
+from agentrl.runners.gateway.replay import CUT, RECORD, question_of
 from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.gateway.routing import Route
 from agentrl.runners.gateway.upstream import (
@@ -71,6 +71,7 @@ class CallHandler:
         self._arrived = time.monotonic()
         self._started = 0.0  # start of the latest try, in unix seconds
         self._sent_at = 0.0  # the same by the monotonic clock
+        self._defaults = caller.attempt.attempt.rollout.sampling
         self._sampling = Sampling()  # effective in the latest try
         self._room: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
         self._response: web.StreamResponse | None = None  # once the agent has the first byte
@@ -132,6 +133,9 @@ class CallHandler:
         """Answer from the record if a branch replays the call, else from the policy."""
         active, call = self._active, self._request
         role = self._caller.role_of(call.model)
+        if self._defaults.seed is not None:
+            seed = active.seed_of(question_of(call, role))
+            self._defaults = msgspec.structs.replace(self._defaults, seed=seed)
         recorded = active.recording.take(call, role) if active.recording else []
         if not recorded:
             return await self._upstream.retry(
@@ -192,7 +196,7 @@ class CallHandler:
         call = self._request
         if route.text is not None:
             return await self._send_recorded(route, replay.fixed_answer(route.text, call))
-        defaults, headers = self._active.attempt.rollout.sampling, self._http_request.headers
+        defaults, headers = self._defaults, self._http_request.headers
         if self._dialect.api == CHAT.api:
             sent = await self._upstream.adapt(route, call.messages)
             if sent is not call.messages:
