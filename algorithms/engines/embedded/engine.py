@@ -73,7 +73,7 @@ class Engine:
         self.retired: set[int] = set()  # policies to drop after their last request
         self.device = next(model.parameters()).device
         self.rows = RowTable(max_batch, idle=2 * max_batch, context=max_context)
-        self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch)
+        self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch + 1)
         self.eos = np.zeros(config.get_text_config().vocab_size, np.bool_)
         self.eos[list(eos)] = True
         self.waiting: deque[GenerationRequest] = deque()
@@ -219,23 +219,29 @@ class Engine:
                 fed_positions.append(np.arange(first, first + size))
                 start += size
         last = lengths + before
-        at = np.concatenate([*fed_rows, order])
-        positions = np.concatenate([*fed_positions, last])
+        # A smaller step would add in another order; the padding writes to a row of its own.
+        padding = max(attention.FEW - start - n, 0)
+        source = np.concatenate([order[:1].repeat(padding), *fed_rows, order])
+        positions = np.concatenate([np.zeros(padding, np.int64), *fed_positions, last])
+        tokens, at = rows.tokens[source, positions], source.copy()
+        at[:padding] = pool.rows - 1
         ids_N, at_N, positions_N = (
             torch.from_numpy(values).to(self.device)
-            for values in (rows.tokens[at, positions].astype(np.int64), at, positions)
+            for values in (tokens.astype(np.int64), at, positions)
         )
         pool.set_write_positions(at_N, positions_N)
-        with self._adapted(rows.policy[at]):
+        with self._adapted(rows.policy[source]):
             logits: Tensor = self.model(
                 input_ids=ids_N[None],
                 position_ids=positions_N[None],
                 attention_mask=UNUSED,
                 past_key_values=pool,
                 use_cache=True,
-                logits_to_keep=n,
-                plan=StepPlan(chunks, positions_N[-n:], int(last.max()) + 1),
-            ).logits[0]
+                logits_to_keep=max(n, attention.FEW),
+                plan=StepPlan(
+                    chunks, positions_N[-n:], attention.whole_blocks(int(last.max()) + 1), padding
+                ),
+            ).logits[0, -n:]
         rows.length[:n] = last + 1
         return logits
 
