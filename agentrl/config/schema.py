@@ -315,7 +315,9 @@ class RunConfig(Section, frozen=True):
     root: str = "."  # folder of the files that the run file names; default: the run file's
     output: str = ""  # folder of store, checkpoints and figures; default runs/<name>
     store: str = ""  # store URL; default: SQLite in the output folder
-    seed: Natural = 0  # of policy.build, the order of tasks, and sampling
+    # Of policy.build, the order of tasks, and sampling. vLLM samples with it only if
+    # algorithm.overlap = "one_step_off" or sampling.seed is set.
+    seed: Natural = 0
     steps: Natural = 100  # updates of the policy; 0: only evaluate
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best one
     max_empty_steps: Count = 3  # steps in a row without a usable rollout that end the run

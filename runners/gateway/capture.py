@@ -123,14 +123,14 @@ class ModelRequest:
     ) -> tuple[bytes, Sampling]:
         """Return the body for the route's server and the effective sampling parameters.
 
-        `defaults`: those of the rollout; frozen endpoints keep their own. `room`: tokens that fit
-        after the prompt, if the agent asks for more."""
+        `defaults`: those of the rollout, with a seed for this call; frozen endpoints keep their
+        own. `room`: tokens that fit after the prompt, if the agent asks for more."""
         body = self.fields | {"model": route.model or self.model}
         if capture:
             body["return_token_ids"] = True
             if not self.asks_logprobs:
                 body["logprobs"] = 1 if self.dialect is TEXT else True
-        sampling = _fill_sampling(body, None if route.frozen else defaults, self.index)
+        sampling = _fill_sampling(body, None if route.frozen else defaults)
         if room:
             body.pop("max_completion_tokens", None)
             body["max_tokens"] = room
@@ -198,9 +198,9 @@ def _dicts(found: Json) -> list[dict[str, Json]]:
     return list(storable(items))
 
 
-def _fill_sampling(body: Fields, defaults: Sampling | None, index: int) -> Sampling:
+def _fill_sampling(body: Fields, defaults: Sampling | None) -> Sampling:
     """Set the parameters that the agent does not set, or that are forced, if there are `defaults`;
-    return the effective ones. `index`: the request's number in its attempt."""
+    return the effective ones."""
     asked = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
     limit = value(body, "max_completion_tokens")
     limit = value(body, "max_tokens") if limit is None else limit
@@ -213,8 +213,7 @@ def _fill_sampling(body: Fields, defaults: Sampling | None, index: int) -> Sampl
             for name in ("temperature", "top_p", "top_k"):
                 body.pop(name, None)
                 asked[name] = None
-        if defaults.seed is not None:  # keeps equal calls of one attempt independent
-            filling["seed"] = defaults.seed + index
+        filling |= {"seed": defaults.seed} if defaults.seed is not None else {}
         for name, default in filling.items():
             if asked[name] is None:
                 asked[name] = body[name] = default

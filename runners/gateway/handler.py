@@ -38,7 +38,7 @@ from agentrl.runners.gateway.refusals import (
     parsing,
     translate_error,
 )
-from agentrl.runners.gateway.replay import CUT, RECORD
+from agentrl.runners.gateway.replay import CUT, RECORD, question_of
 from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.gateway.routing import Route
 from agentrl.runners.gateway.upstream import (
@@ -79,6 +79,7 @@ class CallHandler:
         self._arrived = time.monotonic()
         self._started = 0.0  # start of the latest try, in unix seconds
         self._sent_at = 0.0  # the same by the monotonic clock
+        self._defaults = caller.attempt.attempt.rollout.sampling
         self._sampling = Sampling()  # effective in the latest try
         self._room: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
         self._response: web.StreamResponse | None = None  # once the agent has the first byte
@@ -147,6 +148,9 @@ class CallHandler:
             answer = await self._send_recorded(RECORD, unread)
             active.call_succeeded(self._call)
             return answer
+        if self._defaults.seed is not None:
+            seed = active.seed_of(question_of(call, role))
+            self._defaults = msgspec.structs.replace(self._defaults, seed=seed)
         recorded = active.recording.take(call, role) if active.recording else []
         if not recorded:
             return await self._upstream.retry(
@@ -214,13 +218,13 @@ class CallHandler:
         call = self._request
         if route.text is not None:
             return await self._send_recorded(route, replay.fixed_answer(route.text, call))
-        if not (route.frozen or self._is_untrained_side(route)):
-            role = self._caller.role_of(call.model)
+        role = self._caller.role_of(call.model)
+        if not (route.frozen or self._upstream.router.is_aside(role, self._active.seats)):
             if why := why_not_text(call.fields, call.messages, route.policy, role):
                 self._active.failures[self._call.number] = why  # even if the agent ignores it
                 raise RefusedError(400, "not_text", why)
             notices.warn_of_name(self._upstream, route, self._caller, call.model)
-        defaults, headers = self._active.attempt.rollout.sampling, self._http_request.headers
+        defaults, headers = self._defaults, self._http_request.headers
         if self._dialect.api == CHAT.api:
             sent = await self._upstream.adapt(route, call.messages)
             if sent is not call.messages:
@@ -232,10 +236,8 @@ class CallHandler:
                 route, call.fields, self._sampling.max_tokens
             )
             body, self._sampling = call.encode(route, defaults, capture=capture, room=self._room)
-        if not route.frozen:
-            notices.warn_of_processors(self._upstream, route, call.processors)
-            if not self._room:
-                notices.warn_of_sampling(self._upstream, route, self._sampling, defaults)
+        if not (route.frozen or self._room):
+            notices.warn_of_sampling(self._upstream, route, self._sampling, defaults)
         async with self._upstream.post(route, self._dialect.api, body, headers) as reply:
             try:
                 return await self._read(route, reply)
@@ -268,12 +270,6 @@ class CallHandler:
         if self._request.stream:
             return await self._stream(route, stream(reply), reply.headers)
         return await self._whole(route, await read(reply), reply.headers)
-
-    def _is_untrained_side(self, route: Route) -> bool:
-        """Whether the call has the role of calls outside the agent's work, and is not trained."""
-        role, seats = self._caller.role_of(self._request.model), self._active.seats
-        mapped = self._upstream.router.policy_of_role(role, seats) is not None
-        return role == SIDE and not (mapped or route.frozen)
 
     async def _whole(
         self, route: Route, raw: bytes, headers: Mapping[str, str]
@@ -352,8 +348,9 @@ class CallHandler:
         if self._rows is None:
             if any(choice.known for choice in choices):
                 self._upstream.note_token_ids(route, given=True)
-            if not route.frozen and (doubt := next((c.doubt for c in choices if c.doubt), "")):
-                self._upstream.warn_once("policy %s: a call is inexact, as %s", route.policy, doubt)
+            if not route.frozen:
+                notices.warn_of_doubt(self._upstream, route, (choice.doubt for choice in choices))
+                notices.warn_of_processors(self._upstream, route, self._request.processors)
             self._rows = self._transitions(answer, route, version)
             if record := self._active.record:
                 self._rows = [record(self._http_request, row) for row in self._rows]
@@ -387,7 +384,7 @@ class CallHandler:
     def _transitions(self, answer: ModelResponse, route: Route, version: str) -> list[Transition]:
         call, seconds = self._request, time.monotonic() - self._sent_at
         role, policy = self._caller.role_of(call.model), route.policy
-        if self._is_untrained_side(route):
+        if not route.frozen and self._upstream.router.is_aside(role, self._active.seats):
             policy = f"{policy}@{SIDE}"  # excludes the call from training
         known: dict[str, Any] = {"role": role, "policy": policy}
         known |= {"started": self._started, "seconds": seconds, "sampling": self._sampling}

@@ -37,7 +37,8 @@ PLAIN |= {"continue_final_message", "truncate_prompt_tokens", "truncation_side",
 PLAIN |= {"media_io_kwargs", "mm_processor_kwargs", "skip_special_tokens", "return_token_ids"}
 PLAIN |= {"spaces_between_special_tokens", "include_stop_str_in_output", "return_prompt_text"}
 PLAIN |= {"return_tokens_as_token_ids", "return_token_offsets", "return_mm_kwargs"}
-PLAIN |= {"routed_experts_prompt_start", "web_search_options"}
+PLAIN |= {"routed_experts_prompt_start", "web_search_options", "prediction"}
+PLAIN |= {"prompt_cache_options"}
 
 NEUTRAL: dict[str, tuple[Json, ...]] = {
     "best_of": (1,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -36,6 +36,12 @@ def warn_of_processors(upstream: Upstream, route: Route, found: Collection[str])
             " policy's own distribution; the learner scores their tokens itself, as if they were"
             " (calls/processed)"
         )
+
+
+def warn_of_doubt(upstream: Upstream, route: Route, doubts: Iterable[str]) -> None:
+    """Say why a response is recorded as inexact."""
+    if doubt := next(filter(None, doubts), ""):
+        upstream.warn_once("policy %s: a call is inexact, as %s", route.policy, doubt)
 
 
 def warn_of_sampling(upstream: Upstream, route: Route, used: Sampling, defaults: Sampling) -> None:

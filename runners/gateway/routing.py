@@ -22,7 +22,7 @@ from agentrl.access import read_sent_key
 from agentrl.config import UpstreamConfig
 from agentrl.errors import StoreError
 from agentrl.store.base import Store
-from agentrl.types import PolicyVersion
+from agentrl.types import SIDE, PolicyVersion
 
 log = logging.getLogger("agentrl.runner")
 Seats = Mapping[str, str]  # role -> policy or frozen endpoint
@@ -149,6 +149,10 @@ class Router:
         names = {policy.model for policy in self.policies.values()}
         names |= {"", self.default, *self.policies, *self.several}
         return model in names or self.policy_of_role(role, seats) is not None
+
+    def is_aside(self, role: str, seats: Seats) -> bool:
+        """Whether calls of a role are outside the agent's work, and none trains a policy."""
+        return role == SIDE and self.policy_of_role(role, seats) is None
 
     def policy_of_role(self, role: str, seats: Seats) -> str | None:
         """Return the policy or endpoint of a role; None if neither seats nor run file map it."""

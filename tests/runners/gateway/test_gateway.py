@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import httpx
+import msgspec
 import openai
 import pytest
 from aiohttp import web
@@ -18,6 +19,7 @@ from aiohttp import web
 from agentrl.errors import ConfigError, StoreError
 from agentrl.runners.gateway import upstream
 from agentrl.runners.gateway.server import Gateway
+from agentrl.types import Sampling
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -627,3 +629,30 @@ async def test_a_retry_gets_the_answer_that_was_stored_and_not_read(
 async def calls_end(active: Any) -> None:
     while active.tasks:
         await asyncio.wait(active.tasks)
+
+
+async def test_a_call_has_the_same_seed_in_whichever_order_calls_arrive(
+    bench: Any, http: httpx.AsyncClient
+) -> None:
+    async def seeds(texts: list[str], fence: int = 1, seed: int | None = 5) -> dict[str, int]:
+        attempt = await bench.attempt(sampling=Sampling(seed=seed))
+        active = bench.gateway.register(msgspec.structs.replace(attempt, fence=fence))
+        found = {}
+        for number, text in enumerate(texts):
+            messages = [{"role": "user", "content": text}]
+            assert (await ask(http, active, messages=messages)).status_code == 200
+            found[f"{text}{texts[:number].count(text)}"] = bench.model.requests[-1].get("seed")
+        return found
+
+    known = await seeds(["a", "b", "a", "c"])
+    assert len({*known.values()}) == 4
+    assert await seeds(["c", "a", "a", "b"]) == known
+    again = await seeds(["a", "b", "a", "c"], fence=2)  # another try is another sample
+    assert not {*again.values()} & {*known.values()}
+    assert await seeds(["a"], seed=None) == {"a0": None}
+
+
+async def test_the_seed_of_the_agent_comes_first(bench: Any, http: httpx.AsyncClient) -> None:
+    active = bench.gateway.register(await bench.attempt(sampling=Sampling(seed=5)))
+    await ask(http, active, seed=3)
+    assert bench.model.requests[-1]["seed"] == 3

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 
 from agentrl.runners.dialects.base import CHAT, TEXT, ConversationMemory
 from agentrl.runners.gateway.capture import read_request
@@ -79,6 +80,7 @@ def test_options_at_rest_and_options_of_the_prompt_or_the_response_are_none() ->
     plain = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 1, "stop": ["x"], "n": 2}
     plain |= {"stream": True, "logprobs": True, "top_logprobs": 2, "user": "u", "max_tokens": 5}
     plain |= {"chat_template_kwargs": {"enable_thinking": False}, "parallel_tool_calls": False}
+    plain |= {"prediction": {"type": "content", "content": "x"}, "prompt_cache_options": {"a": 1}}
     assert processors(model="m", messages=[USER], **rest, **plain) == {}
 
 
@@ -130,3 +132,21 @@ async def test_it_is_stored_with_the_call_and_said_once(
     rows = (await bench.store.trace(active.attempt.rollout.id)).transitions
     assert [", ".join(row.processors) for row in rows] == [names, names]
     assert caplog.text.count(f"calls with {names} are not sampled from the policy's own") == 1
+
+
+async def test_nothing_is_said_about_a_call_that_the_server_refuses(
+    bench: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The embedded server has no processors."""
+
+    async def refuses(request: web.Request, body: Any) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "min_p = 0.1: leave it out"}}, status=400)
+
+    bench.model.then(refuses, refuses)  # also without the fields that capture adds
+    body = {"model": "m", "messages": [USER], "min_p": 0.1}
+    active = bench.gateway.register(await bench.attempt())
+    headers = {"authorization": f"Bearer {active.key}"}
+    async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:
+        answer = await http.post("/chat/completions", json=body)
+    assert (answer.status_code, "leave it out" in answer.text) == (400, True)
+    assert "min_p" not in caplog.text
