@@ -205,8 +205,8 @@ class AlgorithmConfig(Section, frozen=True):
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
     # Nats per token: an update that moves the policy further is undone, and made again with half
-    # the learning rate, until it does not. Default: 0.1, or target_kl if that is larger, wherever
-    # the learner can undo an update. 0: none is undone. `update/kl` is what updates move it.
+    # the learning rate, until it does not. Default, wherever the learner can undo an update: 0.05
+    # for each of its optimizer steps, or target_kl if that is larger. 0: none is undone.
     max_kl: NonNegative | None = None
     target_kl: Positive | None = None  # nats: stop the batch early if the policy has moved further
     max_bad_steps: Count = 3  # non-finite optimizer steps in a row that end the run

@@ -108,8 +108,8 @@ class Undoable(Protocol):
         """Keep the trained weights of the policy as they are, for `shrink`."""
 
     def shrink(self, share: float) -> None:
-        """Leave the policy this share of its way from where it was marked; 0: exactly there, with
-        an optimizer that has no moments. Those of a smaller step are those of the whole one."""
+        """Leave the policy this share of its way from where it was marked; 0: exactly there. The
+        optimizer's first moments shrink as much, the second ones stay."""
 
 
 class PolicyWeights:

@@ -78,8 +78,7 @@ class Optimizer:
     def shrink(self, share: float) -> None:
         """As `Undoable.shrink`, from the weights that `marked` has taken."""
         self.marked.shrink(self.masters.values(), share)
-        if not share:
-            self.inner.state.clear()
+        shrink_momentum(self.inner, share)
         self._round()
 
     def move(self, device: torch.device | None) -> None:
@@ -139,6 +138,14 @@ class Optimizer:
         with torch.no_grad():
             for name, parameter in self._narrow():
                 parameter.copy_(self.masters[name])
+
+
+def shrink_momentum(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Scale the first moments, which would go on pushing where a step was undone."""
+    for state in optimizer.state.values():
+        # Of bitsandbytes' 8 bits, those of large weights have a scale for each block.
+        first = next(key for key in ("exp_avg", "absmax1", "state1") if key in state)
+        state[first].mul_(share)
 
 
 class WeightCopy:

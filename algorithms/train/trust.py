@@ -7,8 +7,10 @@ forward pass, so of a large batch only a part is measured: neighbouring rows, wh
 are computed once. Always true: which rows is a function of seed and step, and nobody samples from
 weights that are undone, because they are published later.
 
-A step with half the learning rate ends half way, because AdamW's step is proportional to it, with
-the same moments. So an undone step is made again without another gradient.
+A step with half the learning rate ends half way, because AdamW's step is proportional to it: so an
+undone step is made again without another gradient. The optimizer's first moments shrink by as much:
+whole, they push the next steps too far as well; at 0, many small steps learn too slowly; and
+without second moments the next step is the largest that AdamW makes.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from agentrl.types import POLICY
 
 log = logging.getLogger("agentrl.algorithm")
 
-MAX_KL = 0.1  # default of algorithm.max_kl: tens of times what a step of a healthy run moves
+MAX_KL = 0.05  # for each optimizer step, by default: tens of times what that of a healthy run moves
 HALVINGS = 10  # after which nothing of a step is kept
 MOST = 2.0  # of the weights that correct for tokens of another policy, such as an older version
-PART, SMALL = 1 / 8, 8192  # the measured share of a batch's tokens, with context; the least number
+PART, SMALL = 1 / 8, 2048  # the measured share of a batch's tokens, with context; the least number
 
 
 @dataclass(slots=True)
-class TrustRegion:
+class KlLimit:
     """The limits of one policy's training steps. limit: largest KL; 0: no step is undone."""
 
     learner: Learner
@@ -75,7 +77,7 @@ class TrustRegion:
 class Movement:
     """The way of the policy in one training step."""
 
-    region: TrustRegion
+    region: KlLimit
     batch: Batch  # what is measured
     tokens: Tensor  # int64 [n], its tokens in the batch of the step
     weight: Tensor  # [n]
@@ -127,7 +129,7 @@ def largest_kl(config: AlgorithmConfig) -> float:
     """The KL beyond which a step is undone; 0: none is."""
     if config.max_kl is not None:
         return config.max_kl
-    return max(MAX_KL, config.target_kl or 0.0)
+    return max(MAX_KL * config.minibatches * config.epochs, config.target_kl or 0.0)
 
 
 def mean_kl(old: Tensor, now: Tensor, weight: Tensor, whole: Tensor | None = None) -> float:

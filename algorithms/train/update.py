@@ -39,7 +39,7 @@ from agentrl.algorithms.presets.registry import check_supplies
 from agentrl.algorithms.train.dump import BadSteps, Dump
 from agentrl.algorithms.train.preprocess import Preprocessor, with_mismatched
 from agentrl.algorithms.train.teacher import RemoteTeacher
-from agentrl.algorithms.train.trust import Movement, TrustRegion, largest_kl, mean_kl
+from agentrl.algorithms.train.trust import KlLimit, Movement, largest_kl, mean_kl
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import POLICY, Float32, Group
 
@@ -62,12 +62,12 @@ class Updater:
     policy: str = POLICY
     cached: dict[str, Float32] | None = None  # log-probs of the reference by rollout; None: compute
     teacher: RemoteTeacher | None = None  # None: the learner's
-    trust: TrustRegion = field(init=False)
+    trust: KlLimit = field(init=False)
 
     def __post_init__(self) -> None:
         check_supplies(self.algo, self.learner.supplies)
         limit, seed = largest_kl(self.config.algorithm), self.config.seed
-        trust = TrustRegion(self.learner, limit, seed, self.policy)
+        trust = KlLimit(self.learner, limit, seed, self.policy)
         object.__setattr__(self, "trust", trust)
 
     def update(self, step: int, groups: list[Group], turn: int | None = None) -> Metrics:

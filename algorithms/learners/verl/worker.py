@@ -39,7 +39,7 @@ from verl.workers.engine_workers import TrainingWorker
 
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.base import Psi
-from agentrl.algorithms.learners.optimizer import WeightCopy
+from agentrl.algorithms.learners.optimizer import WeightCopy, shrink_momentum
 from agentrl.algorithms.learners.verl.engines import (
     checkpoint_names,
     policy_config,
@@ -167,8 +167,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
     def shrink(self, share: float) -> None:
         """As `Undoable.shrink`."""
         self.marked.shrink(self._trained(), share)
-        if not share:
-            self.engine.optimizer.state.clear()
+        shrink_momentum(self.engine.optimizer, share)
 
     def _trained(self) -> list[Tensor]:
         trained = [p.detach() for p in self.engine.module.parameters() if p.requires_grad]

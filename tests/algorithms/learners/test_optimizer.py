@@ -201,4 +201,17 @@ def test_a_step_is_shrunk_towards_the_mark(dtype: torch.dtype) -> None:
     assert same(moments, [state["exp_avg_sq"] for state in quarter.inner.state.values()])
     made.shrink(0.0)
     assert same(before, [p.detach() for p in made.parameters.values()])
-    assert not made.inner.state
+    assert not any(state["exp_avg"].any() for state in made.inner.state.values())
+
+
+def test_eight_bit_moments_shrink_by_their_scale() -> None:
+    """Those of large weights are codes with a scale for each block, of which no code means 0."""
+    large = {"state1": torch.full((4,), 7), "absmax1": torch.ones(1), "state2": torch.ones(4)}
+    small = {"step": 3, "state1": torch.ones(4), "state2": torch.ones(4)}
+    kept = torch.optim.SGD([Parameter(torch.ones(1))])
+    kept.state.update({Parameter(torch.ones(1)): each for each in (large, small)})
+    optimizer.shrink_momentum(kept, 0.5)
+    assert large["state1"].tolist() == [7] * 4
+    assert large["absmax1"].tolist() == [0.5]
+    assert small["state1"].tolist() == [0.5] * 4
+    assert large["state2"].tolist() == small["state2"].tolist() == [1] * 4

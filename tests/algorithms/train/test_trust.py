@@ -158,6 +158,8 @@ def test_target_kl_raises_the_default_limit_and_max_kl_is_the_user_s() -> None:
     assert trust.largest_kl(AlgorithmConfig()) == MAX_KL
     assert trust.largest_kl(AlgorithmConfig(target_kl=MAX_KL / 2)) == MAX_KL
     assert trust.largest_kl(AlgorithmConfig(target_kl=0.7)) == 0.7
+    several = AlgorithmConfig(minibatches=2, epochs=3)
+    assert trust.largest_kl(several) == pytest.approx(6 * MAX_KL)
     assert trust.largest_kl(AlgorithmConfig(target_kl=0.7, max_kl=0.1)) == 0.1
     assert trust.largest_kl(AlgorithmConfig(max_kl=0.0)) == 0
 
@@ -201,13 +203,13 @@ def torch_learner(folder: Path, **settings: Any) -> TorchLearner:
     return TorchLearner(model, tokenizer, threads=1, **settings)
 
 
-def moments(learner: TorchLearner) -> list[Tensor]:
-    return [state["exp_avg"] for state in learner.optimizer.inner.state.values()]
+def moments(learner: TorchLearner) -> list[dict[str, Tensor]]:
+    return list(learner.optimizer.inner.state.values())
 
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_halved_step_is_the_step_of_the_halved_rate(tiny_model_dir: Path, adapted: bool) -> None:
-    """In weights and moments; another adapter stays as it is."""
+    """But its momentum has shrunk as much; another adapter stays as it is."""
 
     def make() -> TorchLearner:
         torch.manual_seed(0)
@@ -233,12 +235,14 @@ def test_a_halved_step_is_the_step_of_the_halved_rate(tiny_model_dir: Path, adap
     for one, two in zip(fresh.parameters().values(), halved.parameters().values(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
     for one, two in zip(moments(fresh), moments(halved), strict=True):
-        assert torch.equal(one, two)
+        kept = 0.5 ** metrics["update/undone"]
+        torch.testing.assert_close(one["exp_avg"], kept * two["exp_avg"])
+        assert torch.equal(one["exp_avg_sq"], two["exp_avg_sq"])
     assert all(torch.equal(p, before[n]) for n, p in fresh.model.named_parameters() if n in before)
 
 
 def test_a_step_that_is_not_made_leaves_every_bit(tiny_model_dir: Path) -> None:
-    """Also of weights that overflowed; the next one begins without moments."""
+    """Also of weights that overflowed; the next one begins without momentum."""
     learner = torch_learner(tiny_model_dir)
     groups = [group("a", 1.0, 0.0), group("b", 1.0, 0.0)]
     updater(learner, lr=1e-3, max_kl=0.0).update(0, groups)
@@ -246,7 +250,7 @@ def test_a_step_that_is_not_made_leaves_every_bit(tiny_model_dir: Path) -> None:
     metrics = updater(learner, lr=1e38, max_kl=0.1).update(1, groups)
     assert metrics["update/undone"] == trust.HALVINGS + 1
     assert all(torch.equal(p, before[name]) for name, p in learner.parameters().items())
-    assert not learner.optimizer.inner.state
+    assert not any(state["exp_avg"].any() for state in moments(learner))
     assert updater(learner, lr=1e-5).update(2, groups)["update/undone"] == 0
 
 
