@@ -109,7 +109,7 @@ class Undoable(Protocol):
 
     def shrink(self, share: float) -> None:
         """Leave the policy this share of its way from where it was marked; 0: exactly there. The
-        optimizer's first moments shrink as much, the second ones stay."""
+        optimizer's first moments shrink by the square of it, the second ones stay."""
 
 
 class PolicyWeights:

@@ -141,11 +141,11 @@ class Optimizer:
 
 
 def shrink_momentum(optimizer: torch.optim.Optimizer, share: float) -> None:
-    """Scale the first moments, which would go on pushing where a step was undone."""
+    """Scale the first moments by share^2: they would go on pushing where a step was undone."""
     for state in optimizer.state.values():
         # Of bitsandbytes' 8 bits, those of large weights have a scale for each block.
         first = next(key for key in ("exp_avg", "absmax1", "state1") if key in state)
-        state[first].mul_(share)
+        state[first].mul_(share**2)
 
 
 class WeightCopy:

@@ -8,8 +8,8 @@ are computed once. Always true: which rows is a function of seed and step, and n
 weights that are undone, because they are published later.
 
 A step with half the learning rate ends half way, because AdamW's step is proportional to it: so an
-undone step is made again without another gradient. The optimizer's first moments shrink by as much:
-whole, they push the next steps too far as well; at 0, many small steps learn too slowly; and
+undone step is made again without another gradient. First moments shrink by its square.
+Whole, they push the next steps too far as well; at 0, many small steps learn too slowly; and
 without second moments the next step is the largest that AdamW makes.
 """
 

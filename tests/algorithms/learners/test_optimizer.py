@@ -212,6 +212,6 @@ def test_eight_bit_moments_shrink_by_their_scale() -> None:
     kept.state.update({Parameter(torch.ones(1)): each for each in (large, small)})
     optimizer.shrink_momentum(kept, 0.5)
     assert large["state1"].tolist() == [7] * 4
-    assert large["absmax1"].tolist() == [0.5]
-    assert small["state1"].tolist() == [0.5] * 4
+    assert large["absmax1"].tolist() == [0.25]
+    assert small["state1"].tolist() == [0.25] * 4
     assert large["state2"].tolist() == small["state2"].tolist() == [1] * 4

@@ -209,7 +209,7 @@ def moments(learner: TorchLearner) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_halved_step_is_the_step_of_the_halved_rate(tiny_model_dir: Path, adapted: bool) -> None:
-    """But its momentum has shrunk as much; another adapter stays as it is."""
+    """But its momentum has shrunk by the square; another adapter stays as it is."""
 
     def make() -> TorchLearner:
         torch.manual_seed(0)
@@ -235,7 +235,7 @@ def test_a_halved_step_is_the_step_of_the_halved_rate(tiny_model_dir: Path, adap
     for one, two in zip(fresh.parameters().values(), halved.parameters().values(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
     for one, two in zip(moments(fresh), moments(halved), strict=True):
-        kept = 0.5 ** metrics["update/undone"]
+        kept = 0.25 ** metrics["update/undone"]
         torch.testing.assert_close(one["exp_avg"], kept * two["exp_avg"])
         assert torch.equal(one["exp_avg_sq"], two["exp_avg_sq"])
     assert all(torch.equal(p, before[n]) for n, p in fresh.model.named_parameters() if n in before)
