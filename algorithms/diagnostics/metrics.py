@@ -41,7 +41,7 @@ COUNTS = frozenset(
     for noun, whats in {
         "calls": ("inexact", "refused", "too_long", "tools_unseen", "processed"),
         "tokens": ("completion", "prompt", "trained", "forwarded"),
-        "update": ("steps", "skipped", "bad"),
+        "update": ("steps", "skipped", "bad", "undone"),
         "rollouts": ("usable",),
     }.items()
     for what in whats
