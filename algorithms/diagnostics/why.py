@@ -20,7 +20,7 @@ from agentrl.config.load import from_store
 from agentrl.errors import NotFound
 from agentrl.failures import brief
 from agentrl.store.base import Store
-from agentrl.types import EMPTY, FailureCount, Purpose, Rollout, RolloutState
+from agentrl.types import EMPTY, ErrorKind, FailureCount, Purpose, Rollout, RolloutState
 
 SOME, MOST = 0.2, 0.5  # least shares to report a reason, and to rank it by the order of RULES
 CERTAIN = 0.02  # nats per token, entropy of a deterministic policy
@@ -29,6 +29,15 @@ LOOKED_AT, BUDGET = 16, 5.0  # number of rollouts to read; seconds to search for
 HELD_OUT, SAMPLED, TRAINING = "held-out", "sampled held-out", "training reward"
 # What the embedded server, vLLM, SGLang, OpenAI and Anthropic say of a prompt that is too long.
 TOO_LONG = re.compile(r"context[ _-](length|window|size)|model's context|prompt is too long", re.I)
+AGENT_CURE = "agent.path, agent.command or agent.harness: correct the agent"
+CURES = {
+    ErrorKind.TIMEOUT: "agent.timeout: more",
+    ErrorKind.LIMIT: "agent.max_calls, agent.max_tokens: more",
+    ErrorKind.VERIFIER: "verifier.path: correct the verifier",
+    ErrorKind.MODEL: "policy, engine, upstreams: the model's server, which failed",
+    ErrorKind.WORKSPACE: "workspace: its source and commands",
+    ErrorKind.LOST_RUNNER: "runner: its machine and its sandbox, which was lost",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +217,11 @@ def long_prompts(run: PolicyRun) -> Reason:
 
 
 def failed_rollouts(run: PolicyRun) -> Reason:
-    share, text = run.share("rollouts/failed", "rollouts", without="rollouts/cancelled"), ""
-    if (last := run.failure) is not None:
-        text = f"rollouts fail: {share:.0%}, as {last.rollout}: {last.kind}, {brief(last.message)}"
-    cure = "agent.timeout, agent.max_calls, agent.max_tokens: more; agent.path, verifier.path: fix"
-    return Reason(share if text else 0.0, text, cure)
+    if (last := run.failure) is None:
+        return Reason(0.0, "", AGENT_CURE)
+    share = run.share("rollouts/failed", "rollouts", without="rollouts/cancelled")
+    text = f"rollouts fail: {share:.0%}, as {last.rollout}: {last.kind}, {brief(last.message)}"
+    return Reason(share, text, CURES.get(last.kind, AGENT_CURE))
 
 
 def silent_roles(run: PolicyRun) -> Reason:
@@ -260,6 +269,9 @@ def high_lr(run: PolicyRun) -> Reason:
     jump, what = max(jumps, default=0.0), f"{bad:.0%} of the optimizer steps were not finite"
     if jump > MOST and not run.improved:
         bad, what = 1.0, f"in one step the entropy changed by {jump:.0%} of its first value"
+    undone = fmean(map(bool, run.values("update/undone") or [0.0]))
+    if undone >= SOME > bad and not run.improved:  # it did no harm: other reasons come first
+        bad, what = SOME, f"{undone:.0%} of the steps were undone, see algorithm.max_kl"
     text = f"the learning rate is too high: {what}"
     return Reason(bad, text, "algorithm.lr: a tenth; algorithm.warmup: more steps")
 

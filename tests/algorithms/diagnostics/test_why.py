@@ -85,6 +85,10 @@ SPOILED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lr too high": ("the learning rate is too high", {"algorithm": {"lr": 1.0}}),
+    "lr too high, unlimited": (
+        "the learning rate is too high",
+        {"algorithm": {"lr": 1.0, "max_kl": 0.0}},
+    ),
     "lr too low": ("the learning rate is too low", {"algorithm": {"lr": 1e-8}}),
     "too many epochs": (
         "ratios are clipped",
@@ -92,7 +96,7 @@ SPOILED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lag": (
         "the lag is too high",
-        {"algorithm": {"lr": 3e-2, "preset": "grpo+tis", "max_staleness": 4.0}},
+        {"algorithm": {"lr": 3e-2, "preset": "grpo+tis", "max_staleness": 4.0, "max_kl": 0.0}},
     ),
 }
 
@@ -341,6 +345,17 @@ def test_what_success_looks_like_too_is_no_reason_in_a_run_that_improved() -> No
     failure = FailureCount(kind=ErrorKind.TIMEOUT, attempts=8, rollout="r/1", message="late")
     (reason,) = why.reasons(record(lost, risen, failure=failure))
     assert reason.text == "rollouts fail: 50%, as r/1: timeout, late"
+    assert reason.change == "agent.timeout: more"
+
+
+@pytest.mark.parametrize("kind", [*ErrorKind])
+def test_failures_name_the_settings_of_their_own_kind(kind: ErrorKind) -> None:
+    steps = [{"rollouts": 4.0, "rollouts/failed": 4.0, f"rollouts/failed/{kind}": 4.0}]
+    failure = FailureCount(kind=kind, attempts=4, rollout="r/1", message="it broke")
+    (reason,) = why.reasons(record(steps, failure=failure))
+    assert ("agent.timeout" in reason.change) == (kind is ErrorKind.TIMEOUT)
+    assert ("agent.max_calls" in reason.change) == (kind is ErrorKind.LIMIT)
+    assert ("verifier.path" in reason.change) == (kind is ErrorKind.VERIFIER)
 
 
 def test_a_missing_outcome_is_counted_and_shown() -> None:
