@@ -270,7 +270,7 @@ def high_lr(run: PolicyRun) -> Reason:
     if jump > MOST and not run.improved:
         bad, what = 1.0, f"in one step the entropy changed by {jump:.0%} of its first value"
     undone = fmean(map(bool, run.values("update/undone") or [0.0]))
-    if undone >= SOME > bad and not run.improved:  # it did no harm: other reasons come first
+    if undone >= MOST and bad < SOME and not run.improved:  # did no harm: others come first
         bad, what = SOME, f"{undone:.0%} of the steps were undone, see algorithm.max_kl"
     text = f"the learning rate is too high: {what}"
     return Reason(bad, text, "algorithm.lr: a tenth; algorithm.warmup: more steps")

@@ -278,11 +278,11 @@ async def test_a_store_that_is_only_read_answers_readers_and_refuses_writers(sto
         "finish": ([],), "vacuum": (), "heartbeat": ([],), "add_spans": ([],),
         "add_transitions": ([],), "rewind": ("run", 1, 0, None), "draft_dataset": ("x", {}),
         "add_items": ("x", 1, [], []), "commit_dataset": ("x", 1), "add_judgements": ([],),
-        "add_rewards": ([],),
+        "add_rewards": ([],), "hold_run": ("run", "me"),
         "add_logprobs": ("m", {}), "put_candidates": ([],),
         "add_reflection": (Reflection(id="r", run="run", step=0, question="q", answer="a"),),
     }  # fmt: skip
-    options = {"heartbeat": {"lease": 1.0}}
+    options = {verb: {"lease": 1.0} for verb in ("heartbeat", "hold_run")}
     for verb, arguments in writes.items():
         with pytest.raises(Forbidden, match="reading only"):
             await getattr(reader, verb)(*arguments, **options.get(verb, {}))
