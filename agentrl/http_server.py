@@ -7,6 +7,7 @@ default), but not the time until its body is complete.
 from __future__ import annotations
 
 import asyncio
+from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -79,13 +80,13 @@ def ask_for_key(access: Access) -> Middleware:
 
 
 async def read_body(request: web.Request, timeout: float = REQUEST_TIMEOUT) -> bytes:
-    """The body of a request. Raises HTTPRequestTimeout if it does not arrive within `timeout`
-    seconds; aiohttp then closes the connection after the response."""
+    """The body of a request, without a byte order mark. Raises HTTPRequestTimeout if it does not
+    arrive within `timeout` seconds; aiohttp then closes the connection after the response."""
     if request.content.is_eof():  # most bodies arrive with the headers
-        return await request.read()
+        return (await request.read()).removeprefix(BOM_UTF8)
     try:
         async with asyncio.timeout(timeout):
-            return await request.read()
+            return (await request.read()).removeprefix(BOM_UTF8)
     except TimeoutError:
         raise web.HTTPRequestTimeout(
             text=f"the request's body did not arrive within {timeout:g} s"

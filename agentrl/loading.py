@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import msgspec
 
 from agentrl.datasets.files import read_rows
 from agentrl.errors import ConfigError, nearest
+from agentrl.jsonvalues import NotJsonError, as_json, check_json
 from agentrl.types import Json
 
 INPUTS = ("input", "prompt", "question", "problem", "instruction")
@@ -74,14 +77,15 @@ def load_tasks(path: str, root: Path, *, key: str, needs: str = "input") -> list
     set "hf:owner/name[/config][@revision][:split]", whose input is the first of the columns
     `INPUTS`.
 
-    needs: a required key. Raises ConfigError, with file and line, for an item that is not a JSON
-    object with this key."""
+    needs: a required key. Raises ConfigError, with file and line or index, for an item that is not
+    a JSON object with this key, or would change when it is stored."""
     if path.endswith(".jsonl"):
         return _checked(_read_jsonl(root / path, key), key, needs)
     if path.startswith("hf:"):
         rows = enumerate(read_rows(path))
-        return _checked({f"{path}[{index}]": _with_input(row) for index, row in rows}, key, needs)
-    found = load_attribute(path, root, key=key)
+        return _checked({f"{path}[{index}]": _hub_task(row) for index, row in rows}, key, needs)
+    with _placeholder_keys():
+        found = load_attribute(path, root, key=key)
     try:
         items = list(found() if callable(found) else found)
     except Exception as error:
@@ -91,7 +95,23 @@ def load_tasks(path: str, root: Path, *, key: str, needs: str = "input") -> list
     return _checked({f"{path}[{index}]": item for index, item in enumerate(items)}, key, needs)
 
 
-def _with_input(row: dict[str, Json]) -> dict[str, Json]:
+@contextmanager
+def _placeholder_keys() -> Iterator[None]:
+    """Let a file that also has the agent create its model client, which needs a key. Runners import
+    the file again, with the gateway's URL and key."""
+    missing = {"OPENAI_API_KEY", "ANTHROPIC_API_KEY"} - os.environ.keys()
+    os.environ |= dict.fromkeys(missing, "agentrl")
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
+
+def _hub_task(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with an input, dates and the like as text: no file of the user's has other values."""
+    with suppress(NotJsonError):  # `_checked` says where
+        row = {key: as_json(value) for key, value in row.items()}
     found = next((row[name] for name in INPUTS if name in row), None)
     return row if found is None else {**row, "input": found}
 
@@ -107,7 +127,8 @@ def task_file(tasks: Iterable[dict[str, Json]] | str, file: Path) -> str:
 
 def _checked(items: dict[str, Any], key: str, needs: str = "input") -> list[dict[str, Json]]:
     """The values of `items`, which maps sources to tasks. Raises ConfigError for a task that is not
-    a JSON object with the key `needs`."""
+    a JSON object with the key `needs`, or that changes when it is stored as JSON: its verifier
+    would see another task."""
     if not items:
         raise ConfigError(f"{key}: there are no tasks in it")
     for source, item in items.items():
@@ -116,6 +137,10 @@ def _checked(items: dict[str, Any], key: str, needs: str = "input") -> list[dict
         if needs not in item:
             what = {"input": "the agent's input", "messages": "a chat to imitate"}
             raise ConfigError(f"{key}: {source} has no {needs!r}, {what[needs]}")
+        try:
+            check_json(item)
+        except NotJsonError as error:
+            raise ConfigError(f"{key}: {error.at(f'{source}: task')}") from None
     return list(items.values())
 
 

@@ -27,7 +27,7 @@ from agentrl.runners.executors import ExecutionResult, Executor, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.replay import recording
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.scoring.results import as_json, failure_of
+from agentrl.runners.scoring.results import failure_of, stored_result
 from agentrl.runners.scoring.rewards import resolve_targets
 from agentrl.runners.scoring.verifiers import Verifier, VerifierError
 from agentrl.runners.tracing import core as tracing
@@ -155,7 +155,7 @@ class AttemptRunner:
         has no spans, as the store now holds them."""
         try:
             files = None if workspace is None else await threads.call(workspace.packed)
-            kept = AgentRun(as_json(ran.result), ran.failure, ran.rewards, active.stored, files)
+            kept = AgentRun(ran.result, ran.failure, ran.rewards, active.stored, files)
             stored, fence = msgspec.to_builtins(kept), active.attempt.fence
             outcome = Outcome(attempt=active.id, fence=fence, spans=ran.spans, ran=stored)
             await self.store.finish([outcome])
@@ -169,6 +169,8 @@ class AttemptRunner:
         active.most_calls, active.most_tokens = self.agent.max_calls, self.agent.max_tokens
         try:
             ran = await self._within_limits(active)
+            result, failure = stored_result(ran.result, ran.failure)
+            ran = replace(ran, result=result, failure=failure)
         except Exception as error:  # a bug of an executor costs one attempt, not the runner
             log.exception("the executor failed in attempt %s", active.id)
             ran = ExecutionResult(failure=failure_of(ErrorKind.LOST_RUNNER, error))
@@ -178,8 +180,12 @@ class AttemptRunner:
         if active.failures:
             message = next(iter(active.failures.values()))
             return replace(ran, failure=Failure(kind=ErrorKind.MODEL, message=message))
-        if active.timed_out and ran.failure is not None and ran.failure.kind is ErrorKind.AGENT:
-            return replace(ran, failure=out_of_time(active))  # the agent re-raised our time-out
+        if ran.failure is not None and ran.failure.kind is ErrorKind.AGENT:
+            if active.timed_out:  # the agent re-raised our time-out
+                return replace(ran, failure=out_of_time(active))
+            if not active.calls and (elsewhere := self._called_instead(ran)):
+                message = f"{ran.failure.message}; {elsewhere}"
+                return replace(ran, failure=replace(ran.failure, message=message))
         if not (ran.failure or active.stored or ran.needs_no_call or self.agent.calls_optional):
             return replace(ran, failure=self._no_call(active, ran))
         return ran
@@ -296,21 +302,33 @@ class AttemptRunner:
 
     def _no_call(self, active: ActiveAttempt, ran: ExecutionResult) -> Failure:
         """Build the failure of an attempt without calls of the run's models, hence untrainable."""
-        gateway = self.gateway.base_url
         hint = "; set agent.calls_optional = true if that is intended"
         if active.calls:
             why = f": the last one was refused, {active.refused}" if active.refused else ""
             message = f"none of the agent's {active.calls} model calls succeeded{why}"
             return Failure(kind=ErrorKind.NO_CALL, message=message + hint)
-        urls = {str(span.attributes.get("url.full", gateway)) for span in ran.spans}
-        called = {url for url in urls if not url.startswith(gateway)}
-        instead = f", but called {', '.join(sorted(called)[:3])}" if called else ""
-        message = (
-            f"the agent made no model call through the gateway at {gateway}{instead}; let its"
-            " client read its base URL from OPENAI_BASE_URL, and create it in the agent's own"
-            " module or in a function that builds the agent"
-        )
+        if self.gateway.attempts.unowned:
+            message = (
+                "the agent made no model call that belongs to this rollout, and the gateway refused"
+                " some that belong to none, such as those of a server that one rollout started for"
+                " all: let it forward the traceparent header of the request that it serves"
+            )
+            return Failure(kind=ErrorKind.NO_CALL, message=message + hint)
+        message = self._called_instead(ran) or self._made_no_call("")
         return Failure(kind=ErrorKind.NO_CALL, message=message + hint)
+
+    def _called_instead(self, ran: ExecutionResult) -> str:
+        """Say which models an agent without a call through the gateway called; "": none."""
+        urls = {str(span.attributes.get("url.full", "")) for span in ran.spans}
+        called = {url for url in urls if url and not url.startswith(self.gateway.base_url)}
+        return self._made_no_call(f", but called {', '.join(sorted(called)[:3])}") if called else ""
+
+    def _made_no_call(self, instead: str) -> str:
+        return (
+            f"the agent made no model call through the gateway at {self.gateway.base_url}{instead};"
+            " let its client read its base URL from OPENAI_BASE_URL, and create it in the agent's"
+            " own module or in a function that builds the agent"
+        )
 
 
 def _is_cancelled() -> bool:
@@ -327,5 +345,5 @@ async def _with_diff(spans: list[Span], workspace: Workspace) -> list[Span]:
 
 
 def _outcome(active: ActiveAttempt, ran: ExecutionResult, **ended: Any) -> Outcome:
-    fence, result = active.attempt.fence, as_json(ran.result)
-    return Outcome(attempt=active.id, fence=fence, result=result, spans=ran.spans, **ended)
+    id, fence = active.id, active.attempt.fence
+    return Outcome(attempt=id, fence=fence, result=ran.result, spans=ran.spans, **ended)

@@ -127,7 +127,7 @@ def check_outcome(outcome: Outcome) -> None:
     if outcome.retry and outcome.failure is None:
         raise Invalid(f"Attempt {outcome.attempt} succeeded: only a failure can be retried.")
     for reward in outcome.rewards:
-        _check_reward(reward, f"attempt {outcome.attempt}")
+        check_reward(reward, f"attempt {outcome.attempt}")
     check_spans(outcome.spans)
     for span in outcome.spans:
         if span.attempt != outcome.attempt:
@@ -136,7 +136,8 @@ def check_outcome(outcome: Outcome) -> None:
             )
 
 
-def _check_reward(reward: Reward, owner: str) -> None:
+def check_reward(reward: Reward, owner: str) -> None:
+    """Check a reward's name, value and target; `owner`: what it is of, for the error message."""
     where = f"Reward {reward.name!r} of {owner}"
     if not math.isfinite(reward.value):
         raise Invalid(f"{where} is {reward.value}: a reward must be finite; omit a missing one.")
@@ -152,7 +153,7 @@ def _check_reward(reward: Reward, owner: str) -> None:
 def check_commit(commit: StepCommit) -> None:
     check_ids("A metric's name", commit.metrics)
     for given in commit.rewards:
-        _check_reward(given.reward, f"rollout {given.rollout}")
+        check_reward(given.reward, f"rollout {given.rollout}")
     for credit in commit.credits:
         for name in CREDIT:
             values = getattr(credit, name)

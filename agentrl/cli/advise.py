@@ -1,10 +1,9 @@
 """`agentrl algorithms --for`: presets that fit a run, by its settings and its rollouts in the
-store, with results of the learning benchmark."""
+store."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +15,6 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, known_mean, units
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.rewards import reward_reference
-from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.zoo.turns import explained_by_states
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
@@ -24,7 +22,7 @@ from agentrl.config.presets import SEVERAL
 from agentrl.store import open_store
 from agentrl.types import Group, Purpose
 
-RESULTS = Path(str(catalogue.__file__)).with_name("learning.json")
+TABLE = "algorithms/CREDIT.md#which-credit-when"
 GROUPS = 16  # the last ones, which are looked at
 REPEATED = 0.2  # share of states that other rollouts were in, from which on calls are compared
 RETURNS = 0.1  # share of states that a rollout comes back to, from which on states are valued
@@ -50,16 +48,15 @@ async def advise(config: RunConfig) -> list[str]:
         batch = build_batch(groups, reward_names=sorted(names), policy=policy)
         states = look_at(batch)
         suggestions = advice(config, batch, states)
+        several = f", {len(batch.roles)} roles" if len(batch.roles) > 1 else ""
         lines.append(
-            f"{policy}: {len(batch.rollouts)} rollouts, {states.calls:.1f} calls each, "
-            f"{states.repeated:.0%} of later states repeated, {states.back:.0%} in the same "
-            f"rollout, last ones explain {states.explained:.0%} of outcomes, "
-            f"{len(batch.roles)} roles"
+            f"{policy}: {len(batch.rollouts)} rollouts, {states.calls:.1f} calls each{several}"
         )
+        lines += [f"  {sentence}" for sentence in about(states)]
         lines.append(f"  choice: {choice(suggestions)}")
         for preset, why in suggestions:
-            lines += [f"  {preset:<9} {why}", *measured(preset)]
-    return lines
+            lines.append(f"  {preset:<9} {why}")
+    return [*lines, f"what each needs on our tasks: {TABLE}"] if lines else []
 
 
 class States(NamedTuple):
@@ -69,6 +66,18 @@ class States(NamedTuple):
     repeated: float  # see `repeats`
     back: float  # see `returns`
     explained: float  # see `explained`
+
+
+def about(states: States) -> Iterator[str]:
+    """What the states say, for runs whose rollouts make several calls."""
+    if states.calls <= 1:
+        return
+    if states.repeated >= REPEATED:
+        yield f"{states.repeated:.0%} of the later states were seen by other rollouts of their task"
+    if states.back >= RETURNS:
+        yield f"{states.back:.0%} of the calls are in a state that their rollout was in before"
+    if states.explained >= EXPLAINED:
+        yield f"the last state explains {states.explained:.0%} of the differences in outcome"
 
 
 def look_at(batch: Batch) -> States:
@@ -145,15 +154,3 @@ def advice(config: RunConfig, batch: Batch, states: States) -> list[tuple[str, s
 def choice(suggestions: Sequence[tuple[str, str]]) -> str:
     """The preset that is recommended most."""
     return next(preset for preset, _ in suggestions if preset != "warning")
-
-
-def measured(preset: str) -> Iterator[str]:
-    """What the benchmark found, by task."""
-    for task, rows in msgspec.json.decode(RESULTS.read_bytes()).items():
-        for row in rows.values():
-            if row["preset"] == preset and row["ratio"]:
-                one, low, high = ("never" if x is None else f"{x:.2f}" for x in row["ratio"])
-                yield (
-                    f"    {task}: {one} ({low} to {high}) of the rollouts to the level of "
-                    f"broadcast, {row['seeds']} seeds"
-                )

@@ -80,7 +80,8 @@ def model(
     repo: str | None,
     private: bool,
 ) -> None:
-    """Copy the policy of CHECKPOINT, or of a run, to a Hugging Face directory for any tool."""
+    """Save a trained model, that of CHECKPOINT or the last of a run, as a Hugging Face folder for
+    transformers, vLLM or Ollama. A run's best checkpoint is runs/NAME/checkpoints/best."""
     from agentrl.algorithms.model.lora import export_merged
     from agentrl.algorithms.train.checkpoint import export_checkpoint
 

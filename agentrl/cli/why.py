@@ -25,9 +25,13 @@ def why(run: str, store: str | None) -> None:
 
     for policy, record in asyncio.run(read()).items():
         found = rules.reasons(record)
-        scores = record.scores
-        held_out = f"held-out {scores[0]:.3f} to {scores[-1]:.3f}, " if scores else ""
+        measured = [
+            f"{name} {change.first:.3f} to {change.last:.3f}, "
+            for name, change in record.changes.items()
+        ]
         count = f"{len(found) or 'no'} reason{'' if len(found) == 1 else 's'} found"
-        click.echo(f"{policy}: {len(record.steps)} steps, {held_out}{count}")
+        if record.improved:
+            count = "it improved" + (", but:" if found else "")
+        click.echo(f"{policy}: {len(record.steps)} steps, {''.join(measured)}{count}")
         for number, reason in enumerate(found, start=1):
             click.echo(f"{number}. {reason.text}\n   change {reason.change}")

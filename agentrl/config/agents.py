@@ -40,7 +40,7 @@ class AgentConfig(Section, frozen=True):
     # gets only basic ones such as PATH, an agent in the runner's process all but API keys of
     # models.
     pass_env: list[str] = []
-    timeout: Seconds = 60.0  # of one attempt
+    timeout: Seconds = 60.0  # seconds that one attempt may take
     max_attempts: Count = 3  # attempts per rollout, if the infrastructure fails
     retries: RetriesConfig = RetriesConfig()
     calls_optional: bool = False  # a rollout without a model call is not a failure

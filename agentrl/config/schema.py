@@ -176,8 +176,8 @@ class AlgorithmConfig(Section, frozen=True):
     group_size: Count = 8  # rollouts per task, which are compared with each other
     min_group: Count = 2  # a group with fewer valid rollouts is dropped
     inexact: Literal["refuse", "retokenize"] = "refuse"  # calls whose token ids are unknown
-    # Tokens are trained at most this many updates (rounded up) after their policy sampled them.
-    # Groups are requested as early as this allows: 0.5 lets half a step be sampled ahead.
+    # How many updates old a sample may be, rounded up. The higher, the less sampling waits for
+    # training; 0.5 lets half a step be sampled ahead.
     max_staleness: NonNegative = 0.0  # 0: sampling waits for every update
     # Sampling during updates. drained: calls in flight end first, and new ones wait. in_flight:
     # calls continue, with the new weights as soon as they arrive. one_step_off: calls continue with
@@ -206,7 +206,7 @@ class AlgorithmConfig(Section, frozen=True):
     min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
     target_kl: Positive | None = None  # nats: stop the batch early if the policy has moved further
     max_bad_steps: Count = 3  # non-finite optimizer steps in a row that end the run
-    weight_decay: NonNegative = 0.0  # of AdamW, per step and unit of lr
+    weight_decay: NonNegative = 0.0  # decay of AdamW, per step and unit of lr
     max_grad_norm: Positive = 1.0  # gradients are clipped to this norm
     branching: BranchingConfig = BranchingConfig()
     counterfactual: CounterfactualConfig = CounterfactualConfig()

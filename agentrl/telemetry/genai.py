@@ -1,10 +1,11 @@
 """Convert a stored attempt to an OpenTelemetry trace for Phoenix, Langfuse and Jaeger.
 
 The root is the attempt. Below it are its recorded spans and one llm span for each transition, with
-attributes of OpenTelemetry's semantic conventions for generative AI (`gen_ai.*`), of OpenInference,
-which Phoenix reads, and of agentrl (`agentrl.*`). If the agent recorded a span for the same model
-call (from a framework or the HTTP request), the two are merged. Ids are a function of the attempt,
-so sending it twice changes nothing.
+attributes of OpenTelemetry's semantic conventions for generative AI (`gen_ai.*`, version 0.1.0 of
+open-telemetry/semantic-conventions-genai), of OpenInference, which Phoenix reads, and of agentrl
+(`agentrl.*`). Recorded spans keep their attributes and get the current names too. If the agent
+recorded a span for the same model call (from a framework or the HTTP request), the two are merged.
+Ids are a function of the attempt, so sending it twice changes nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict, replace
 
-from agentrl.otlp import DESCRIPTION
+from agentrl.otlp import AGENT_NAME, DESCRIPTION, OPERATION, TOOL_NAME, with_current_names
 from agentrl.types import Json, Reward, Scope, Span, Trace, Transition
 
 PROVIDER = "agentrl"  # provider of the answers for the agent
 HTTP_ATTRIBUTES = {"url.full", "http.url", "http.method", "http.request.method"}  # of a client
+FINISH = {"tool_calls": "tool_call", "function_call": "tool_call"}  # OpenAI's words -> GenAI's
 SLACK = 5_000_000  # ns of difference between the clocks of agent and gateway
 Spans = Mapping[str, Span]  # by id
 
@@ -41,8 +43,20 @@ def spans_of(trace: Trace) -> list[Span]:
     kept = {id: span for id, span in spans.items() if id not in merged} | llm_spans
     kept.pop(root.id, None)
     parents = _parents(kept, merged, root.id)
-    children = [replace(span, parent=parents[span.id]) for span in kept.values()]
+    children = [
+        replace(span, parent=parents[span.id], attributes=_current(span)) for span in kept.values()
+    ]
     return [root, *sorted(children, key=lambda span: (span.start, -span.end))]
+
+
+def _current(span: Span) -> dict[str, Json]:
+    """A span's attributes with their current names, and its operation."""
+    attributes = with_current_names(span.attributes)
+    if span.kind == "agent":
+        return {OPERATION: "invoke_agent", AGENT_NAME: span.name} | attributes
+    if span.kind == "tool":
+        return {OPERATION: "execute_tool", TOOL_NAME: span.name} | attributes
+    return attributes
 
 
 def _parents(spans: Spans, merged: Mapping[str, str], root: str) -> dict[str, str]:
@@ -125,9 +139,9 @@ def _root_span(trace: Trace, spans: list[Span]) -> Span:
     own = (span for span in trace.spans if span.parent is None and span.name == "attempt")
     root = next(own, made)
     about: dict[str, Json] = {
-        "gen_ai.operation.name": "invoke_agent",
+        OPERATION: "invoke_agent",
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.agent.name": rollout.run,
+        AGENT_NAME: rollout.run,
         "gen_ai.conversation.id": rollout.id,
         "session.id": rollout.group,
         "agentrl.run": rollout.run,
@@ -158,11 +172,12 @@ def call_attributes(transition: Transition) -> dict[str, Json]:
     limits = asdict(sampling) | {"top_k": sampling.top_k or None, "force": None}
     given = {name: value for name, value in limits.items() if value is not None}
     read, written = len(transition.prompt), len(transition.completion)
-    output = _message(answer) | {"finish_reason": transition.finish}
+    finish = FINISH.get(transition.finish, transition.finish)
+    output = _message(answer) | {"finish_reason": finish}
     attributes: dict[str, Json] = {
-        "gen_ai.operation.name": "chat",
+        OPERATION: "chat",
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.agent.name": transition.role,
+        AGENT_NAME: transition.role,
         "gen_ai.request.model": transition.policy,
         "gen_ai.response.model": transition.policy,
         "gen_ai.response.finish_reasons": [transition.finish],
@@ -185,7 +200,8 @@ def call_attributes(transition: Transition) -> dict[str, Json]:
     }
     attributes |= {f"gen_ai.request.{name}": value for name, value in given.items()}
     if transition.tools:
-        attributes["gen_ai.tool.definitions"] = _json(transition.tools)
+        definitions = [_tool_definition(tool) for tool in transition.tools]
+        attributes["gen_ai.tool.definitions"] = _json(definitions)
     for index, tool in enumerate(transition.tools):
         attributes[f"llm.tools.{index}.tool.json_schema"] = _json(tool)
     for index, message in enumerate(transition.messages):
@@ -195,18 +211,27 @@ def call_attributes(transition: Transition) -> dict[str, Json]:
     )
 
 
+def _tool_definition(tool: Mapping[str, Json]) -> dict[str, Json]:
+    """A tool of a chat request without OpenAI's nesting."""
+    kind = str(tool.get("type") or "function")
+    inner = tool.get(kind)
+    about = inner if isinstance(inner, Mapping) else tool
+    known = {key: about[key] for key in ("name", "description", "parameters") if key in about}
+    return {"type": kind, "name": kind} | known
+
+
 def _message(message: Mapping[str, Json]) -> dict[str, Json]:
     """A chat message in the format of the semantic conventions."""
     role, content = str(message.get("role") or "assistant"), message.get("content")
     parts: list[Json] = []
+    if thought := message.get("reasoning_content") or message.get("reasoning"):
+        parts.append({"type": "reasoning", "content": thought})
     if role == "tool":
         parts.append(
             {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}
         )
     elif isinstance(content, list):
-        for part in content:
-            text = isinstance(part, Mapping) and part.get("type") == "text"
-            parts.append({"type": "text", "content": part.get("text")} if text else part)
+        parts += map(_part, content)
     elif content:
         parts.append({"type": "text", "content": content})
     for call in message.get("tool_calls") or ():
@@ -215,6 +240,27 @@ def _message(message: Mapping[str, Json]) -> dict[str, Json]:
         named = {"id": call.get("id"), "name": function.get("name"), "arguments": arguments}
         parts.append({"type": "tool_call"} | named)
     return {"role": role, "parts": parts}
+
+
+def _part(part: Json) -> Json:
+    """A part of a message's content; parts without a form of their own stay as they are."""
+    if not isinstance(part, Mapping):
+        return {"type": "text", "content": part}
+    kind = part.get("type")
+    if kind == "text":
+        return {"type": "text", "content": part.get("text")}
+    about = part.get(kind) if kind in ("image_url", "input_audio") else None
+    if kind == "image_url" and isinstance(about, Mapping | str):
+        url = str(about if isinstance(about, str) else about.get("url"))
+        mime, encoded, data = url.removeprefix("data:").partition(";base64,")
+        if encoded and url.startswith("data:"):
+            return {"type": "blob", "modality": "image", "mime_type": mime, "content": data}
+        return {"type": "uri", "modality": "image", "uri": url}
+    if kind == "input_audio" and isinstance(about, Mapping):
+        mime = f"audio/{about.get('format')}"
+        audio = {"type": "blob", "modality": "audio", "mime_type": mime}
+        return audio | {"content": about.get("data")}
+    return part
 
 
 def _openinference(prefix: str, message: Mapping[str, Json]) -> dict[str, Json]:

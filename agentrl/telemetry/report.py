@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from math import nan
+from math import isfinite, nan
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.algorithms.diagnostics.why import has_improved
+from agentrl.algorithms.diagnostics.why import not_improved
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
 from agentrl.store.base import Store
@@ -36,7 +36,7 @@ async def print_report(
 ) -> None:
     """Print the report of a run and save its learning curve."""
     console = console or Console()
-    table = score_table(steps)
+    table = score_table(steps, await _outcomes(store, config, steps))
     if table.row_count:
         console.print(table)
     if (pool := win_rate_table(steps)) is not None:
@@ -46,10 +46,10 @@ async def print_report(
         if trace:
             console.print(f"[bold]{title}[/]")
             console.print(render_trace(trace, longest=400))
-    rows = [_times(steps, seconds), await _failures(store, config)]
+    rows = [_times(config, steps, seconds), await _failures(store, config)]
     rows.append("; ".join(untrained_sentences(steps)))
-    if config.steps and not has_improved(steps):
-        rows.append(f"the run did not improve; agentrl why {config.name}{store_option(config)}")
+    if config.steps and (sentence := not_improved([row.metrics for row in steps], config)):
+        rows.append(f"{sentence}; agentrl why {config.name}{store_option(config)}")
     for row in (*rows, *policies_without_calls(config, steps).values()):
         if row:
             console.print(row, highlight=False, markup=False)
@@ -118,9 +118,10 @@ def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def score_table(steps: list[StepRow]) -> Table:
+def score_table(steps: list[StepRow], outcomes: Iterable[float] = ()) -> Table:
     """A table of held-out scores before and after training (or of the only evaluation), also by
-    role, and of the games in the first and last step."""
+    role, and of the games in the first and last step. outcomes: of evaluated rollouts."""
+    form = ".1%" if has_fractions(steps, outcomes) else ".3g"
     games = [found for row in steps if (found := game_figures(row.metrics))]
     steps = [row for row in steps if any(name.startswith("eval/") for name in row.metrics)] or steps
     shown = {"before": steps[0].metrics, "after": steps[-1].metrics}
@@ -134,7 +135,7 @@ def score_table(steps: list[StepRow]) -> Table:
             bound = name.endswith(("_low", "_high"))
             if (name == key or name.startswith(f"{key}/")) and not bound:
                 title = key.removeprefix("eval/") if name == key else f"  {name[len(key) + 1 :]}"
-                table.add_row(title, *(_score(metrics, name) for metrics in shown.values()))
+                table.add_row(title, *(_score(metrics, name, form) for metrics in shown.values()))
         missing = [metrics.get(f"{key}_missing", 0.0) for metrics in shown.values()]
         if any(missing):
             table.add_row("  without a score", *(f"{value:.0f}" for value in missing))
@@ -173,14 +174,41 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _score(metrics: Mapping[str, float], name: str) -> str:
+def has_fractions(steps: Iterable[StepRow], outcomes: Iterable[float] = ()) -> bool:
+    """Whether outcomes may be shown as percentages: all scores, bounds, and known outcomes are from
+    0 to 1, and no training reward has a larger deviation than such numbers can have, as returns of
+    -1 and 1 do."""
+    known = list(filter(isfinite, outcomes))
+    spread = []  # (mean, variance)
+    for row in steps:
+        scores = (name for name in row.metrics if name.startswith(("eval/score", "eval/sampled")))
+        known += [row.metrics[name] for name in scores if not name.endswith("_missing")]
+        mean = row.metrics.get("reward/mean", 0.0)
+        spread.append((mean, row.metrics.get("reward/std", 0.0) ** 2))
+    most = 1e-9  # rounding
+    return all(0.0 <= x <= 1.0 for x in known) and all(
+        -most <= mean <= 1.0 + most and variance <= mean * (1.0 - mean) + most
+        for mean, variance in spread
+    )
+
+
+def _score(metrics: Mapping[str, float], name: str, form: str) -> str:
     """A metric as text, with its confidence interval if it has one."""
     known = [metrics[key] for key in (name, f"{name}_low", f"{name}_high") if key in metrics]
     if not known:
         return "-"
-    fraction = all(0.0 <= value <= 1.0 for value in known)
-    value, *bounds = (f"{x:.1%}" if fraction else f"{x:.3g}" for x in known)
+    value, *bounds = (format(x, form) for x in known)
     return f"{value} ({' to '.join(bounds)})" if bounds else value
+
+
+async def _outcomes(store: Store, config: RunConfig, steps: list[StepRow]) -> list[float]:
+    """The outcomes of the last evaluation."""
+    evaluated = [row.step for row in steps if any(name.startswith("eval/") for name in row.metrics)]
+    return [
+        row.reward()
+        for step in evaluated[-1:]
+        for row in await store.rollouts(config.name, purpose=Purpose.EVAL, step=step)
+    ]
 
 
 async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> dict[str, Rollout]:
@@ -241,15 +269,23 @@ def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str,
     return found
 
 
-def _times(steps: list[StepRow], seconds: float) -> str:
+def _times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
     def total(name: str) -> float:
         return sum(row.metrics.get(name, 0.0) for row in steps)
 
-    parts = [f"{p} {total(f'time/{p}'):.0f}" for p in ("build", "rollouts", "update", "eval")]
-    parts += [f"{side} idle {total(f'time/{side}_idle'):.0f}" for side in ("sampler", "learner")]
+    names = {"build": "building the model", "rollouts": "rollouts", "update": "updates"}
+    spent = {word: total(f"time/{name}") for name, word in names.items()}
+    spent["evaluation"] = total("time/eval")
+    spent = {"start-up": max(seconds - sum(spent.values()), 0.0), **spent}
+    parts = [f"{value:.0f} {word}" for word, value in spent.items() if value >= 0.5]
+    if config.algorithm.samples_during_update:  # else one always waits for the other
+        waited = (
+            f"{side} idle {total(f'time/{side}_idle'):.0f}" for side in ("sampler", "learner")
+        )
+        parts += waited
     wasted = total("tokens/wasted")
     end = f"; {wasted:.0f} tokens of cancelled rollouts" if wasted else ""
-    return f"{seconds:.0f} s in all: {', '.join(parts)}{end}"
+    return f"{seconds:.0f} s: {', '.join(parts)}{end}"
 
 
 def win_rate_table(steps: Sequence[StepRow]) -> Table | None:

@@ -183,7 +183,7 @@ def _call(
         return ", ".join(f"{name} {_number(x[at])}" for name, x in used.items())
 
     in_loss = bool((explanation.weight[at] > 0).any())
-    lines.append(f"  {listed(at)}" if in_loss else "  not in the loss")
+    lines.append(_weight(explanation, at, used) if in_loss else "  not in the loss")
     lines += _disagreement(explanation, at)
     if tokens and in_loss:
         advantage = explanation.chain[-1].columns["advantage"]
@@ -195,6 +195,16 @@ def _call(
             for number, t in enumerate(at.tolist())
         ]
     return lines
+
+
+def _weight(explanation: Explanation, at: Tensor, used: Mapping[str, Tensor]) -> str:
+    """A line with the product that weights a call's tokens in the loss."""
+    names = {"gates": "gates", "u": "share of the average"}
+    factors = [f"{name} {_number(used[key][at])}" for key, name in names.items() if key in used]
+    stored = explanation.stored
+    known = stored if stored.known.any() else explanation.chain[-1]
+    product = " x ".join([f"advantage {_number(known.columns['advantage'][at])}", *factors])
+    return f"  weight in the loss (psi): {_number(used['psi'][at])} per token ({product})"
 
 
 def _disagreement(explanation: Explanation, at: Tensor) -> list[str]:

@@ -1,13 +1,16 @@
 """Rules that find reasons why a run does not learn, from its stored metrics and calls.
 
-Causes come before their effects, such as groups of equal rewards. Does not import torch.
+Causes come before their effects, such as groups of equal rewards. A success has some of the same
+effects (a certain policy, groups that are all right), so these are no reasons in a run that has
+clearly improved. Does not import torch.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 
@@ -17,12 +20,31 @@ from agentrl.config.load import from_store
 from agentrl.errors import NotFound
 from agentrl.failures import brief
 from agentrl.store.base import Store
-from agentrl.types import EMPTY, FailureCount, Purpose, StepRow
+from agentrl.types import EMPTY, FailureCount, Purpose, Rollout, RolloutState
 
 SOME, MOST = 0.2, 0.5  # least shares to report a reason, and to rank it by the order of RULES
 CERTAIN = 0.02  # nats per token, entropy of a deterministic policy
 MOVED = 2e-5  # least sum of learning rates that moves weights; ten times that for an adapter
 LOOKED_AT, BUDGET = 16, 5.0  # number of rollouts to read; seconds to search for a role
+HELD_OUT, SAMPLED, TRAINING = "held-out", "sampled held-out", "training reward"
+# What the embedded server, vLLM, SGLang, OpenAI and Anthropic say of a prompt that is too long.
+TOO_LONG = re.compile(r"context[ _-](length|window|size)|model's context|prompt is too long", re.I)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What was measured in the first and in the last fifth of all measurements, as means."""
+
+    first: float
+    last: float
+    best: float  # of all fifths
+    noise: float  # the largest difference to expect by chance; infinite if unknown
+
+    @property
+    def risen(self) -> bool:
+        """Whether it clearly rose, and has not lost most of that again."""
+        gain = self.last - self.first
+        return gain > self.noise and gain >= self.best - self.last
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +63,20 @@ class PolicyRun:
     config: RunConfig  # the policy's view of it
     steps: Sequence[Mapping[str, float]]  # metrics of committed steps, the policy's own unprefixed
     scores: Sequence[float]  # held-out, from before the first step to after the last
-    failure: FailureCount | None  # the most frequent kind
+    failure: FailureCount | None  # the kind of most failed rollouts
     silent: Sequence[str]  # roles of the policy without a call
     logprobs: Sequence[float]  # of its most recently sampled tokens
+    newest: Sequence[Rollout] = ()  # its most recent rollouts
+    changes: Mapping[str, Change] = field(default_factory=dict)
+
+    @property
+    def improved(self) -> bool:
+        return any(change.risen for change in self.changes.values())
+
+    @property
+    def outcome(self) -> str:
+        """The reference of the reward that the algorithm maximises."""
+        return str(self.config.algorithm.options.get("reward", "outcome"))
 
     def values(self, name: str) -> list[float]:
         return [x for step in self.steps if math.isfinite(x := step.get(name, math.nan))]
@@ -68,7 +101,13 @@ async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
     measured = await store.steps(run)
     scores = [row.metrics["eval/score"] for row in measured if "eval/score" in row.metrics]
     rows = [row for row in measured if row.committed][-last:]
-    failure = max(await store.failures(run), key=lambda row: row.attempts, default=None)
+    changes = changes_of([row.metrics for row in measured], config)
+
+    def weight(failed: FailureCount) -> tuple[float, int]:
+        rollouts = (row.metrics.get(f"rollouts/failed/{failed.kind}", 0.0) for row in rows)
+        return sum(rollouts), failed.attempts
+
+    failure = max(await store.failures(run), key=weight, default=None)
     records = {}
     for name in team.trained_policies(config):
         own = [role for role, player in team.policy_by_role(config).items() if player == name]
@@ -76,13 +115,17 @@ async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
         newest = await store.search(run, policy=name, purpose=Purpose.TRAIN, limit=LOOKED_AT)
         traces = [await store.trace(row.id) for row in newest.rows]
         calls = [call for trace in traces if trace for call in trace.transitions]
+        # A search that ran out of time has not seen every rollout.
+        silent = [role for role, page in found.items() if not (page.rows or page.cursor)]
         records[name] = PolicyRun(
             config=team.view(config, name),
             steps=[own_metrics(row.metrics, name) for row in rows],
             scores=scores,
             failure=failure,
-            silent=[role for role, page in found.items() if not page.rows],
+            silent=silent,
             logprobs=[x for call in calls if call.policy == name for x in call.logprobs],
+            newest=[trace.rollout for trace in traces if trace],
+            changes=changes,
         )
     return records
 
@@ -95,27 +138,71 @@ def own_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
 
 
 def reasons(run: PolicyRun) -> list[Reason]:
-    """Reasons, likeliest first: shares above MOST in the order of RULES, then others by share."""
-    found = [reason for rule in RULES if (reason := rule(run)).share >= SOME]
+    """Reasons, likeliest first: shares above MOST in the order of RULES, then others by share. For
+    a run that has clearly improved only what it loses, such as rollouts that fail."""
+    rules = [rule for rule in RULES if not (run.improved and rule in EFFECTS)]
+    found = [reason for rule in rules if (reason := rule(run)).share >= SOME]
     return sorted(found, key=lambda reason: -min(reason.share, MOST))
 
 
-def has_improved(rows: Sequence[StepRow]) -> bool:
-    """Whether the mean of the last fifth of the held-out scores, or without any of the rewards, is
-    above that of the first. True for games without scores: one seat's win is another's loss."""
-    game = any("selfplay/games" in row.metrics for row in rows)
-    for name in ("eval/score",) if game else ("eval/score", "reward/mean"):
-        found = [row.metrics[name] for row in rows if name in row.metrics]
-        if len(found) > 1:
-            fifth = math.ceil(len(found) / 5)
-            return fmean(found[-fifth:]) > fmean(found[:fifth])
-    return True
+def changes_of(rows: Sequence[Mapping[str, float]], config: RunConfig) -> dict[str, Change]:
+    """How the held-out scores and the training reward changed. No training reward where it is no
+    evidence: in games one seat's win is another's loss, tasks may be chosen by their reward, and
+    the rewards of a data set do not change."""
+    chosen = config.tasks.order == "difficulty" or bool(config.data.name)
+    game = any("selfplay/games" in row for row in rows)
+    measured = {
+        HELD_OUT: [_held_out(row, "eval/score") for row in rows if "eval/score" in row],
+        SAMPLED: [_held_out(row, "eval/sampled") for row in rows if "eval/sampled" in row],
+        TRAINING: [_trained(row) for row in rows if "reward/mean" in row and not (game or chosen)],
+    }
+    return {
+        name: _change(values, same_tasks=name != TRAINING)
+        for name, values in measured.items()
+        if len(values) > 1
+    }
+
+
+def not_improved(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
+    """A sentence with the evidence that a run did not improve; empty without evidence, or if
+    anything rose. The training reward counts only if there are no held-out scores."""
+    changes = changes_of(rows, config)
+    known = {name: change for name, change in changes.items() if name != TRAINING} or changes
+    if any(x.last > x.first or x.first == x.last == 1.0 for x in known.values()):
+        return ""
+    found = [f"{name} {x.first:.3f} to {x.last:.3f}" for name, x in known.items()]
+    return f"no improvement was measured ({', '.join(found)})" if found else ""
+
+
+def _held_out(row: Mapping[str, float], name: str) -> tuple[float, float]:
+    """A score, on the tasks that all evaluations share, and the variance of its error."""
+    score = row.get("eval/common", row[name]) if name == "eval/score" else row[name]
+    return score, ((row.get(f"{name}_high", math.inf) - row.get(f"{name}_low", 0.0)) / 4) ** 2
+
+
+def _trained(row: Mapping[str, float]) -> tuple[float, float]:
+    """The mean reward of all sampled rollouts, and the variance of its error: rollouts of a group
+    have the same task."""
+    mean = row.get("reward/sampled_mean", row["reward/mean"])
+    return mean, row.get("reward/std", math.inf) ** 2 / max(row.get("groups", 1.0), 1.0)
+
+
+def _change(measured: Sequence[tuple[float, float]], *, same_tasks: bool) -> Change:
+    """measured: values with the variance of their errors, which repeated measurements on the same
+    tasks share. On other tasks, a single one at each end is no evidence."""
+    size = math.ceil(len(measured) / 5)
+    means = [fmean(x for x, _ in measured[i : i + size]) for i in range(0, len(measured), size)]
+    first, last = measured[:size], measured[-size:]
+    error = sum(error for _, error in (*first, *last)) / size
+    noise = 2 * math.sqrt(error if same_tasks else error / size if size > 1 else math.inf)
+    return Change(means[0], fmean(x for x, _ in last), max(means), noise)
 
 
 def long_prompts(run: PolicyRun) -> Reason:
     share, refused = run.share("calls/too_long", "calls"), ""
-    if run.failure and "context" in run.failure.message:
-        share, refused = run.share("rollouts/failed", "rollouts"), brief(run.failure.message)
+    if run.failure and TOO_LONG.search(run.failure.message):
+        failed = f"rollouts/failed/{run.failure.kind}"
+        share, refused = run.share(failed, "rollouts"), brief(run.failure.message)
     text = f"the prompt is too long: {share:.0%} exceeded the model's context. {refused}"
     return Reason(share, text, "policy.model, engine.max_context: more; sampling.max_tokens: less")
 
@@ -140,11 +227,29 @@ def inexact_calls(run: PolicyRun) -> Reason:
 
 
 def missing_rewards(run: PolicyRun) -> Reason:
-    names = {name for step in run.steps for name in step if name.endswith("/frac_missing")}
-    unused = run.share(EMPTY, "rollouts", without="rollouts/failed")
-    share = max([0.0 if any(run.values("calls/refused")) else unused, *map(run.mean, names)])
-    text = f"rewards are missing: in {share:.0%} of rollouts, or groups lack algorithm.min_group"
-    return Reason(share, text, "verifier.path: return a number by the name the algorithm reads")
+    """Only the outcome's: a process reward may be for some roles or calls, or seldom earned. Groups
+    with too few scored rollouts are in no metric of rewards, so the newest rollouts count too."""
+    missing, every = 0.0, 0.0
+    for step in run.steps:
+        usable = step.get("rollouts/usable", step.get("rollouts", 0.0))
+        missing += step.get(f"reward/{run.outcome}/frac_missing", 0.0) * usable
+        every += usable
+    done = [row for row in run.newest if row.state is RolloutState.SUCCEEDED]
+    lost = [row.id for row in done if math.isnan(row.reward(run.outcome))]
+    share, which = max(
+        (missing / max(every, 1.0), f"{missing:.0f} of {every:.0f} rollouts"),
+        (len(lost) / max(len(done), 1), f"{len(lost)} of the last {len(done)} rollouts"),
+    )
+    if ":" not in run.outcome and share >= SOME:
+        text = f"rewards are missing: {which} have no {run.outcome!r}"
+        text += f", for example {lost[0]}" if lost else ""
+        return Reason(share, text, "verifier.path: return a number by this name")
+    share = run.share(EMPTY, "rollouts", without="rollouts/failed")
+    text = f"{share:.0%} of the rollouts did not fail and could not be trained: they made no call "
+    text += "of the policy, or too few rollouts of their group have a reward"
+    if any(run.values("calls/refused")):
+        share = 0.0  # `inexact_calls` says why
+    return Reason(share, text, "agent.path: call the policy; algorithm.min_group: less")
 
 
 def high_lr(run: PolicyRun) -> Reason:
@@ -153,7 +258,7 @@ def high_lr(run: PolicyRun) -> Reason:
         entropy.append(-fmean(run.logprobs))
     jumps = (abs(b - a) / max(entropy[0], 25 * CERTAIN) for a, b in pairwise(entropy))
     jump, what = max(jumps, default=0.0), f"{bad:.0%} of the optimizer steps were not finite"
-    if jump > MOST:
+    if jump > MOST and not run.improved:
         bad, what = 1.0, f"in one step the entropy changed by {jump:.0%} of its first value"
     text = f"the learning rate is too high: {what}"
     return Reason(bad, text, "algorithm.lr: a tenth; algorithm.warmup: more steps")
@@ -169,12 +274,21 @@ def entropy_gone(run: PolicyRun) -> Reason:
 def constant_verifier(run: PolicyRun) -> Reason:
     means, spread = run.values("reward/mean") or [0.0, 1.0], run.values("reward/std")
     text = f"the verifier gives one reward to all: {means[0]:g} in all {len(means)} steps"
-    same = min(means) == max(means) and not any(spread)
+    same = min(means) == max(means) and not any(spread) and {*run.scores} <= {*means}
     return Reason(float(same), text, "verifier.path: its comparison; tasks.train: other tasks")
 
 
 def flat_groups(run: PolicyRun) -> Reason:
-    share = run.mean("reward/outcome/frac_zero_std")
+    """Not if other rewards of these groups differ, or tokens of flat groups have an advantage, as
+    with a critic."""
+    names = {name for step in run.steps for name in step if name.endswith("/frac_zero_std")}
+    known = [x for x in names if run.mean(x.replace("zero_std", "missing")) < 1.0]
+    share = min(map(run.mean, known), default=0.0)
+    if any(
+        step.get("advantage/std", 0.0) > 0 and all(step.get(name) == 1.0 for name in known)
+        for step in run.steps
+    ):
+        share = 0.0
     text = f"groups are flat: in {share:.0%} of them all rollouts got the same reward"
     cure = 'tasks.order: "difficulty"; algorithm.dynamic_sampling: true; algorithm.group_size: more'
     return Reason(share, text, cure)
@@ -204,10 +318,16 @@ def low_lr(run: PolicyRun) -> Reason:
 def unlike_heldout(run: PolicyRun) -> Reason:
     rewards, share = run.values("reward/mean"), 0.0
     first, now = fmean(rewards[:3] or [0.0]), fmean(rewards[-3:] or [0.0])
-    held_out = run.scores[-1] if run.scores else now
-    if now > first and now > held_out and not run.values("selfplay/games"):
-        share = (now - held_out) / max(abs(now), abs(held_out))
-    text = f"training rises, held-out does not: {now:.2f} in training, {held_out:.2f} held-out"
+    before, after = (run.scores[0], run.scores[-1]) if len(run.scores) > 1 else (0.0, now)
+    if now > first and now > after and not run.values("selfplay/games"):
+        share = 1 - max(after - before, 0.0) / (now - first)
+        change = run.changes.get(TRAINING)
+        if change is not None and now - first <= change.noise:
+            share = 0.0
+    text = (
+        f"training rises, held-out does not as much: {first:.2f} to {now:.2f} in training, "
+        f"{before:.2f} to {after:.2f} held-out"
+    )
     cure = "tasks.train: more, like tasks.heldout; policy.build: a model that knows their words"
     return Reason(share, text, cure)
 
@@ -216,3 +336,4 @@ RULES = (
     long_prompts, failed_rollouts, silent_roles, inexact_calls, missing_rewards, high_lr,
     entropy_gone, constant_verifier, flat_groups, lag, clipped_ratios, low_lr, unlike_heldout,
 )  # fmt: skip
+EFFECTS = (entropy_gone, constant_verifier, flat_groups, lag, clipped_ratios, low_lr)

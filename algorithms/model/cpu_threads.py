@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agentrl.processes import PHASE
-
 log = logging.getLogger("agentrl.algorithm")
 SMALL = 5_000_000  # parameters; synchronisation is negligible in larger models
 EVERY = 150  # calls between trials
@@ -69,7 +67,7 @@ class ThreadTuner:
                 self._logged = self.count
                 chosen = "1 thread" if self.count == 1 else f"{self.count} threads"
                 slower = f"{self.most} take {ratio:.1f} times as long as 1"
-                log.log(PHASE, f"{self.name} with {chosen}: {slower}")
+                log.info("%s with %s: %s", self.name, chosen, slower)
 
 
 def thread_tuner(parameters: int, name: str, otherwise: int) -> ThreadTuner:

@@ -14,12 +14,13 @@ from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.scores import common_score, score_metrics, spread_metrics
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, TrainingError
 from agentrl.loading import import_error, load_attribute
 from agentrl.processes import PHASE
 from agentrl.store.base import Store
 from agentrl.types import Json, NewRollout, Rollout
 
+NO_NUMBER = "VerifierError: the verifier returned"  # start of the message of such a failure
 log = logging.getLogger("agentrl.algorithm")
 
 
@@ -41,7 +42,8 @@ async def evaluate_heldout(
 ) -> None:
     """Log the scores on `tasks` after `step` steps, as `eval/<name>` for each of `temperatures`,
     unless the store has them already. Each task is rolled out once; before and after training
-    `eval.samples` times at the last temperature. seats: role or policy -> policy that plays it."""
+    `eval.samples` times at the last temperature. seats: role or policy -> policy that plays it.
+    Raises TrainingError, before the first step, if the verifier returns no number."""
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
@@ -59,12 +61,27 @@ async def evaluate_heldout(
         )
     metrics: dict[str, float] = {}
     played = await play(store, requested)
+    if step == 0 and config.steps:
+        check_verifier(config, [row for rollouts in played.values() for row in rollouts])
     for name, rollouts in played.items():
         own = score_metrics(name, rollouts) | spread_metrics(name, rollouts, len(tasks), config)
         metrics |= {f"eval/{key}": x for key, x in own.items()}
     metrics |= common_score(config, played["score"], len(tasks))
     metrics["time/eval"] = time.monotonic() - started
     await store.log(config.name, step, metrics, epoch=epoch)
+
+
+def check_verifier(config: RunConfig, rollouts: Sequence[Rollout]) -> None:
+    """Raise TrainingError if the verifier returned no number for any of a run's first rollouts,
+    which no repetition changes."""
+    said = {row.failure.message if row.failure else "" for row in rollouts}
+    if said and all(message.startswith(NO_NUMBER) for message in said):
+        why, name = min(said).removeprefix("VerifierError: "), config.verifier.path
+        where = f"{name}: " if name else ""
+        raise TrainingError(
+            f"all {len(rollouts)} rollouts failed, because of {where}{why}. Example: agentrl show"
+            f" {rollouts[0].id}. Correct it, and repeat the command with --fresh"
+        )
 
 
 async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: int) -> None:

@@ -103,9 +103,10 @@ def duration(config: RunConfig, network: Any) -> Iterator[str]:
     in_flight = algorithm.samples_during_update
     step = Simulation(work, algorithm.max_staleness, in_flight=in_flight).run(steps=5).seconds
     whole = step * config.steps
+    total = f"{whole:.2g} s" if whole < 100 else f"{whole / 60:.2g} minutes"
     yield (
-        f"time: about {step:.2g} s a step, {whole / 60:.2g} minutes in all, if a rollout is a call "
-        f"of {tokens} tokens; shorter answers take less, prompts, tools and more calls take more"
+        f"time: about {step:.2g} s a step, {total} for {config.steps} steps, if a rollout is one "
+        f"call of {tokens} tokens; more calls, long prompts and tools add to it"
     )
 
 

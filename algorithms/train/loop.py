@@ -15,7 +15,7 @@ from agentrl.algorithms.diagnostics.metrics import Metrics, throughput
 from agentrl.algorithms.judges.judge import Judges
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling.collect import Collected, Collector
-from agentrl.algorithms.sampling.evaluate import evaluate_functions
+from agentrl.algorithms.sampling.evaluate import check_verifier, evaluate_functions
 from agentrl.algorithms.sampling.stragglers import settle_groups_ahead
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.train.empty_steps import check_empty_steps, empty_commit, is_empty
@@ -77,6 +77,9 @@ class TrainingLoop:
                 if self.snapshots is not None:
                     await self.snapshots.serve_pool()
             if empty:
+                if step == 0:
+                    found = [*collected.groups, *collected.discarded]
+                    check_verifier(self.config, [row for group in found for row in group.rollouts])
                 await check_empty_steps(self.store, self.config)
             await self.serving.announce(self.store, self.config.name, self.state.epoch)
             stalled = await self.evaluate(step + 1)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from math import ceil
 from typing import TypeVar
 
@@ -60,6 +60,7 @@ class Updater:
     policy: str = POLICY
     cached: dict[str, Float32] | None = None  # log-probs of the reference by rollout; None: compute
     teacher: RemoteTeacher | None = None  # None: the learner's
+    unchanged: Iterator[int] = field(default_factory=lambda: count(1))  # steps without a change
 
     def __post_init__(self) -> None:
         check_supplies(self.algo, self.learner.supplies)
@@ -155,8 +156,7 @@ class Updater:
                 break
         reasons = [terms.skip for terms in planned if terms.skip]
         if reasons and len(reasons) == len(planned):
-            why = "; ".join(dict.fromkeys(reasons))
-            log.warning("step %d changes no weight: %s", step.number, why)
+            self._note_unchanged(step.number, "; ".join(dict.fromkeys(reasons)))
         return {
             **metrics.advantages(planned),
             **metrics.merge_optimizer_steps(measured),
@@ -166,6 +166,14 @@ class Updater:
             "update/bad": bad,
             "update/early_stop": float(early_stop),
         }
+
+    def _note_unchanged(self, step: int, why: str) -> None:
+        """Log a step that changes no weight: of this process the first, the 10th, the 100th, ..."""
+        number = next(self.unchanged)
+        if number == 1:
+            log.warning("step %d changes no weight: %s", step + 1, why)
+        elif str(number).rstrip("0") == "1":
+            log.warning("%d steps changed no weight; step %d: %s", number, step + 1, why)
 
     def batch(self, groups: list[Group], min_group: int | None = None) -> Batch:
         """The trainable tokens of the groups, with the rewards that the algorithm reads. min_group:

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
+from agentrl.runners.dialects.tool_calls import ToolCalls, is_complete
 from agentrl.types import Json
 
 Body = dict[str, Json]
@@ -31,8 +33,15 @@ class ConversationMemory:
     answers: dict[str, list[Body]] = field(default_factory=dict)
     """Response id -> the conversation up to and including that response, as chat messages."""
 
+    items: dict[str, Body] = field(default_factory=dict)
+    """Item id -> the output item of a response, which a later request may only refer to."""
+
     arguments: dict[str, str] = field(default_factory=dict)
     """Tool call id -> its arguments, byte for byte as the model wrote them."""
+
+    def has_any(self, ids: Iterable[str]) -> bool:
+        """Whether any of the ids is one of a response or of an item of it."""
+        return any(id in self.answers or id in self.items for id in ids)
 
     def remember(self, answer: Json) -> None:
         """Store the arguments of the tool calls in an assistant message."""
@@ -63,6 +72,16 @@ class UntranslatableError(Exception):
         self.code = code or "unsupported_parameter"
 
 
+@dataclass(slots=True, eq=False)
+class Block:
+    """Text of an answer that is yet to be written, or a tool call that may go on."""
+
+    key: str = ""  # of the text: reasoning_content, content or refusal
+    text: str = ""
+    choice: Body = field(default_factory=dict)  # where the text came from, with its log-probs
+    call: Body | None = None
+
+
 class Translation(ABC):
     """One call: `chat` is the request to the policy server, `answer` the response object in the
     agent's API.
@@ -77,6 +96,8 @@ class Translation(ABC):
         self.left_out: list[str] = []  # dropped options of the request
         self._events: list[bytes] = []
         self._started = False
+        self._calls = ToolCalls()
+        self._pending: list[Block] = []  # what follows a call that may go on, and this call first
         self._open: object = None  # the block, part or tool call in progress
         self._arguments = ""  # of the current tool call, so far
         self._finish = "stop"
@@ -84,7 +105,10 @@ class Translation(ABC):
 
     def whole(self, completion: Body, prompt_tokens: int) -> bytes:
         choice = completion["choices"][0]
-        chunk = {**completion, "choices": [choice | {"delta": choice["message"]}]}
+        said = dict(choice["message"])
+        if calls := said.get("tool_calls"):  # each is complete, whatever its index says
+            said["tool_calls"] = [{**call, "index": i} for i, call in enumerate(calls)]
+        chunk = {**completion, "choices": [choice | {"delta": said}]}
         self.part(chunk, prompt_tokens)
         self.end()
         return msgspec.json.encode(self.answer)
@@ -102,15 +126,12 @@ class Translation(ABC):
             texts = {"reasoning_content": thought, "content": delta.get("content")}
             for key, text in (texts | {"refusal": delta.get("refusal")}).items():
                 if text:
-                    self._write(key, text, choice)
-            for position, call in enumerate(delta.get("tool_calls") or ()):
-                function = call.get("function") or {}
-                if self._switch(("call", call.get("index", position))):
-                    self._arguments = ""
-                    self._begin_call(call["id"], function["name"])
-                if arguments := function.get("arguments"):
-                    self._arguments += arguments
-                    self._add_arguments(arguments)
+                    self._pending.append(Block(key, text, choice))
+            for piece in delta.get("tool_calls") or ():
+                known = len(self._calls.all)
+                self._calls.add(piece)
+                self._pending += [Block(call=call) for call in self._calls.all[known:]]
+            self._advance()
             self._finish = choice.get("finish_reason") or self._finish
             if isinstance(choice.get("stop_reason"), str):  # vLLM: the stop sequence that matched
                 self._stop_sequence = choice["stop_reason"]
@@ -118,9 +139,37 @@ class Translation(ABC):
 
     def end(self) -> bytes:
         """Return the events that follow the last chunk."""
+        self._advance(ended=True)
         self._switch(None)
         self._end()
         return self._flush()
+
+    def _advance(self, *, ended: bool = False) -> None:
+        """Write what is pending, in order. A call is written as it grows; what follows it waits
+        until nothing can be added to the call, as a server may alternate between calls."""
+        while self._pending:
+            block, over = self._pending[0], ended
+            if block.call is None:
+                self._write(block.key, block.text, block.choice)
+            else:
+                arguments = block.call["function"]["arguments"]
+                over = over or (len(self._pending) > 1 and is_complete(arguments))
+                self._write_call(block, block.call, over=over)
+                if not over:
+                    return
+            del self._pending[0]
+
+    def _write_call(self, block: Block, call: Body, *, over: bool) -> None:
+        """Write what is new of a call, once its name is known: it may come in several parts."""
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if not (over or (name and arguments)):
+            return
+        if self._switch(block):
+            self._arguments = ""
+            self._begin_call(call.get("id") or f"call_{uuid4().hex}", name)
+        if more := arguments[len(self._arguments) :]:
+            self._arguments = arguments
+            self._add_arguments(more)
 
     @abstractmethod
     def _start(self, model: str, prompt_tokens: int) -> None: ...
@@ -178,7 +227,7 @@ def typed() -> Iterator[None]:
     """Refuse the request if the code inside fails on a field of the wrong type."""
     try:
         yield
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         why = f"a field is not of its type ({error})"
         raise UntranslatableError("request", why, code="invalid_type") from None
 
@@ -257,6 +306,13 @@ def unseal(given: Json) -> str:
         return b64decode(given.removeprefix(SEALED), validate=True).decode()
     except ValueError:
         return ""
+
+
+def thought_of(shown: str, sealed: Json) -> str:
+    """Return reasoning that the agent sent back as `shown`: as the model wrote it, which is in
+    `sealed`, unless the agent changed more than the white space around it."""
+    written = unseal(sealed)
+    return written if written and shown.strip() in ("", written.strip()) else shown
 
 
 def error(status: int, code: str, message: str) -> Body:

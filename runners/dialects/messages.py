@@ -141,6 +141,8 @@ def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body
         return [_assistant(blocks, f"{where}.content", memory)]
     if role == "system":
         return _system(blocks)
+    if not blocks:
+        raise UntranslatableError(f"{where}.content", "must not be empty; leave the message out")
     turns: list[Body] = []
     for index, block in enumerate(blocks):
         here = f"{where}.content[{index}]"
@@ -161,13 +163,17 @@ def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body
 
 
 def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Body:
-    turn: Body = {"role": "assistant", "content": None}
+    turn: Body = {
+        "role": "assistant",
+        "content": None if blocks else "",
+    }  # a policy may say nothing
     for index, block in enumerate(blocks):
         here, kind = f"{where}[{index}]", block.get("type")
         if kind == "text":
             turn["content"] = (turn["content"] or "") + base.text(block.get("text"), here)
         elif kind == "thinking":
             text = base.text(block.get("thinking"), here)
+            text = base.thought_of(text, block.get("signature"))
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
         elif kind == "tool_use":
             id = block.get("id")
@@ -258,6 +264,9 @@ class MessagesTranslation(base.Translation):
             block["input"] = input_of(self._arguments)
             shown = msgspec.json.encode(block["input"]).decode()
             self._delta({"type": "input_json_delta", "partial_json": shown})
+        elif block["type"] == "thinking":  # without a signature, clients do not send it back
+            block["signature"] = base.seal(block["thinking"])
+            self._delta({"type": "signature_delta", "signature": block["signature"]})
         self._event("content_block_stop", index=len(self._blocks) - 1)
 
     def _end(self) -> None:

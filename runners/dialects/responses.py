@@ -1,7 +1,8 @@
 """OpenAI's Responses API on top of chat completions.
 
-Client tools, parallel calls, reasoning, structured output and `previous_response_id` within one
-attempt are translated. Hosted tools are dropped; files and server-side conversations are refused.
+Client tools, parallel calls, reasoning and structured output are translated, and so are
+`previous_response_id` and references to items within one attempt. Hosted tools are dropped; files
+and server-side conversations are refused.
 Source: https://platform.openai.com/docs/api-reference/responses
 """
 
@@ -34,9 +35,9 @@ IDLE |= {"metadata", "prompt_cache_options", "stream_options"}
 TRANSLATED = {"include", "input", "instructions", "max_output_tokens", "previous_response_id"}
 TRANSLATED |= {"reasoning", "store", "text", "tool_choice", "tools"}
 LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"
-# Other accepted values of `include`; all but the first concern hosted tools or the agent's input.
-INCLUDED = {ENCRYPTED, "message.input_image.image_url"}
+# Other accepted values of `include`: the first is always there, the others concern hosted tools or
+# the agent's input.
+INCLUDED = {"reasoning.encrypted_content", "message.input_image.image_url"}
 INCLUDED |= {"code_interpreter_call.outputs", "computer_call_output.output.image_url"}
 INCLUDED |= {"file_search_call.results", "web_search_call.action.sources"}
 INCLUDED |= {"web_search_call.results"}
@@ -123,7 +124,7 @@ def _tool_choice(choice: Json) -> Json:
 
 def _format(options: Body) -> Body:
     chat = {"verbosity": options["verbosity"]} if options.get("verbosity") else {}
-    wanted = dict(options.get("format") or {"type": "text"})
+    wanted = {**(options.get("format") or {"type": "text"})}
     kind = wanted.pop("type", None)
     if kind != "text":
         settings = {kind: wanted} if kind == "json_schema" else wanted
@@ -152,7 +153,7 @@ def _messages(items: Json, memory: ConversationMemory) -> list[Body]:
 
 
 def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) -> None:
-    kind = item.get("type", "message")
+    kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind == "message":
         role, content = base.text(item.get("role"), f"{where}.role"), item.get("content")
         content = _content(content, f"{where}.content", plain=role == "assistant")
@@ -173,13 +174,23 @@ def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) 
         output = _content(item.get("output"), f"{where}.output", plain=True)
         turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
-        thought = base.joined(item.get("content"), f"{where}.content")
-        thought = thought or base.unseal(item.get("encrypted_content"))
-        if not thought:
-            raise UntranslatableError(where, "this model cannot read encrypted reasoning")
-        turns.append({"role": "assistant", "reasoning_content": thought})
+        shown = base.joined(item.get("content"), f"{where}.content")
+        if thought := base.thought_of(shown, item.get("encrypted_content")):
+            turns.append({"role": "assistant", "reasoning_content": thought})
+        else:
+            _add(turns, _remembered(item.get("id"), where, memory), where, memory)
+    elif kind == "item_reference":
+        _add(turns, _remembered(item.get("id"), where, memory), where, memory)
     else:
         raise UntranslatableError(where, f"an item of type {kind!r:.80} is not possible here")
+
+
+def _remembered(id: Json, where: str, memory: ConversationMemory) -> Body:
+    """Return the output item with an id, for a request that has only the id."""
+    if not isinstance(id, str) or id not in memory.items:
+        why = f"{id!r:.80} is no item of this attempt's stored responses; send it with its content"
+        raise UntranslatableError(where, why, code="item_not_found")
+    return memory.items[id]
 
 
 def _turn(turns: list[Body]) -> Body:
@@ -227,7 +238,6 @@ class ResponsesTranslation(base.Translation):
         chat = chat_request(body, memory, self._tools, earlier)
         super().__init__(chat, _envelope(body), streamed=bool(body.get("stream")))
         self.left_out = left_out(body) + self._tools.left_out
-        self._sealed = ENCRYPTED in (body.get("include") or ())
         self._memory = memory if body.get("store") is not False else ConversationMemory()
         self._conversation = chat["messages"][body.get("instructions") is not None :]
         self._items: list[Body] = self.answer["output"]
@@ -290,8 +300,9 @@ class ResponsesTranslation(base.Translation):
             done = {k: v for k, v in part.items() if k not in ("type", "annotations")}
             self._event(f"response.{part['type']}.done", **done, **where)
             self._event("response.content_part.done", part=part, **where)
-            if item["type"] == "reasoning" and self._sealed:
+            if item["type"] == "reasoning":  # also unasked: some clients send back nothing else
                 item["encrypted_content"] = base.seal(part["text"])
+        self._memory.items[item["id"]] = item
         self._event("response.output_item.done", item=item, output_index=len(self._items) - 1)
 
     def _end(self) -> None:

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
-from msgspec.structs import replace
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.processes import freeze_loaded
 from agentrl.runners.executors import ExecutionResult
 from agentrl.runners.executors.inprocess import Agent, as_agent, in_trace, load, run_guarded
 from agentrl.runners.executors.supervisor import HEADER, run_template
-from agentrl.runners.scoring.results import as_json, failure_of
+from agentrl.runners.scoring.results import failure_of
 from agentrl.runners.tracing import core as tracing
 from agentrl.threads import DaemonThreads
 from agentrl.types import ErrorKind, Json
@@ -144,7 +143,7 @@ async def _run(agent: Agent, request: RunRequest, writer: asyncio.StreamWriter) 
 
     try:
         ran = await in_trace(request.attempt, run_guarded(agent, request.input))
-        message = packed(replace(ran, result=as_json(ran.result)))
+        message = packed(ran)
     except Exception as error:  # noqa: BLE001 - the agent's rewards and spans may not be encodable
         message = packed(ExecutionResult(failure=failure_of(ErrorKind.AGENT, error)))
     writer.write(message)

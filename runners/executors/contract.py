@@ -6,7 +6,8 @@ attempt while it runs), `TRACEPARENT` (the attempt's trace), `OTEL_EXPORTER_OTLP
 headers, and `AGENTRL_TASK`, the task's input as JSON. The same JSON is on stdin and, on a shared
 disk, in the file `AGENTRL_TASK_FILE`; an input larger than `LARGEST_VARIABLE` is only there. The
 program writes its result to stdout, or to the file `AGENTRL_RESULT_FILE` if that is set (not in a
-container): JSON if all of it parses, else text. Exit status 0 is success.
+container): JSON if all of it parses and no integer has more than 64 bits, else text. Exit status 0
+is success.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import msgspec
 from agentrl.access import is_loopback
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
+from agentrl.jsonvalues import NotJsonError, as_json
 from agentrl.runners.executors import ExecutionResult
 from agentrl.runners.gateway.attribution import ActiveAttempt, AgentPlace
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
@@ -201,10 +203,11 @@ class SandboxExecutor:
 
 
 def parse_result(text: str) -> Json:
-    """Decode a text as JSON; return it stripped if it does not parse."""
+    """Decode a text as JSON; return it stripped if it does not parse, or if the store cannot keep
+    its numbers: 2**70 in the answer of a language model is text."""
     try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
+        return as_json(msgspec.json.decode(text))
+    except (msgspec.DecodeError, RecursionError, NotJsonError):
         return text.strip()
 
 

@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from agentrl import threads
 from agentrl.errors import AgentError
 from agentrl.loading import load_attribute
 from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.runners.scoring.results import failure_of, json_size
+from agentrl.runners.scoring.results import failure_of, stored_result
 from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Failure, Json
 
@@ -174,10 +176,11 @@ class InProcessExecutor:
 
 
 async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) -> ExecutionResult:
-    """Await an agent in the trace of an attempt; return its result with its rewards and spans."""
+    """Await an agent in the trace of an attempt; return its result as JSON, its rewards, spans."""
     with tracing.install().attempt(attempt) as log:
         result, failure = await work
-    if json_size(result) > contract.LARGEST_RESULT:
+        result, failure = stored_result(result, failure)
+    if len(msgspec.json.encode(result)) > contract.LARGEST_RESULT:
         result, failure = None, contract.too_large("its result").failure
     known: Any = {"rewards": log.rewards, "needs_no_call": log.needs_no_call}
     spans = tracing.records(log, attempt)

@@ -161,6 +161,7 @@ class AttemptRegistry:
         self, *, open: bool = True, roles: Collection[str] = (), rules: Sequence[RoleRule] = ()
     ) -> None:
         self.open, self.roles, self.rules = open, frozenset(roles), rules
+        self.unowned = 0  # calls so far that belonged to no attempt
         self._active: dict[str, ActiveAttempt] = {}
         self._keys: dict[str, ActiveAttempt] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # keys and ids -> id
@@ -243,13 +244,16 @@ class AttemptRegistry:
         for attempt in (trace, key):
             if attempt in self._active or attempt in self._ended:
                 return self.find(attempt)
+        self.unowned += 1
         raise RefusedError(
             401,
             "attempt_missing",
             "this model call belongs to no rollout: it carries neither a traceparent header of a"
             " running attempt, nor its id as API key, nor /a/{attempt}/v1 in its base URL. Make it"
             " inside the agent's own call (in a thread, copy the context with"
-            " contextvars.copy_context().run), or use one of the other two",
+            " contextvars.copy_context().run); a server that the agent started serves all rollouts,"
+            " so let it forward the traceparent header of the request that it serves; or use one of"
+            " the other two",
         )
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
 from agentrl.runners.dialects.base import TEXT, ConversationMemory, typed
+from agentrl.runners.dialects.tool_calls import ToolCalls
 from agentrl.runners.gateway.routing import Route
 from agentrl.types import Json, Sampling, Transition, float32, int32
 
@@ -65,6 +66,12 @@ class ModelRequest:
     asks_logprobs: bool
     messages: list[dict[str, Json]]  # the conversation; a text prompt is one user message
     tools: list[dict[str, Json]]
+
+    @property
+    def doubt(self) -> str:
+        """Why no response can be recorded exactly; empty if it can."""
+        echo = self.dialect is TEXT and value(self.fields, "echo")
+        return "its response repeats the prompt (echo)" if echo else ""
 
     @property
     def left_out(self) -> list[str]:
@@ -127,7 +134,7 @@ def read_request(
         why = f"{stream!r:.80} is neither true nor false"
         raise UntranslatableError("stream", why, code="invalid_type")
     logprobs, messages, prompt = (value(fields, k) for k in ("logprobs", "messages", "prompt"))
-    if translation is None and memory.restore(messages):
+    if memory.restore(messages):  # in place, if translated
         fields["messages"] = messages
     if "messages" not in fields and isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
@@ -210,15 +217,53 @@ class SampledChoice:
     message: dict[str, Json] = field(default_factory=dict)
     finish: str | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
+    doubt: str = ""  # why its tokens are not known exactly
+    calls: ToolCalls = field(default_factory=ToolCalls)
 
     @property
     def exact(self) -> bool:
         """Whether the prompt and each sampled token with its log-prob are known."""
-        return self.known and bool(self.prompt) and len(self.tokens) == len(self.logprobs)
+        counted = len(self.tokens) == len(self.logprobs)
+        return self.known and bool(self.prompt) and counted and not self.doubt
 
     @property
     def has_content(self) -> bool:
         return any(said for name, said in self.message.items() if name != "role")
+
+    def add_tokens(self, data: Fields, prompt: array[int]) -> None:
+        """Add the token ids and log-probs of a part. `prompt`: of the whole response so far."""
+        ids = _ids.decode(data.get("prompt_token_ids", b"null"))
+        self.prompt = int32(ids) if ids else prompt or self.prompt
+        ids = _ids.decode(data.get("token_ids", b"null"))
+        if ids is not None:
+            self.known = True
+            self.tokens.extend(ids)
+        self.spans = _spans.decode(data.get(SPANS, b"null")) or self.spans
+        try:
+            logprobs = _logprobs.decode(data.get("logprobs", b"null"))
+        except msgspec.DecodeError as error:  # null for a token, or a list, from some servers
+            self.doubt = self.doubt or f"its log-probs are not readable: {error}"
+        else:
+            if logprobs is not None:
+                self.logprobs.extend(logprobs.token_logprobs or ())
+                self.logprobs.extend([token.logprob for token in logprobs.content or ()])
+
+    def add_message(self, data: Fields) -> None:
+        """Merge a complete message or a streamed delta into the message so far."""
+        message = self.message
+        if "text" in data:  # completions
+            message["role"] = "assistant"
+            message["content"] = message.get("content", "") + (value(data, "text") or "")
+        said = _object.decode(data.get("message") or data.get("delta") or b"null") or {}
+        for key, more in said.items():
+            if key == "tool_calls" and "delta" in data:
+                for part in more or ():
+                    self.calls.add(part)
+                message[key] = self.calls.all
+            elif isinstance(more, str) and key != "role" and isinstance(message.get(key), str):
+                message[key] += more
+            elif more is not None or key not in message:
+                message[key] = more
 
     def transition(self, version: int | None = None, **known: Any) -> Transition:
         """Convert to the stored record, marked inexact without exact token ids. `version`: sampled
@@ -240,38 +285,44 @@ class SampledChoice:
 class ModelResponse:
     """A response under assembly, from one part or from the chunks of a stream."""
 
+    doubt: str = ""  # why its tokens are not those that the model sampled
     choices: dict[int, SampledChoice] = field(default_factory=dict)
     prompt: array[int] = field(default_factory=int32)
 
-    def add(self, part: ResponseChunk) -> bool:
-        """Add one part; return whether it may end a choice: such a part must not reach the agent
-        before the response is stored.
+    @property
+    def begun(self) -> bool:
+        """Whether the agent can read anything of it."""
+        return any(one.tokens or one.has_content or one.finish for one in self.choices.values())
 
-        Raises msgspec.DecodeError, OverflowError, TypeError, KeyError or AttributeError if the part
-        is not a completion."""
-        if ids := _ids.decode(part.fields.get("prompt_token_ids", b"null")):
-            self.prompt = int32(ids)
-        for data in part.choices:
-            self._add_choice(data)
+    def add(self, part: ResponseChunk, *, begun: bool = False) -> bool:
+        """Add one part; return whether it may end a choice: such a part must not reach the agent
+        before the response is stored. `begun`: the agent has read a part of the response, so it
+        gets the rest even if the token ids cannot be read.
+
+        Raises msgspec.DecodeError, OverflowError, TypeError or AttributeError if the part is not a
+        completion."""
+        touched = [(self._choice(value(data, "index") or 0), data) for data in part.choices]
+        for choice, data in touched:
+            choice.add_message(data)
+            choice.finish = value(data, "finish_reason") or choice.finish
+        try:
+            if ids := _ids.decode(part.fields.get("prompt_token_ids", b"null")):
+                self.prompt = int32(ids)
+            for choice, data in touched:
+                choice.add_tokens(data, self.prompt)
+        except (msgspec.DecodeError, OverflowError) as error:
+            if not begun:
+                raise
+            for choice in self.choices.values():
+                choice.doubt = choice.doubt or f"its token ids are not readable: {error}"
         if part.choices:
             return any(value(data, "finish_reason") for data in part.choices)
         return any(choice.finish for choice in self.choices.values())
 
-    def _add_choice(self, data: Fields) -> None:
-        choice = self.choices.setdefault(value(data, "index") or 0, SampledChoice())
-        ids = _ids.decode(data.get("prompt_token_ids", b"null"))
-        choice.prompt = int32(ids) if ids else self.prompt or choice.prompt
-        ids = _ids.decode(data.get("token_ids", b"null"))
-        if ids is not None:
-            choice.known = True
-            choice.tokens.extend(ids)
-        logprobs = _logprobs.decode(data.get("logprobs", b"null"))
-        if logprobs is not None:
-            choice.logprobs.extend(logprobs.token_logprobs or ())
-            choice.logprobs.extend([token.logprob for token in logprobs.content or ()])
-        choice.spans = _spans.decode(data.get(SPANS, b"null")) or choice.spans
-        _merge(choice.message, data)
-        choice.finish = value(data, "finish_reason") or choice.finish
+    def _choice(self, index: int) -> SampledChoice:
+        if index not in self.choices:
+            self.choices[index] = SampledChoice(doubt=self.doubt)
+        return self.choices[index]
 
     def cut(self, finish: str) -> None:
         """End the choices that have begun; no further part follows."""
@@ -284,31 +335,3 @@ class ModelResponse:
     @property
     def complete(self) -> bool:
         return bool(self.choices) and all(choice.finish for choice in self.choices.values())
-
-
-def _merge(message: dict[str, Json], data: Fields) -> None:
-    """Merge a complete message or a streamed delta into the message so far."""
-    if "text" in data:  # completions
-        message["role"] = "assistant"
-        message["content"] = message.get("content", "") + value(data, "text")
-    said = _object.decode(data.get("message") or data.get("delta") or b"null") or {}
-    for key, more in said.items():
-        if key == "tool_calls" and "delta" in data:
-            _merge_tools(message.setdefault(key, []), more or ())
-        elif isinstance(more, str) and key != "role" and isinstance(message.get(key), str):
-            message[key] += more
-        elif more is not None or key not in message:
-            message[key] = more
-
-
-def _merge_tools(calls: list[dict[str, Json]], deltas: Any) -> None:
-    for delta in deltas:
-        position = delta.get("index", len(calls))
-        if not 0 <= position <= len(calls):
-            raise KeyError(f"tool call {position} comes before call {len(calls)}")
-        if position == len(calls):
-            calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
-        call = calls[position]
-        call |= {k: v for k, v in delta.items() if k not in ("index", "function") and v is not None}
-        for key, more in (delta.get("function") or {}).items():
-            call["function"][key] = call["function"].get(key, "") + (more or "")

@@ -15,7 +15,8 @@ from agentrl.runners import dialects
 from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
 from agentrl.runners.dialects.base import Body, ConversationMemory
 from agentrl.runners.gateway.attribution import AttemptRegistry, CallOrigin, RefusedError
-from agentrl.runners.gateway.handler import CallHandler, translate_error
+from agentrl.runners.gateway.handler import CallHandler
+from agentrl.runners.gateway.refusals import translate_error
 from agentrl.runners.gateway.routing import Route, Router
 from agentrl.runners.gateway.upstream import (
     RefusedPromptError,

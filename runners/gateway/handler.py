@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import msgspec
 from aiohttp import web
 
@@ -28,6 +29,14 @@ from agentrl.runners.gateway import replay
 from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
 from agentrl.runners.gateway.capture import ModelRequest, ModelResponse, read_chunk, read_request
 from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
+from agentrl.runners.gateway.refusals import (
+    MALFORMED,
+    ServerRefusal,
+    error_in,
+    malformed,
+    parsing,
+    translate_error,
+)
 from agentrl.runners.gateway.replay import CUT, RECORD
 from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.gateway.routing import Route
@@ -42,8 +51,6 @@ from agentrl.runners.gateway.upstream import (
 from agentrl.store.base import Store
 from agentrl.types import SIDE, Sampling, Transition
 
-# Errors of parsing a response that is not a completion; msgspec.DecodeError is a ValueError.
-MALFORMED = (RecursionError, OverflowError, AttributeError, LookupError, TypeError, ValueError)
 LONGEST_REFUSAL = 500  # bytes kept of a refusal
 REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
 SILENT_SHARE = 0.5  # fraction of an attempt's time; a longer silence of the server fails the call
@@ -74,6 +81,7 @@ class CallHandler:
         self._sampling = Sampling()  # effective in the latest try
         self._room: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
         self._response: web.StreamResponse | None = None  # once the agent has the first byte
+        self._shown = False  # the agent has read some of the model's response
         self._read_so_far: tuple[ModelResponse, Route, str] | None = None  # streamed to the agent
         self._rows: list[Transition] | None = None  # the response as stored, or to be stored
 
@@ -101,8 +109,8 @@ class CallHandler:
                 with contextlib.suppress(DisconnectedError):
                     await self._send(told, {})
         except TimeoutError:
+            self._record_silence()
             if self._response is None:
-                self._record_silence()
                 known = self._active.failures.get(self._call.number, "")
                 raise self._active.time_is_up("the model", known) from None
             await self._store_shown()
@@ -167,7 +175,7 @@ class CallHandler:
         model, not the agent, caused the time-out."""
         active, waited = self._active, time.monotonic() - self._arrived
         hung = waited > SILENT_SHARE * active.attempt.rollout.timeout
-        if self._response is None and hung and active.left < DEADLINE_MARGIN:
+        if not self._shown and hung and active.left < DEADLINE_MARGIN:
             message = f"the model had not answered for {waited:.3g} s when the time was up"
             active.failures.setdefault(self._call.number, message)
 
@@ -181,7 +189,7 @@ class CallHandler:
                 if answer.status == 200:
                     self._upstream.note_token_ids(route, given=False)
         except UpstreamError as error:
-            error.final = error.final or self._response is not None
+            error.final = error.final or self._shown
             raise
         return answer
 
@@ -205,22 +213,35 @@ class CallHandler:
         if not route.frozen:
             self._warn_of_sampling(route, defaults)
         async with self._upstream.post(route, self._dialect.api, body, headers) as reply:
-            if reply.status == 400 and self._room is None and not route.frozen:
+            try:
+                return await self._read(route, reply)
+            except ServerRefusal as refusal:
+                error = refusal
+            if error.status == 400 and self._room is None and not route.frozen:
                 self._room = await self._find_room(route, call)
                 if self._room:
                     return await self._try_route(route, capture=capture)
-            if reply.status != 200:  # the agent's own mistake; pass on the server's message
-                words = translate_error(self._dialect, reply.status, await read(reply))
-                said = words[:LONGEST_REFUSAL].decode(errors="replace")
-                self._active.refused = f"{reply.status}: {said}"
-                kind = "application/json"
-                return web.Response(status=reply.status, body=words, content_type=kind)
-            if call.stream != (reply.content_type == "text/event-stream"):
-                asked = "a stream" if call.stream else "an answer in one piece"
-                raise _malformed(route, f"{reply.content_type} when it was asked for {asked}")
-            if call.stream:
-                return await self._stream(route, stream(reply), reply.headers)
-            return await self._whole(route, await read(reply), reply.headers)
+        words = translate_error(self._dialect, error.status, error.words)
+        said = words[:LONGEST_REFUSAL].decode(errors="replace")
+        self._active.refused = f"{error.status}: {said}"
+        if self._response is not None:  # which has had comments only
+            raise UpstreamError(f"the policy server answered {self._active.refused}", final=True)
+        return web.Response(status=error.status, body=words, content_type="application/json")
+
+    async def _read(self, route: Route, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Answer with the server's response. Raises ServerRefusal for a mistake of the agent."""
+        if reply.status != 200:
+            raise ServerRefusal(reply.status, await read(reply))
+        if self._request.stream != (reply.content_type == "text/event-stream"):
+            raw = await read(reply)
+            with contextlib.suppress(*MALFORMED):  # an error may come in one piece
+                if error := error_in(read_chunk(raw), route, raw):
+                    raise error
+            asked = "a stream" if self._request.stream else "an answer in one piece"
+            raise malformed(route, f"{reply.content_type} when it was asked for {asked}")
+        if self._request.stream:
+            return await self._stream(route, stream(reply), reply.headers)
+        return await self._whole(route, await read(reply), reply.headers)
 
     async def _find_room(self, route: Route, call: ModelRequest) -> int:
         """Return the number of tokens that fit after the prompt if the call asks for more, else 0.
@@ -256,23 +277,26 @@ class CallHandler:
     async def _whole(
         self, route: Route, raw: bytes, headers: Mapping[str, str]
     ) -> web.StreamResponse:
-        answer, translation = ModelResponse(), self._request.translation
-        with _parsing(route, raw):
+        answer, translation = ModelResponse(self._request.doubt), self._request.translation
+        with parsing(route, raw):
             part = read_chunk(raw)
+            if error := error_in(part, route, raw):
+                raise error
             answer.add(part)
             body = self._request.restore_fields(part)
             if translation is not None and answer.choices:
                 body = translation.whole(msgspec.json.decode(body), len(answer.prompt))
         if not answer.choices:
-            raise _malformed(route, "an answer without choices")
+            raise malformed(route, "an answer without choices")
         await self._store_response(answer, route, headers.get("x-policy-version", ""))
         return web.Response(body=body, headers=forwarded(headers))
 
     async def _stream(
         self, route: Route, parts: AsyncIterator[bytes], headers: Mapping[str, str]
     ) -> web.StreamResponse:
-        answer, translation = ModelResponse(), self._request.translation
+        answer, translation = ModelResponse(self._request.doubt), self._request.translation
         self._read_so_far = answer, route, headers.get("x-policy-version", "")
+        opening = b""  # events before the first with text: an error may follow them
         held = []  # events that an agent may interpret as the end of the response
         async for event in parts:
             head, data = read_event(event)
@@ -281,23 +305,31 @@ class CallHandler:
             elif not data:  # a keep-alive comment
                 await self._send(event, headers)
             else:
-                with _parsing(route, data):
+                with parsing(route, data):
                     part = read_chunk(data)
-                    final = answer.add(part)
+                    if error := error_in(part, route, data, begun=self._shown):
+                        if self._shown and translation is None:
+                            await self._send(event, headers)
+                        raise error
+                    final = answer.add(part, begun=self._shown)
                     body = self._request.restore_fields(part)
                     shown = head + b"data: " + body + b"\n\n"
                     if translation is not None:
                         shown = translation.part(msgspec.json.decode(body), len(answer.prompt))
+                self._shown = self._shown or (answer.begun and not final)
                 if final:
                     held.append(shown)
-                elif shown:
-                    await self._send(shown, headers)
+                elif not self._shown:
+                    opening += shown
+                elif opening or shown:
+                    await self._send(opening + shown, headers)
+                    opening = b""
         if not answer.complete:
-            raise _malformed(route, "half a stream")
+            raise malformed(route, "half a stream")
         if translation is not None:
             held.append(translation.end())
         await self._store_response(*self._read_so_far)
-        return await self._send(b"".join(held), headers)
+        return await self._send(opening + b"".join(held), headers)
 
     async def _send(self, data: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
         try:
@@ -313,11 +345,14 @@ class CallHandler:
         """Store the transitions of a response and wait until they are durable."""
         if self._active.scoring:
             return
-        for choice in answer.choices.values():
+        choices = answer.choices.values()
+        for choice in choices:
             self._active.memory.remember(choice.message)
         if self._rows is None:
-            if any(choice.known for choice in answer.choices.values()):
+            if any(choice.known for choice in choices):
                 self._upstream.note_token_ids(route, given=True)
+            if not route.frozen and (doubt := next((c.doubt for c in choices if c.doubt), "")):
+                self._upstream.warn_once("policy %s: a call is inexact, as %s", route.policy, doubt)
             self._rows = self._transitions(answer, route, version)
             if record := self._active.record:
                 self._rows = [record(self._http_request, row) for row in self._rows]
@@ -333,7 +368,7 @@ class CallHandler:
     async def _store_shown(self) -> None:
         """Store the part of a response that was sent to the agent, even if the caller is cancelled
         meanwhile. Storing the same rows twice has no effect."""
-        if self._response is None or self._read_so_far is None:
+        if not self._shown or self._read_so_far is None:
             return
         answer, route, version = self._read_so_far
         answer.cut(CUT)
@@ -360,31 +395,3 @@ class CallHandler:
         known |= {"messages": call.messages, "tools": call.tools, "left_out": call.left_out}
         choices = [choice for _, choice in sorted(answer.choices.items())]
         return [choice.transition(**self._identity(), **known) for choice in choices]
-
-
-@contextlib.contextmanager
-def _parsing(route: Route, raw: bytes) -> Iterator[None]:
-    """Convert parse errors of the server's response to UpstreamError."""
-    try:
-        yield
-    except MALFORMED as error:
-        said = raw[:200].decode(errors="replace")
-        raise _malformed(route, f"what is not a completion ({error}): {said}") from None
-
-
-def _malformed(route: Route, what: str) -> UpstreamError:
-    return UpstreamError(f"the policy server at {route.base_url} sent {what}", transient=False)
-
-
-def translate_error(dialect: Dialect, status: int, body: bytes) -> bytes:
-    """Return a policy server's error body for the agent: unchanged if both use the same API, else
-    its message in the agent's format."""
-    try:
-        error = msgspec.json.decode(body, type=dict[str, dict[str, msgspec.Raw]])["error"]
-        message = msgspec.json.decode(error["message"], type=str)
-    except MALFORMED:
-        message = body[:2000].decode(errors="replace")
-    else:
-        if dialect.translate is None:
-            return body
-    return msgspec.json.encode(dialect.error(status, "upstream_refused", message))

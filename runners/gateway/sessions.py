@@ -135,9 +135,11 @@ class Sessions:
         except UNREADABLE:  # the handler refuses the call
             body = {}
         request[TURN], known, start = _place(body, self._turns)
-        if isinstance(previous := body.get("previous_response_id"), str):
+        if isinstance(body.get("previous_response_id"), str):
+            known = ""
+        if ids := _references(body):
             sessions = self._open.values()
-            known = next((s.name for s in sessions if previous in s.active.memory.answers), "")
+            known = next((s.name for s in sessions if s.active.memory.has_any(ids)), known)
         key = key if self._settings.by == "key" else ""
         given = request.headers.get(self._settings.header, "") or key
         name = given or known or uuid.uuid4().hex
@@ -239,6 +241,14 @@ def _place(body: Mapping[str, Any], known: Mapping[Turn, str]) -> tuple[str, str
             name = known.get((state.hexdigest(), _said(message)), name)
         state.update(msgspec.json.encode(message))
     return state.hexdigest(), name, start or state.hexdigest()
+
+
+def _references(body: Mapping[str, Any]) -> list[str]:
+    """Return the ids of earlier responses and their items in a Responses request."""
+    said = body.get("input")
+    items = said if isinstance(said, list) else []
+    ids = [body.get("previous_response_id"), *(i.get("id") for i in items if isinstance(i, dict))]
+    return [id for id in ids if isinstance(id, str)]
 
 
 def _said(message: Json) -> str:

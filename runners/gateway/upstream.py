@@ -12,6 +12,7 @@ import io
 import logging
 import random
 import time
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -236,23 +237,9 @@ class Upstream:
             async with self.session.post(
                 url, data=data, headers=sent, allow_redirects=False
             ) as answer:
-                status = answer.status
-                if 300 <= status < 400 or status in (401, 403):
-                    raise UpstreamError(
-                        f"the endpoint {route.policy!r} at {url} answered {status}; correct its"
-                        " base_url or its API key",
-                        final=True,
-                    )
-                if status == 429 or status >= 500:
-                    words, after = await read(answer), answer.headers.get("retry-after", "")
-                    said = words[:500].decode(errors="replace")
-                    raise UpstreamError(
-                        f"the policy server at {url} answered {status}: {said}",
-                        status=status,
-                        body=words,
-                        retry_after=float(after) if after.isdecimal() else 0.0,
-                        transient=status in TRANSIENT,
-                    )
+                if is_failure(answer.status):
+                    after = answer.headers.get("retry-after", "")
+                    raise failure(route, url, answer.status, await read(answer), after)
                 yield answer
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UpstreamError(
@@ -260,10 +247,35 @@ class Upstream:
             ) from error
 
 
+def is_failure(status: int) -> bool:
+    """Whether a status other than 200 is not the agent's fault."""
+    return 300 <= status < 400 or status in (401, 403, 429) or status >= 500
+
+
+def failure(
+    route: Route, url: str, status: int, words: bytes, retry_after: str = ""
+) -> UpstreamError:
+    """Build the error for a response with the status of a failure, and the body `words`."""
+    if status < 400 or status in (401, 403):
+        return UpstreamError(
+            f"the endpoint {route.policy!r} at {url} answered {status}; correct its"
+            " base_url or its API key",
+            final=True,
+        )
+    said = words[:500].decode(errors="replace")
+    return UpstreamError(
+        f"the policy server at {url} answered {status}: {said}",
+        status=status,
+        body=words,
+        retry_after=float(retry_after) if retry_after.isdecimal() else 0.0,
+        transient=status in TRANSIENT,
+    )
+
+
 async def read(answer: aiohttp.ClientResponse) -> bytes:
     """Read the body of a response. Raises UpstreamError if it is too large."""
     parts = [part async for part in _limited(answer, LARGEST_ANSWER)]
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return (parts[0] if len(parts) == 1 else b"".join(parts)).removeprefix(BOM_UTF8)
 
 
 async def _limited(answer: aiohttp.ClientResponse, limit: int) -> AsyncIterator[bytes]:
@@ -308,10 +320,12 @@ def stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Split a stream into server-sent events, each with its closing blank line.
+    """Split a stream into server-sent events, each with its closing blank line, without the byte
+    order mark before the first.
 
     Raises UpstreamError for an event that is too large."""
     rest, pending = b"", b""  # pending: a "\r" that may belong to a "\r\n"
+    mark = BOM_UTF8
     async for chunk in chunks:
         if pending or b"\r" in chunk:
             chunk = pending + chunk
@@ -322,6 +336,7 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         if len(rest) > LARGEST_ANSWER:
             raise _too_large("a policy server sent an event", LARGEST_ANSWER)
         for event in whole:
-            yield event + b"\n\n"
+            yield event.removeprefix(mark) + b"\n\n"
+            mark = b""
     if rest.strip():
-        yield rest + pending
+        yield rest.removeprefix(mark) + pending

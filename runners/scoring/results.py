@@ -5,8 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-import msgspec
-
+from agentrl.jsonvalues import NotJsonError, as_json
 from agentrl.store.rows import storable_text
 from agentrl.types import ErrorKind, Failure, Json
 
@@ -19,17 +18,14 @@ def failure_of(kind: ErrorKind, error: BaseException) -> Failure:
     return Failure(kind=kind, message=message, traceback=trace[-LONGEST_TRACEBACK:])
 
 
-def as_json(result: Any) -> Json:
-    """Convert `result` to JSON values, other objects to their text. Never raises."""
+def stored_result(result: Any, failure: Failure | None) -> tuple[Json, Failure | None]:
+    """Convert an agent's result to JSON values, which the verifier sees and the store keeps. One
+    that has no JSON form is the agent's failure. Never raises."""
     try:
-        return msgspec.json.decode(msgspec.json.encode(result, enc_hook=_plain))
-    except Exception:  # noqa: BLE001 - code of the user's classes may raise anything
-        return as_text(result)
-
-
-def json_size(result: Any) -> int:
-    """Return the size of `as_json(result)` in bytes. Never raises."""
-    return len(msgspec.json.encode(as_json(result)))
+        return as_json(result), failure
+    except NotJsonError as error:
+        known = Failure(kind=ErrorKind.AGENT, message=error.at("the agent's result"))
+        return None, failure or known
 
 
 def as_text(value: object) -> str:
@@ -38,8 +34,3 @@ def as_text(value: object) -> str:
         return storable_text(str(value))
     except Exception:  # noqa: BLE001 - a user's class, or an int with too many digits
         return f"<{type(value).__name__} that has no text>"
-
-
-def _plain(value: Any) -> Any:
-    dump = getattr(value, "model_dump", None)  # pydantic
-    return dump(mode="json") if callable(dump) else str(value)

@@ -1,8 +1,8 @@
 """Rewards that a Python agent reports with `reward(...)` while it runs.
 
-The target of a reward for a model call is first the span id in the call's `traceparent`. When the
-attempt has ended and its transitions are stored, `resolve_targets` replaces it by the transition's
-id.
+The target of a reward for a model call is first the span id in the `traceparent` of the latest HTTP
+request, and of those before it that it may be about if that one reached a tool. When the attempt
+has ended and its transitions are stored, `resolve_targets` replaces it by the transition's id.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from agentrl.errors import Invalid
 from agentrl.runners.scoring.verifiers import VerifierError, as_scope
 from agentrl.runners.tracing import attempt_log
+from agentrl.store.limits import check_reward
 from agentrl.store.rows import storable_text
 from agentrl.types import Reward, Scope, Span, Trace, Transition
 
 logger = logging.getLogger("agentrl.runner")
 SOURCE = "agent"
-PENDING = "call:"  # prefix of an unresolved target, before the span id of a call
+PENDING = "call:"  # prefix of an unresolved target, before the span ids of possible calls
 
 
 def reward(
@@ -35,8 +37,8 @@ def reward(
     else of the LangGraph node around it, else of the agent. Scope "role" rewards the role `target`,
     by default that of the latest call; scope "rollout" the whole rollout. Several rewards with the
     same name and target are all stored, if the attempt succeeds.
-    Raises ValueError if the value is not finite, the scope is unknown, the scope does not allow a
-    target, or no model call precedes a reward that needs one."""
+    Raises ValueError if the value is not finite or too large, the scope is unknown or does not
+    allow a target, or no model call precedes a reward that needs one."""
     row = Reward(float(value), storable_text(str(name)), as_scope(scope), target, SOURCE)
     if not math.isfinite(row.value):
         raise ValueError(f"a reward must be a finite number, not {row.value}")
@@ -49,13 +51,17 @@ def reward(
     if log is None:
         return
     if row.scope is not Scope.ROLLOUT and target is None:
-        call = log.latest()
-        if call is None:
+        calls = " ".join(call.id for call in log.latest())
+        if not calls:
             raise ValueError(
                 f"there is no model call yet for a reward of scope '{row.scope}'; give it after"
                 " the call, or with scope='rollout'"
             )
-        row = replace(row, target=f"{PENDING}{call.id}")
+        row = replace(row, target=f"{PENDING}{calls}")
+    try:
+        check_reward(row, "the agent")
+    except Invalid as error:
+        raise ValueError(str(error)) from None
     log.rewards.append(row)
 
 
@@ -76,12 +82,13 @@ def resolve_targets(
     }
     resolved = []
     for row in rows:
-        call = row.target.removeprefix(PENDING) if row.target else ""
-        if row.target != call and call in stored:
-            about = stored[call]
+        calls = row.target.removeprefix(PENDING) if row.target else ""
+        is_pending = calls != (row.target or "")
+        about = next((stored[c] for c in calls.split() if c in stored), None)
+        if is_pending and about is not None:
             target = about.id if row.scope is Scope.TRANSITION else about.role
             resolved.append(replace(row, target=target))
-        elif row.target != call and call:
+        elif is_pending:
             logger.warning("a reward %r for a failed model call is dropped", row.name)
         elif row.scope is Scope.ROLLOUT or row.target in targets[row.scope]:
             resolved.append(row)

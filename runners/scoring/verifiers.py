@@ -12,9 +12,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentrl import threads
-from agentrl.errors import AgentError, AgentRLError, ConfigError
+from agentrl.errors import AgentError, AgentRLError, ConfigError, Invalid
 from agentrl.loading import load_attribute
 from agentrl.plugins import load_plugin
+from agentrl.store.limits import check_reward
 from agentrl.store.rows import storable_text
 from agentrl.types import Json, Reward, Scope, Trace
 
@@ -60,7 +61,8 @@ class Verifier:
         workspace: object = None,
     ) -> list[Reward]:
         """Call all functions and return their rewards; targets are not checked. Raises
-        VerifierError for anything but finite numbers, and propagates errors of the functions."""
+        VerifierError for anything but numbers that can be stored, and propagates errors of the
+        functions."""
         given = {"task": task, "result": result, "trace": trace, "workspace": workspace}
         rows: list[Reward] = []
         for name, (function, arguments) in self._sources.items():
@@ -72,6 +74,11 @@ class Verifier:
                 if isinstance(returned, Awaitable):
                     returned = await returned
             rows += as_rewards(returned, name)
+        try:
+            for row in rows:
+                check_reward(row, "the verifier")
+        except Invalid as error:
+            raise VerifierError(str(error)) from None
         return rows
 
 

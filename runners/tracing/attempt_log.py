@@ -9,6 +9,8 @@ Writer: code inside the attempt, from any thread.
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 import sys
 import time
@@ -29,18 +31,22 @@ if TYPE_CHECKING:
 
 Recorded = Callable[[], str | None] | None  # returns the span id at another tracer
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+MODEL_ROUTE = re.compile(r"/(?:completions|responses|messages)$|[gG]enerateContent(?:\?|$)")
 KEY = context.create_key("agentrl-journal")
 _open: dict[int, AttemptLog] = {}  # by trace id
 _latest: ContextVar[HttpCall | None] = ContextVar("agentrl_latest_call", default=None)
 
 
-@dataclass(slots=True, eq=False, frozen=True)
+@dataclass(slots=True, eq=False)
 class HttpCall:
     """An outgoing HTTP request. `inside`: ids of the spans around it, innermost first."""
 
     id: str
     inside: tuple[str, ...]
     before: HttpCall | None  # the previous call in its context
+    around: HttpCall | None  # the call that was being sent when this one began
+    asks_model: bool  # at the gateway; other requests may reach it through a proxy
+    ended: bool = False
 
 
 class FrameworkStep(NamedTuple):
@@ -103,9 +109,10 @@ class AttemptLog:
         return tuple(dict.fromkeys((*path, *outer)))
 
     @contextmanager
-    def call(self, name: str, attributes: dict[str, Json]) -> Iterator[HttpCall]:
+    def call(self, name: str, url: str, attributes: dict[str, Json]) -> Iterator[HttpCall]:
         """Log a request that is sent inside the block; the block completes `attributes`."""
-        call = HttpCall(secrets.token_hex(8), self.inside(), _latest.get())
+        id, asks_model = secrets.token_hex(8), name == "POST" and _is_model_url(url)
+        call = HttpCall(id, self.inside(), _latest.get(), being_sent(), asks_model)
         self.calls.append(call)
         _latest.set(call)
         start, ok = time.time_ns(), False
@@ -114,6 +121,7 @@ class AttemptLog:
             yield call
             ok = attributes.get("http.response.status_code", 0) < 400
         finally:
+            call.ended = True
             context.detach(token)
             around = self.steps.get(call.inside[0])
             recorded = around.recorded() if around and around.recorded else None
@@ -121,12 +129,26 @@ class AttemptLog:
             about = {"name": name, "kind": "internal", "parent": parent}
             self._add(start, id=call.id, ok=ok, attributes=attributes, **about)
 
-    def latest(self) -> HttpCall | None:
-        """Return the latest call in the caller's context, else in the innermost span around it that
+    def latest(self) -> list[HttpCall]:
+        """Return the calls that may be the latest model call, the latest first. One that asks a
+        model ends the list; those before it are a tool's, or reach the gateway through a proxy.
+
+        The latest call is that of the caller's context, else of the innermost span around it that
         has any; calls of parallel branches since this one began are ignored."""
-        last = _latest.get()
+        found, calls, last = list[HttpCall](), self.calls, _latest.get()
+        while call := self._latest_of(calls, last):
+            calls, last = calls[: calls.index(call)], call.before
+            while call.around is not None and call.around.ended:
+                call = call.around  # sent by the HTTP client of this call, such as its transport
+            if call not in found:
+                found.append(call)
+            if call.asks_model:
+                break
+        return found
+
+    def _latest_of(self, calls: list[HttpCall], last: HttpCall | None) -> HttpCall | None:
         for span in self.inside():
-            for call in reversed(self.calls):
+            for call in reversed(calls):
                 if span in call.inside and (last is None or _comes_after(call, last)):
                     return call
         return None
@@ -139,6 +161,15 @@ class AttemptLog:
     def _add(self, start: int, **about: Any) -> None:
         end = max(start, time.time_ns())
         self.spans.append(Span(attempt=self.attempt, start=start, end=end, **about))
+
+
+def being_sent() -> HttpCall | None:
+    """Return the request that is being sent around the caller, such as one that a client made with
+    httpx has given to aiohttp."""
+    call = _latest.get()
+    while call is not None and call.ended:
+        call = call.around
+    return call
 
 
 def current() -> AttemptLog | None:
@@ -186,6 +217,11 @@ def framework_step() -> str | None:
 def step_id(run: UUID) -> str:
     """Return the span id of a LangChain run: the random half of its UUID."""
     return run.hex[16:]
+
+
+def _is_model_url(url: str) -> bool:
+    gateway = os.environ.get("OPENAI_BASE_URL", "").removesuffix("/v1")
+    return bool(gateway) and url.startswith(gateway) and bool(MODEL_ROUTE.search(url))
 
 
 def _comes_after(call: HttpCall | None, earlier: HttpCall) -> bool:

@@ -1,7 +1,7 @@
 """Runs an attempt as an OpenTelemetry trace: its id is the trace id of its spans and model calls.
 
-Owns: the patches, applied once per process, of HTTP clients, threads, frameworks and tracers; the
-logs belong to `attempt_log`.
+Owns: the patches, applied once per process, of HTTP clients, servers, threads, frameworks and
+tracers; the logs belong to `attempt_log`.
 Invariant: inside `attempt(id)` the current trace id is `id`, in its tasks and threads and in the
 W3C headers of every HTTP request.
 """
@@ -25,7 +25,7 @@ from opentelemetry.trace import ProxyTracerProvider, StatusCode
 
 from agentrl.errors import ConfigError
 from agentrl.otlp import DESCRIPTION, KIND, kind_of
-from agentrl.runners.tracing import attempt_log, http_clients
+from agentrl.runners.tracing import attempt_log, http_clients, servers
 from agentrl.runners.tracing import langchain as steps
 from agentrl.runners.tracing.attempt_log import AttemptLog
 from agentrl.runners.tracing.roles import role
@@ -47,6 +47,7 @@ def install() -> Tracing:
         if unset:
             trace.set_tracer_provider(provider)
     http_clients.install()
+    servers.install()
     _inherit_in_threads()
     return Tracing(provider)
 
@@ -116,6 +117,7 @@ class Tracing(SpanProcessor):
     def attempt(self, attempt: str) -> Iterator[AttemptLog]:
         """Run the block in the trace of `attempt` (32 hex digits); yields its log."""
         steps.install()  # at each attempt: an agent may import LangChain when it is called
+        servers.install_imported()
         with attempt_log.open_log(attempt) as log:
             yield log
 

@@ -78,14 +78,21 @@ def _aiohttp(request: Send) -> Send:
 @contextmanager
 def _call(method: str, url: Any, headers: Any) -> Iterator[dict[str, Any]]:
     """Log a request that is sent inside the block, and add attempt, span and role to `headers`. The
-    block adds the status to the attributes. Has no effect outside of attempts."""
+    block adds the status to the attributes. Has no effect outside of attempts, and below another
+    client, which has sent the same headers."""
     log, attributes = attempt_log.current(), dict[str, Any]()
     if log is None:
         yield attributes
         return
+    ours = f"00-{log.attempt}-"
+    attached = str(headers.get("traceparent", "")).startswith(ours)
+    if attached and attempt_log.being_sent() is not None:
+        yield attributes
+        return
     attributes["url.full"] = str(url).partition("?")[0]  # the query may contain a secret
-    with log.call(method, attributes) as call:
-        headers.setdefault("traceparent", f"00-{log.attempt}-{call.id}-01")
+    with log.call(method, str(url), attributes) as call:
+        if attached or "traceparent" not in headers:
+            headers["traceparent"] = f"{ours}{call.id}-01"
         items = [*filter(None, [headers.get("baggage")]), *roles.baggage_items(log, call)]
         if items:
             headers["baggage"] = ",".join(items)

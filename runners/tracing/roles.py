@@ -23,13 +23,13 @@ from urllib.parse import quote, unquote
 
 from opentelemetry import baggage, context
 
+from agentrl.otlp import AGENT_NAME, with_current_names
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing.attempt_log import AttemptLog, HttpCall
 
 DEFAULT = "agent"
 ROLE = "agentrl.role"  # baggage key: the explicit role
 NAMES = "agentrl.names"  # baggage key: names of the steps around the call, innermost first
-AGENT_NAME = "gen_ai.agent.name"  # OpenTelemetry's semantic conventions for generative AI
 CREW = ("agent_execution_started", "lite_agent_execution_started")  # events of CrewAI
 
 
@@ -126,9 +126,10 @@ def _crewai() -> Iterator[str]:
 
 
 def _spans(log: AttemptLog, call: HttpCall) -> Iterator[str]:
-    """Yield agents of frameworks with OpenTelemetry spans: AutoGen, Agent Framework and others."""
+    """Yield agents of frameworks with OpenTelemetry spans: AutoGen, Agent Framework, Pydantic AI
+    and others."""
     for inside in call.inside:
         span = log.started_spans.get(int(inside, 16))
         while span is not None:
-            yield str((span.attributes or {}).get(AGENT_NAME, ""))
+            yield str(with_current_names(span.attributes or {}).get(AGENT_NAME, ""))
             span = log.started_spans.get(span.parent.span_id) if span.parent is not None else None

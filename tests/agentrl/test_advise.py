@@ -83,12 +83,7 @@ def test_states_to_which_a_rollout_comes_back_are_valued() -> None:
     assert advised(back, 2.0, 1.0)[0] == advise.VALUED
 
 
-async def test_a_run_is_advised_from_its_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = {"preset": "grpo", "seeds": 5, "ratio": [0.5, 0.25, None]}
-    monkeypatch.setattr(advise, "RESULTS", tmp_path / "learning.json")
-    advise.RESULTS.write_bytes(msgspec.json.encode({"needle": {"broadcast": row}}))
+async def test_a_run_is_advised_from_its_store(tmp_path: Path) -> None:
     config = replace(RunConfig(name="r"), store=f"sqlite:///{tmp_path / 'store.db'}")
     async with open_store(config.store) as store:
         await store.open_run("r", msgspec.to_builtins(config))
@@ -105,14 +100,32 @@ async def test_a_run_is_advised_from_its_store(
             rows = [Reward(value=float(i)), Reward(value=1.0 - i, **about)]
             await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, rewards=rows)])
     lines = await advise.advise(config)
-    assert lines[0] == (
-        "policy: 2 rollouts, 1.0 calls each, 0% of later states repeated, "
-        "0% in the same rollout, last ones explain 0% of outcomes, 1 roles"
-    )
+    assert lines[0] == "policy: 2 rollouts, 1.0 calls each"
     assert lines[1] == "  choice: grpo"
     assert "correlation with the outcome is -1.00, would mislead" in lines[2]
     assert lines[3] == "  grpo      copies the outcome to all calls; needs nothing"
-    assert lines[4].strip().startswith("needle: 0.50 (0.25 to never) of the rollouts")
+    assert lines[4] == "what each needs on our tasks: algorithms/CREDIT.md#which-credit-when"
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (advise.States(calls=1.0, repeated=0.9, back=0.9, explained=0.9), []),
+        (advise.States(calls=3.0, repeated=0.1, back=0.0, explained=0.1), []),
+        (
+            advise.States(calls=3.0, repeated=0.54, back=0.2, explained=1.0),
+            [
+                "54% of the later states were seen by other rollouts of their task",
+                "20% of the calls are in a state that their rollout was in before",
+                "the last state explains 100% of the differences in outcome",
+            ],
+        ),
+    ],
+)
+def test_states_are_described_where_they_tell_something(
+    states: advise.States, said: list[str]
+) -> None:
+    assert list(advise.about(states)) == said
 
 
 async def test_a_run_without_a_store_is_an_error(tmp_path: Path) -> None:

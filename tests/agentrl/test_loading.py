@@ -1,10 +1,13 @@
+import datetime
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from agentrl import loading
 from agentrl.errors import ConfigError
-from agentrl.loading import load_attribute, load_tasks
+from agentrl.loading import load_attribute, load_tasks, task_file
 
 
 def test_attribute_of_a_file(tmp_path: Path) -> None:
@@ -74,6 +77,49 @@ def test_broken_lines_are_named(tmp_path: Path, text: str, message: str) -> None
         load_tasks("t.jsonl", tmp_path, key="tasks.train")
 
 
+@pytest.mark.parametrize(
+    ("task", "problem"),
+    [
+        ("{'entry': {'grid': [(1, 2)]}}", r"task['entry']['grid'][0] is of type tuple, and comes"),
+        ("{'answer': {1: 2}}", "task['answer'] has the key 1, which is text in JSON"),
+        ("{'answer': np.str_('a')}", "task['answer'] is of type numpy.str_, and comes back"),
+        ("{'answer': [0, np.float64(1)]}", "task['answer'][1] is of type numpy.float64"),
+        ("{'answer': float('nan')}", "task['answer'] is nan, which JSON does not have"),
+        ("{'answer': 2**70}", "task['answer'] is an integer of more than 64 bits"),
+        ("{'answer': object()}", "task['answer'] is of type 'object', which has no JSON form"),
+    ],
+)
+def test_tasks_that_change_as_json_are_named(tmp_path: Path, task: str, problem: str) -> None:
+    """The verifier of a run would see another task than a direct call of it."""
+    source = f"import numpy as np\nrows = [{{'input': 1}}, {{'input': 2}} | {task}]\n"
+    (tmp_path / "task_change.py").write_text(source)
+    sys.modules.pop("task_change", None)
+    with pytest.raises(ConfigError) as error:
+        load_tasks("task_change.py:rows", tmp_path, key="tasks.train")
+    assert str(error.value).startswith(f"tasks.train: task_change.py:rows[1]: {problem}")
+    with pytest.raises(ConfigError) as error:
+        task_file(load_attribute("task_change.py:rows", tmp_path, key="k"), tmp_path / "heldout.x")
+    assert str(error.value).startswith(f"heldout: task 1: {problem}")
+
+
+def test_a_number_of_a_task_file_that_no_store_keeps(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(f'{{"input": 1}}\n{{"input": 2, "answer": [{2**70}]}}\n')
+    with pytest.raises(ConfigError, match=r"t\.jsonl:2: task\['answer'\]\[0\] is an integer of"):
+        load_tasks("t.jsonl", tmp_path, key="tasks.train")
+
+
+def test_tasks_beside_an_agent_whose_client_needs_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks are imported by processes that have no gateway."""
+    pytest.importorskip("openai")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    source = "from openai import AsyncOpenAI\nclient = AsyncOpenAI()\nrows = [{'input': 'x'}]\n"
+    (tmp_path / "task_and_agent.py").write_text(source)
+    assert load_tasks("task_and_agent.py:rows", tmp_path, key="tasks.train") == [{"input": "x"}]
+    assert "OPENAI_API_KEY" not in os.environ
+
+
 def test_task_function_that_raises(tmp_path: Path) -> None:
     (tmp_path / "task_fault.py").write_text("def train():\n    yield {'input': 1 / 0}\n")
     with pytest.raises(ConfigError, match="ZeroDivisionError: division by zero"):
@@ -92,6 +138,8 @@ def test_tasks_of_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None
     tasks = load_tasks("hf:openai/gsm8k/main:test", Path(), key="tasks.train")
     assert [task["input"] for task in tasks] == ["1+1", "2+2"]
     assert asked == ["hf:openai/gsm8k/main:test"]
+    rows[:] = [{"input": "x", "on": datetime.date(2026, 1, 2)}]  # type: ignore[dict-item]
+    assert load_tasks("hf:a/b", Path(), key="tasks.train") == [{"input": "x", "on": "2026-01-02"}]
     rows[:] = [{"text": "1+1"}]
     with pytest.raises(ConfigError, match=r"hf:a/b\[0\] has no 'input'"):
         load_tasks("hf:a/b", Path(), key="tasks.train")

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import io
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
 from agentrl.config import resolve
+from agentrl.store import open_store
 from agentrl.telemetry.console import Progress
 from agentrl.telemetry.report import (
     game_figures,
     policies_without_calls,
+    print_report,
     reward_curves,
     score_table,
     win_rate_table,
 )
-from agentrl.types import StepRow
+from agentrl.types import Reward, Rollout, StepRow
+from tests.factories import rollout
 
 
 def row(step: int, **metrics: float) -> StepRow:
@@ -37,8 +48,8 @@ def test_held_out_scores_of_roles_are_shown_under_those_of_all() -> None:
     after = {"eval/score": 0.5, "eval/score/a": 0.25, "eval/score/b": 4.5, "eval/sampled": 3.5}
     table = score_table([row(0, **before), row(7, **after)])
     assert list(zip(*(column.cells for column in table.columns), strict=True)) == [
-        ("score", "1.5", "50.0%"),
-        ("  a", "-", "25.0%"),
+        ("score", "1.5", "0.5"),
+        ("  a", "-", "0.25"),
         ("  b", "3", "4.5"),
         ("  without a score", "2", "0"),
         ("sampled", "2.5", "3.5"),
@@ -56,6 +67,53 @@ def test_scores_have_their_interval_and_pass_at_k_rises_with_k() -> None:
         [row(0, **{"eval/score": -1.5, "eval/score_low": -2, "eval/score_high": -1})]
     )
     assert list(mean.columns[1].cells) == ["-1.5 (-2 to -1)"]
+
+
+def evaluated(low: float, score: float, high: float) -> dict[str, float]:
+    return {"eval/score": score, "eval/score_low": low, "eval/score_high": high}
+
+
+@pytest.mark.parametrize(
+    ("training", "outcomes", "percent"),
+    [
+        ({}, [], True),
+        ({"reward/mean": 0.9, "reward/std": 0.3}, [0.0, 1.0, nan], True),
+        ({"eval/score_low": -0.1}, [], False),
+        ({"eval/score/b": 1.5}, [], False),
+        ({"reward/mean": -0.2}, [], False),
+        ({"reward/mean": 0.5, "reward/std": 0.8}, [], False),  # of -1 and 1
+        ({}, [1.0, -1.0], False),
+    ],
+)
+def test_a_table_is_in_percent_only_if_no_outcome_lies_outside(
+    training: dict[str, float], outcomes: list[float], percent: bool
+) -> None:
+    steps = [
+        row(0, **evaluated(0.1, 0.25, 0.4) | training),
+        row(9, **evaluated(0.7, 0.852, 0.95)),
+    ]
+    _, before, after = score_table(steps, outcomes).columns
+    known = [cell for cell in (*before.cells, *after.cells) if cell != "-"]
+    assert {"%" in cell for cell in known} == {percent}
+    expected = "85.2% (70.0% to 95.0%)" if percent else "0.852 (0.7 to 0.95)"
+    assert next(iter(after.cells)) == expected
+
+
+async def test_the_report_of_an_evaluation_reads_its_outcomes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve({"name": "run", "output": str(tmp_path)}, source="test")
+    console = Console(file=io.StringIO(), width=100)
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        await store.open_run("run", {})
+        await store.log("run", 0, evaluated(0.1, 0.5, 0.9))
+
+        async def rollouts(*args: Any, **given: Any) -> list[Rollout]:
+            return [rollout(rewards=[Reward(value=value)]) for value in (-1.0, 1.0)]
+
+        monkeypatch.setattr(store, "rollouts", rollouts)
+        await print_report(store, config, await store.steps("run"), None, 1.0, console)
+    assert "0.5 (0.1 to 0.9)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_games_show_what_each_seat_got_and_how_they_went() -> None:

@@ -218,8 +218,7 @@ async def test_report(config: RunConfig) -> None:
     assert "r/eval/000000/0/0000: succeeded, outcome 1" in text
     assert "A failure, after 0 steps" in text
     assert "1 rollouts failed (1 agent_error); the last one: it broke at [/INST]" in text
-    assert "9 s in all: build 0, rollouts 4, update 2, eval 0, sampler idle 1" in text
-    assert "learner idle 4; 14 tokens of cancelled rollouts" in text
+    assert "9 s: 3 start-up, 4 rollouts, 2 updates; 14 tokens of cancelled rollouts" in text
     assert "4 model calls without token ids were not trained; 2 model calls longer than" in text
     assert Path(config.output, "curve.png").stat().st_size > 1000
 

@@ -6,7 +6,7 @@
 The first command runs what the results file does not have yet, and may be stopped at any moment;
 `--tasks`, `--presets`, `--seeds` and `--budget-minutes` make pieces of it. The second prints what
 is there: a Markdown table for each task, or one JSON object, and says what is missing; `--write`
-puts it into "Which credit when" of CREDIT.md, and where `agentrl algorithms --for` finds it;
+puts it into "Which credit when" of CREDIT.md;
 `--advice` trains one step of each task and compares the adviser's choice for it with the baseline.
 
 A run is that of `agentrl train`: runner, gateway, store, policy server and learner, with an agent
@@ -41,7 +41,6 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 import agentrl.algorithms
-from agentrl.cli.advise import RESULTS as ADVICE
 from agentrl.cli.advise import advise
 from agentrl.config import RunConfig
 from agentrl.evaluation.bench import Bench, BenchPlan, read_bench
@@ -220,19 +219,6 @@ def never_worse(bench: Bench, found: Summary) -> dict[str, int]:
     return kept
 
 
-def for_adviser(bench: Bench, found: Summary) -> dict[str, dict[str, Any]]:
-    """What `agentrl algorithms --for` prints, by task and preset of the bench."""
-    kept: dict[str, dict[str, Any]] = {}
-    for task, rows in found.items():
-        for name, row in rows.items():
-            ratio = row["ratio"] if name != bench.baseline_of(task) else None
-            kept.setdefault(task, {})[name] = {
-                "preset": preset_of(bench, name), "seeds": row["seeds"], "final": row["final"],
-                "area": row["area"], "ratio": ratio,
-            }  # fmt: skip
-    return finite(json.loads(json.dumps(kept), parse_float=lambda x: round(float(x), 4)))
-
-
 def advised(plan: BenchPlan, found: Summary) -> dict[str, dict[str, Any]]:
     """By task that is scored by outcomes: the preset that `agentrl algorithms --for` recommends
     after one step of the baseline, and its gain in area over the baseline with its interval; None
@@ -360,7 +346,6 @@ def main() -> None:
     elif options.advice:
         print(json.dumps(finite(advised(plan, found))))
     elif options.write:
-        ADVICE.write_text(json.dumps(for_adviser(bench, found), indent=1) + "\n")
         CREDIT.write_text(with_results(CREDIT.read_text(), page(bench, found, left)))
     else:
         print(markdown(found))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -23,14 +22,12 @@ from agentrl.evaluation.bench import (
 )
 from agentrl.evaluation.bench_runs import read_results
 from tests.benchmarks.learning import (
-    ADVICE,
     CREDIT,
     FILE,
     RESULTS,
     bootstrap,
     figure,
     finite,
-    for_adviser,
     headline,
     interquartile_mean,
     markdown,
@@ -183,14 +180,13 @@ def test_what_is_missing_is_said(plan: BenchPlan) -> None:
     assert missing(plan, summarise(plan)) == {"chain": {"gigpo": 1}}
 
 
-def test_the_page_and_the_adviser_have_the_stored_results() -> None:
+def test_the_page_has_the_stored_results() -> None:
     hint = "run `python -m tests.benchmarks.learning --write`"
     bench = read_bench(FILE)
     plan = BenchPlan(bench, FILE, Path("runs"), read_results(RESULTS))
     found = summarise(plan)
     text = CREDIT.read_text()
     assert with_results(text, page(bench, found, missing(plan, found))) == text, hint
-    assert json.loads(ADVICE.read_text()) == for_adviser(bench, found), hint
 
 
 def test_the_page_names_the_baseline_and_the_ratio(plan: BenchPlan) -> None:
@@ -200,9 +196,6 @@ def test_the_page_names_the_baseline_and_the_ratio(plan: BenchPlan) -> None:
     assert gigpo.startswith("| chain | `gigpo` | 2 | 1.00 (1.00 to 1.00) |")
     assert broadcast.endswith("| 1 (the baseline) |")
     assert text.endswith("Complete tasks: none; runs that are missing: 2.")
-    row = for_adviser(plan.bench, found)["chain"]["gigpo"]
-    assert (row["preset"], row["ratio"][0]) == ("gigpo", pytest.approx(0.5, abs=0.01))
-    assert for_adviser(plan.bench, found)["chain"]["broadcast"]["ratio"] is None
 
 
 def test_a_bench_file_that_cannot_be_is_refused(tmp_path: Path) -> None:

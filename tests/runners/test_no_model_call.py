@@ -53,6 +53,23 @@ async def test_an_agent_that_asks_another_model_is_told_which(bench: Any) -> Non
     assert "secret" not in message
 
 
+async def test_a_wrong_base_url_that_raises_is_named(bench: Any) -> None:
+    """A base URL in the agent's source, where nothing listens: "Connection error." says no more."""
+    openai = pytest.importorskip("openai")
+
+    def agent(text: str) -> str:
+        with openai.OpenAI(base_url="http://127.0.0.1:1/v1", max_retries=0) as client:
+            return str(client.chat.completions.create(**BODY))
+
+    (rollout,) = await bench.run(agent, TASK, calls_optional=False)
+    assert rollout.failure.kind is ErrorKind.AGENT
+    assert "Connection error" in rollout.failure.message
+    assert (
+        "but called http://127.0.0.1:1/v1/chat/completions; let its client read its base URL"
+        in (rollout.failure.message)
+    )
+
+
 async def test_calls_that_were_all_refused_are_none(bench: Any) -> None:
     async def refuse(request: web.Request, body: Any) -> web.Response:
         return web.json_response({"error": {"message": "the prompt is too long"}}, status=400)

@@ -74,28 +74,32 @@ async def test_the_agent_sees_the_input_and_nothing_else(bench: Any) -> None:
 
 
 async def test_results_are_stored_as_json(bench: Any) -> None:
-    class Odd:
-        def __repr__(self) -> str:
-            return "odd"
-
-    answers = {"a": Odd(), "b": {1: {Odd()}}, "c": None, "d": 0.5}
+    answers = {"b": {1: {"odd"}}, "c": None, "d": 0.5, "half": "\ud83d", "nest": {"\ud83d": 1}}
     tasks = [{"input": name} for name in answers]
     rollouts = await bench.run(lambda name: answers[name], *tasks)
-    assert [rollout.result for rollout in rollouts] == ["odd", {"1": ["odd"]}, None, 0.5]
+    assert [r.result for r in rollouts] == [{"1": ["odd"]}, None, 0.5, "?", {"?": 1}]
 
 
-async def test_what_json_cannot_say_costs_nobody_an_outcome(bench: Any) -> None:
+async def test_a_result_that_json_cannot_say_costs_its_own_rollout_only(bench: Any) -> None:
     class Mute:
         def __str__(self) -> str:
             raise KeyError("no text")
 
-    answers = {"half": "\ud83d", "long": 10**5000, "mute": Mute(), "nest": {"\ud83d": 1}, "ok": 1}
+    answers = {"long": 10**5000, "mute": Mute(), "ok": 1}
     tasks = [{"input": name} for name in answers]
-    rollouts = await bench.run(lambda name: answers[name], *tasks)
-    assert [rollout.state for rollout in rollouts] == [RolloutState.SUCCEEDED] * len(answers)
-    half, long, mute, nest, fine = [rollout.result for rollout in rollouts]
-    assert (half, long, mute) == ("?", "<int that has no text>", "<Mute that has no text>")
-    assert (nest, fine) == ("{'\\ud83d': 1}", 1)
+    long, mute, fine = await bench.run(lambda name: answers[name], *tasks)
+    assert "more than 64 bits" in long.failure.message
+    assert "of type 'Mute', which has no JSON form" in mute.failure.message
+    assert (fine.result, fine.failure) == (1, None)
+
+
+async def test_a_reward_that_no_store_keeps_is_the_mistake_of_who_gave_it(bench: Any) -> None:
+    (rollout,) = await bench.run(lambda text: text, TASK, verifier=lambda task: {"score": -1e16})
+    assert rollout.failure.kind is ErrorKind.VERIFIER
+    assert "'score' of the verifier is -1e+16: it must be between" in rollout.failure.message
+    (rollout,) = await bench.run(lambda text: agentrl.reward(1e16, scope="rollout"), TASK)
+    assert rollout.failure.kind is ErrorKind.AGENT
+    assert rollout.failure.message.startswith("ValueError: Reward 'process' of the agent is 1e+16")
 
 
 async def test_reward_names_that_no_database_stores(bench: Any) -> None:

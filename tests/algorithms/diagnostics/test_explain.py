@@ -148,7 +148,8 @@ def test_a_report_says_where_each_number_is_from() -> None:
     assert "  transition:p of a/0 = 0.5 (me)" in text
     assert "norm='std'): value 1, baseline 0.5, scale 0.707108, advantage 0.7071" in text
     assert "value 0.5, baseline 0.5, advantage 0" in text
-    assert "u 0.125, psi 0.08838" in text
+    expected = "0.0883882 per token (advantage 0.707106 x share of the average 0.125)"
+    assert f"  weight in the loss (psi): {expected}\n" in text
     assert "Gate(Truncate(0.0, hi=2.0), num='o', den='b'): factor 1 where p = o = b" in text
     assert "token 0" not in text
     each = report(explain(algo, groups), "a", groups, tokens=True)
@@ -320,10 +321,12 @@ async def test_the_gates_that_applied_are_shown(tmp_path: Path) -> None:
             await run.ask(group, 0, (1.0, 0.0))
         await run.train(0, n=2)
     first = await lines_of(url, "a/0")
-    assert "  gates 1, u 0.125, psi 0.08838" in "\n".join(first)
+    line = "  weight in the loss (psi): {} per token (advantage 0.707106 x gates {} x"
+    line += " share of the average 0.125)"
+    assert line.format("0.0883882", 1) in first
     assert "  as they applied in the first optimizer step that the token was in" in first
     second = await lines_of(url, "b/0")  # after the first minibatch had moved the policy
-    assert "  gates 0, u 0.125, psi 0" in second
+    assert line.format(0, 0) in second
     assert not any("the step used advantage" in line for line in [*first, *second])
 
 

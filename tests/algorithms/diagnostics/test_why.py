@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 from collections.abc import Awaitable, Callable
@@ -23,7 +24,9 @@ from agentrl.errors import NotFound, TrainingError
 from agentrl.runners.gateway import capture
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
-from agentrl.types import StepCommit, StepRow
+from agentrl.store.pages import Found
+from agentrl.types import EMPTY, ErrorKind, FailureCount, Reward, StepCommit
+from tests.factories import rollout
 
 Agent = Callable[[str], Awaitable[str]]
 LONG = "and so on " * 400
@@ -182,6 +185,43 @@ def test_the_command_prints_reasons_and_settings(tmp_path: Path) -> None:
     assert isinstance(lost.exception, NotFound)
 
 
+def test_the_command_says_that_a_run_improved(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+
+    async def fill() -> None:
+        config = resolve({"policy": {"model": "m"}}, source="test")
+        async with open_store(url) as store:
+            await store.open_run("r", msgspec.to_builtins(config))
+            for step, score in enumerate((0.2, 0.76)):
+                metrics = {
+                    "eval/sampled": score, "eval/sampled_low": score - 0.1,
+                    "eval/sampled_high": score + 0.1, "eval/score": 0.5,
+                }  # fmt: skip
+                await store.log("r", step, metrics)
+
+    asyncio.run(fill())
+    said = CliRunner().invoke(cli, ["why", "r", "--store", url]).output
+    expected = "held-out 0.500 to 0.500, sampled held-out 0.200 to 0.760, it improved"
+    assert said == f"policy: 0 steps, {expected}\n"
+
+
+@pytest.mark.parametrize(("cursor", "silent"), [("3.7", []), (None, ["planer"])])
+async def test_a_search_that_ran_out_of_time_finds_no_silent_role(
+    cursor: str | None, silent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = {"planner": {"roles": ["planer"], "lora": {"rank": 2}}}
+    config = resolve({"policy": {"model": "m"}, "policies": team}, source="test")
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        await store.open_run("r", msgspec.to_builtins(config))
+
+        async def search(*args: Any, **given: Any) -> Found:
+            return Found([], cursor, 9)
+
+        monkeypatch.setattr(store, "search", search)
+        (found,) = (await why.read(store, "r")).values()
+    assert found.silent == silent
+
+
 @pytest.mark.parametrize(
     ("held_out", "named"), [([0.1, 0.2], True), ([0.1, 0.9], False), ([], False)]
 )
@@ -192,7 +232,9 @@ def test_a_run_that_learns_its_training_tasks_alone(held_out: list[float], named
         scores=held_out, failure=None, silent=[], logprobs=[-1.0],
     )  # fmt: skip
     texts = [reason.text for reason in why.reasons(record)]
-    expected = "training rises, held-out does not: 0.70 in training, 0.20 held-out"
+    expected = (
+        "training rises, held-out does not as much: 0.10 to 0.70 in training, 0.10 to 0.20 held-out"
+    )
     assert texts == [expected] * named
 
 
@@ -208,28 +250,161 @@ def test_an_update_after_which_no_group_differs_any_more(sampled: float, named: 
     assert any("the learning rate is too high" in reason.text for reason in reasons) == named
 
 
-def rows(**columns: list[float]) -> list[StepRow]:
-    names = {"score": "eval/score", "reward": "reward/mean", "games": "selfplay/games"}
-    found = [
-        {names[key]: x for key, x in zip(columns, row, strict=True)}
-        for row in zip(*columns.values(), strict=True)
-    ]
+NAMES = {
+    "score": "eval/score", "sampled": "eval/sampled", "common": "eval/common",
+    "reward": "reward/mean", "games": "selfplay/games",
+}  # fmt: skip
+
+
+def rows(**columns: list[float]) -> list[dict[str, float]]:
     return [
-        StepRow(run="r", step=step, metrics=metrics, committed=True, at=0.0)
-        for step, metrics in enumerate(found)
+        {NAMES[key]: x for key, x in zip(columns, row, strict=True)}
+        for row in zip(*columns.values(), strict=True)
     ]
 
 
 @pytest.mark.parametrize(
-    ("columns", "improved"),
+    ("columns", "sentence"),
     [
-        ({"score": [0.1, 0.2]}, True),
-        ({"score": [0.2, 0.2], "reward": [0.0, 1.0]}, False),
-        ({"reward": [0.1, 0.2, 0.3, 0.4, 0.5]}, True),
-        ({"reward": [0.2, 0.1, 0.5, 0.1, 0.5, 0.1, 0.2, 0.1]}, False),
-        ({"reward": [0.0, 0.0, 0.0], "games": [1.0, 1.0, 1.0]}, True),
-        ({"reward": [0.1]}, True),
+        ({"score": [0.1, 0.2]}, ""),
+        ({"score": [0.2, 0.2], "reward": [0.0, 1.0]}, "held-out 0.200 to 0.200"),
+        ({"score": [0.2, 0.2], "sampled": [0.2, 0.76]}, ""),
+        ({"score": [0.2, 0.3], "common": [0.2, 0.1]}, "held-out 0.200 to 0.100"),
+        ({"score": [1.0, 1.0]}, ""),
+        ({"reward": [0.1, 0.2, 0.3, 0.4, 0.5]}, ""),
+        ({"reward": [0.5, 0.1, 0.5, 0.1, 0.1]}, "training reward 0.500 to 0.100"),
+        ({"reward": [0.0, 0.0, 0.0], "games": [1.0, 1.0, 1.0]}, ""),
+        ({"reward": [0.1]}, ""),
     ],
 )
-def test_whether_a_run_improved(columns: dict[str, list[float]], improved: bool) -> None:
-    assert why.has_improved(rows(**columns)) is improved
+def test_whether_a_run_improved(columns: dict[str, list[float]], sentence: str) -> None:
+    expected = f"no improvement was measured ({sentence})" if sentence else ""
+    assert why.not_improved(rows(**columns), resolve({}, source="test")) == expected
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tasks": {"order": "difficulty"}}, {"data": {"name": "d"}, "steps": 1}]
+)
+def test_a_reward_of_chosen_or_recorded_rollouts_is_no_evidence(settings: dict[str, Any]) -> None:
+    config = resolve(settings, source="test")
+    assert why.not_improved(rows(reward=[0.5, 0.5]), config) == ""
+    assert why.changes_of(rows(reward=[0.1, 0.9]), config) == {}
+
+
+def bounded(*scores: float, half: float = 0.1) -> list[dict[str, float]]:
+    return [
+        {"eval/score": x, "eval/score_low": x - half, "eval/score_high": x + half} for x in scores
+    ]
+
+
+@pytest.mark.parametrize(
+    ("measured", "risen"),
+    [
+        (bounded(0.55, 0.8, 1.0), True),
+        (bounded(0.55, 0.6), False),  # may be chance
+        (bounded(0.2, 0.3, 0.9, 0.8, 0.3), False),  # lost most of it again
+        (rows(score=[0.0, 1.0]), False),  # of an unknown number of tasks
+        ([{"reward/mean": x, "reward/std": 0.5, "groups": 8.0} for x in (0.1, 0.2)], False),
+        ([{"reward/mean": x / 100, "reward/std": 0.5, "groups": 8.0} for x in range(99)], True),
+    ],
+)
+def test_a_run_has_clearly_improved(measured: list[dict[str, float]], risen: bool) -> None:
+    changes = why.changes_of(measured, resolve({}, source="test"))
+    assert any(change.risen for change in changes.values()) == risen
+
+
+def record(
+    steps: list[dict[str, float]], changes: dict[str, why.Change] | None = None, **given: Any
+) -> why.PolicyRun:
+    given = {"scores": [], "failure": None, "silent": [], "logprobs": []} | given
+    config = resolve({"policy": {"model": "m"}}, source="test")
+    return why.PolicyRun(config=config, steps=steps, changes=changes or {}, **given)
+
+
+def test_what_success_looks_like_too_is_no_reason_in_a_run_that_improved() -> None:
+    steps = [
+        {
+            "policy/entropy": entropy, "policy/clip_fraction": 0.3, "update/steps": 1.0, "lr": 1e-7,
+            "reward/outcome/frac_zero_std": 0.8, "reward/outcome/frac_missing": 0.0,
+            "reward/role:plan/frac_missing": 1.0, "rollouts": 8.0, "rollouts/usable": 8.0,
+        }
+        for entropy in (2.0, 0.1)
+    ]  # fmt: skip
+    found = why.reasons(record(steps, logprobs=[-0.001]))
+    said = " ".join(reason.text for reason in found)
+    for effect in ("learning rate is too high", "entropy", "flat", "clipped", "rate is too low"):
+        assert effect in said
+    assert "missing" not in said  # one role's process reward is
+    risen = {why.HELD_OUT: why.Change(0.55, 1.0, 1.0, 0.2)}
+    assert why.reasons(record(steps, risen, logprobs=[-0.001])) == []
+    lost = [step | {"rollouts/failed": 4.0, "rollouts/failed/timeout": 4.0} for step in steps]
+    failure = FailureCount(kind=ErrorKind.TIMEOUT, attempts=8, rollout="r/1", message="late")
+    (reason,) = why.reasons(record(lost, risen, failure=failure))
+    assert reason.text == "rollouts fail: 50%, as r/1: timeout, late"
+
+
+def test_a_missing_outcome_is_counted_and_shown() -> None:
+    steps = [
+        {"reward/outcome/frac_missing": share, "rollouts/usable": 8.0, "rollouts": 10.0}
+        for share in (0.5, 0.25)
+    ]
+    reason, *_ = why.reasons(record(steps))
+    assert reason.text == "rewards are missing: 6 of 16 rollouts have no 'outcome'"
+    lost = [
+        rollout("r/1"),
+        rollout("r/2", rewards=[Reward(value=1.0)]),
+        rollout("r/3", rewards=[Reward(value=math.nan)]),
+    ]
+    style = rollout("r/4", rewards=[Reward(value=1.0, name="style")])
+    reason, *_ = why.reasons(record([{}], newest=[*lost, style]))
+    expected = "rewards are missing: 3 of the last 4 rollouts have no 'outcome', for example r/1"
+    assert (reason.text, reason.share) == (expected, 0.75)
+    unused = record([{EMPTY: 8.0, "rollouts": 8.0, "rollouts/failed": 2.0}])
+    (reason,) = why.reasons(unused)
+    assert "missing" not in reason.text
+    assert reason.text.startswith("75% of the rollouts did not fail and could not be trained")
+
+
+def test_groups_are_not_flat_if_something_else_tells_their_rollouts_apart() -> None:
+    flat = {"reward/outcome/frac_zero_std": 1.0, "advantage/std": 0.0}
+    (reason,) = why.reasons(record([flat]))
+    assert "groups are flat: in 100%" in reason.text
+    process = {"reward/style/frac_zero_std": 0.1, "reward/style/frac_missing": 0.0}
+    assert why.reasons(record([flat | process])) == []
+    role = {"reward/role:plan/frac_zero_std": 0.0, "reward/role:plan/frac_missing": 1.0}
+    assert len(why.reasons(record([flat | role]))) == 1
+    assert why.reasons(record([flat | {"advantage/std": 0.3}])) == []  # a critic
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("This model's maximum context length is 4096 tokens.", True),
+        ("'code': 'context_length_exceeded'", True),
+        ("the model's context is 64 tokens, and the prompt of 70 tokens leaves no room", True),
+        ("prompt is too long: 210000 tokens > 200000 maximum", True),
+        ("'NoneType' object does not support the context manager protocol", False),
+        ("SSLContext: certificate verify failed", False),
+    ],
+)
+def test_only_a_context_that_is_full_makes_a_prompt_too_long(message: str, named: bool) -> None:
+    failure = FailureCount(kind=ErrorKind.AGENT, attempts=8, rollout="r/1", message=message)
+    steps = [{"rollouts": 8.0, "rollouts/failed": 4.0, "rollouts/failed/agent_error": 4.0}]
+    (first, *_) = why.reasons(record(steps, failure=failure))
+    assert ("the prompt is too long: 50%" in first.text) == named
+
+
+def test_one_reward_in_training_and_another_held_out_is_no_constant_verifier() -> None:
+    steps = [{"reward/mean": 0.0, "reward/std": 0.0}] * 3
+    assert "one reward to all" in why.reasons(record(steps, scores=[0.0]))[0].text
+    assert why.reasons(record(steps, scores=[0.0, 0.4])) == []
+
+
+def test_held_out_that_rises_as_much_as_training_is_no_fault() -> None:
+    steps = [{"reward/mean": x} for x in (0.1, 0.4, 0.7)] * 3
+    rising = [{"reward/mean": 0.1}, *steps[-1:] * 8]
+    assert why.reasons(record(rising, scores=[0.0, 0.4])) == []
+    (reason,) = why.reasons(record(rising, scores=[0.2, 0.1]))
+    assert "held-out does not as much" in reason.text
+    chance = {why.TRAINING: why.Change(0.1, 0.7, 0.7, noise=1.0)}
+    assert why.reasons(record(rising, chance, scores=[0.2, 0.1])) == []

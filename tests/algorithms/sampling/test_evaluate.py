@@ -25,9 +25,19 @@ from agentrl.algorithms.sampling.scores import (
 )
 from agentrl.algorithms.train.checkpoint import mark_best, prune
 from agentrl.config import RunConfig, resolve
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.runners.scoring.results import failure_of
+from agentrl.runners.scoring.verifiers import VerifierError, as_rewards
 from agentrl.store import Store, open_store
-from agentrl.types import Purpose, Reward, Rollout, Scope, StepCommit
+from agentrl.types import (
+    ErrorKind,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Scope,
+    StepCommit,
+)
 from tests import factories
 
 
@@ -122,6 +132,32 @@ async def test_only_the_sampled_score_before_and_after_has_several_samples(
     assert not any("pass@" in name for name in second)
     with pytest.raises(ConfigError, match=r"eval.samples at temperature 0 are all the same"):
         run_config(tmp_path, eval={"samples": 2, "sampled": False}, **tasks)
+
+
+async def test_a_verifier_that_returns_no_number_ends_the_run_before_its_first_step(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}, "verifier": {"path": "v.py:verify"}}
+    config = run_config(tmp_path, steps=9, **tasks)
+    with pytest.raises(VerifierError) as wrong:
+        as_rewards(None)
+    failure = failure_of(ErrorKind.VERIFIER, wrong.value)
+    failed = msgspec.structs.replace(played(nan), state=RolloutState.FAILED, failure=failure)
+    rows = [failed, failed]
+
+    async def play(store: Store, asked: Any) -> dict[str, list[Rollout]]:
+        return dict.fromkeys(asked, rows)
+
+    monkeypatch.setattr(evaluate, "play", play)
+    with pytest.raises(TrainingError) as error:
+        await evaluate_heldout(store, config, 1, 0, [{"input": "a"}])
+    assert str(error.value) == (
+        "all 4 rollouts failed, because of v.py:verify: the verifier returned None as 'outcome';"
+        f" return a number. Example: agentrl show {failed.id}. Correct it, and repeat the command"
+        " with --fresh"
+    )
+    rows[1] = played(0.0)
+    await evaluate_heldout(store, config, 1, 0, [{"input": "a"}])
 
 
 async def scored(store: Store, *scores: float) -> None:

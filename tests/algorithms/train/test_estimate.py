@@ -41,7 +41,7 @@ def test_time_is_that_of_sampling_and_of_the_update(clock: None, tiny_model_dir:
     # 10 tokens of 4 calls at once, 0.01 + 4 * 0.005 s each; 6 ms a call; 40 tokens, 3 ms each.
     (found,) = estimate.duration(run_config(tiny_model_dir), None)
     assert seconds(found) == pytest.approx(10 * 0.03 + 0.024 + 40 * 0.003, abs=0.01)
-    assert "0.044 minutes in all" in found
+    assert "2.7 s for 6 steps, if a rollout is one call of 10 tokens;" in found
     (twice,) = estimate.duration(run_config(tiny_model_dir, algorithm={"epochs": 2}), None)
     assert seconds(twice) == pytest.approx(10 * 0.03 + 0.024 + 80 * 0.003, abs=0.01)
     (other,) = estimate.duration(run_config(tiny_model_dir, engine={"kind": "vllm"}), None)

@@ -163,8 +163,21 @@ def test_nothing_to_learn_changes_nothing_and_says_so(caplog: pytest.LogCaptureF
     learner = Recorder()
     metrics = updater(learner).update(0, [group("a", 1.0, 1.0), group("b", 0.0, 0.0)])
     assert learner.batches == []
-    assert "step 0 changes no weight: no rollout of 2 groups did better" in caplog.text
+    assert "step 1 changes no weight: no rollout of 2 groups did better" in caplog.text
     assert metrics["update/skipped"] == 1
+
+
+def test_many_steps_without_a_change_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    made = updater(Recorder())
+    for step in range(101):
+        made.update(step, [group("a", 1.0, 1.0)])
+    said = [line for line in caplog.messages if "no weight" in line]
+    starts = [line.split(":")[0] for line in said]
+    assert starts == [
+        "step 1 changes no weight",
+        "10 steps changed no weight; step 10",
+        "100 steps changed no weight; step 100",
+    ]
 
 
 def test_a_minibatch_without_credit_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:

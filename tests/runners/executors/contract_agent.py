@@ -37,6 +37,25 @@ async def answer(task: dict[str, Any]) -> Any:
     return {"said": task["text"], "n": [1, 2.5, None]}
 
 
+async def shape(task: dict[str, Any]) -> Any:
+    """Return an object that is not JSON as it is."""
+    import numpy as np
+    import pydantic
+
+    model = pydantic.create_model("Model", n=(int, 7), at=(tuple[int, int], (1, 2)))
+    shapes = {
+        "number": np.int64(7),
+        "truth": np.bool_(True),
+        "keys": {1: np.float64(0.5), "inner": (1, {2})},
+        "model": [model()],
+        "text": "\ud83d",
+        "object": {"steps": [1, object()]},
+        "infinite": (1.0, float("inf")),
+        "large": {"n": 2**70},
+    }
+    return shapes[task["name"]]
+
+
 async def fail(task: dict[str, Any]) -> None:
     print("going down", file=sys.stderr)
     raise ValueError("no luck")

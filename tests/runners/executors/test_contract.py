@@ -15,7 +15,7 @@ from aiohttp import web
 from agentrl.runners.executors import contract
 from agentrl.runners.gateway import upstream
 from agentrl.types import ErrorKind, RolloutState
-from tests.runners.executors.conftest import settings
+from tests.runners.executors.conftest import PYTHON, settings
 
 KINDS = ("async", "threads", "pool", "command", "container", "kubernetes")
 OUTSIDE = ("pool", "command", "container", "kubernetes")  # of the runner's own process
@@ -50,6 +50,50 @@ async def test_a_model_call_belongs_to_its_attempt(bench: Any, make: Any, kind: 
     for rollout, text in zip(rollouts, ("a", "b"), strict=True):
         (call,) = (await bench.store.trace(rollout.id)).transitions
         assert call.messages[0]["content"] == text
+
+
+SHAPES = {
+    "number": 7,
+    "truth": True,
+    "keys": {"1": 0.5, "inner": [1, [2]]},
+    "model": [{"n": 7, "at": [1, 2]}],
+    "text": "?",
+}
+NO_SHAPES = {
+    "object": "the agent's result['steps'][1] is of type 'object', which has no JSON form",
+    "infinite": "the agent's result[1] is inf, which JSON does not have",
+    "large": "the agent's result['n'] is an integer of more than 64 bits",
+}
+
+
+@pytest.mark.parametrize("score", [0, 1])
+@pytest.mark.parametrize("kind", PYTHON)
+async def test_a_verifier_sees_the_same_json_in_every_executor(
+    bench: Any, make: Any, kind: str, score: int
+) -> None:
+    executor, seen = await make(kind), list[Any]()
+
+    def verify(task: Any, result: Any) -> float:
+        seen.append((result, type(result)))
+        return 1.0
+
+    tasks = [{"input": {"do": "shape", "name": name}} for name in (*SHAPES, *NO_SHAPES)]
+    settings = {"verifier": verify, "concurrency": 1, "score": score}
+    rollouts = await bench.run(executor, *tasks, **settings)
+    assert seen == [(value, type(value)) for value in SHAPES.values()]
+    fine, failed = rollouts[: len(SHAPES)], rollouts[len(SHAPES) :]
+    assert [rollout.result for rollout in fine] == [*SHAPES.values()]
+    for rollout, problem in zip(failed, NO_SHAPES.values(), strict=True):
+        assert rollout.failure.kind is ErrorKind.AGENT
+        assert problem in rollout.failure.message
+
+
+@pytest.mark.parametrize(
+    ("printed", "result"),
+    [("[7, 1e3]", [7, 1000.0]), (str(2**70), str(2**70)), ('{"n": 1' + "0" * 5000 + "}", None)],
+)
+def test_what_a_program_prints_is_json_or_text(printed: str, result: Any) -> None:
+    assert contract.parse_result(f"{printed}\n") == (printed if result is None else result)
 
 
 @each

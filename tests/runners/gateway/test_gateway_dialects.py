@@ -251,6 +251,10 @@ def test_every_field_of_the_sdk_is_decided_upon() -> None:
         ({"moderation": {"model": "x"}}, "moderation"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": []}, "input"),
+        ({"text": {"format": "word"}}, "request"),
+        ({"text": {"format": [["type", "text"]]}}, "request"),
+        ({"text": "word"}, "request"),
+        ({"reasoning": "high"}, "request"),
         ({"input": 5}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content"),
@@ -415,6 +419,10 @@ async def test_messages_with_images_thinking_and_a_schema(
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [USER, {"role": "user", "content": []}]}, "messages[1].content"),
+        ({"messages": [{"role": "assistant", "content": []}]}, "messages"),
+        ({"output_config": {"format": "word"}}, "request: a field is not of its type"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
@@ -432,6 +440,17 @@ async def test_what_messages_cannot_say_is_refused(
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(param)
     assert bench.model.requests == []
+
+
+async def test_an_assistant_may_have_said_nothing(bench: Any, active: Any, claude: Any) -> None:
+    bench.model.answer = lambda body: {"role": "assistant", "content": "", "tool_calls": []}
+    ask = {"model": "m", "max_tokens": 9}
+    first = await claude.messages.create(messages=[USER], **ask)
+    assert first.content == []
+    turns = [USER, {"role": "assistant", "content": first.content}, USER]
+    await claude.messages.create(messages=turns, **ask)
+    said = {"role": "assistant", "content": ""}
+    assert bench.model.requests[1]["messages"] == [USER, said, USER]
 
 
 async def test_tokens_are_counted_by_the_server(bench: Any, active: Any, claude: Any) -> None:

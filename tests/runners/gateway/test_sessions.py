@@ -142,7 +142,11 @@ async def test_streams_and_other_apis_are_sessions_too(start, settings, shop):
     asked = {"model": "m", "input": "more", "previous_response_id": first["id"]}
     status, _, then = await served.post("responses", asked)
     assert (status, then["x-agentrl-session"]) == (200, about["x-agentrl-session"])
-    assert sorted(len(row.transitions) for row in await rollouts(shop)) == [2, 2]
+    said = {"role": "user", "content": "hi"}
+    refers = [said, {"type": "item_reference", "id": first["output"][0]["id"]}, said]
+    status, _, then = await served.post("responses", {"model": "m", "input": refers})
+    assert (status, then["x-agentrl-session"]) == (200, about["x-agentrl-session"])
+    assert sorted(len(row.transitions) for row in await rollouts(shop)) == [2, 3]
 
 
 async def test_a_share_of_sessions_is_recorded_and_all_are_answered(start, settings, shop):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,9 +12,10 @@ from agentrl.runners.gateway.upstream import events
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("size", range(1, 8))
-async def test_events_wherever_the_chunks_end(end: bytes, size: int) -> None:
+@pytest.mark.parametrize("mark", [b"", BOM_UTF8])
+async def test_events_wherever_the_chunks_end(end: bytes, size: int, mark: bytes) -> None:
     lines = [b": ping", b"", b"data: 1", b"", b"event: x", b"data: [DONE]", b"", b""]
-    stream = end.join(lines)
+    stream = mark + end.join(lines)
 
     async def chunks() -> AsyncIterator[bytes]:
         for start in range(0, len(stream), size):
@@ -29,3 +31,10 @@ async def test_a_carriage_return_of_the_text_stays() -> None:
             yield chunk
 
     assert [event async for event in events(chunks())] == [b"data: a\rb\n\n", b"data: c"]
+
+
+async def test_only_the_first_mark_is_none_of_the_text() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield BOM_UTF8 + BOM_UTF8 + b"data: a"
+
+    assert [event async for event in events(chunks())] == [BOM_UTF8 + b"data: a"]

@@ -7,8 +7,12 @@ import os
 import secrets
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
+import requests
+from aiohttp import web
+from opentelemetry import propagate
 from opentelemetry import trace as otel
 
 import agentrl
@@ -29,10 +33,16 @@ from tests import factories
 TASK = {"input": "x"}
 
 
+def url() -> str:
+    return os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}]}
+
+
 async def ask(client: httpx.AsyncClient, text: str) -> None:
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
-    (await client.post(url, json=body)).raise_for_status()
+    (await client.post(url(), json=said(text))).raise_for_status()
 
 
 async def given(bench: Any, agent: Any, **settings: Any) -> dict[str, list[tuple[float, str]]]:
@@ -113,14 +123,138 @@ async def test_nodes_that_run_side_by_side_reward_their_own_calls(bench: Any) ->
 
 async def test_rewards_of_a_thread(bench: Any) -> None:
     def agent(text: str) -> None:
-        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-        for said in ("one", "two"):
-            body = {"model": "m", "messages": [{"role": "user", "content": said}]}
-            httpx.post(url, json=body, timeout=30).raise_for_status()
-            agentrl.reward(1, said)
+        for name in ("one", "two"):
+            httpx.post(url(), json=said(name), timeout=30).raise_for_status()
+            agentrl.reward(1, name)
 
     found = await given(bench, agent)
     assert (found["one"], found["two"]) == ([(1.0, "one")], [(1.0, "two")])
+
+
+async def with_openai_on_aiohttp(text: str) -> None:
+    openai = pytest.importorskip("openai")
+    messages = [{"role": "user", "content": text}]
+    async with openai.AsyncOpenAI(http_client=openai.DefaultAioHttpClient()) as client:
+        stream = await client.chat.completions.create(model="m", messages=messages, stream=True)
+        assert [event async for event in stream]
+
+
+async def with_anthropic_on_aiohttp(text: str) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    messages = [{"role": "user", "content": text}]
+    async with anthropic.AsyncAnthropic(http_client=anthropic.DefaultAioHttpClient()) as client:
+        await client.messages.create(model="m", max_tokens=9, messages=messages)
+
+
+class OnRequests(httpx.BaseTransport):
+    """Sends with requests, which knows nothing of the headers that httpx has."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        body, kind = request.read(), {"content-type": request.headers["content-type"]}
+        answer = requests.post(str(request.url), data=body, headers=kind, timeout=30)
+        return httpx.Response(answer.status_code, content=answer.content)
+
+
+def with_httpx_on_requests(text: str) -> None:
+    with httpx.Client(transport=OnRequests()) as client:
+        client.post(url(), json=said(text)).raise_for_status()
+
+
+def with_a_request_that_is_sent_twice(text: str) -> None:
+    with httpx.Client() as client:
+        request = client.build_request("POST", url(), json=said(text))
+        client.send(request).raise_for_status()
+        client.post(url(), json=said("other")).raise_for_status()
+        client.send(request).raise_for_status()
+
+
+def with_a_traceparent_of_its_own(text: str) -> None:
+    headers: dict[str, str] = {}
+    with otel.get_tracer("mine").start_as_current_span("call"):
+        propagate.inject(headers)
+        httpx.post(url(), json=said(text), headers=headers, timeout=30).raise_for_status()
+        httpx.post(url(), json=said("other"), timeout=30).raise_for_status()
+    httpx.post(url(), json=said(text), headers=headers, timeout=30).raise_for_status()
+
+
+async def with_a_tool_after_it(text: str) -> None:
+    async with httpx.AsyncClient() as client, aiohttp.ClientSession() as session:
+        await asyncio.create_task(ask(client, text))
+        with pytest.raises(httpx.ConnectError):
+            await client.get("http://127.0.0.1:1/search")
+        await session.head(url().removesuffix("/v1/chat/completions"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        with_openai_on_aiohttp,
+        with_anthropic_on_aiohttp,
+        with_httpx_on_requests,
+        with_a_request_that_is_sent_twice,
+        with_a_traceparent_of_its_own,
+        with_a_tool_after_it,
+    ],
+)
+async def test_a_reward_finds_the_latest_model_call_of_any_client(bench: Any, call: Any) -> None:
+    async def agent(text: str) -> None:
+        for name in ("one", "two"):
+            is_async = asyncio.iscoroutinefunction(call)
+            await (call(name) if is_async else asyncio.to_thread(call, name))
+            agentrl.reward(0.5, name)
+
+    found = await given(bench, agent)
+    assert (found["one"], found["two"]) == ([(0.5, "one")], [(0.5, "two")])
+
+
+async def test_a_client_on_top_of_another_makes_one_span(bench: Any) -> None:
+    await given(bench, with_openai_on_aiohttp)
+    (rollout,) = await bench.store.rollouts("test")
+    spans = (await bench.store.trace(rollout.id)).spans
+    assert sorted(span.name for span in spans) == ["POST", "attempt"]
+
+
+async def test_calls_inside_a_request_to_an_app_of_the_same_process(
+    bench: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reward inside the app is for its own call, one after the request for the app's last."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async with httpx.AsyncClient() as client:
+            for text in ("first", "second"):
+                await ask(client, text)
+                agentrl.reward(0.5, text)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def agent(text: str) -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+            await client.get("http://app/")
+        agentrl.reward(0.25, "after")
+
+    found = await given(bench, agent)
+    assert (found["first"], found["second"]) == ([(0.5, "first")], [(0.5, "second")])
+    assert found["after"] == [(0.25, "second")]
+    assert "dropped" not in caplog.text
+
+
+async def test_a_reward_for_a_failed_call_is_not_given_to_the_one_before(
+    bench: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(request: web.Request, body: Any) -> web.Response:
+        return web.json_response({"error": {"message": "scripted"}}, status=400)
+
+    async def agent(text: str) -> None:
+        async with httpx.AsyncClient() as client:
+            await ask(client, "good")
+            bench.model.then(refuse)
+            answer = await client.post(url(), json=said("bad"))
+            assert answer.status_code == 400
+            await client.get(url().replace("chat/completions", "models"))
+            agentrl.reward(0.5)
+
+    assert "process" not in await given(bench, agent)
+    assert "a failed model call is dropped" in caplog.text
 
 
 def test_outside_of_a_rollout_only_mistakes_are_noticed() -> None:

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from click.testing import CliRunner
+from msgspec.structs import replace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -313,3 +314,58 @@ def test_spans_that_are_each_others_parents_hang_below_the_root() -> None:
         "33": ("internal", "2"),
         f"chat {call(0, None).policy}{genai._id(call(0, None).id)[0]}": ("llm", "2"),
     }
+
+
+def test_a_call_has_the_forms_of_the_semantic_conventions() -> None:
+    image, audio = "data:image/png;base64,AAE=", {"data": "AAE=", "format": "wav"}
+    content = [
+        {"type": "text", "text": "look"},
+        {"type": "image_url", "image_url": {"url": image}},
+        {"type": "image_url", "image_url": {"url": "https://x.org/a.png"}},
+        {"type": "input_audio", "input_audio": audio},
+        {"type": "file", "file": {"file_id": "f"}},
+    ]
+    parameters = {"type": "object"}
+    function = {"name": "look", "description": "Look.", "parameters": parameters, "strict": True}
+    made = replace(
+        call(0, None),
+        finish="tool_calls",
+        messages=[{"role": "user", "content": content}],
+        answer={"role": "assistant", "reasoning_content": "hm", "content": "well"},
+        tools=[{"type": "function", "function": function}, {"type": "web_search"}],
+    )
+    said = genai.call_attributes(made)
+    ((user,), (answer,)) = (
+        json.loads(str(said[f"gen_ai.{side}.messages"])) for side in ("input", "output")
+    )
+    assert user["parts"] == [
+        {"type": "text", "content": "look"},
+        {"type": "blob", "modality": "image", "mime_type": "image/png", "content": "AAE="},
+        {"type": "uri", "modality": "image", "uri": "https://x.org/a.png"},
+        {"type": "blob", "modality": "audio", "mime_type": "audio/wav", "content": "AAE="},
+        content[4],
+    ]
+    reasoning, text = answer["parts"]
+    assert reasoning == {"type": "reasoning", "content": "hm"}
+    assert (text["content"], answer["finish_reason"]) == ("well", "tool_call")
+    assert said["gen_ai.response.finish_reasons"] == ["tool_calls"]
+    assert json.loads(str(said["gen_ai.tool.definitions"])) == [
+        {"type": "function"}
+        | {key: function[key] for key in ("name", "description", "parameters")},
+        {"type": "web_search", "name": "web_search"},
+    ]
+
+
+def test_recorded_spans_get_the_current_names_and_their_operation() -> None:
+    spans = [
+        span("a", None, "agent", **{"gen_ai.workflow.name": "crew"}),
+        span("b", "a", "tool"),
+        span("c", "a", "chain", **{"gen_ai.system": "openai"}),
+    ]
+    trace = Trace(rollout=factories.rollout(), attempt=ATTEMPT, transitions=[], spans=spans)
+    agent, tool, chain = (row.attributes for row in genai.spans_of(trace)[1:])
+    assert (agent["gen_ai.operation.name"], agent["gen_ai.agent.name"]) == ("invoke_agent", "crew")
+    assert agent["gen_ai.workflow.name"] == "crew"
+    assert (tool["gen_ai.operation.name"], tool["gen_ai.tool.name"]) == ("execute_tool", "b")
+    assert chain["gen_ai.provider.name"] == "openai"
+    assert "gen_ai.operation.name" not in chain

@@ -150,12 +150,18 @@ async def test_spans_of_the_same_shape_as_those_of_autogen_and_agent_framework(b
             inner = {roles.AGENT_NAME: "critic"}
             with tracer.start_as_current_span("invoke_agent critic", attributes=inner):
                 await asyncio.create_task(ask(text))
+            older = {"gen_ai.workflow.name": "critic"}
+            with tracer.start_as_current_span("invoke_workflow critic", attributes=older):
+                await ask(text)
+            with tracer.start_as_current_span("agent run", attributes={"agent_name": "critic"}):
+                await ask(text)
             unknown = {roles.AGENT_NAME: "clerk"}
             with tracer.start_as_current_span("invoke_agent clerk", attributes=unknown):
                 await asyncio.to_thread(asyncio.run, ask(text))
         await ask(text)
 
-    assert await roles_of(bench, agent) == ["agent", "solver", "critic", "solver", "agent"]
+    expected = ["agent", "solver", "critic", "critic", "critic", "solver", "agent"]
+    assert await roles_of(bench, agent) == expected
 
 
 # -- Microsoft's Agent Framework -------------------------------------------------------------------

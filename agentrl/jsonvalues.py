@@ -1,0 +1,210 @@
+"""The one conversion of users' objects to JSON values: results of agents and fields of tasks.
+
+A value that has been stored, sent to another process or read from a file is equal to its conversion
+here, so a verifier sees the same whichever executor ran the agent.
+
+| Python | JSON |
+|---|---|
+| tuples, sets, ranges, numpy arrays and tensors | lists; sets in sorted order if they have one |
+| mappings, dataclasses, attrs classes, msgspec structs, pydantic models | objects |
+| int, float and bool keys | their text |
+| numpy numbers, enums | their values |
+| dates, times, UUIDs, decimals, paths | their text |
+| bytes | base64 |
+
+Nothing else is guessed: objects without a JSON form, NaN, infinite numbers and integers of more
+than 64 bits are errors with the path inside the value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, ValuesView
+from typing import Any
+
+import msgspec
+
+from agentrl.types import Json
+
+SMALLEST, LARGEST = -(2**63), 2**64 - 1  # what msgpack, hence the store's HTTP API, can represent
+
+
+class NotJsonError(ValueError):
+    """A value without a JSON form. `path`: where it is, outermost first."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem, self.path = problem, list[str]()
+
+    def at(self, root: str) -> str:
+        """Return the sentence about a value that is called `root`."""
+        return f"{root}{''.join(reversed(self.path))} {self.problem}"
+
+
+Convert = Callable[[Any], Json]
+
+
+def as_json(value: Any) -> Json:
+    """Convert `value` to strings, numbers, booleans, None, lists and dicts with string keys.
+
+    Raises NotJsonError; whatever code of the user's classes raises is one too."""
+    try:
+        return _plain(value)
+    except RecursionError:
+        raise NotJsonError("nests too deeply, or contains itself") from None
+
+
+def check_json(value: Any) -> None:
+    """Raise NotJsonError if `value` is not equal to its JSON form when that is read again."""
+    try:
+        msgspec.msgpack.encode(value)  # refuses integers that `_fitting` refuses
+        if msgspec.json.decode(msgspec.json.encode(value)) == value:
+            return  # fast; the rest finds the place
+    except Exception:  # noqa: BLE001 - what the user's classes raise is found again
+        pass
+    try:
+        _unchanged(value)
+    except RecursionError:
+        raise NotJsonError("nests too deeply, or contains itself") from None
+
+
+def _plain(value: Any) -> Json:
+    if isinstance(value, str):
+        return _text(str.__str__(value))
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return _fitting(int.__int__(value))
+    if isinstance(value, float):
+        return _finite(float.__float__(value))
+    if isinstance(value, Mapping):
+        return _object(value, _plain)
+    if isinstance(value, list | tuple):
+        return _array(value, _plain)
+    return _converted(value)
+
+
+def _unchanged(value: Any) -> Json:
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise NotJsonError(f"has the key {key!r:.80}, which is text in JSON: write it so")
+        return _object(value, _unchanged)
+    if isinstance(value, list):
+        return _array(value, _unchanged)
+    plain, kind = _plain(value), type(value)
+    if (type(plain) is kind or isinstance(value, enum.Enum)) and plain == value:
+        return plain
+    raise NotJsonError(
+        f"is of type {kind.__module__}.{kind.__qualname__}, and comes back from JSON as"
+        f" {_short(plain)}: write it so, as the verifier will see it".replace("builtins.", "")
+    )
+
+
+def _short(plain: Json) -> str:
+    text = repr(plain)
+    return f"{type(plain).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _array(values: Iterable[Any], convert: Convert) -> list[Json]:
+    found: list[Json] = []
+    try:
+        for value in values:
+            found.append(convert(value))  # noqa: PERF401 - its length is the index of the error
+    except NotJsonError as error:
+        error.path.append(f"[{len(found)}]")
+        raise
+    return found
+
+
+def _object(values: Mapping[Any, Any], convert: Convert) -> dict[str, Json]:
+    found: dict[str, Json] = {}
+    for key, value in values.items():
+        try:
+            name = key if type(key) is str else _key(key)
+            found[_text(name)] = convert(value)
+        except NotJsonError as error:
+            error.path.append(f"[{key!r:.80}]")
+            raise
+    if len(found) < len(values):
+        raise NotJsonError("has keys that are the same text in JSON, such as 1 and '1'")
+    return found
+
+
+def _key(key: Any) -> str:
+    plain = _plain(key)
+    if isinstance(plain, list | dict) or plain is None:
+        raise NotJsonError(f"has a key of type {type(key).__name__!r}: write it as text")
+    return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()
+
+
+def _text(text: str) -> str:
+    """Replace lone surrogates, which UTF-8 does not have, by `?`."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _fitting(number: int) -> int:
+    if not SMALLEST <= number <= LARGEST:
+        raise NotJsonError("is an integer of more than 64 bits: give it as text or as a float")
+    return number
+
+
+def _finite(number: float) -> float:
+    if not math.isfinite(number):
+        raise NotJsonError(f"is {number}, which JSON does not have: give None or text")
+    return number
+
+
+def _converted(value: Any) -> Json:
+    """Convert an object that is none of JSON's own types."""
+    try:
+        parts = _parts(value)
+    except NotJsonError:
+        raise
+    except Exception as error:  # code of the user's class may raise anything
+        raise NotJsonError(
+            f"is of type {type(value).__name__!r} and cannot be converted: {error!r:.200}"
+        ) from error
+    if type(parts) is type(value):
+        raise NotJsonError(_no_form(value))
+    return _plain(parts)
+
+
+def _parts(value: Any) -> Any:
+    """Return what an object is made of, nearer to JSON than itself, or the object itself."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    for method, options in (("model_dump", {"mode": "json"}), ("tolist", {})):  # pydantic, numpy
+        if callable(convert := getattr(value, method, None)) and not isinstance(value, type):
+            return convert(**options)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        known = (field.name for field in dataclasses.fields(value))
+        return {name: getattr(value, name) for name in known if hasattr(value, name)}
+    if isinstance(value, Set):
+        return _sorted(value)
+    if isinstance(value, Sequence | ValuesView) and not isinstance(value, bytes | bytearray):
+        return [*value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+
+    def convert_inside(other: Any) -> Json:
+        if other is value:
+            raise NotJsonError(_no_form(value))
+        return _plain(other)
+
+    return msgspec.to_builtins(value, str_keys=True, enc_hook=convert_inside)
+
+
+def _no_form(value: Any) -> str:
+    kind = type(value).__name__
+    return f"is of type {kind!r}, which has no JSON form: give text, numbers, lists or dicts"
+
+
+def _sorted(values: Set[Any]) -> list[Any]:
+    try:
+        return sorted(values)
+    except TypeError:
+        return list(values)

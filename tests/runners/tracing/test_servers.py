@@ -1,0 +1,220 @@
+"""Servers that are started inside a rollout: whose are the model calls that they make?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+import uvicorn
+import uvloop
+from aiohttp import web
+
+from agentrl.types import ErrorKind
+
+Start = Callable[[AsyncExitStack, bool], Awaitable[str]]
+PATH = "/chat/completions"
+
+
+def call_of(headers: Any, forward: bool) -> dict[str, Any]:
+    """The headers of a server's own call: those that it keeps of its request."""
+    return {"traceparent": headers["traceparent"]} if forward else {}
+
+
+async def pass_on(body: bytes, headers: Any, forward: bool) -> bytes:
+    async with httpx.AsyncClient(timeout=30) as client:
+        url, own = os.environ["OPENAI_BASE_URL"] + PATH, call_of(headers, forward)
+        return (await client.post(url, content=body, headers=own)).content
+
+
+async def with_aiohttp(stack: AsyncExitStack, forward: bool) -> str:
+    async def serve(request: web.Request) -> web.Response:
+        return web.Response(body=await pass_on(await request.read(), request.headers, forward))
+
+    app = web.Application()
+    app.router.add_post(PATH, serve)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+def asgi(forward: bool) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        body = (await receive())["body"]
+        answer = await pass_on(body, headers, forward)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": answer})
+
+    return app
+
+
+async def with_uvicorn(stack: AsyncExitStack, forward: bool) -> str:
+    config = uvicorn.Config(asgi(forward), port=0, lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    running = asyncio.create_task(server.serve())
+
+    async def stop() -> None:
+        server.should_exit = True
+        await running
+
+    stack.push_async_callback(stop)
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+
+async def with_uvloop_in_a_thread(stack: AsyncExitStack, forward: bool) -> str:
+    """As a server that an environment starts beside itself, with a loop of its own."""
+    loop = uvloop.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        headers = dict(line.split(": ", 1) for line in head.splitlines()[1:] if line)
+        body = await reader.readexactly(int(headers["content-length"]))
+        answer = await pass_on(body, headers, forward)
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + answer)
+        await writer.drain()
+        writer.close()
+
+    async def close() -> None:
+        server.close()
+        await server.wait_closed()
+
+    async def stop() -> None:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(close(), loop))
+        loop.call_soon_threadsafe(loop.stop)
+        await asyncio.to_thread(thread.join)
+        loop.close()
+
+    stack.push_async_callback(stop)
+    starting = asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(starting, loop))
+    return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def with_threads(stack: AsyncExitStack, forward: bool) -> str:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            url, own = os.environ["OPENAI_BASE_URL"] + PATH, call_of(self.headers, forward)
+            answer = httpx.post(url, content=body, headers=own, timeout=30).content
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+
+    async def stop() -> None:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+        thread.join()
+
+    stack.push_async_callback(stop)
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+SERVERS = [with_aiohttp, with_uvicorn, with_uvloop_in_a_thread, with_threads]
+
+
+async def play(bench: Any, start: Start, forward: bool) -> Any:
+    """Rollouts that ask through a server which the first of them starts."""
+    url: asyncio.Task[str] | None = None
+
+    async with AsyncExitStack() as stack:
+
+        async def agent(text: str) -> str:
+            nonlocal url
+            url = url or asyncio.create_task(start(stack, forward))
+            body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+            async with httpx.AsyncClient(timeout=30) as client:
+                answer = (await client.post(await url + PATH, json=body)).json()
+            return str((answer.get("choices") or [answer])[0]["message"]["content"])
+
+        tasks = [{"input": f"t{i}"} for i in range(4)]
+        return await bench.run(agent, *tasks, concurrency=4, calls_optional=False, timeout=20.0)
+
+
+@pytest.mark.parametrize("start", SERVERS)
+async def test_a_shared_server_that_forwards_the_trace_serves_every_rollout(
+    bench: Any, start: Start
+) -> None:
+    for rollout in await play(bench, start, forward=True):
+        assert rollout.failure is None, rollout.failure
+        (call,) = (await bench.store.trace(rollout.id)).transitions
+        assert call.messages[-1]["content"] == rollout.task["input"]
+
+
+@pytest.mark.parametrize("start", SERVERS)
+async def test_calls_of_a_shared_server_are_in_no_rollout_by_guess(
+    bench: Any, start: Start
+) -> None:
+    for rollout in await play(bench, start, forward=False):
+        assert rollout.failure is not None
+        assert not (await bench.store.trace(rollout.id)).transitions
+    assert not bench.model.requests
+
+
+async def test_the_failure_says_what_a_shared_server_should_do(bench: Any) -> None:
+    url: str | None = None
+
+    async with AsyncExitStack() as stack:
+
+        async def agent(text: str) -> str:
+            nonlocal url
+            url = url or await with_aiohttp(stack, forward=False)
+            body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+            async with aiohttp.ClientSession() as session, session.post(url + PATH, json=body) as r:
+                return json.loads(await r.read())["error"]["message"]
+
+        (rollout,) = await bench.run(agent, {"input": "x"}, calls_optional=False)
+    assert "let it forward the traceparent header" in str(rollout.result)
+    assert rollout.failure.kind is ErrorKind.NO_CALL
+    assert "a server that one rollout started for all: let it forward" in rollout.failure.message
+
+
+async def test_a_server_of_one_rollout_uses_the_attempts_own_url(bench: Any) -> None:
+    async def agent(text: str) -> str:
+        attempt = asyncio.Queue[str]()
+
+        async def serve(request: web.Request) -> web.Response:
+            base = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
+            url = f"{base}/a/{await attempt.get()}/v1{PATH}"
+            async with httpx.AsyncClient(timeout=30) as client:
+                return web.Response(
+                    body=(await client.post(url, json=await request.json())).content
+                )
+
+        app = web.Application()
+        app.router.add_post(PATH, serve)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        attempt.put_nowait(bench.gateway.attempts.active()[0].id)
+        body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+        async with httpx.AsyncClient(timeout=30) as client:
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}{PATH}"
+            answer = (await client.post(url, json=body)).json()
+        await runner.cleanup()
+        return str(answer["choices"][0]["message"]["content"])
+
+    (rollout,) = await bench.run(agent, {"input": "x"}, calls_optional=False)
+    assert rollout.result == "echo x"
+    assert len((await bench.store.trace(rollout.id)).transitions) == 1
