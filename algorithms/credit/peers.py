@@ -1,8 +1,8 @@
-"""Credit of calls from other rollouts that came to the same states, as far as a batch shows it to be
-safe: see "Peers" in CREDIT.md.
+"""Credit of calls from other rollouts that came to the same states, as far as a batch shows it to
+be safe: see "Peers" in CREDIT.md.
 
-Calls without a later known reward are left out. All tensors are float64 [S] over the calls that
-remain, and every mean over other rollouts excludes the call's own, so that it does not depend on it.
+Calls without a later known reward are left out. Tensors are float64 [S] over the calls that remain.
+Means are over other rollouts than the call's own, so that they do not depend on the call.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def of_others(calls: Calls, x: Tensor, same: Tensor) -> Tensor:
 
 
 def state_values(calls: Calls, x: Tensor) -> Tensor:
-    """Mean x of other rollouts in each call's state, NaN if there are none, with the effect of time:
-    a slope per turn, one per group, by which x differs from the mean of its state. It is shrunk by
-    its F statistic, as a state that is seen at several turns may mean less time left."""
+    """Mean x of other rollouts in each call's state, NaN if there are none, and the effect of time,
+    as a state that comes back later may leave less of it: one slope per group of the differences
+    from the means of states, by turn, less what noise explains of it."""
     state, group = calls.state, calls.group
     mean, count = mean_by(x, state, calls.rollout)
     turn = calls.turn.double()
@@ -172,53 +172,49 @@ def missed_effects(calls: Calls, missed: Tensor) -> Tensor:
 
     The sum of `missed` times the score of each call, under a policy with a logit for each action in
     each context, is the gradient that values lose. Its square is compared with the square that it
-    would have by chance, from how the rollouts of a group differ: in all, and by turns (0, 1 to 2,
-    3 to 6, ...), for states and for whole prompts as contexts."""
+    would have by chance, as the rollouts of a group differ: in all, and by turns (0, 1 to 2, 3 to
+    6, ...), with states and with whole prompts as contexts."""
     turns = (calls.turn + 1).double().log2().floor().long()
     trust = torch.ones(int(turns.max()) + 1, dtype=torch.float64)
-    size = torch.zeros(len(calls.group), dtype=torch.float64)
-    size = reduce_by(1 / reduce_by(size + 1, calls.rollout)[calls.rollout], calls.group)
-    scale = (size / (size - 1)).nan_to_num(nan=0.0, posinf=0.0)  # by group
+    one = torch.ones_like(missed)
+    size = reduce_by(one / reduce_by(one, calls.rollout)[calls.rollout], calls.group)[calls.group]
     for context in calls.contexts:
-        context = key(context, turns)
-        of_context = reduce_by(turns, context, how="amax").long()
-
-        def by_turns(unit: Tensor, weight: Tensor, context: Tensor = context,
-                     of_context: Tensor = of_context) -> Tensor:  # fmt: skip
-            """Squared sums over the units [n], times the weight of each call's group."""
-            square, at = squared_scores(calls, missed, unit, context)
-            by_pair = weight[calls.group[at]] * square
-            return reduce_by(by_pair, of_context[context[at]], len(trust))
-
-        found = by_turns(torch.zeros_like(calls.rollout), torch.ones_like(scale))
-        noise = by_turns(calls.rollout, scale) - by_turns(calls.group, scale / size)
-        trust = torch.minimum(trust, _faded(found, noise, EFFECT_AT))
-        trust = torch.minimum(trust, _faded(found.sum(), noise.sum(), EFFECT))
+        found, all_, groups = (
+            squared_scores(calls, missed, unit, key(context, turns))
+            for unit in (torch.zeros_like(calls.rollout), calls.rollout, calls.group)
+        )
+        # Sum of n / (n - 1) times the squared deviations of a group's n rollouts from their mean.
+        noise = torch.where(size > 1, size * all_ - groups, 0.0) / (size - 1).clamp(min=1.0)
+        by_turns = [reduce_by(x, turns, len(trust)) for x in (found, noise)]
+        trust = torch.minimum(trust, fading(*by_turns, EFFECT_AT))
+        trust = torch.minimum(trust, fading(found.sum(), noise.sum(), EFFECT))
     return trust[turns]
 
 
-def _faded(found: Tensor, noise: Tensor, bounds: tuple[float, float]) -> Tensor:
+def fading(found: Tensor, noise: Tensor, bounds: tuple[float, float]) -> Tensor:
     """1 up to the lower bound of found / noise, 0 from the upper one on."""
     low, high = bounds
     ratio = torch.where(found > 0, found / noise.clamp(min=1e-300), 0.0)
     return ((high - ratio) / (high - low)).clamp(0.0, 1.0)
 
 
-def squared_scores(
-    calls: Calls, x: Tensor, unit: Tensor, context: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Squared norm of the sum of x times score over the calls of each pair of unit and context, [P],
-    and the index of a call of each pair. The score of a call is 1 at its action minus the policy,
-    whose probabilities are known for what was said, and whose squares sum to their mean."""
+def squared_scores(calls: Calls, x: Tensor, unit: Tensor, context: Tensor) -> Tensor:
+    """Squared norm of the sum of x times score over the calls of each pair of unit and context, at
+    one call of the pair, 0 at its others. A score is 1 at the call's action minus the policy, whose
+    probabilities are known for what was said; the sum of their squares is their mean."""
     pair = key(unit, context)
     cell = key(pair, calls.action)
-    at, of_cell = (
-        reduce_by(torch.arange(len(x)), same, how="amax").long() for same in (pair, cell)
+    mean = reduce_by(calls.chance, context) / reduce_by(torch.ones_like(x), context)
+    total, expected, said = (
+        reduce_by(x, pair),
+        reduce_by(x * calls.chance, pair),
+        reduce_by(x, cell),
     )
-    squares = (reduce_by(calls.chance, context) / reduce_by(torch.ones_like(x), context))[context]
-    total, expected = reduce_by(x, pair), reduce_by(x * calls.chance, pair)
-    square = total**2 * squares[at] - 2 * total * expected
-    return square.index_add_(0, pair[of_cell], reduce_by(x, cell) ** 2), at
+    place = torch.arange(len(x))
+    at, of_cell = (reduce_by(place, same, how="amax").long() for same in (pair, cell))
+    square = torch.zeros_like(x).index_add_(0, at[pair[of_cell]], said**2)
+    square[at] += total**2 * mean[context[at]] - 2 * total * expected
+    return square
 
 
 @column("transition")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -112,8 +113,12 @@ class Compiled:
             action = pick(self.policy[node], draw)
             branch = pick(self.chance[node, action], draw)
             turns.append(
-                {"rollout": alive, "node": node, "action": action,
-                 "reward": self.reward[node, action, branch]}
+                {
+                    "rollout": alive,
+                    "node": node,
+                    "action": action,
+                    "reward": self.reward[node, action, branch],
+                }
             )
             after = self.after[node, action, branch]
             alive, node = alive[after >= 0], after[after >= 0]
@@ -162,7 +167,7 @@ def samples(world: Compiled, groups: int, size: int, count: int, seed: int) -> l
         history[now] = (t << 40) + dense(history[now - 1], action[now - 1], world.sees[node[now]])
     bounds = np.searchsorted(rollout, np.arange(0, (count + 1) * each, each))
     found = []
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in pairwise(bounds):
         cut = slice(first, last)
         found.append(
             sample_of(world, groups, size, rollout[cut] - rollout[first], node[cut], action[cut],
@@ -200,7 +205,10 @@ def sample_of(
         transition_role=torch.from_numpy(world.role[node]),
         row_rollout=owner,
         rollout_group=group,
-        rewards={"outcome": torch.from_numpy(total), "transition:process": torch.from_numpy(reward)},
+        rewards={
+            "outcome": torch.from_numpy(total),
+            "transition:process": torch.from_numpy(reward),
+        },
         roles=world.roles,
         groups=[str(g) for g in range(groups)],
         rollouts=[str(u) for u in range(rollouts)],
