@@ -9,8 +9,9 @@ the state (the last observation), the action, the prompt and the probability of 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +21,16 @@ from agentrl.algorithms.credit.core import Credit
 from agentrl.algorithms.data.batch import Batch
 
 Array = NDArray[np.float64]
-Node = tuple[Hashable, ...]
+Node = tuple[Any, ...]
 Branch = tuple[float, float, Node | None]  # probability, reward, what follows; None: the end
 
 
 @dataclass(frozen=True, slots=True)
 class World:
+    """`recurring`: states recur and tell the truth. Within a task, the expected reward to come of
+    each action in a state does not depend on what happened before, and no call but the last is
+    paid, or the credit is told which was."""
+
     name: str
     start: Node
     policy: Callable[[Node], Sequence[float]]  # probability of each action
@@ -33,10 +38,12 @@ class World:
     sees: Callable[[Node], Hashable]  # the last observation of the agent
     context: Callable[[Node], Hashable] | None = None  # what the policy reads; None: what it sees
     role: Callable[[Node], str] = lambda node: "agent"
-    recurring: bool = False  # states recur and show all that matters for the future
+    recurring: bool = False
     process: bool = False  # each call's reward is known, not only their sum
     remembers: bool = False  # prompts keep the conversation
     texts: bool = False  # no two calls say the same
+    unique: Callable[[Node], bool] = lambda node: False  # no other call sees the same
+    tasks: tuple[Node, ...] = ()  # where groups start, each in one of them; none: all at `start`
 
 
 class Compiled:
@@ -44,8 +51,9 @@ class Compiled:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        nodes: dict[Node, int] = {world.start: 0}
-        queue = [world.start]
+        queue = list(world.tasks or (world.start,))
+        nodes: dict[Node, int] = {node: v for v, node in enumerate(queue)}
+        self.tasks = len(queue)
         steps: list[list[list[Branch]]] = []
         policies: list[list[float]] = []
         for node in queue:
@@ -72,8 +80,10 @@ class Compiled:
         context = world.context or world.sees
         self.context = self.ids(context)
         self.sees = self.ids(world.sees)
+        self.unique = np.array([world.unique(node) for node in queue])
         self.roles = sorted({world.role(node) for node in queue})
         self.role = np.array([self.roles.index(world.role(node)) for node in queue])
+        self.value, self.visits = np.zeros(len(queue)), np.zeros(len(queue))
         self.exact = self.gradient()
 
     def ids(self, of: Callable[[Node], Hashable]) -> NDArray[np.int64]:
@@ -81,34 +91,34 @@ class Compiled:
         return np.array([found.setdefault(of(node), len(found)) for node in self.nodes])
 
     def gradient(self) -> Array:
-        """d (expected total) / d logits by context [C, A]; nodes come before those they lead to by
-        at least one path, so values are computed until nothing changes."""
-        count, actions = self.policy.shape
-        value = np.zeros(count)
+        """d (expected total) / d logits by context [C, A]. Values of nodes and expected visits are
+        computed until nothing changes."""
+        start = np.zeros(len(self.nodes))
+        start[: self.tasks] = 1 / self.tasks
         while True:
-            after = np.where(self.after >= 0, value[self.after], 0.0)
-            q = (self.chance * (self.reward + after)).sum(2)
-            new = (self.policy * q).sum(1)
-            if np.array_equal(new, value):
+            q = self.q()
+            value = (self.policy * q).sum(1)
+            flow = (self.visits[:, None] * self.policy)[:, :, None] * self.chance
+            visits = start.copy()
+            np.add.at(visits, self.after[self.after >= 0], flow[self.after >= 0])
+            if np.array_equal(value, self.value) and np.array_equal(visits, self.visits):
                 break
-            value = new
-        visits = np.zeros(count)
-        visits[0] = 1.0
-        while True:
-            new = np.zeros(count)
-            new[0] = 1.0
-            flow = (visits[:, None] * self.policy)[:, :, None] * self.chance
-            np.add.at(new, self.after[self.after >= 0], flow[self.after >= 0])
-            if np.allclose(new, visits, rtol=0, atol=0):
-                break
-            visits = new
-        gradient = np.zeros((self.context.max() + 1, actions))
-        np.add.at(gradient, self.context, visits[:, None] * self.policy * (q - value[:, None]))
-        return gradient
+            self.value, self.visits = value, visits
+        gradient = np.zeros((self.context.max() + 1, self.policy.shape[1]))
+        effect = visits[:, None] * self.policy * (q - value[:, None])
+        np.add.at(gradient, self.context, effect)
+        return np.where(abs(gradient) > 1e-12, gradient, 0.0)
 
-    def sample(self, rollouts: int, draw: np.random.Generator) -> list[dict[str, Array]]:
+    def q(self) -> Array:
+        """Expected reward of each action [V, A] by the values of nodes."""
+        after = np.where(self.after >= 0, self.value[self.after], 0.0)
+        q: Array = (self.chance * (self.reward + after)).sum(2)
+        return q
+
+    def sample(self, groups: int, size: int, draw: np.random.Generator) -> list[dict[str, Array]]:
         """Each turn's node, action and reward of the rollouts that are not at their end."""
-        turns, alive, node = [], np.arange(rollouts), np.zeros(rollouts, dtype=np.int64)
+        turns, alive = [], np.arange(groups * size)
+        node = draw.integers(self.tasks, size=groups).repeat(size)
         while alive.size:
             action = pick(self.policy[node], draw)
             branch = pick(self.chance[node, action], draw)
@@ -151,7 +161,7 @@ class Sample:
 def samples(world: Compiled, groups: int, size: int, count: int, seed: int) -> list[Sample]:
     """`count` batches of `groups` groups of `size` rollouts."""
     draw, each = np.random.default_rng(seed), groups * size
-    turns = world.sample(count * each, draw)
+    turns = world.sample(count * groups, size, draw)
     rollout = np.concatenate([turn["rollout"] for turn in turns]).astype(np.int64)
     time = np.concatenate([np.full(len(turn["node"]), t) for t, turn in enumerate(turns)])
     order = np.lexsort((time, rollout))
@@ -160,23 +170,35 @@ def samples(world: Compiled, groups: int, size: int, count: int, seed: int) -> l
         for name in ("node", "action", "reward")
     )
     rollout, time = rollout[order], time[order]
-    # The conversation so far as an id: of the one before, its action and what is seen now.
-    history = world.sees[node].astype(np.int64)
+    sees, said = world.sees[node].astype(np.int64), action
+    unique = world.unique[node]
+    sees[unique] = len(world.nodes) + np.nonzero(unique)[0]
+    if world.world.texts:
+        said = np.arange(len(action))
+    # The conversation so far as an id: of the one before, what was said and what is seen now.
+    history = sees.copy()
     for t in range(1, len(turns)):
         now = np.nonzero(time == t)[0]
-        history[now] = (t << 40) + dense(history[now - 1], action[now - 1], world.sees[node[now]])
+        history[now] = (t << 40) + dense(history[now - 1], said[now - 1], sees[now])
+    prompt = history if world.world.remembers else sees
     bounds = np.searchsorted(rollout, np.arange(0, (count + 1) * each, each))
     found = []
     for first, last in pairwise(bounds):
         cut = slice(first, last)
-        found.append(
-            sample_of(world, groups, size, rollout[cut] - rollout[first], node[cut], action[cut],
-                      reward[cut], history[cut])
-        )  # fmt: skip
+        owner = rollout[cut] - rollout[first]
+        batch = batch_of(world, groups, size, owner, node[cut], action[cut], reward[cut])
+        batch = replace(
+            batch,
+            transition_state=torch.from_numpy(dense(sees[cut])),
+            transition_action=torch.from_numpy(dense(said[cut])),
+            transition_prompt=torch.from_numpy(dense(prompt[cut])),
+            transition_node=torch.from_numpy(dense(prompt[cut], said[cut])),
+        )
+        found.append(Sample(batch, world.context[node[cut]], action[cut], world.policy[node[cut]]))
     return found
 
 
-def sample_of(
+def batch_of(
     world: Compiled,
     groups: int,
     size: int,
@@ -184,19 +206,17 @@ def sample_of(
     node: NDArray[np.int64],
     action: NDArray[np.int64],
     reward: Array,
-    history: NDArray[np.int64],
-) -> Sample:
+) -> Batch:
+    """A batch of calls of one token. `transition:value` is what a perfect critic would say."""
     calls, rollouts = len(node), groups * size
-    index = torch.arange(calls)
-    sees, said = world.sees[node], action
-    if world.world.texts:
-        said = np.arange(calls)
-    prompt = history if world.world.remembers else sees
-    group = torch.arange(rollouts) // size
-    total = np.zeros(rollouts)
+    total, index, owner = np.zeros(rollouts), torch.arange(calls), torch.from_numpy(rollout)
     np.add.at(total, rollout, reward)
-    owner = torch.from_numpy(rollout)
-    batch = Batch(
+    value = world.value[node]
+    if not world.world.process:
+        paid = reward.cumsum() - reward
+        first = np.searchsorted(rollout, rollout)
+        value = value + paid - paid[first]
+    return Batch(
         rows=[],
         token_row=index,
         token_transition=index,
@@ -204,34 +224,34 @@ def sample_of(
         transition_rollout=owner,
         transition_role=torch.from_numpy(world.role[node]),
         row_rollout=owner,
-        rollout_group=group,
+        rollout_group=torch.arange(rollouts) // size,
         rewards={
             "outcome": torch.from_numpy(total),
             "transition:process": torch.from_numpy(reward),
+            "transition:value": torch.from_numpy(value),
         },
         roles=world.roles,
         groups=[str(g) for g in range(groups)],
         rollouts=[str(u) for u in range(rollouts)],
         transitions=[str(s) for s in range(calls)],
-        transition_state=torch.from_numpy(dense(sees)),
-        transition_action=torch.from_numpy(dense(said)),
-        transition_prompt=torch.from_numpy(dense(prompt)),
-        transition_node=torch.from_numpy(dense(prompt, said)),
         transition_repeats=torch.zeros(calls, dtype=torch.bool),
         transition_truncated=torch.zeros(calls, dtype=torch.bool),
     )
-    return Sample(batch, world.context[node], action, world.policy[node])
 
 
 def estimates(credit: Credit, world: Compiled, batches: Sequence[Sample]) -> Array:
-    """The estimated gradient of each batch [B, C * A]."""
-    found = np.zeros((len(batches), *world.exact.shape))
+    """The estimated gradient of each batch [B, C * A]; if the exact one is 0, relative to the root
+    mean square of the advantages, as there is no other scale."""
+    found, squares = np.zeros((len(batches), *world.exact.shape)), 0.0
     for estimate, sample in zip(found, batches, strict=True):
         a = credit(sample.batch).nan_to_num(nan=0.0).numpy()
         score = -sample.policy
         score[np.arange(len(a)), sample.action] += 1.0
         np.add.at(estimate, sample.context, a[:, None] * score)
         estimate /= len(sample.batch.rollouts)
+        squares += float((a**2).mean()) / len(batches)
+    if not world.exact.any():
+        found /= squares**0.5 or 1.0
     return found.reshape(len(batches), -1)
 
 
@@ -244,16 +264,13 @@ class Figures:
 
 
 def figures(estimates: Array, exact: Array) -> Figures:
-    """If the exact gradient is 0, everything is error, at the estimate's own scale."""
-    exact, square = exact.reshape(-1), float((exact**2).sum())
-    mean = estimates.mean(0)
-    if square < 1e-12:
-        return Figures(float("nan"), float((mean**2).sum()), float(estimates.var(0).sum()),
-                       float((estimates**2).sum(1).mean()))  # fmt: skip
-    share = float(mean @ exact) / square
+    """If the exact gradient is 0, everything is error. A bias is less what noise explains of it."""
+    exact, square, count = exact.reshape(-1), float((exact**2).sum()), len(estimates)
+    share = float(estimates.mean(0) @ exact) / square if square else float("nan")
     if share <= 0:
         return Figures(share, float("nan"), float("inf"), float("inf"))
-    scaled = estimates / share
-    bias = float(((scaled.mean(0) - exact) ** 2).sum()) / square
-    variance = float(scaled.var(0).sum()) / square
-    return Figures(share, bias**0.5, variance, bias + variance)
+    scaled = estimates / share / square**0.5 if square else estimates
+    off = scaled - exact / square**0.5 if square else scaled
+    variance = float(scaled.var(0).sum())
+    bias = max(0.0, float((off.mean(0) ** 2).sum()) - variance / (count - 1))
+    return Figures(share, bias**0.5, variance, float((off**2).sum(1).mean()))
