@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 
@@ -104,3 +105,27 @@ def test_the_default_learns_where_it_once_did_not(name: str) -> None:
 
 def test_the_default_has_less_noise_where_states_tell_the_truth() -> None:
     assert of("long doors", "auto", 1, 16, 40)[1] < 0.6
+
+
+def test_figures_are_numbers_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["chain, 0.6", "ok x 1", "aliased, no memory"]
+    monkeypatch.setattr(world_list, "all_worlds", lambda: [WORLDS[name] for name in names])
+    monkeypatch.setattr(held_out_worlds, "all_worlds", list)
+    found = world_figures.measure(12)
+    json.dumps(found, allow_nan=False)
+    assert list(found["worlds"]) == names
+    assert found["recurring world"].startswith("chain")
+    assert found["minimax"] >= found["recurring"] >= found["recurring mean"] > 0
+    assert "chain, 0.6" in world_figures.table(found["worlds"])
+    assert found["worlds"]["aliased, no memory"]["1 x 16"]["auto"]["share"] is None
+
+
+def test_an_error_has_no_scale_where_there_is_nothing_to_learn() -> None:
+    world = Compiled(WORLDS["noise"])
+    sampled = samples(world, 1, 16, 30, 1)
+    one, many = (
+        estimates(lambda batch, by=by: by * world_figures.RLOO(batch), world, sampled)
+        for by in (1, 1000)
+    )
+    np.testing.assert_allclose(one, many, atol=1e-12)
+    assert world_figures.compared(many, one, world.exact)[0] == pytest.approx(1)

@@ -8,11 +8,15 @@ the batches. No ratio is above `CAP`, which also stands for a share that is not 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from agentrl.algorithms.credit.core import Credit, GroupRelative
+from agentrl.algorithms.credit.peers import GrpoScale
+from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.presets.catalogue import make
 
 from . import held_out_worlds, world_list
@@ -29,7 +33,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "batch-td": {},
     "agent-r1": {"value": "transition:value"},  # a perfect critic
 }
-OFTEN = ("auto", "grpo")  # the others get a third of the batches
+OFTEN = ("auto", "peers", "grpo")  # the others get a third of the batches
 CAP = 1e6
 RLOO = GroupRelative("outcome", base="loo")
 
@@ -39,6 +43,22 @@ def credit_of(name: str, world: World) -> Credit:
     if name == "grpo":  # has no rewards of calls
         return make(name, {}).credit
     return make(name, {"reward": reward, **PRESETS[name]}).credit
+
+
+def credits_of(world: World, names: Sequence[str]) -> dict[str, Credit]:
+    """The credit of `auto` is that of `peers` on another scale, so that is computed once."""
+    found, known = {name: credit_of(name, world) for name in names}, dict[int, Tensor]()
+    if "auto" in found and "peers" in found:
+        peers, scaled = found["peers"], found["auto"]
+        assert isinstance(scaled, GrpoScale)
+
+        def once(batch: Batch) -> Tensor:
+            if id(batch) not in known:
+                known[id(batch)] = peers(batch)
+            return known[id(batch)]
+
+        found |= {"peers": once, "auto": replace(scaled, credit=once)}
+    return found
 
 
 def errors(gradients: Array, exact: Array) -> Callable[[Array], Array]:
@@ -73,44 +93,52 @@ def compared(gradients: Array, base: Array, exact: Array) -> tuple[float, float]
 
 def of_world(
     world: World, names: Sequence[str], batches: int, seed: int = 1
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by size and preset."""
+) -> dict[str, dict[str, dict[str, float | None]]]:
+    """Figures by size and preset; None where there is no number."""
     compiled = Compiled(world)
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found: dict[str, dict[str, dict[str, float | None]]] = {}
     for groups, size in SIZES:
         sampled = samples(compiled, groups, size, batches, seed)
         base = estimates(RLOO, compiled, sampled)
         here = found[f"{groups} x {size}"] = {}
-        for name in names:
+        for name, credit in credits_of(world, names).items():
             count = batches if name in OFTEN else max(batches // 3, 10)
-            gradients = estimates(credit_of(name, world), compiled, sampled[:count])
+            gradients = estimates(credit, compiled, sampled[:count])
             seen = figures(gradients, compiled.exact)
             ratio, error = compared(gradients, base, compiled.exact)
-            here[name] = {"share": seen.share, "bias": seen.bias, "variance": seen.variance,
-                          "ratio": ratio, "standard error": error}  # fmt: skip
+            numbers = {"share": seen.share, "bias": seen.bias, "variance": seen.variance,
+                       "ratio": ratio, "standard error": error}  # fmt: skip
+            here[name] = {key: x if np.isfinite(x) else None for key, x in numbers.items()}
     return found
 
 
 def summary(found: dict[str, Any], worlds: Sequence[World]) -> dict[str, Any]:
-    """The largest ratio of the default, and its ratios where states recur and tell the truth."""
-    ratios = {(world, size): each[DEFAULT]["ratio"]
-              for world, sizes in found.items() for size, each in sizes.items()}  # fmt: skip
+    """The largest ratio of the default, also where states recur and tell the truth, and to GRPO."""
+    each = {(world, size): presets
+            for world, sizes in found.items() for size, presets in sizes.items()}  # fmt: skip
+    ratios, errors = ({at: presets[DEFAULT][key] for at, presets in each.items()}
+                      for key in ("ratio", "standard error"))  # fmt: skip
     honest = {world.name for world in worlds if world.recurring}
-    recurring = {at: ratio for at, ratio in ratios.items() if at[0] in honest}
+    bare = {at: presets["peers"]["ratio"] for at, presets in each.items()}
+    among = {
+        "minimax": ratios,
+        "minimax less two standard errors": {at: ratios[at] - 2 * errors[at] for at in each},
+        "minimax over grpo": {at: ratios[at] / each[at]["grpo"]["ratio"] for at in each},
+        "minimax peers": bare,
+        "recurring": {at: ratio for at, ratio in ratios.items() if at[0] in honest},
+        "recurring peers": {at: ratio for at, ratio in bare.items() if at[0] in honest},
+    }
     result: dict[str, Any] = {}
-    for key, among in (("minimax", ratios), ("recurring", recurring)):
-        if among:
-            at = max(among, key=among.__getitem__)
-            result |= {key: among[at], f"{key} world": ", ".join(at)}
-            result[f"{key} standard error"] = found[at[0]][at[1]][DEFAULT]["standard error"]
-    if recurring:
-        result["recurring mean"] = float(np.exp(np.log(list(recurring.values())).mean()))
-    return result
+    for key, found_there in among.items():
+        at = max(found_there, key=found_there.__getitem__)
+        result |= {key: found_there[at], f"{key} world": ", ".join(at)}
+    mean = np.log(list(among["recurring"].values())).mean()
+    return result | {"recurring mean": float(np.exp(mean))}
 
 
-def measure(batches: int, names: Sequence[str] = tuple(PRESETS)) -> dict[str, Any]:
+def measure(batches: int) -> dict[str, Any]:
     worlds = [*world_list.all_worlds(), *held_out_worlds.all_worlds()]
-    found = {world.name: of_world(world, names, batches) for world in worlds}
+    found = {world.name: of_world(world, tuple(PRESETS), batches) for world in worlds}
     return {**summary(found, worlds), "worlds": found}
 
 
@@ -119,7 +147,7 @@ def table(found: dict[str, Any]) -> str:
     lines = []
     for world, sizes in found.items():
         for size, each in sizes.items():
-            cells = [f"{x['share']:.2f} {x['ratio']:.3g}" for x in each.values()]
+            cells = [f"{x['share'] or np.nan:.2f} {x['ratio']:.3g}" for x in each.values()]
             lines.append("  ".join([f"{world:<30}{size:<8}", *(f"{cell:>12}" for cell in cells)]))
     names = next(iter(next(iter(found.values())).values()))
     head = "  ".join([f"{'share and ratio':<38}", *(f"{name:>12}" for name in names)])
