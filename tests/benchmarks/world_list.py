@@ -123,6 +123,16 @@ def aliased(memory: bool) -> World:
     return World(name, (0, 0), lambda _: HALF, step, sees, context, remembers=memory)
 
 
+def blind(calls: int = 4) -> World:
+    """Right if two calls did 1; they see the number of earlier calls only. The policy remembers."""
+
+    def step(node: Node, a: int) -> list[Branch]:
+        path = (*node, a)
+        return paid(sum(path) >= 2) if len(path) == calls else to(path)
+
+    return World("blind calls", (), lambda _: HALF, step, len, lambda n: n, remembers=True)
+
+
 def duplicates(calls: int, win: float, lose: float, ends: float = 0.25) -> World:
     """Conversations of unique calls, of which only a few failures end alike."""
 
@@ -356,6 +366,7 @@ def all_worlds() -> list[World]:
         replace(shown_late(3, 2, 1.0), name="ok x 3, seen twice"),
         *(xor(between) for between in (1, 3)),
         xor(2, 0.7),
+        blind(),
         *(aliased(memory) for memory in (False, True)),
         duplicates(30, 0.8, 0.4),
         duplicates(30, 1.0, 0.0),
