@@ -68,7 +68,8 @@ def gigpo(
     reward: str, *, weight: Share = 1.0, gamma: Discount = 0.95, norm: Scale = "none"
 ) -> Algo:
     """Rollouts compared within the task, plus calls compared with those in the same state. arXiv
-    2505.10978."""
+    2505.10978. The discount makes credit depend on constants: with rewards of -9 and -10 in place
+    of 1 and 0 the error of a gradient rose from 0.97 to 1.2 times that of `rloo`."""
     host = Algo(GroupRelative(reward, norm=norm))
     return with_gigpo(host, weight=weight, gamma=gamma, norm=norm)
 
@@ -84,7 +85,9 @@ def hgpo(
     norm: Scale = "none",
 ) -> Algo:
     """Calls compared with those in the same state and with the same previous states; longer
-    histories weigh more. arXiv 2602.22817."""
+    histories weigh more. arXiv 2602.22817. Calls in states of their own have no credit. Where tools
+    answer alike after the call that decides, the error of the gradient is up to 1.3 times that of
+    `rloo`; where many calls earn a bit more than few it learns the opposite."""
     return Algo(SameStateRelative(reward, gamma, depth, alpha, norm))
 
 
@@ -192,7 +195,9 @@ def _between_groups(x: Tensor, state: Tensor, inner: Tensor, batch: Batch) -> tu
 @preset("batch-td", clip=PPO_CLIP, kl=True)
 def batch_td(reward: str, *, gamma: Discount = 1.0) -> Algo:
     """Calls compared by reward plus value of the next state, learned from the group by batch TD; by
-    returns if states do not show the effect of an action. States as in arXiv 2505.10978."""
+    returns if states do not show the effect of an action. States as in arXiv 2505.10978. Where luck
+    comes between a call and its result, or calls matter jointly, few groups have a share of 0.2 to
+    0.9 of the gradient, and 1.1 to 15 times the error of `rloo`."""
     return Algo(GroupRelative(BatchTd(reward, gamma), base="none"))
 
 
