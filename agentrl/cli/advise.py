@@ -10,15 +10,13 @@ import msgspec
 import torch
 
 from agentrl.algorithms.credit.shrinkage import mean_by
-from agentrl.algorithms.credit.turns import share_of_several
+from agentrl.algorithms.credit.peers import shown_before_the_end
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, known_mean, units
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.rewards import reward_reference
-from agentrl.algorithms.presets.zoo.turns import explained_by_states
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
-from agentrl.config.presets import SEVERAL
 from agentrl.store import open_store
 from agentrl.types import Group, Purpose
 

@@ -18,7 +18,6 @@ from agentrl.config.schema import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, nearest
 
 TABLE = Path(__file__).with_name("presets.json")
-SEVERAL = 0.5  # fraction of rollouts with several calls, from which on `auto` takes `peers`
 
 
 class PresetNames(msgspec.Struct, frozen=True):

@@ -20,7 +20,6 @@ from rich.table import Table
 
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy, policy_by_role
-from agentrl.config.presets import SEVERAL
 from agentrl.failures import brief
 from agentrl.processes import PHASE
 from agentrl.store.base import Store
@@ -44,7 +43,6 @@ DISCARDED = (
     "{} groups were discarded: they have unknown token ids, or impossible rewards or log-probs."
     " For details see {}."
 )
-SEVERAL_CALLS = "credit/several_calls"  # a metric
 TAKEN_BACK = (
     "{:.0f} steps were taken back and are trained again from step {}, because of a damaged"
     " checkpoint or --from"
@@ -260,13 +258,6 @@ class RunWarnings:
         without_ids, _ = report.untrained_calls(committed)
         if without_ids > 0:
             self._print_once("untrained", UNTRAINED.format(without_ids))
-        for policy in [] if self.quiet else self.config.policies or [""]:
-            name = f"{policy}/{SEVERAL_CALLS}" if policy else SEVERAL_CALLS
-            newest = (row.metrics[name] for row in reversed(committed) if name in row.metrics)
-            share = next(newest, None)
-            if share is not None and self.credit.get(policy) is not (share >= SEVERAL):
-                self.credit[policy] = share >= SEVERAL
-                self._print(credit_sentence(policy, share))
         failures = await store.failures(self.config.name)
         if self.earlier_failures is None:
             self.earlier_failures = {row.kind: row.attempts for row in failures}
@@ -284,15 +275,6 @@ class RunWarnings:
 
     def _print(self, sentence: str) -> None:
         self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-
-
-def credit_sentence(policy: str, share: float) -> str:
-    """What `algorithm.preset = "auto"` chose. policy: empty if there is one."""
-    preset, how_many = ("peers", "at least") if share >= SEVERAL else ("grpo", "fewer than")
-    return (
-        f"credit{f' of {policy}' if policy else ''}: {preset}, as {how_many} half of the rollouts "
-        f"({share:.0%}) made several calls"
-    )
 
 
 async def roles_without_calls(store: Store, config: RunConfig) -> str:

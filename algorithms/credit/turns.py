@@ -16,10 +16,8 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.core import Column, Credit, column, rewards, was_truncated
-from agentrl.algorithms.credit.parts import map_parts, parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, key, lift, next_same, rollout_of, scan
-from agentrl.config.presets import SEVERAL
 from agentrl.errors import TrainingError, nearest
 
 
@@ -140,42 +138,10 @@ def FirstTokenValues(batch: Batch, value: Column) -> Tensor:
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class BySeveralCalls:
-    """The credit `several` for a batch in which at least half (`SEVERAL`) of the rollouts made
-    several calls, else `one`, [N]."""
-
-    several: Credit
-    one: Credit
-
-    def choose(self, share: float) -> Credit:
-        return self.several if share >= SEVERAL else self.one
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return self.choose(share_of_several(batch))(batch)
-
-
-def choose_credit(credit: Credit, share: float) -> Credit:
-    """The credit with what each `BySeveralCalls` in it chooses by `share_of_several`, in its place;
-    the same object if there is none."""
-    if not any(isinstance(part, BySeveralCalls) for part in parts_of(credit)):
-        return credit
-    found: Credit = map_parts(
-        credit, lambda part: part.choose(share) if isinstance(part, BySeveralCalls) else part
-    )
-    return found
-
-
 @column()
 def TurnDiscount(batch: Batch, credit: Credit, gamma: float) -> Tensor:
     """A credit [N] times gamma ** (number of later calls). SPIRAL, arXiv 2506.24119."""
     return credit(batch) * turn_discounts(batch, gamma)[batch.token_transition]
-
-
-def share_of_several(batch: Batch) -> float:
-    """Fraction of rollouts that made more than one call, among those with calls."""
-    calls = batch.transition_rollout.bincount()
-    return float((calls > 1).sum() / (calls > 0).sum().clamp(min=1))
 
 
 def has_outcome(batch: Batch) -> Tensor:

@@ -10,7 +10,7 @@ equals the sampler.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from math import inf
 from types import MappingProxyType
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import GroupRelative, WeightedSum
-from agentrl.algorithms.credit.turns import choose_credit, share_of_several
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner
 from agentrl.algorithms.data.merge import build_batch
@@ -65,11 +64,7 @@ def explain(
     transition. oldest: first version whose tokens it trained. Raises TrainingError like a step."""
     check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
-    rows = [row for group in groups for row in group.rollouts]
-    trained = [sum(call.id in credits for call in row.transitions) for row in rows]
-    several = [calls > 1 for calls in trained if calls]
-    share = sum(several) / len(several) if several else share_of_several(batch)
-    algo = withhold(replace(algo, credit=choose_credit(algo.credit, share)), batch, oldest)
+    algo = withhold(algo, batch, oldest)
     stored = read(algo, batch, credits)
     batch = replayed(algo, batch, stored)
     same = batch.behaviour.double()

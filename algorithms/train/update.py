@@ -17,7 +17,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.turns import choose_credit, share_of_several
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.rewards import check_rewards
@@ -88,11 +87,7 @@ class Updater:
         recall = self.state.recall(batch, groups)
         oldest = turn - ceil(self.config.algorithm.max_staleness)
         old = staleness.token_lag(batch, oldest) > 0
-        share = share_of_several(batch)
-        credit = choose_credit(algo.credit, share)
-        if credit is not algo.credit:
-            prepared["credit/several_calls"] = share
-        algo = staleness.withhold(replace(algo, credit=credit), batch, oldest)
+        algo = staleness.withhold(algo, batch, oldest)
         batch = replace(batch, memory=recall.columns)
         taught = self.teacher.top if self.teacher else None
         batch, streams = score_batch(algo, self.learner, batch, self.cached, taught)

@@ -3,7 +3,6 @@
 import asyncio
 import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -196,46 +195,6 @@ async def test_the_first_failure_of_each_kind_is_said_at_once(config: RunConfig)
     assert lines[3] == f"  see it: agentrl show g/3 {store_url}"
     assert lines[4].startswith("tools are not seen: 3 model calls")
     assert len(lines) == 5
-
-
-@pytest.mark.parametrize(
-    ("policies", "metric", "shares", "printed"),
-    [
-        (
-            {}, "credit/several_calls", [0.0, 0.499, 0.5, 1.0, 0.25], [
-                "credit: grpo, as fewer than half of the rollouts (0%) made several calls",
-                "credit: peers, as at least half of the rollouts (50%) made several calls",
-                "credit: grpo, as fewer than half of the rollouts (25%) made several calls",
-            ],
-        ),
-        (
-            {name: {"roles": [name], "model": "m"} for name in ("planner", "worker")},
-            "planner/credit/several_calls", [0.75, 0.75], [
-                "credit of planner: peers, as at least half of the rollouts (75%) "
-                "made several calls",
-            ],
-        ),
-    ],
-)  # fmt: skip
-async def test_the_credit_that_the_default_chose_is_printed_when_it_changes(
-    tmp_path: Path, policies: Any, metric: str, shares: list[float], printed: list[str]
-) -> None:
-    made = {"name": "r", "output": str(tmp_path), "policies": policies}
-    config = resolve(made, source="test")
-    console = Console(file=io.StringIO(), width=300)
-    assert isinstance(console.file, io.StringIO)
-    rows = [
-        StepRow(run="r", step=step, metrics={metric: share}, committed=True, at=0)
-        for step, share in enumerate(shares)
-    ]
-    async with open_store(config.store) as store:
-        quiet, warnings = (
-            RunWarnings(config, console, quiet=quiet, roles_checked=True) for quiet in (True, False)
-        )
-        await quiet.print_new(store, rows)
-        for step in range(len(rows)):
-            await warnings.print_new(store, rows[: step + 1])
-    assert console.file.getvalue().splitlines() == printed
 
 
 async def test_a_step_that_taught_nothing_says_why(config: RunConfig) -> None:

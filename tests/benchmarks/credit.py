@@ -1,5 +1,6 @@
 """Credit and psi for a large step on one core, against the same numbers as loops over rollouts; and
-the variance of the policy gradient by scheme of credit, on a task whose gradient is known.
+the variance of the policy gradient by scheme of credit, on a task whose gradient is known; and the
+error of the gradient by preset, in worlds of a few states (`--only worlds`, `world_figures`).
 
 python -m tests.benchmarks.credit --json
 """
@@ -12,6 +13,7 @@ import resource
 import time
 from collections.abc import Callable
 from statistics import fmean, stdev
+from typing import Any
 
 import torch
 
@@ -22,6 +24,7 @@ from agentrl.algorithms.objective.core import compute_advantages, loss_terms, ps
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.presets.zoo.turns import BatchTd, PeerAdvantages
 
+from . import world_figures
 from .team_variance import team_variance
 
 ROLLOUTS, CALLS, TOKENS = 20_000, 5, 10  # 1 M action tokens
@@ -230,27 +233,43 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def seconds(repeats: int) -> dict[str, float]:
     half, whole = batch(ROLLOUTS // 2), batch(ROLLOUTS)
     result: dict[str, float] = {"rollouts": ROLLOUTS, "tokens": whole.n_tokens}
     before = peak()
     for name in PRESETS:
-        result[f"seconds {name}"] = best(lambda name=name: step(name, whole), options.repeats)  # type: ignore[misc]
+        result[f"seconds {name}"] = best(lambda name=name: step(name, whole), repeats)  # type: ignore[misc]
     result["bytes_per_token"] = (peak() - before) * 2**20 / whole.n_tokens
-    result["seconds grpo, half"] = best(lambda: step("grpo", half), options.repeats)
+    result["seconds grpo, half"] = best(lambda: step("grpo", half), repeats)
     result["seconds grpo, loops"] = best(lambda: loops(whole), 1)
     result["loops_over_ours"] = result["seconds grpo, loops"] / result["seconds grpo"]
-    result |= variance() | team_variance()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=["seconds", "variance", "worlds"])
+    parser.add_argument("--batches", type=int, default=300, help="per world and size")
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sections: dict[str, Callable[[], dict[str, Any]]] = {
+        "seconds": lambda: seconds(options.repeats),
+        "variance": lambda: variance() | team_variance(),
+        "worlds": lambda: world_figures.measure(options.batches),
+    }
+    result: dict[str, Any] = {}
+    for name in [options.only] if options.only else sections:
+        result |= sections[name]()
     if options.json:
         print(json.dumps(result))
         return
+    worlds = result.pop("worlds", None)
     for key, value in result.items():
-        print(f"{key:<40}{value:>14.4g}")
+        print(f"{key:<40}{value:>14.4g}" if isinstance(value, float | int) else f"{key:<40}{value}")
+    if worlds:
+        print(world_figures.table(worlds))
 
 
 if __name__ == "__main__":

@@ -12,18 +12,17 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.core import Column, GroupRelative, column, weighted_sum
+from agentrl.algorithms.credit.peers import GrpoScale, PeerAdvantages
 from agentrl.algorithms.credit.shrinkage import mean_by, reliability, variance_components
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Unit, key, next_same, previous, reduce_by, units
+from agentrl.algorithms.data.ids import Unit, key, next_same, previous, units
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import registry
 from agentrl.algorithms.presets.mixing import GatedByOutcome
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Scale, Share, modifier, preset
-from agentrl.algorithms.presets.zoo.grpo import grpo
 from agentrl.config import Natural
 
-CERTAIN = 1e-6  # least squared norm of a call's score
 ERRORS = 3.0  # standard errors above which the effect of actions is significant
 HINDSIGHT = "transition:hindsight"  # a reward from the learner, see `train/preprocess.py`
 
@@ -69,7 +68,8 @@ def gigpo(
     reward: str, *, weight: Share = 1.0, gamma: Discount = 0.95, norm: Scale = "none"
 ) -> Algo:
     """Rollouts compared within the task, plus calls compared with those in the same state. arXiv
-    2505.10978."""
+    2505.10978. The discount makes credit depend on constants: with rewards of -9 and -10 in place
+    of 1 and 0 the error of a gradient rose from 0.97 to 1.2 times that of `rloo`."""
     host = Algo(GroupRelative(reward, norm=norm))
     return with_gigpo(host, weight=weight, gamma=gamma, norm=norm)
 
@@ -85,7 +85,9 @@ def hgpo(
     norm: Scale = "none",
 ) -> Algo:
     """Calls compared with those in the same state and with the same previous states; longer
-    histories weigh more. arXiv 2602.22817."""
+    histories weigh more. arXiv 2602.22817. Calls in states of their own have no credit. Where tools
+    answer alike after the call that decides, the error of the gradient is up to 1.3 times that of
+    `rloo`; where many calls earn a bit more than few it learns the opposite."""
     return Algo(SameStateRelative(reward, gamma, depth, alpha, norm))
 
 
@@ -105,99 +107,21 @@ def PeerValues(
     return torch.where(count > 0, mean, torch.nan)
 
 
-def explained_by_states(batch: Batch, reward: str | Column = "outcome") -> float:
-    """Share of the variance of the rewards of last calls, within groups, that their states and
-    actions explain (adjusted R squared, at least 0); 0 where no two of them are the same. Where it
-    is small, states do not show what earlier calls did."""
-    x = turns.call_rewards(batch, reward)
-    last = (next_same(batch.transition_rollout) < 0) & ~x.isnan()
-    group, state = (
-        units(batch, "transition", "group", *more)[last] for more in ((), ("role", "state"))
-    )
-    x, cell = x[last], key(state, ids.of_calls(batch, "action")[last])
-
-    def variance(within: Tensor) -> float:
-        mean, count = mean_by(x, within)
-        freedom = len(x) - round(float((1 / count).sum()))
-        return float((x - mean).square().sum()) / freedom if freedom > 0 else math.inf
-
-    total, within = variance(group), variance(cell)
-    if not math.isfinite(within):
-        return 0.0
-    rounding = (core.SPREAD * float(x.abs().max())) ** 2
-    return max(0.0, 1 - within / total) if total > rounding else 1.0
-
-
-def score_norms(batch: Batch) -> Tensor:
-    """Squared norm of the gradient of each call's log-prob by its logits, up to a factor of 2 that
-    other tokens decide: the sum of (1 - p) ** 2 over its tokens, [S]."""
-    rare = (1 - batch.behaviour.double().exp()).square()
-    norms = rare.new_zeros(len(batch.transition_rollout))
-    return norms.index_add_(0, batch.token_transition, rare).clamp(min=CERTAIN)
-
-
-def peer_baselines(batch: Batch, x: Tensor) -> Tensor:
-    """Baseline of each call's x [S] of about the least gradient variance, [S]: means over the
-    group's other rollouts, weighted by `score_norms`; see "Peers" in CREDIT.md. Greensmith,
-    Bartlett and Baxter, JMLR 5, 2004."""
-    known, group = ~x.isnan(), units(batch, "transition", "group")
-    weight = torch.where(known, score_norms(batch), 0.0)
-    lowest = reduce_by(torch.where(known, x, torch.inf), group, how="amin")[group]
-    x = torch.where(known, x - lowest, 0.0)  # so that equal x stay equal
-
-    def of_others(*by: Unit) -> Tensor:
-        same = units(batch, "transition", "group", *by)
-        mean, count = mean_by(x, same, batch.transition_rollout, weight)
-        return torch.where(count > 0, mean, torch.nan)
-
-    base = of_others().nan_to_num(nan=0.0)
-    rounding = core.SPREAD**2 * float((weight * x.square()).sum())
-    for narrow in (of_others("turn"), of_others("state")):
-        differs = (narrow - base).nan_to_num(nan=0.0)
-        squares = float((weight * differs.square()).sum())
-        if squares > rounding:
-            fit = float((weight * differs * (x - base)).sum()) / squares
-            base = base + min(max(fit, 0.0), 1.0) * differs
-    return base + torch.where(lowest.isinf(), 0.0, lowest)
-
-
-@column("transition")
-def PeerAdvantages(
-    batch: Batch, reward: str | Column = "outcome", gamma: float = 0.95, lam: float = 0.5
-) -> Tensor:
-    """The lambda-return of each call with `PeerValues`, as far as states explain rewards, and else
-    its return; minus `peer_baselines`, [S]."""
-    value, anywhere = (
-        PeerValues(reward, gamma, by)(batch) for by in (("group", "state"), ("group",))
-    )
-    gae = turns.StepGae(lambda _: value, reward, gamma, lam, lambda _: anywhere)(batch)
-    target = gae + torch.where(value.isnan(), anywhere, value)
-    discounted, total = (turns.Returns(reward, rate)(batch) for rate in (gamma, 1.0))
-    share = explained_by_states(batch, reward)
-    discounted = torch.where(discounted.isnan(), total, discounted)  # gamma = 0
-    base = peer_baselines(batch, share * discounted + (1 - share) * total)
-    x = share * target + (1 - share) * torch.where(total.isnan(), target, total)
-    advantage = core.standardise(x, units(batch, "transition", "group"), base=base).advantage
-    return torch.where(gae.isnan(), torch.nan, advantage)
-
-
 @registry.as_modifier("peers", prefix="peers_")
 @preset("peers", clip=PPO_CLIP, kl=True)
-def peers(reward: str, *, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
-    """Lambda-returns of calls without a critic: the value of a state is the mean return of the
-    group's other rollouts from there, as far as states explain the reward, and the baseline the one
-    of least gradient variance (JMLR 5, 2004, p. 1471). States as in arXiv 2505.10978, GAE as in
-    2511.14460."""
+def peers(reward: str, *, gamma: Discount = 1.0, lam: Discount = 0.5) -> Algo:
+    """Compares each call with other rollouts that came to the same state, as far as the batch shows
+    that states tell what earlier calls did; without such states it is `rloo`. Needs no critic. GAE
+    over calls as in arXiv 2511.14460, states as in 2505.10978."""
     return Algo(GroupRelative(PeerAdvantages(reward, gamma, lam), base="none"))
 
 
 @preset("auto", clip=(0.2, 0.2, math.inf), kl=True)
-def auto(reward: str, *, std: bool = True, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
-    """`peers` for batches in which at least half of the rollouts made several calls; for others
-    `grpo`, with or without `std`. Only `grpo` divides advantages by their deviation. arXiv
-    2402.03300, 2505.10978."""
-    several, one = peers(reward=reward, gamma=gamma, lam=lam), grpo(reward=reward, std=std)
-    return Algo(turns.BySeveralCalls(several.credit, one.credit))
+def auto(reward: str, *, std: bool = True, gamma: Discount = 1.0, lam: Discount = 0.5) -> Algo:
+    """`grpo`, with the credit of `peers` where states recur and tell what earlier calls did; on the
+    scale of `grpo`, with or without `std`. arXiv 2402.03300."""
+    credit = peers(reward=reward, gamma=gamma, lam=lam).credit
+    return Algo(GrpoScale(credit, reward) if std else credit)
 
 
 def histories(batch: Batch) -> Tensor:
@@ -271,7 +195,9 @@ def _between_groups(x: Tensor, state: Tensor, inner: Tensor, batch: Batch) -> tu
 @preset("batch-td", clip=PPO_CLIP, kl=True)
 def batch_td(reward: str, *, gamma: Discount = 1.0) -> Algo:
     """Calls compared by reward plus value of the next state, learned from the group by batch TD; by
-    returns if states do not show the effect of an action. States as in arXiv 2505.10978."""
+    returns if states do not show the effect of an action. States as in arXiv 2505.10978. Where luck
+    comes between a call and its result, or calls matter jointly, few groups have a share of 0.2 to
+    0.9 of the gradient, and 1.1 to 15 times the error of `rloo`."""
     return Algo(GroupRelative(BatchTd(reward, gamma), base="none"))
 
 

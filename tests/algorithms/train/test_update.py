@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.learners.base import Psi, StepReport
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
@@ -126,17 +125,6 @@ def updater(learner: Recorder, seed: int = 0, **settings: object) -> Updater:
     algorithm = AlgorithmConfig(lr=1.0, **settings)  # type: ignore[arg-type]
     config = RunConfig(steps=5, seed=seed, algorithm=algorithm)
     return Updater(config, catalogue.make("grpo", {}), learner)
-
-
-def test_a_default_that_chose_credit_says_by_what() -> None:
-    """And stores only the baselines of what it chose."""
-    learner = Recorder()
-    made = dataclasses.replace(updater(learner), algo=catalogue.make("auto", {}))
-    made = dataclasses.replace(made, recorder=CreditRecorder())
-    assert made.update(0, [group("a", 1.0, 0.0)])["credit/several_calls"] == 0.0
-    assert made.recorder is not None
-    assert all(len(row.baseline) == 1 for row in made.recorder.stored())
-    assert "credit/several_calls" not in updater(learner).update(0, [group("a", 1.0, 0.0)])
 
 
 def test_pairs_of_each_group_are_what_a_loss_of_pairs_learns_from() -> None:

@@ -1,0 +1,269 @@
+"""Credit of calls from other rollouts that came to the same states, as far as a batch shows it to
+be safe: see "Peers" in CREDIT.md.
+
+Calls without a later known reward are left out. Tensors are float64 [S] over the calls that remain.
+Means are over other rollouts than the call's own, so that they do not depend on the call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit.core import Column, Credit, column
+from agentrl.algorithms.credit.shrinkage import mean_by
+from agentrl.algorithms.data import ids
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import key, next_same, reduce_by, scan, units
+
+SHOWN = (0.15, 0.5)  # share of the outcome that is visible before the end: no trust, full trust
+EFFECT = (1.25, 2.5)  # squared effect that values miss, over its noise: full trust, no trust
+EFFECT_AT = (1.5, 3.0)  # the same at some turns, where it is noisier
+CERTAIN = 1e-6  # least squared norm of a call's score
+
+
+class Calls(NamedTuple):
+    """The calls of a batch that have a return."""
+
+    returns: Tensor  # discounted sum of the call's and later rewards
+    received: Tensor  # the call's own reward
+    gamma: float
+    rollout: Tensor  # int64, also of the following
+    group: Tensor
+    turn: Tensor  # number of earlier calls
+    following: Tensor  # index of the rollout's next call; -1: none
+    state: Tensor  # id of (group, role, state)
+    action: Tensor  # id of what was said or called
+    contexts: tuple[Tensor, ...]  # ids of what the policy may have acted on: state, whole prompt
+    chance: Tensor  # probability of what the call said
+    weight: Tensor  # squared norm of the gradient of its log-prob by the logits, about
+
+
+def calls_of(batch: Batch, known: Tensor, returns: Tensor, received: Tensor, gamma: float) -> Calls:
+    """The calls with the indices `known` [K]; their returns and rewards are given, [K]."""
+    behaviour, call = batch.behaviour.double(), batch.token_transition
+    logprob, norm = (torch.zeros(len(batch.transitions), dtype=torch.float64) for _ in range(2))
+    logprob.index_add_(0, call, behaviour)
+    norm.index_add_(0, call, (1 - behaviour.exp()).square())
+    rollout = batch.transition_rollout[known]
+    state = units(batch, "transition", "group", "role", "state")[known]
+    return Calls(
+        returns=returns,
+        received=received.nan_to_num(nan=0.0),
+        gamma=gamma,
+        rollout=key(rollout),
+        group=key(batch.rollout_group[rollout]),
+        turn=batch.transition_turn[known],
+        following=next_same(rollout),
+        state=state,
+        action=ids.of_calls(batch, "action")[known],
+        contexts=tuple(
+            units(batch, "transition", "role", what)[known] for what in ("state", "prompt")
+        ),
+        chance=logprob.exp()[known],
+        weight=norm.clamp(min=CERTAIN)[known],
+    )
+
+
+def of_others(calls: Calls, x: Tensor, same: Tensor) -> Tensor:
+    """Sum of x over the calls of other rollouts with the same id."""
+    own = key(same, calls.rollout)
+    return reduce_by(x, same)[same] - reduce_by(x, own)[own]
+
+
+def state_values(calls: Calls, x: Tensor) -> Tensor:
+    """Mean x of other rollouts in each call's state, NaN if there are none, and the effect of time,
+    as a state that comes back later may leave less of it: one slope per group of the differences
+    from the means of states, by turn, less what noise explains of it."""
+    state, group = calls.state, calls.group
+    mean, count = mean_by(x, state, calls.rollout)
+    turn = calls.turn.double()
+    when = mean_by(turn, state, calls.rollout)[0]
+    off, late = x - mean_by(x, state)[0], turn - mean_by(turn, state)[0]
+    squares, product, total, seen = (
+        of_others(calls, y, group) for y in (late**2, late * off, off**2, (late != 0).double())
+    )
+    slope = torch.where(squares > 0, product / squares, 0.0)
+    noise = (total - slope * product).clamp(min=0.0) / (seen - 1).clamp(min=1.0)
+    slope *= surplus(slope * product, noise)
+    return torch.where(count > 0, mean + slope * (turn - when), torch.nan)
+
+
+def surplus(signal: Tensor, noise: Tensor) -> Tensor:
+    """1 - noise / signal, at least 0: the share of a square that noise does not explain."""
+    return torch.where(signal > noise, 1 - noise / signal, 0.0)
+
+
+def lambda_returns(calls: Calls, value: Tensor, lam: float) -> Tensor:
+    """Lambda-return of each call by the values of states; those without one are passed over."""
+    after = torch.where(calls.following >= 0, value[calls.following], torch.nan)
+    valued = ~after.isnan()
+    step = calls.received + torch.where(valued, calls.gamma * (1 - lam) * after, 0.0)
+    return scan(step, torch.where(valued, lam, 1.0) * calls.gamma, calls.following)
+
+
+def plain_baselines(calls: Calls) -> Tensor:
+    """Mean return of the group's other rollouts at the same turn, or at their last call. Of an
+    outcome this is the mean of the others' (RLOO, arXiv 2402.14740). 0 without others."""
+    rollouts, turns = int(calls.rollout.max()) + 1, int(calls.turn.max()) + 1
+    number = torch.bincount(calls.rollout, minlength=rollouts)
+    first = number.cumsum(0) - number
+    at = torch.minimum(torch.arange(turns), number[:, None] - 1)  # [U, T]
+    each = calls.returns[first[:, None] + at]
+    group = calls.group[first]
+    size = torch.bincount(group)
+    total = torch.zeros(len(size), turns, dtype=torch.float64).index_add_(0, group, each)
+    others = (total[group] - each) / (size[group] - 1).clamp(min=1)[:, None]
+    return torch.where((size > 1)[calls.group], others[calls.rollout, calls.turn], 0.0)
+
+
+def baselines(calls: Calls, x: Tensor) -> Tensor:
+    """`plain_baselines`, moved towards the value of the state by how much less x then varies: least
+    squares over the calls of other rollouts, weighted as in the gradient, less what noise explains.
+    """
+    base = plain_baselines(calls)
+    moved = (state_values(calls, x) - base).nan_to_num(nan=0.0)
+    everywhere, left = torch.zeros_like(calls.rollout), x - base
+    squares, product, total = (
+        of_others(calls, calls.weight * y, everywhere) for y in (moved**2, moved * left, left**2)
+    )
+    others = int(calls.rollout.max())
+    fit = torch.where(squares > 0, product / squares, 0.0)
+    noise = (total - fit * product).clamp(min=0.0) / max(others - 1, 1)
+    return base + (fit * surplus(fit * product, noise)).clamp(0.0, 1.0) * moved
+
+
+def explained(calls: Calls, chosen: Tensor) -> float:
+    """Share of the variance of the chosen calls' returns, within groups, that their states and
+    actions explain (adjusted R squared, with one more degree of freedom that explains nothing),
+    times the share of these calls that are not alone with theirs."""
+    if not chosen.any():
+        return 0.0
+    x, group = calls.returns[chosen], calls.group[chosen]
+    cell = key(calls.state[chosen], calls.action[chosen])
+
+    def spread(same: Tensor) -> tuple[float, float, Tensor]:
+        mean, count = mean_by(x, key(same))
+        return float((x - mean).square().sum()), len(x) - float((1 / count).sum()), count
+
+    total, freedom, _ = spread(group)
+    within, inner, count = spread(cell)
+    if total <= (core.SPREAD * float(x.abs().max())) ** 2 or freedom < 0.5:
+        return 0.0
+    each = total / freedom
+    return max(0.0, 1 - (within + each) / (inner + 1) / each) * float((count > 1).double().mean())
+
+
+def shown_before_the_end(calls: Calls) -> float:
+    """Trust in values by how much of the outcome the calls before the last show, and the last."""
+    last = calls.following < 0
+    before = ~last & last[calls.following]
+    low, high = SHOWN
+    shown = min(explained(calls, last), explained(calls, before))
+    return min(max((shown - low) / (high - low), 0.0), 1.0)
+
+
+def missed_effects(calls: Calls, missed: Tensor) -> Tensor:
+    """Trust in values at each call by how little the actions explain of what values miss.
+
+    The sum of `missed` times the score of each call, under a policy with a logit for each action in
+    each context, is the gradient that values lose. Its square is compared with the square that it
+    would have by chance, as the rollouts of a group differ: in all, and by turns (0, 1 to 2, 3 to
+    6, ...), with states and with whole prompts as contexts."""
+    turns = (calls.turn + 1).double().log2().floor().long()
+    trust = torch.ones(int(turns.max()) + 1, dtype=torch.float64)
+    one = torch.ones_like(missed)
+    size = reduce_by(one / reduce_by(one, calls.rollout)[calls.rollout], calls.group)[calls.group]
+    for context in calls.contexts:
+        found, all_, groups = (
+            squared_scores(calls, missed, unit, key(context, turns))
+            for unit in (torch.zeros_like(calls.rollout), calls.rollout, calls.group)
+        )
+        # Sum of n / (n - 1) times the squared deviations of a group's n rollouts from their mean.
+        noise = torch.where(size > 1, size * all_ - groups, 0.0) / (size - 1).clamp(min=1.0)
+        by_turns = [reduce_by(x, turns, len(trust)) for x in (found, noise)]
+        trust = torch.minimum(trust, fading(*by_turns, EFFECT_AT))
+        trust = torch.minimum(trust, fading(found.sum(), noise.sum(), EFFECT))
+    return trust[turns]
+
+
+def fading(found: Tensor, noise: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """1 up to the lower bound of found / noise, 0 from the upper one on."""
+    low, high = bounds
+    ratio = torch.where(found > 0, found / noise.clamp(min=1e-300), 0.0)
+    return ((high - ratio) / (high - low)).clamp(0.0, 1.0)
+
+
+def squared_scores(calls: Calls, x: Tensor, unit: Tensor, context: Tensor) -> Tensor:
+    """Squared norm of the sum of x times score over the calls of each pair of unit and context, at
+    one call of the pair, 0 at its others. A score is 1 at the call's action minus the policy, whose
+    probabilities are known for what was said; the sum of their squares is their mean."""
+    pair = key(unit, context)
+    cell = key(pair, calls.action)
+    mean = reduce_by(calls.chance, context) / reduce_by(torch.ones_like(x), context)
+    total, expected, said = (
+        reduce_by(x, pair),
+        reduce_by(x * calls.chance, pair),
+        reduce_by(x, cell),
+    )
+    place = torch.arange(len(x))
+    at, of_cell = (reduce_by(place, same, how="amax").long() for same in (pair, cell))
+    square = torch.zeros_like(x).index_add_(0, at[pair[of_cell]], said**2)
+    square[at] += total**2 * mean[context[at]] - 2 * total * expected
+    return square
+
+
+@column("transition")
+def PeerAdvantages(
+    batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0, lam: float = 0.5
+) -> Tensor:
+    """The return of each call, without what later calls did to it as far as values of states can be
+    trusted (`lambda_returns`), minus `baselines`, [S]. A constant that is added to all outcomes
+    changes nothing; a factor is one of the advantages."""
+    returns = turns.Returns(reward, gamma)(batch)
+    returns = torch.where(returns.isnan(), turns.Returns(reward, 1.0)(batch), returns)  # gamma = 0
+    advantage = torch.full_like(returns, torch.nan)
+    known = (~returns.isnan()).nonzero().squeeze(1)
+    if not known.numel():
+        return advantage
+    received = turns.call_rewards(batch, reward)[known]
+    calls = calls_of(batch, known, returns[known], received, gamma)
+    if gamma == 1.0 and not received[calls.following >= 0].nan_to_num(nan=0.0).any():
+        # Outcomes: from the lowest of the group, so that equal ones are exactly 0.
+        lowest = reduce_by(calls.returns, calls.group, how="amin")[calls.group]
+        ends = torch.where(calls.following < 0, calls.received - lowest, calls.received)
+        calls = calls._replace(returns=calls.returns - lowest, received=ends)
+    missed = calls.returns - lambda_returns(calls, state_values(calls, calls.returns), lam)
+    mean, count = mean_by(missed, calls.state, calls.rollout)
+    centred = missed - torch.where(count > 0, mean, 0.0)
+    shown = shown_before_the_end(calls)
+    trust = shown * missed_effects(calls, centred) if shown else 0.0
+    x = calls.returns - trust * missed
+    base = baselines(calls, x)
+    advantage[known] = core.standardise(x, calls.group, base=base).advantage
+    return advantage
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoScale:
+    """A credit [N] that is the reward minus the mean of the others', times the factor that makes it
+    GRPO's: (n - 1) / n over the standard deviation of the group's n rewards. A rollout's reward is
+    the sum of its calls'."""
+
+    credit: Credit
+    reward: str | Column = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        given = turns.call_rewards(batch, self.reward)
+        total = reduce_by(given.nan_to_num(nan=0.0), batch.transition_rollout, len(batch.rollouts))
+        known = reduce_by((~given.isnan()).double(), batch.transition_rollout, len(total)) > 0
+        total = torch.where(known, total, torch.nan)
+        group = batch.rollout_group
+        scale = core.standardise(total, group, norm="std").scale
+        size = reduce_by(known.double(), group)[group]
+        factor = torch.where(scale > 0, (size - 1) / size / scale, 0.0)
+        return self.credit(batch) * factor[batch.token_rollout]
