@@ -19,6 +19,7 @@ from agentrl.errors import ConfigError
 from tests.algorithms.limits import binary
 from tests.algorithms.naive import (
     compare,
+    naive_auto,
     naive_batch_td,
     naive_bi_level,
     naive_gae,
@@ -379,9 +380,14 @@ CASES: dict[str, Case] = {
         tokens(lambda plays: total((outcome(plays, True), 1), (outcome(plays, True, tree), 0.5))),
         "row", "rows", {"tree_weight": 0.5},
     ),
-    "auto": (  # half of the rollouts or more made several calls
-        tokens(lambda plays: naive_peers(plays, "p", 0.9, 0.8)), "token", "rows",
+    "auto": (tokens(lambda plays: naive_auto(plays, "outcome", 1.0, 0.5)), "token", "rows", {}),
+    "auto process": (
+        tokens(lambda plays: naive_auto(plays, "p", 0.9, 0.8)), "token", "rows",
         {"reward": "transition:p", "gamma": 0.9, "lam": 0.8},
+    ),
+    "auto none": (
+        tokens(lambda plays: naive_peers(plays, "outcome", 1.0, 0.0)), "token", "rows",
+        {"std": False, "lam": 0.0},
     ),
     "peers": (
         tokens(lambda plays: naive_peers(plays, "p", 0.9, 0.8)), "token", "rows",
@@ -395,7 +401,7 @@ CASES: dict[str, Case] = {
         tokens(lambda plays: naive_batch_td(plays, "outcome", 1.0)), "row", "rows", {}
     ),
     "gspo+peers": (
-        tokens(lambda plays: naive_peers(plays, "outcome", 0.95, 0.5)), "row", "rows", {}
+        tokens(lambda plays: naive_peers(plays, "outcome", 1.0, 0.5)), "row", "rows", {}
     ),
     "hcapo": (
         tokens(lambda plays: hindsight(plays, 0.95, 1.0)), "token", "rows",
