@@ -10,7 +10,6 @@ import msgspec
 import torch
 
 from agentrl.algorithms.credit.shrinkage import mean_by
-from agentrl.algorithms.credit.peers import shown_before_the_end
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, known_mean, units
 from agentrl.algorithms.data.merge import build_batch
