@@ -222,9 +222,8 @@ def missed_effects(calls: Calls, missed: Tensor) -> Tensor:
         )
         # Sum of n / (n - 1) times the squared deviations of a group's n rollouts from their mean.
         noise = (size * each - groups) / (size - 1)
-        by_stage = [reduce_by(x, stage) for x in (found, noise)]
-        trust = torch.minimum(trust, fading(*by_stage, EFFECT_AT))
-        trust = torch.minimum(trust, fading(found.sum(), noise.sum(), EFFECT))
+        at = fading(reduce_by(found, stage), reduce_by(noise, stage), EFFECT_AT)
+        trust = trust.minimum(at).minimum(fading(found.sum(), noise.sum(), EFFECT))
     return trust[stage]
 
 
