@@ -90,9 +90,8 @@ def from_lowest(calls: Calls) -> Calls:
 
 
 def of_others(calls: Calls, x: Tensor, same: Tensor) -> Tensor:
-    """Sum of x over the calls of other rollouts with the same id."""
-    own = key(same, calls.rollout)
-    return reduce_by(x, same)[same] - reduce_by(x, own)[own]
+    """Sum of x over the calls of other rollouts with the same id; a rollout's calls have one id."""
+    return reduce_by(x, same)[same] - reduce_by(x, calls.rollout)[calls.rollout]
 
 
 def state_values(calls: Calls, x: Tensor) -> Tensor:
