@@ -9,10 +9,10 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from agentrl.algorithms.credit.peers import trust_in_states
 from agentrl.algorithms.credit.shrinkage import mean_by
-from agentrl.algorithms.credit.peers import shown_before_the_end
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import key, known_mean, units
+from agentrl.algorithms.data.ids import key, known_mean, reduce_by, units
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.config import RunConfig
@@ -24,9 +24,11 @@ TABLE = "algorithms/CREDIT.md#which-credit-when"
 GROUPS = 16  # the last ones, which are looked at
 REPEATED = 0.2  # share of states that other rollouts were in, from which on calls are compared
 RETURNS = 0.1  # share of states that a rollout comes back to, from which on states are valued
-EXPLAINED = 0.3  # share of outcomes that states explain, from which on they are looked at
+TRUSTED = 0.3  # trust in the values of states, from which on they are looked at
+LENGTHS = 1.5  # longest over shortest rollout of a task, from which on a discount prefers one
+DISCOUNTED = "`gigpo`, `hgpo`, `hcapo` and other presets with a `gamma` below 1"
 VALUED = ("peers", "values states, to which rollouts come back, by other rollouts")
-COMPARED = ("peers", "compares calls with those of other rollouts by a baseline of little variance")
+COMPARED = ("auto", "values states as far as they tell how rollouts end, and is `grpo` elsewhere")
 AGREES = 0.3  # correlation with the outcome from which on a process reward needs no gate
 
 
@@ -51,6 +53,7 @@ async def advise(config: RunConfig) -> list[str]:
             f"{policy}: {len(batch.rollouts)} rollouts, {states.calls:.1f} calls each{several}"
         )
         lines += [f"  {sentence}" for sentence in about(states)]
+        lines += [f"  warning: {sentence}" for sentence in cautions(batch, states)]
         lines.append(f"  choice: {choice(suggestions)}")
         for preset, why in suggestions:
             lines.append(f"  {preset:<9} {why}")
@@ -63,7 +66,7 @@ class States(NamedTuple):
     calls: float  # of a rollout, on average
     repeated: float  # see `repeats`
     back: float  # see `returns`
-    explained: float  # see `explained`
+    trust: float  # see `trust_in_states`; 0 without an outcome
 
 
 def about(states: States) -> Iterator[str]:
@@ -74,13 +77,47 @@ def about(states: States) -> Iterator[str]:
         yield f"{states.repeated:.0%} of the later states were seen by other rollouts of their task"
     if states.back >= RETURNS:
         yield f"{states.back:.0%} of the calls are in a state that their rollout was in before"
-    if states.explained >= EXPLAINED:
-        yield f"the last state explains {states.explained:.0%} of the differences in outcome"
+    if states.trust >= TRUSTED:
+        yield f"`auto` and `peers` trust in the values of states by {states.trust:.0%}"
+
+
+def cautions(batch: Batch, states: States) -> Iterator[str]:
+    """What makes credit misleading or of no use for this batch, each with the presets concerned."""
+    if states.calls <= 1 or "outcome" not in batch.rewards:
+        return
+    outcome, group = batch.rewards["outcome"], batch.rollout_group
+    scored = ~outcome.isnan()
+    apart = scored & ((outcome - known_mean(outcome, group)[group]).abs() > 1e-9)
+    if states.repeated < REPEATED and apart.any():
+        yield (
+            f"only {states.repeated:.0%} of the later states were seen by other rollouts: `gigpo` "
+            "and `hgpo` compare few calls, and `batch-td`, `auto` and `peers` credit most calls "
+            "with the outcome, as `grpo` does"
+        )
+    elif states.trust < TRUSTED and apart.any():
+        yield (
+            'rollouts share states that do not tell how they end (answers such as "ok"): '
+            "`batch-td`, and values of states of your own, may miss what earlier calls did; `auto` "
+            "and `peers` credit most calls with the outcome, as `grpo` does"
+        )
+    if (outcome[scored] < 0).any():
+        yield (
+            f"outcomes are negative: {DISCOUNTED} make a failure look better the more calls follow "
+            "it; add a constant in the verifier, or set `gamma` to 1"
+        )
+    length = torch.bincount(batch.transition_rollout, minlength=len(outcome)).double()
+    longest, shortest = (reduce_by(length, group, how=how) for how in ("amax", "amin"))
+    if (longest >= LENGTHS * shortest.clamp(min=1.0)).any():
+        yield (
+            f"rollouts of a task make {shortest.min():.0f} to {longest.max():.0f} calls: "
+            f"{DISCOUNTED} prefer short ones, also where long ones end better"
+        )
 
 
 def look_at(batch: Batch) -> States:
     calls = len(batch.transitions) / max(len(batch.rollouts), 1)
-    return States(calls, repeats(batch), returns(batch), explained(batch))
+    trust = trust_in_states(batch) if "outcome" in batch.rewards else 0.0
+    return States(calls, repeats(batch), returns(batch), trust)
 
 
 def repeats(batch: Batch) -> float:
@@ -95,11 +132,6 @@ def returns(batch: Batch) -> float:
     state = units(batch, "transition", "group", "state")
     times = mean_by(torch.zeros(len(state)), key(state, batch.transition_rollout))[1]
     return 1 - float((1 / times).mean()) if len(state) else 0.0
-
-
-def explained(batch: Batch) -> float:
-    """Share of the variance of outcomes that last states and actions explain; 0 without one."""
-    return explained_by_states(batch) if "outcome" in batch.rewards else 0.0
 
 
 def agreement(batch: Batch, reward: str) -> float:
@@ -131,7 +163,7 @@ def advice(config: RunConfig, batch: Batch, states: States) -> list[tuple[str, s
             else:
                 gate = "" if with_outcome >= AGREES else " with gate = 'agree'"
                 found.append(("streams", f"mixes in {about}{gate}"))
-    tell = states.explained >= EXPLAINED
+    tell = states.trust >= TRUSTED
     peers = VALUED if tell and states.back >= RETURNS else COMPARED
     if peers == VALUED and not several:
         found.append(peers)
@@ -139,7 +171,7 @@ def advice(config: RunConfig, batch: Batch, states: States) -> list[tuple[str, s
         found.append(("turn-ppo", "values states by the run's critic"))
     if config.algorithm.branching.kind != "none":
         found.append(("vineppo", "values calls by the run's branches"))
-    if peers not in found and share_of_several(batch) >= SEVERAL:
+    if peers not in found and states.calls > 1:
         found.append(peers)
     found.append(("grpo", "copies the outcome to all calls; needs nothing"))
     if several:

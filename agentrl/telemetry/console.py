@@ -54,7 +54,7 @@ async def show_progress(
 ) -> None:
     """Show a run until cancelled: live on a terminal, else in lines; quiet: warnings only."""
     console = console or Console()
-    progress, warnings = Progress(config), RunWarnings(config, console, quiet)
+    progress, warnings = Progress(config), RunWarnings(config, console)
     if not quiet:
         where = escape(config.output)
         console.print(f"[bold]{config.name}[/]: {config.steps} steps, {where}", highlight=False)
@@ -229,17 +229,15 @@ def _rate(metrics: dict[str, float], key: str) -> str:
 
 @dataclass(slots=True)
 class RunWarnings:
-    """Prints each warning of a run once, and what credit was chosen. Failures from before this
-    start are printed only if another of the same kind follows. quiet: warnings only."""
+    """Prints each warning of a run once. Failures from before this start are printed only if
+    another of the same kind follows."""
 
     config: RunConfig
     console: Console
-    quiet: bool = False
     earlier_failures: dict[ErrorKind, int] | None = None  # attempts by kind, before this start
     roles_checked: bool = False
     discarded: int = 0  # number of groups at the last warning
     printed: set[Hashable] = field(default_factory=set)
-    credit: dict[str, bool] = field(default_factory=dict)  # printed choices, by policy
 
     async def print_new(self, store: Store, rows: Sequence[StepRow]) -> None:
         """Print the new warnings of these steps."""

@@ -43,36 +43,55 @@ class Calls(NamedTuple):
     weight: Tensor  # squared norm of the gradient of its log-prob by the logits, about
 
 
-def calls_of(batch: Batch, known: Tensor, returns: Tensor, received: Tensor, gamma: float) -> Calls:
-    """The calls with the indices `known` [K]; their returns and rewards are given, [K]."""
+def calls_of(
+    batch: Batch, reward: str | Column, gamma: float, total: Tensor
+) -> tuple[Calls, Tensor]:
+    """The calls that have a return and can be compared, as another rollout of the group has one
+    too, and their indices in the batch, int64 [K]. total: undiscounted return of each call, [S]."""
+    group = units(batch, "transition", "group")
+    known = ~total.isnan()
+    compared = reduce_by(known & (batch.transition_turn == 0), group)[group] > 1
+    index = (known & compared).nonzero().squeeze(1)
     behaviour, call = batch.behaviour.double(), batch.token_transition
-    logprob, norm = (torch.zeros(len(batch.transitions), dtype=torch.float64) for _ in range(2))
+    logprob, norm = (torch.zeros(len(group), dtype=torch.float64) for _ in range(2))
     logprob.index_add_(0, call, behaviour)
     norm.index_add_(0, call, (1 - behaviour.exp()).square())
-    rollout = batch.transition_rollout[known]
-    state = units(batch, "transition", "group", "role", "state")[known]
-    return Calls(
-        returns=returns,
-        received=received.nan_to_num(nan=0.0),
+    rollout = batch.transition_rollout[index]
+    returns = total if gamma == 1.0 else turns.Returns(reward, gamma)(batch)
+    calls = Calls(
+        returns=returns[index].nan_to_num(nan=0.0),  # missing if gamma is 0 and rewards are later
+        received=turns.call_rewards(batch, reward)[index].nan_to_num(nan=0.0),
         gamma=gamma,
         rollout=key(rollout),
-        group=key(batch.rollout_group[rollout]),
-        turn=batch.transition_turn[known],
+        group=key(group[index]),
+        turn=batch.transition_turn[index],
         following=next_same(rollout),
-        state=state,
-        action=ids.of_calls(batch, "action")[known],
+        state=units(batch, "transition", "group", "role", "state")[index],
+        action=ids.of_calls(batch, "action")[index],
         contexts=tuple(
-            units(batch, "transition", "role", what)[known] for what in ("state", "prompt")
+            units(batch, "transition", "role", what)[index] for what in ("state", "prompt")
         ),
-        chance=logprob.exp()[known],
-        weight=norm.clamp(min=CERTAIN)[known],
+        chance=logprob.exp()[index],
+        weight=norm.clamp(min=CERTAIN)[index],
     )
+    return (from_lowest(calls) if gamma == 1.0 else calls), index
+
+
+def from_lowest(calls: Calls) -> Calls:
+    """Outcomes less the lowest of the group, so that equal ones are exactly 0: differences that
+    `core.standardise` takes for rounding errors are 0. Rewards of calls are left as they are."""
+    if calls.received[calls.following >= 0].any():
+        return calls
+    lowest = reduce_by(calls.returns, calls.group, how="amin")[calls.group]
+    largest = reduce_by(calls.returns.abs(), calls.group, how="amax")[calls.group]
+    over = calls.returns - lowest
+    over = torch.where(over > core.SPREAD * largest, over, 0.0)
+    return calls._replace(returns=over, received=torch.where(calls.following < 0, over, 0.0))
 
 
 def of_others(calls: Calls, x: Tensor, same: Tensor) -> Tensor:
-    """Sum of x over the calls of other rollouts with the same id."""
-    own = key(same, calls.rollout)
-    return reduce_by(x, same)[same] - reduce_by(x, own)[own]
+    """Sum of x over the calls of other rollouts with the same id; a rollout's calls have one id."""
+    return reduce_by(x, same)[same] - reduce_by(x, calls.rollout)[calls.rollout]
 
 
 def state_values(calls: Calls, x: Tensor) -> Tensor:
@@ -108,17 +127,15 @@ def lambda_returns(calls: Calls, value: Tensor, lam: float) -> Tensor:
 
 def plain_baselines(calls: Calls) -> Tensor:
     """Mean return of the group's other rollouts at the same turn, or at their last call. Of an
-    outcome this is the mean of the others' (RLOO, arXiv 2402.14740). 0 without others."""
-    rollouts, turns = int(calls.rollout.max()) + 1, int(calls.turn.max()) + 1
-    number = torch.bincount(calls.rollout, minlength=rollouts)
-    first = number.cumsum(0) - number
-    at = torch.minimum(torch.arange(turns), number[:, None] - 1)  # [U, T]
-    each = calls.returns[first[:, None] + at]
-    group = calls.group[first]
-    size = torch.bincount(group)
-    total = torch.zeros(len(size), turns, dtype=torch.float64).index_add_(0, group, each)
-    others = (total[group] - each) / (size[group] - 1).clamp(min=1)[:, None]
-    return torch.where((size > 1)[calls.group], others[calls.rollout, calls.turn], 0.0)
+    outcome this is the mean of the others' (RLOO, arXiv 2402.14740)."""
+    last = (calls.following < 0).double()
+    at = key(calls.group, calls.turn)  # in a group each turn follows the one before
+    now, ended = reduce_by(calls.returns, at), reduce_by(calls.returns * last, at)
+    before = torch.arange(len(now)) - 1
+    before[at[calls.turn == 0]] = -1
+    total = now + scan(ended, 1.0, before) - ended
+    others = reduce_by(last, calls.group)[calls.group] - 1
+    return (total[at] - calls.returns) / others
 
 
 def baselines(calls: Calls, x: Tensor) -> Tensor:
@@ -167,28 +184,46 @@ def shown_before_the_end(calls: Calls) -> float:
     return min(max((shown - low) / (high - low), 0.0), 1.0)
 
 
+def trust(calls: Calls, missed: Tensor) -> Tensor:
+    """How far values of states replace returns, from 0 to 1, by what the batch shows, [S]. missed:
+    each return less the lambda-return."""
+    shown = shown_before_the_end(calls)
+    if not shown:
+        return torch.zeros_like(missed)
+    mean, count = mean_by(missed, calls.state, calls.rollout)
+    return shown * missed_effects(calls, missed - torch.where(count > 0, mean, 0.0))
+
+
+def trust_in_states(batch: Batch, reward: str = "outcome") -> float:
+    """Mean over the calls of how far `peers` and `auto` trust in the values of their states: 0 is
+    the credit of `rloo`. 0 without calls that can be compared."""
+    calls, index = calls_of(batch, reward, 1.0, turns.Returns(reward, 1.0)(batch))
+    if not index.numel():
+        return 0.0
+    missed = calls.returns - lambda_returns(calls, state_values(calls, calls.returns), 0.5)
+    return float(trust(calls, missed).mean())
+
+
 def missed_effects(calls: Calls, missed: Tensor) -> Tensor:
     """Trust in values at each call by how little the actions explain of what values miss.
 
     The sum of `missed` times the score of each call, under a policy with a logit for each action in
     each context, is the gradient that values lose. Its square is compared with the square that it
-    would have by chance, as the rollouts of a group differ: in all, and by turns (0, 1 to 2, 3 to
-    6, ...), with states and with whole prompts as contexts."""
-    turns = (calls.turn + 1).double().log2().floor().long()
-    trust = torch.ones(int(turns.max()) + 1, dtype=torch.float64)
-    one = torch.ones_like(missed)
-    size = reduce_by(one / reduce_by(one, calls.rollout)[calls.rollout], calls.group)[calls.group]
+    would have by chance, as the rollouts of a group differ: in all, and by stages (the first call,
+    the next 2, the next 4, ...), with states and with whole prompts as contexts."""
+    stage = (calls.turn + 1).double().log2().floor().long()
+    trust = torch.ones(int(stage.max()) + 1, dtype=torch.float64)
+    size = reduce_by(calls.following < 0, calls.group)[calls.group]
     for context in calls.contexts:
-        found, all_, groups = (
-            squared_scores(calls, missed, unit, key(context, turns))
+        found, each, groups = (
+            squared_scores(calls, missed, unit, key(context, stage))
             for unit in (torch.zeros_like(calls.rollout), calls.rollout, calls.group)
         )
         # Sum of n / (n - 1) times the squared deviations of a group's n rollouts from their mean.
-        noise = torch.where(size > 1, size * all_ - groups, 0.0) / (size - 1).clamp(min=1.0)
-        by_turns = [reduce_by(x, turns, len(trust)) for x in (found, noise)]
-        trust = torch.minimum(trust, fading(*by_turns, EFFECT_AT))
-        trust = torch.minimum(trust, fading(found.sum(), noise.sum(), EFFECT))
-    return trust[turns]
+        noise = (size * each - groups) / (size - 1)
+        at = fading(reduce_by(found, stage), reduce_by(noise, stage), EFFECT_AT)
+        trust = trust.minimum(at).minimum(fading(found.sum(), noise.sum(), EFFECT))
+    return trust[stage]
 
 
 def fading(found: Tensor, noise: Tensor, bounds: tuple[float, float]) -> Tensor:
@@ -201,18 +236,17 @@ def fading(found: Tensor, noise: Tensor, bounds: tuple[float, float]) -> Tensor:
 def squared_scores(calls: Calls, x: Tensor, unit: Tensor, context: Tensor) -> Tensor:
     """Squared norm of the sum of x times score over the calls of each pair of unit and context, at
     one call of the pair, 0 at its others. A score is 1 at the call's action minus the policy, whose
-    probabilities are known for what was said; the sum of their squares is their mean."""
+    probabilities are known for what was said; the sum of their squares is their mean. A call that
+    was certain, or has no tokens, has none."""
+    scored = (calls.weight > CERTAIN).double()
+    x, chance = x * scored, calls.chance * scored
     pair = key(unit, context)
     cell = key(pair, calls.action)
-    mean = reduce_by(calls.chance, context) / reduce_by(torch.ones_like(x), context)
-    total, expected, said = (
-        reduce_by(x, pair),
-        reduce_by(x * calls.chance, pair),
-        reduce_by(x, cell),
-    )
+    mean = reduce_by(chance, context) / reduce_by(scored, context).clamp(min=1.0)
+    total, expected = reduce_by(x, pair), reduce_by(x * chance, pair)
     place = torch.arange(len(x))
     at, of_cell = (reduce_by(place, same, how="amax").long() for same in (pair, cell))
-    square = torch.zeros_like(x).index_add_(0, at[pair[of_cell]], said**2)
+    square = torch.zeros_like(x).index_add_(0, at[pair[of_cell]], reduce_by(x, cell) ** 2)
     square[at] += total**2 * mean[context[at]] - 2 * total * expected
     return square
 
@@ -222,48 +256,33 @@ def PeerAdvantages(
     batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0, lam: float = 0.5
 ) -> Tensor:
     """The return of each call, without what later calls did to it as far as values of states can be
-    trusted (`lambda_returns`), minus `baselines`, [S]. A constant that is added to all outcomes
-    changes nothing; a factor is one of the advantages."""
-    returns = turns.Returns(reward, gamma)(batch)
-    returns = torch.where(returns.isnan(), turns.Returns(reward, 1.0)(batch), returns)  # gamma = 0
-    advantage = torch.full_like(returns, torch.nan)
-    known = (~returns.isnan()).nonzero().squeeze(1)
-    if not known.numel():
-        return advantage
-    received = turns.call_rewards(batch, reward)[known]
-    calls = calls_of(batch, known, returns[known], received, gamma)
-    if gamma == 1.0 and not received[calls.following >= 0].nan_to_num(nan=0.0).any():
-        # Outcomes: from the lowest of the group, so that equal ones are exactly 0.
-        lowest = reduce_by(calls.returns, calls.group, how="amin")[calls.group]
-        ends = torch.where(calls.following < 0, calls.received - lowest, calls.received)
-        calls = calls._replace(returns=calls.returns - lowest, received=ends)
-    missed = calls.returns - lambda_returns(calls, state_values(calls, calls.returns), lam)
-    mean, count = mean_by(missed, calls.state, calls.rollout)
-    centred = missed - torch.where(count > 0, mean, 0.0)
-    shown = shown_before_the_end(calls)
-    trust = shown * missed_effects(calls, centred) if shown else 0.0
-    x = calls.returns - trust * missed
-    base = baselines(calls, x)
-    advantage[known] = core.standardise(x, calls.group, base=base).advantage
+    trusted (`lambda_returns`), minus `baselines`, [S]; 0 without others to compare with. A constant
+    that is added to all outcomes changes nothing; a factor is one of the advantages."""
+    total = turns.Returns(reward, 1.0)(batch)
+    calls, index = calls_of(batch, reward, gamma, total)
+    advantage = torch.where(total.isnan(), total, 0.0)
+    if index.numel():
+        missed = calls.returns - lambda_returns(calls, state_values(calls, calls.returns), lam)
+        x = calls.returns - trust(calls, missed) * missed
+        advantage[index] = core.standardise(x, calls.group, base=baselines(calls, x)).advantage
     return advantage
 
 
 @dataclass(frozen=True, slots=True)
 class GrpoScale:
     """A credit [N] that is the reward minus the mean of the others', times the factor that makes it
-    GRPO's: (n - 1) / n over the standard deviation of the group's n rewards. A rollout's reward is
-    the sum of its calls'."""
+    GRPO's: (n - 1) / n over the standard deviation of the returns of the group's n rollouts, each
+    of which weighs as much as every other, however many calls it has."""
 
     credit: Credit
     reward: str | Column = "outcome"
 
     def __call__(self, batch: Batch) -> Tensor:
-        given = turns.call_rewards(batch, self.reward)
-        total = reduce_by(given.nan_to_num(nan=0.0), batch.transition_rollout, len(batch.rollouts))
-        known = reduce_by((~given.isnan()).double(), batch.transition_rollout, len(total)) > 0
-        total = torch.where(known, total, torch.nan)
-        group = batch.rollout_group
-        scale = core.standardise(total, group, norm="std").scale
-        size = reduce_by(known.double(), group)[group]
-        factor = torch.where(scale > 0, (size - 1) / size / scale, 0.0)
-        return self.credit(batch) * factor[batch.token_rollout]
+        returns = turns.Returns(self.reward)(batch)
+        group, rollout = units(batch, "transition", "group"), batch.transition_rollout
+        known = (~returns.isnan()).double()
+        weight = 1 / reduce_by(known, rollout)[rollout].clamp(min=1.0)
+        scale = core.standardise(returns, group, norm="std", w=weight).scale
+        n = reduce_by(weight * known, group)[group]
+        factor = torch.where(scale > 0, (n - 1) / n / scale, 0.0)
+        return self.credit(batch) * factor[batch.token_transition]

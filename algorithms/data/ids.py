@@ -26,12 +26,22 @@ How = Literal["sum", "mean", "amax", "amin"]
 
 def key(*columns: Tensor) -> Tensor:
     """Dense ids of the tuples formed by one or more integer columns; all int64 [U]."""
-    ids: Tensor = torch.unique(columns[0], return_inverse=True)[1]
+    ids = _dense(columns[0])
     for column in columns[1:]:
-        other: Tensor = torch.unique(column, return_inverse=True)[1]
-        pairs = ids * max(other.numel(), 1) + other
-        ids = torch.unique(pairs, return_inverse=True)[1]
+        other = _dense(column)
+        ids = _dense(ids * (int(other.max()) + 1 if other.numel() else 1) + other)
     return ids
+
+
+def _dense(ids: Tensor) -> Tensor:
+    """The rank of each id among the different ones; by counting if they are small, which takes a
+    tenth of the time of sorting them."""
+    if not ids.numel() or int(ids.min()) < 0 or int(ids.max()) > 4 * ids.numel():
+        ranks: Tensor = torch.unique(ids, return_inverse=True)[1]
+        return ranks
+    found = torch.zeros(int(ids.max()) + 1, dtype=torch.int64, device=ids.device)
+    found[ids] = 1
+    return found.cumsum(0)[ids] - 1
 
 
 def reduce_by(x: Tensor, ids: Tensor, n: int | None = None, how: How = "sum") -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -39,7 +41,7 @@ def test_a_misleading_process_reward_is_warned_of() -> None:
         first, why = suggestions[0]
         assert first == preset
         assert said in why
-        assert advise.choice(suggestions) == ("peers" if preset == "warning" else "streams")
+        assert advise.choice(suggestions) == ("auto" if preset == "warning" else "streams")
 
 
 def test_states_that_come_back_and_roles_are_seen() -> None:
@@ -52,35 +54,72 @@ def test_states_that_come_back_and_roles_are_seen() -> None:
     )
     assert advise.repeats(batch) == pytest.approx(5 / 8)
     names = [preset for preset, _ in advised(batch, 3.0, 1 / 3)]
-    assert names == ["peers", "grpo", "dr-mas", "batch-td"]
-    seldom = [preset for preset, _ in advised(batch, 3.0, 0.1)]
-    assert seldom == ["peers", "grpo", "dr-mas"]
+    assert names == ["auto", "grpo", "dr-mas"]
+    assert [preset for preset, _ in advised(batch, 1.0, 1 / 3)] == ["grpo", "dr-mas"]
     batch.rewards["role:own"] = batch.rewards["outcome"]
     assert advise.choice(advised(batch, 3.0, 1 / 3)) == "grpo+per-role"
 
 
-def test_states_that_explain_nothing_are_not_valued() -> None:
-    """The same last state and action ended well and badly."""
-    calls = [[Call("a", node=1), Call("b", node=2)] for _ in range(4)]
-    unclear = world(*(Play(one, float(n % 2)) for n, one in enumerate(calls)))
-    clear = world(*(Play(one, 1.0) for one in calls[:3]), Play([*calls[3][:1], Call("c")], 0.0))
-    assert advise.explained(unclear) == 0.0
-    assert advise.explained(clear) == 1.0
-    never_twice = world(*(Play([Call("a"), Call("b")], float(n % 2)) for n in range(4)))
-    assert advise.explained(never_twice) == 0.0
-    for batch, preset in ((unclear, []), (clear, ["batch-td"])):
-        found = advised(batch, 2.0, 1.0)
+def told(way: Sequence[str]) -> list[Play]:
+    """Sixteen rollouts whose first call decides; the observations after it, with {} for 0 or 1 or
+    {u} for the number of the rollout, tell it, or do not."""
+    plays = []
+    for u in range(16):
+        good = u % 2
+        seen = ["start", *(one.format(good, u=u) for one in way)]
+        calls = [Call(place, node=good if not i else 0) for i, place in enumerate(seen)]
+        plays.append(Play(calls, float(good)))
+    return plays
+
+
+TELLING, SILENT, NEW = ["door {}", "room {}"], ["ok", "ok", "end {}"], ["page {u}", "page {u}, 2"]
+
+
+def test_states_that_do_not_tell_how_rollouts_end_are_not_valued() -> None:
+    for way, trust, names in (
+        (TELLING, 1.0, ["auto", "grpo", "batch-td"]),
+        (SILENT, 0.0, ["auto", "grpo"]),
+        (NEW, 0.0, ["auto", "grpo"]),
+    ):
+        batch = world(*told(way))
+        assert advise.look_at(batch).trust == trust
+        found = advised(batch, 3.0, 1.0)
         assert found[0] == advise.COMPARED
-        assert [name for name, _ in found] == ["peers", "grpo", *preset]
+        assert [name for name, _ in found] == names
 
 
 def test_states_to_which_a_rollout_comes_back_are_valued() -> None:
-    ends = (0, 0, 1, 1)
-    back = world(*(Play([Call("a", node=n), Call("a", node=1)], float(n)) for n in ends))
-    assert advise.returns(back) == 0.5
-    assert advised(back, 2.0, 1.0)[0] == advise.COMPARED  # 1 led to 0 and 1
-    back = world(*(Play([Call("a", node=2), Call("a", node=n)], float(n)) for n in ends))
-    assert advised(back, 2.0, 1.0)[0] == advise.VALUED
+    back = world(*told(["door {}", "door {}", "room {}"]))
+    assert advise.returns(back) == 0.25
+    assert advised(back, 4.0, 1.0)[0] == advise.VALUED
+    assert advised(world(*told(["ok", "ok", "end {}"])), 4.0, 1.0)[0] == advise.COMPARED
+
+
+def test_what_misleads_is_warned_of_with_the_presets_that_it_misleads() -> None:
+    def warned(plays: Sequence[Play]) -> list[str]:
+        batch = world(*plays)
+        return list(advise.cautions(batch, advise.look_at(batch)))
+
+    assert warned(told(TELLING)) == []
+    (silent,) = warned(told(SILENT))
+    assert 'do not tell how they end (answers such as "ok"): `batch-td`' in silent
+    (new,) = warned(told(NEW))
+    assert new.startswith("only 0% of the later states were seen by other rollouts: `gigpo`")
+    penalties = [replace_outcome(play, play.outcome - 1) for play in told(TELLING)]
+    (negative,) = warned(penalties)
+    assert negative.startswith("outcomes are negative: `gigpo`, `hgpo`, `hcapo`")
+    unequal = told(TELLING)
+    for play in unequal[::2]:
+        play.calls = [*play.calls[:-1], *[play.calls[-1]] * 4]
+    (lengths,) = warned(unequal)
+    assert lengths.startswith("rollouts of a task make 3 to 6 calls: `gigpo`")
+    assert warned([Play([Call()], -1.0), Play([Call()], 0.0)]) == []  # one call: no credit to move
+    assert warned([replace_outcome(play, 1.0) for play in told(SILENT)]) == []  # nothing to tell
+    assert warned([replace_outcome(play, float("nan")) for play in told(SILENT)]) == []
+
+
+def replace_outcome(play: Play, outcome: float) -> Play:
+    return dataclasses.replace(play, outcome=outcome)
 
 
 async def test_a_run_is_advised_from_its_store(tmp_path: Path) -> None:
@@ -110,14 +149,14 @@ async def test_a_run_is_advised_from_its_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("states", "said"),
     [
-        (advise.States(calls=1.0, repeated=0.9, back=0.9, explained=0.9), []),
-        (advise.States(calls=3.0, repeated=0.1, back=0.0, explained=0.1), []),
+        (advise.States(calls=1.0, repeated=0.9, back=0.9, trust=0.9), []),
+        (advise.States(calls=3.0, repeated=0.1, back=0.0, trust=0.1), []),
         (
-            advise.States(calls=3.0, repeated=0.54, back=0.2, explained=1.0),
+            advise.States(calls=3.0, repeated=0.54, back=0.2, trust=0.8),
             [
                 "54% of the later states were seen by other rollouts of their task",
                 "20% of the calls are in a state that their rollout was in before",
-                "the last state explains 100% of the differences in outcome",
+                "`auto` and `peers` trust in the values of states by 80%",
             ],
         ),
     ],

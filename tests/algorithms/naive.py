@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, stdev
 
-from .worlds import NAN, Play
+from .worlds import NAN, Call, Play
 
 Plays = list[Play]
 
@@ -79,100 +81,236 @@ def naive_gae(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
     return out
 
 
-def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
-    """Lambda-returns with the mean returns of other rollouts in the same state as values, and
-    returns for the share that states and actions do not explain; minus means of the returns of
-    other rollouts, weighted by the squared norms of their scores."""
-    at = [(u, i) for u, play in enumerate(plays) for i in range(len(play.calls))]
-    call = [plays[u].calls[i] for u, i in at]
-    g, total = (
-        [x for play in plays for x in returns(rewards_of(play, name), rate)] for rate in (gamma, 1)
-    )
-    share = naive_explained(plays, name)
-    mixed = [share * one + (1 - share) * other for one, other in zip(g, total, strict=True)]
-    norm = [max(c.tokens * (1 - math.exp(c.logprob)) ** 2, 1e-6) for c in call]
+@dataclass
+class Known:
+    """A call with a return whose group has another rollout with one."""
 
-    def of_others(c: int, x: list[float], w: list[float], by: str) -> float:
-        same = [
-            d
-            for d in range(len(at))
-            if at[d][0] != at[c][0]
-            and plays[at[d][0]].group == plays[at[c][0]].group
-            and (by != "state" or call[d].state == call[c].state)
-            and (by != "turn" or at[d][1] == at[c][1])
-            and x[d] == x[d]
-        ]
-        return sum(w[d] * x[d] for d in same) / sum(w[d] for d in same) if same else NAN
+    number: int  # among all calls
+    rollout: int
+    turn: int
+    call: Call
+    group: int
+    state: object
+    action: object
+    prompt: object
+    r: float
+    g: float = 0.0
+    after: Known | None = None
 
-    one = [1.0] * len(at)
-    target: list[float] = []
+    @property
+    def norm(self) -> float:
+        return max(self.call.tokens * (1 - math.exp(self.call.logprob)) ** 2, 1e-6)
+
+    @property
+    def chance(self) -> float:
+        return math.exp(self.call.tokens * self.call.logprob)
+
+
+def naive_known(plays: Plays, name: str, gamma: float) -> list[Known]:
+    scored = [u for u, play in enumerate(plays) if any(r == r for r in rewards_of(play, name))]
+    found, number = list[Known](), 0
     for u, play in enumerate(plays):
-        ours = [c for c in range(len(at)) if at[c][0] == u]
-        given = rewards_of(play, name)
-        n = len(ours)
-        v = [of_others(c, g, one, "state") for c in ours]
-        last = max((i for i in range(n) if v[i] == v[i]), default=n)
-        worth = [g[c] for c in ours]
-        if play.calls[-1].truncated and last < n and worth[last] != worth[last]:
-            worth[: last + 1] = [0.0] * (last + 1)  # known, by the value of the last state
-            given = [*given[:last], v[last], *given[last + 1 :]]
-        r = [0.0 if value != value else value for value in given]
-        base = [of_others(c, g, one, "group") for c in ours]
-        aims = [NAN] * n
-        for i in reversed(range(n)):
-            if base[i] != base[i] or worth[i] != worth[i]:
-                aims[i] = NAN if worth[i] != worth[i] else math.inf  # nothing to compare with
-                continue
-            later = [j for j in range(i + 1, n) if v[j] == v[j]]
-            j = later[0] if later else n
-            aims[i] = sum(gamma ** (k - i) * r[k] for k in range(i, j))
-            if later:
-                aims[i] += gamma ** (j - i) * ((1 - lam) * v[j] + lam * aims[j])
-        target += aims
+        rewards, ours, before = rewards_of(play, name), list[Known](), ()  # type: ignore[var-annotated]
+        last = max((i for i, r in enumerate(rewards) if r == r), default=-1)
+        others = [w for w in scored if w != u and plays[w].group == play.group]
+        for i, call in enumerate(play.calls):
+            said = ("own", u, i) if call.node is None else call.node
+            if i <= last and others:
+                r = 0.0 if rewards[i] != rewards[i] else rewards[i]
+                state, prompt = (call.role, call.state), (call.role, before)
+                ours.append(Known(number, u, i, call, play.group, state, said, prompt, r))
+            before, number = said, number + 1  # type: ignore[assignment]
+        for one, following in pairwise(ours):
+            one.after = following
+        found += ours
+    if gamma == 1 and not any(c.r for c in found if c.after):
+        for group in {c.group for c in found}:
+            ends = [c for c in found if c.group == group and not c.after]
+            lowest, largest = min(c.r for c in ends), max(abs(c.r) for c in ends)
+            for c in ends:
+                c.r = c.r - lowest if c.r - lowest > 1e-6 * largest else 0.0
+    for c in reversed(found):
+        c.g = c.r + (gamma * c.after.g if c.after else 0.0)
+    return found
 
-    best = [of_others(c, mixed, norm, "group") for c in range(len(at))]
-    best = [0.0 if value != value else value for value in best]
-    for by in ("turn", "state"):
-        differs = [of_others(c, mixed, norm, by) - best[c] for c in range(len(at))]
-        compared = [c for c in range(len(at)) if differs[c] == differs[c] and mixed[c] == mixed[c]]
-        squares = sum(norm[c] * differs[c] ** 2 for c in compared)
-        fit = sum(norm[c] * differs[c] * (mixed[c] - best[c]) for c in compared)
-        fit = min(max(fit / squares, 0.0), 1.0) if squares > 1e-12 else 0.0
-        best = [b + fit * (0.0 if d != d else d) for b, d in zip(best, differs, strict=True)]
-    out = []
-    for c, aim in enumerate(target):
-        if aim != aim or aim == math.inf:
-            out.append(NAN if aim != aim else 0.0)
+
+def naive_values(calls: list[Known], x: list[float]) -> list[float]:
+    """Mean of the other rollouts in the state, moved along a line by how late it is; NaN: none."""
+    late, off = [0.0] * len(x), [0.0] * len(x)
+    for i, c in enumerate(calls):
+        same = [j for j, d in enumerate(calls) if (d.group, d.state) == (c.group, c.state)]
+        late[i] = c.turn - fmean(calls[j].turn for j in same)
+        off[i] = x[i] - fmean(x[j] for j in same)
+    values = []
+    for c in calls:
+        rest = [j for j, d in enumerate(calls) if d.group == c.group and d.rollout != c.rollout]
+        same = [j for j in rest if calls[j].state == c.state]
+        if not same:
+            values.append(NAN)
             continue
-        x = share * aim + (1 - share) * (total[c] if total[c] == total[c] else aim)
-        a = x - best[c]
-        out.append(0.0 if abs(a) < 1e-9 else a)
+        moving = [j for j in rest if abs(late[j]) > 1e-12]
+        slope = naive_fit([(late[j], off[j], 1.0) for j in rest], len(moving) - 1)
+        earlier = c.turn - fmean(calls[j].turn for j in same)
+        values.append(fmean(x[j] for j in same) + slope * earlier)
+    return values
+
+
+def naive_fit(points: list[tuple[float, float, float]], freedom: int) -> float:
+    """Slope of weighted least squares through 0, by the share that noise does not explain."""
+    squares = sum(w * x * x for x, _, w in points)
+    if squares < 1e-20:
+        return 0.0
+    slope = sum(w * x * y for x, y, w in points) / squares
+    rest = sum(w * (y - slope * x) ** 2 for x, y, w in points) / max(freedom, 1)
+    return slope * max(0.0, 1 - rest / (slope * slope * squares)) if slope else 0.0
+
+
+def naive_explained(calls: list[Known]) -> float:
+    """Adjusted R squared of returns by state and action, with one more degree of freedom."""
+    cells: dict[object, list[float]] = defaultdict(list)
+    groups: dict[object, list[float]] = defaultdict(list)
+    for c in calls:
+        cells[c.group, c.state, c.action].append(c.g)
+        groups[c.group].append(c.g)
+
+    def inside(parts: dict[object, list[float]]) -> float:
+        return sum((x - fmean(part)) ** 2 for part in parts.values() for x in part)
+
+    freedom = len(calls) - len(groups)
+    if not freedom or inside(groups) < 1e-20:
+        return 0.0
+    each = inside(groups) / freedom
+    left = (inside(cells) + each) / (len(calls) - len(cells) + 1)
+    met = sum(len(part) for part in cells.values() if len(part) > 1) / len(calls)
+    return max(0.0, 1 - left / each) * met
+
+
+def naive_effects(calls: list[Known], missed: list[float]) -> list[float]:
+    """Trust at each call: 1 where actions explain no more of what is missed than by chance."""
+    stages = [int(math.log2(c.turn + 1)) for c in calls]
+
+    def square(members: list[int], said: str) -> float:
+        """Squared norm of the sum of missed times score of these calls."""
+        found = 0.0
+        for context, stage in {(getattr(calls[i], said), stages[i]) for i in members}:
+            seen = [
+                i for i, c in enumerate(calls)
+                if (getattr(c, said), stages[i]) == (context, stage) and c.norm > 1e-6
+            ]  # fmt: skip
+            here = [i for i in members if i in seen]
+            total = sum(missed[i] for i in here)
+            for action in {calls[i].action for i in here}:
+                found += sum(missed[i] for i in here if calls[i].action == action) ** 2
+            found -= 2 * total * sum(missed[i] * calls[i].chance for i in here)
+            found += total**2 * fmean([calls[i].chance for i in seen] or [0.0])
+        return found
+
+    def noise(members: list[int], said: str) -> float:
+        """Sum over groups of n times the variance of a rollout's sum of missed times score."""
+        result = 0.0
+        for group in {c.group for c in calls}:
+            n = len({c.rollout for c in calls if c.group == group})
+            ours = [i for i in members if calls[i].group == group]
+            each = [
+                square([i for i in ours if calls[i].rollout == u], said)
+                for u in {c.rollout for c in calls if c.group == group}
+            ]
+            result += (n * sum(each) - square(ours, said)) / (n - 1)
+        return result
+
+    def fading(members: list[int], said: str, low: float, high: float) -> float:
+        found = square(members, said)
+        ratio = found / max(noise(members, said), 1e-300) if found > 0 else 0.0
+        return min(max((high - ratio) / (high - low), 0.0), 1.0)
+
+    every = list(range(len(calls)))
+    overall = min(fading(every, said, 1.25, 2.5) for said in ("state", "prompt"))
+    at = {
+        stage: min(
+            fading([i for i in every if stages[i] == stage], said, 1.5, 3.0)
+            for said in ("state", "prompt")
+        )
+        for stage in set(stages)
+    }
+    return [min(overall, at[stage]) for stage in stages]
+
+
+def naive_plain(calls: list[Known]) -> list[float]:
+    """Mean of the others' returns at the same turn, or at their last call."""
+    out = []
+    for c in calls:
+        others = list[float]()
+        for u in {d.rollout for d in calls if d.group == c.group} - {c.rollout}:
+            theirs = [d for d in calls if d.rollout == u]
+            others.append(theirs[min(c.turn, len(theirs) - 1)].g)
+        out.append(fmean(others))
     return out
 
 
-def naive_explained(plays: Plays, name: str) -> float:
-    """Share of the variance of last rewards that the last state and action explain."""
-    known = [
-        u
-        for u, play in enumerate(plays)
-        if rewards_of(play, name)[-1] == rewards_of(play, name)[-1]
-    ]
-    x = [rewards_of(plays[u], name)[-1] for u in known]
-    group: list[object] = [plays[u].group for u in known]
-    last = [plays[u].calls[-1] for u in known]
-    did: list[object] = [
-        (g, c.role, c.state, ("own", u) if c.node is None else c.node)
-        for u, g, c in zip(known, group, last, strict=True)
-    ]
+def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
+    """Lambda-returns with the values of states where the batch shows that these can be trusted,
+    returns elsewhere; minus the mean of the others' returns, moved towards the state's value."""
+    out = [
+        0.0 if any(r == r for r in rewards_of(play, name)[i:]) else NAN
+        for play in plays for i in range(len(play.calls))
+    ]  # fmt: skip
+    calls = naive_known(plays, name, gamma)
+    if not calls:
+        return out
+    place = {c.number: i for i, c in enumerate(calls)}
+    value, aim = naive_values(calls, [c.g for c in calls]), [0.0] * len(calls)
+    for i, c in reversed(list(enumerate(calls))):
+        aim[i] = c.r
+        if c.after:
+            v, more = value[place[c.after.number]], aim[place[c.after.number]]
+            aim[i] += gamma * (more if v != v else (1 - lam) * v + lam * more)
+    missed = [c.g - a for c, a in zip(calls, aim, strict=True)]
+    centred = []
+    for c, m in zip(calls, missed, strict=True):
+        same = [
+            missed[i] for i, d in enumerate(calls)
+            if (d.group, d.state) == (c.group, c.state) and d.rollout != c.rollout
+        ]  # fmt: skip
+        centred.append(m - (fmean(same) if same else 0.0))
+    ends, before = ([c for c in calls if (c.after is None) == last] for last in (True, False))
+    before = [c for c in before if c.after and c.after.after is None]
+    shown = min(naive_explained(some) if some else 0.0 for some in (ends, before))
+    shown = min(max((shown - 0.15) / (0.5 - 0.15), 0.0), 1.0)
+    trust = naive_effects(calls, centred)
+    x = [c.g - shown * t * m for c, t, m in zip(calls, trust, missed, strict=True)]
+    base = naive_plain(calls)
+    moved = [
+        0.0 if v != v else v - b for v, b in zip(naive_values(calls, x), base, strict=True)
+    ]  # fmt: skip
+    rollouts = len({c.rollout for c in calls})
+    for i, c in enumerate(calls):
+        points = [
+            (moved[j], x[j] - base[j], d.norm)
+            for j, d in enumerate(calls) if d.rollout != c.rollout
+        ]  # fmt: skip
+        fit = min(max(naive_fit(points, rollouts - 2), 0.0), 1.0)
+        a = x[i] - base[i] - fit * moved[i]
+        largest = max(abs(y) for y, d in zip(x, calls, strict=True) if d.group == c.group)
+        out[c.number] = a if abs(a) > 1e-6 * largest else 0.0
+    return out
 
-    def variance(by: list[object]) -> float:
-        same = [[v for v, one in zip(x, by, strict=True) if one == key] for key in set(by)]
-        squares = sum((v - fmean(values)) ** 2 for values in same for v in values)
-        return squares / (len(x) - len(same)) if len(x) > len(same) else math.inf
 
-    if variance(did) == math.inf:
-        return 0.0
-    return max(0.0, 1 - variance(did) / variance(group)) if variance(group) > 1e-12 else 1.0
+def naive_auto(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
+    """The credit of peers on GRPO's scale: over the standard deviation of returns in the group,
+    every rollout with the same weight."""
+    factor = []
+    for play in plays:
+        each = [
+            [g for g in returns(rewards_of(other, name), 1.0) if g == g]
+            for other in plays if other.group == play.group
+        ]  # fmt: skip
+        each = [g for g in each if g]
+        n, mean = len(each), fmean(map(fmean, each)) if each else 0.0
+        square = sum(fmean((x - mean) ** 2 for x in g) for g in each) / (n - 1) if n > 1 else 0.0
+        scale = math.sqrt(square) + 1e-6
+        factor += [(n - 1) / n / scale if square > 1e-12 else 0.0] * len(play.calls)
+    credit = naive_peers(plays, name, gamma, lam)
+    return [a * f for a, f in zip(credit, factor, strict=True)]
 
 
 def naive_components(

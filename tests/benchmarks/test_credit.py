@@ -13,5 +13,5 @@ def test_the_variance_of_peers_and_batch_td_is_a_fraction_of_that_of_broadcast(
     monkeypatch.setattr(credit, "GROUPS", 800)
     found = credit.variance()
     assert found["variance reduction batch-td"] > 4.5
-    assert 4.5 > found["variance reduction peers"] > 3.4
+    assert 3.6 > found["variance reduction peers"] > 3.1
     assert max(found["bias peers"], found["bias batch-td"]) < 4

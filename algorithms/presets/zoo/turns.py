@@ -103,8 +103,10 @@ def PeerValues(
     without parameters, unbiased if equal ids mean equal states."""
     x = turns.Returns(reward, gamma)(batch)
     same, known = units(batch, "transition", *by), (~x.isnan()).double()
-    mean, count = mean_by(x.nan_to_num(nan=0.0), same, batch.transition_rollout, known)
-    return torch.where(count > 0, mean, torch.nan)
+    mean, share = (
+        mean_by(y, same, batch.transition_rollout)[0] for y in (x.nan_to_num(nan=0.0), known)
+    )
+    return torch.where(share > 0, mean / share, torch.nan)
 
 
 @registry.as_modifier("peers", prefix="peers_")

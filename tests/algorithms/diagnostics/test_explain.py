@@ -31,7 +31,6 @@ from agentrl.config import AlgorithmConfig, PolicyConfig, RunConfig
 from agentrl.errors import ConfigError, StoreError, TrainingError
 from agentrl.store import Store, open_store
 from agentrl.types import (
-    Credit,
     Group,
     NewRollout,
     Outcome,
@@ -95,18 +94,13 @@ def nothing(batch: Batch) -> Tensor:
     return torch.zeros(batch.n_tokens)
 
 
-def test_credit_that_depends_on_calls_is_explained_by_those_that_the_step_trained() -> None:
-    """Not by those that are stored: the step leaves out calls that are too long."""
-    algo, made = make("auto", {}), group()
-    chains = []
-    for number in (1, 2):
-        names = [call.id for row in made.rollouts for call in row.transitions[:number]]
-        columns = {name: float32([0.0]) for name in ("advantage", "gate", "weight", "psi")}
-        stored = Credit(transition="", policy="policy", baseline=float32([]), **columns)
-        used = dict.fromkeys(names, stored)
-        chains.append(explain(algo, [made], credits=used).chain[-1].text)
-    assert chains[0] == brief(make("grpo", {}).credit)
-    assert "PeerAdvantages" in chains[1]
+def test_the_default_is_explained_by_the_credit_of_peers_and_its_scale() -> None:
+    peers, scaled = explain(make("auto", {}), [group()]).chain
+    assert (peers.depth, scaled.depth) == (1, 0)
+    assert peers.text == "GroupRelative(PeerAdvantages('outcome'), base='none')"
+    assert scaled.text.startswith("GrpoScale(")
+    assert peers.columns["advantage"].unique().tolist() == [-1.0, 1.0]
+    assert scaled.columns["advantage"].abs().tolist() == pytest.approx([0.5**0.5] * 8, rel=1e-5)
 
 
 def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:

@@ -19,6 +19,7 @@ from agentrl.errors import ConfigError
 from tests.algorithms.limits import binary
 from tests.algorithms.naive import (
     compare,
+    naive_auto,
     naive_batch_td,
     naive_bi_level,
     naive_gae,
@@ -379,9 +380,14 @@ CASES: dict[str, Case] = {
         tokens(lambda plays: total((outcome(plays, True), 1), (outcome(plays, True, tree), 0.5))),
         "row", "rows", {"tree_weight": 0.5},
     ),
-    "auto": (  # half of the rollouts or more made several calls
-        tokens(lambda plays: naive_peers(plays, "p", 0.9, 0.8)), "token", "rows",
+    "auto": (tokens(lambda plays: naive_auto(plays, "outcome", 1.0, 0.5)), "token", "rows", {}),
+    "auto process": (
+        tokens(lambda plays: naive_auto(plays, "p", 0.9, 0.8)), "token", "rows",
         {"reward": "transition:p", "gamma": 0.9, "lam": 0.8},
+    ),
+    "auto none": (
+        tokens(lambda plays: naive_peers(plays, "outcome", 1.0, 0.0)), "token", "rows",
+        {"std": False, "lam": 0.0},
     ),
     "peers": (
         tokens(lambda plays: naive_peers(plays, "p", 0.9, 0.8)), "token", "rows",
@@ -395,7 +401,7 @@ CASES: dict[str, Case] = {
         tokens(lambda plays: naive_batch_td(plays, "outcome", 1.0)), "row", "rows", {}
     ),
     "gspo+peers": (
-        tokens(lambda plays: naive_peers(plays, "outcome", 0.95, 0.5)), "row", "rows", {}
+        tokens(lambda plays: naive_peers(plays, "outcome", 1.0, 0.5)), "row", "rows", {}
     ),
     "hcapo": (
         tokens(lambda plays: hindsight(plays, 0.95, 1.0)), "token", "rows",
@@ -515,31 +521,36 @@ def sample(seed: int) -> tuple[Plays, Batch]:
 
 
 def test_peers_credits_every_call_where_no_state_is_seen_twice() -> None:
-    """Also calls at turns that no other rollout reached, and early ones without a discount."""
+    """Also calls at turns that no other rollout reached. With a discount a call's return depends on
+    how many follow, so that a short failure may be better than a long success."""
     plays = [
         Play([Call((u, i)) for i in range(n)], float(u % 2)) for u, n in enumerate((2, 9, 3, 4))
     ]
     a, discounted = (
         compute_advantages(make("peers", {"gamma": gamma}, streams=("o",)), world(*plays))
-        for gamma in (0.95, 0.5)
+        for gamma in (1.0, 0.5)
     )
-    assert torch.equal(a, discounted)
     for u, rollout in enumerate(a.split([2, 9, 3, 4])):
-        assert (rollout.sign() == (1 if u % 2 else -1)).all()
+        assert rollout.tolist() == pytest.approx([2 / 3 if u % 2 else -2 / 3] * len(rollout))
+    _, long, *_ = discounted.split([2, 9, 3, 4])
+    assert long[0].item() == pytest.approx(0.5**8 - (0 + 0 + 0.5**3) / 3)
+    assert long[-1].item() == pytest.approx(1 - (0 + 0 + 1) / 3)
 
 
-@pytest.mark.parametrize(("several", "chosen"), [(0, "grpo"), (1, "grpo"), (2, "peers")])
-def test_the_default_credits_a_batch_by_how_many_of_its_rollouts_made_several_calls(
-    several: int, chosen: str
-) -> None:
+@pytest.mark.parametrize("several", range(5))
+def test_the_default_is_grpo_where_no_state_comes_again(several: int) -> None:
+    """However many of the rollouts made several calls."""
     outcomes = enumerate((1.0, 0.0, 1.0, 0.5))
-    plays = [Play([Call()] * (2 if n < several else 1), outcome) for n, outcome in outcomes]
-    batch = world(*plays, Play([], 0.5))
-    default, by_name = (
-        compute_advantages(make(name, {}, streams=("o",)), batch)
-        for name in (AlgorithmConfig().preset, chosen)
+    plays = [
+        Play([Call((n, i)) for i in range(2 if n < several else 1)], outcome)
+        for n, outcome in outcomes
+    ]
+    default, grpo = (
+        compute_advantages(make(name, {}, streams=("o",)), world(*plays))
+        for name in (AlgorithmConfig().preset, "grpo")
     )
-    assert torch.equal(default, by_name)
+    assert torch.allclose(default, grpo, rtol=1e-12, atol=0)
+    assert default.abs().min() > 0.1
 
 
 def published(case: Case, plays: Plays, batch: Batch, p: Tensor, o: Tensor) -> Tensor:
