@@ -20,7 +20,7 @@ from openai.types.responses.response_create_params import (
 )
 from openai.types.shared_params import Reasoning
 
-from agentrl.runners.dialects import responses
+from agentrl.runners.dialects import messages, responses
 from agentrl.runners.gateway.server import Gateway
 
 TOOL = {
@@ -441,6 +441,14 @@ async def test_what_messages_cannot_say_is_refused(
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(param)
     assert bench.model.requests == []
+
+
+def test_every_field_of_anthropics_sdk_is_decided_upon() -> None:
+    from anthropic.types.beta.message_create_params import MessageCreateParamsBase
+
+    same = {"model", "temperature", "top_k", "top_p"} | {"betas"}  # a header
+    known = same | messages.ALLOWED.keys() | messages.IDLE | messages.TRANSLATED
+    assert MessageCreateParamsBase.__annotations__.keys() <= known
 
 
 @pytest.mark.parametrize("stream", [False, True])
