@@ -9,10 +9,12 @@ Writer: code inside the attempt, from any thread.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ Recorded = Callable[[], str | None] | None  # returns the span id at another tra
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 MODEL_ROUTE = re.compile(r"/(?:completions|responses|messages)$|[gG]enerateContent(?:\?|$)")
 KEY = context.create_key("agentrl-journal")
+NO_TASK = 0  # of a thread without an event loop, such as a sync agent's
 _open: dict[int, AttemptLog] = {}  # by trace id
 _latest: ContextVar[HttpCall | None] = ContextVar("agentrl_latest_call", default=None)
 
@@ -75,6 +78,7 @@ class AttemptLog:
     steps: dict[str, FrameworkStep] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)  # keys of `steps`
     needs_no_call: bool = False  # success without a model call is correct here
+    homes: set[tuple[int, int]] = field(default_factory=set)  # the agent's own tasks and threads
 
     def enter(
         self, step: str, name: str, kind: str, parent: str | None, recorded: Recorded = None
@@ -176,6 +180,29 @@ def current() -> AttemptLog | None:
     """Return the log of the caller's attempt, None outside of attempts."""
     found = context.get_value(KEY)
     return found if isinstance(found, AttemptLog) else None
+
+
+def enter_agent() -> None:
+    """Note that the agent itself, not something that it started, runs in this task or thread."""
+    if log := current():
+        log.homes.add(_place())
+
+
+def leave_as_server() -> None:
+    """Take the caller's task or thread out of its attempt for ever, unless it is the agent's own:
+    it serves connections, which may be those of other attempts."""
+    if log := current():
+        thread, task = _place()
+        if log.homes.isdisjoint({(thread, task), (thread, NO_TASK)}):
+            context.attach(context.Context())
+
+
+def _place() -> tuple[int, int]:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop
+        task = None
+    return threading.get_ident(), NO_TASK if task is None else id(task)
 
 
 @contextmanager
