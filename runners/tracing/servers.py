@@ -33,6 +33,8 @@ def install() -> None:
     _patch(socketserver.BaseServer, "_handle_request_noblock", _sync)
     _patch(socket.socket, "accept", _accept)
     _patch(selector_events.BaseSelectorEventLoop, "sock_accept", _sock_accept)
+    if find_spec("uvicorn"):  # also for what it starts beside requests: an application's workers
+        _patch(import_module("uvicorn.server").Server, "serve", _async)
     if find_spec("uvloop"):
         loop = import_module("uvloop").Loop
         _patch(loop, "create_server", _async)
@@ -41,20 +43,18 @@ def install() -> None:
 
 
 def install_imported() -> None:
-    """Patch gRPC, and uvicorn for what it starts beside requests, such as the workers of an
-    application, if the process has imported them; call it at each attempt."""
-    for module, server, method, wrap in (
-        ("grpc._server", "_Server", "start", _sync),
-        ("grpc.aio._server", "Server", "start", _async),
-        ("uvicorn.server", "Server", "serve", _async),
+    """Patch gRPC if the process has imported it; call it at each attempt."""
+    for module, server, wrap in (
+        ("grpc._server", "_Server", _sync),
+        ("grpc.aio._server", "Server", _async),
     ):
         if module in sys.modules:
-            _patch_once(module, server, method, wrap)
+            _patch_once(module, server, wrap)
 
 
 @cache
-def _patch_once(module: str, server: str, method: str, wrap: Callable[..., Any]) -> None:
-    _patch(getattr(sys.modules[module], server), method, wrap)
+def _patch_once(module: str, server: str, wrap: Callable[..., Any]) -> None:
+    _patch(getattr(sys.modules[module], server), "start", wrap)
 
 
 def _patch(owner: Any, method: str, wrap: Callable[..., Any]) -> None:
