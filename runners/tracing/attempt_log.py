@@ -37,6 +37,8 @@ MODEL_ROUTE = re.compile(r"/(?:completions|responses|messages)$|[gG]enerateConte
 KEY = context.create_key("agentrl-journal")
 NO_TASK = 0  # of a thread without an event loop, such as a sync agent's
 _open: dict[int, AttemptLog] = {}  # by trace id
+# The step of the LangChain model that is being asked: `batch` of a sequence sets no context for it.
+model_step: ContextVar[str | None] = ContextVar("agentrl_model_step", default=None)
 _latest: ContextVar[HttpCall | None] = ContextVar("agentrl_latest_call", default=None)
 
 
@@ -103,7 +105,8 @@ class AttemptLog:
     def inside(self) -> tuple[str, ...]:
         """Return the ids of the spans around the caller, innermost first, ending with the root."""
         current, path = _current_span_id(), []
-        step = framework_step() or ""
+        asking = model_step.get() or ""
+        step = asking if asking in self.running else framework_step() or ""
         if step in self.steps and self.steps[step].around != current:
             path.append(current)  # the user's own span inside the step
         while step in self.steps:
