@@ -177,9 +177,14 @@ def _parts(value: Any) -> Any:
     """Return what an object is made of, nearer to JSON than itself, or the object itself."""
     if isinstance(value, enum.Enum):
         return value.value
-    for method, options in (("model_dump", {"mode": "json"}), ("tolist", {})):  # pydantic, numpy
-        if callable(convert := getattr(value, method, None)) and not isinstance(value, type):
-            return convert(**options)
+    if not isinstance(value, type):
+        if callable(dump := getattr(value, "model_dump", None)):  # pydantic
+            try:
+                return dump(mode="json")
+            except ValueError:  # it has parts that pydantic does not know, such as numpy's
+                return dump(mode="json", fallback=_plain)
+        if callable(convert := getattr(value, "tolist", None)):  # numpy
+            return convert()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         known = (field.name for field in dataclasses.fields(value))
         return {name: getattr(value, name) for name in known if hasattr(value, name)}

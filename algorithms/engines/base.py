@@ -5,7 +5,8 @@ request   `return_token_ids: true`, `logprobs: true`
 response  `prompt_token_ids`, `choices[].token_ids`, `choices[].logprobs.content[].logprob`
           (streamed: the same fields in the chunks), header `x-policy-version`; if weights changed
           during a call, `choices[].agentrl_spans: [[0, 7], [12, 8]]`, pairs of first token and
-          version (streamed: in the last chunk of the choice)
+          version (streamed: in the last chunk of the choice); header `x-processors: none` if no
+          option of the request changed the distribution
 Log-probs are those of the distribution at the request's temperature, before top-p and top-k (vLLM:
 after them), and at temperature 0 those at temperature 1.
 """

@@ -34,6 +34,9 @@ class ConversationMemory:
     answers: dict[str, list[Body]] = field(default_factory=dict)
     """Response id -> the conversation up to and including that response, as chat messages."""
 
+    threads: dict[str, Body] = field(default_factory=dict)
+    """Message id -> system prompt, tools and messages of its thread of the Messages API."""
+
     items: dict[str, Body] = field(default_factory=dict)
     """Item id -> the output item of a response, which a later request may only refer to."""
 
@@ -41,8 +44,8 @@ class ConversationMemory:
     """Tool call id -> its arguments, byte for byte as the model wrote them."""
 
     def has_any(self, ids: Iterable[str]) -> bool:
-        """Whether any of the ids is one of a response or of an item of it."""
-        return any(id in self.answers or id in self.items for id in ids)
+        """Whether any of the ids is one of a response, of an item of it or of a thread."""
+        return any(id in self.answers or id in self.items or id in self.threads for id in ids)
 
     def remember(self, answer: Json) -> None:
         """Store the arguments of the tool calls in an assistant message."""

@@ -20,6 +20,7 @@ from agentrl.types import Json
 # Fields that a chat completion cannot express, with the values at which they have no effect. Any
 # other value is refused.
 ALLOWED: dict[str, tuple[Json, ...]] = {
+    "compaction": (None,),
     "container": (None,),
     "inference_geo": (None,),
     "mcp_servers": (None, []),
@@ -29,17 +30,19 @@ ALLOWED: dict[str, tuple[Json, ...]] = {
 # Server options, dropped. `context_management` lets the server clear earlier thinking and tool
 # results; here the policy reads all that the agent sends.
 IDLE = {"cache_control", "context_management", "diagnostics", "metadata", "user_profile_id"}
-IDLE |= {"workspace_id"}
+IDLE |= {"billing_policy", "fallback_credit_token", "fallbacks", "workspace_id"}
 EDITS = {"clear_thinking_20251015", "clear_tool_uses_20250919"}  # of `context_management`
 # Type prefixes of tools that run on Anthropic's servers, dropped.
 HOSTED = ("code_execution_", "web_fetch_", "web_search_")
 TRANSLATED = {"max_tokens", "messages", "output_config", "stop_sequences", "system", "thinking"}
-TRANSLATED |= {"tool_choice", "tools"}
+TRANSLATED |= {"thread", "tool_choice", "tools"}
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 TYPES |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 TYPES |= {504: "timeout_error", 529: "overloaded_error"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+THREAD_LOST = "thread_not_found"  # after this error the SDK sends the whole conversation
+KEPT = ("system", "tools")  # what the continuation of a thread does not repeat
 BROKEN = "INVALID_JSON"  # Anthropic's key for arguments that are not an object
 FAILED = "Error: "  # prefix of a failed tool's result; a chat completion has no such field
 
@@ -47,7 +50,10 @@ FAILED = "Error: "  # prefix of a failed tool's result; a chat completion has no
 def error(status: int, code: str, message: str) -> Body:
     """https://docs.anthropic.com/en/api/errors"""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    told: Body = {"type": kind, "message": message}
+    if code == THREAD_LOST:
+        told["details"] = {"error_code": code}
+    return {"type": "error", "error": told, "request_id": None}
 
 
 # -- the request -----------------------------------------------------------------------------------
@@ -55,6 +61,7 @@ def error(status: int, code: str, message: str) -> Body:
 
 def chat_request(body: Body, memory: ConversationMemory) -> Body:
     base.refuse_unless(body, ALLOWED)
+    body = _with_thread(body, memory)
     chat = {k: v for k, v in body.items() if k not in ALLOWED.keys() | IDLE | TRANSLATED}
     for name in ("max_tokens", "messages"):
         if not body.get(name):
@@ -87,6 +94,25 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
     if not tools and choice.get("type") in ("auto", "none"):
         return chat
     return chat | _tool_choice(choice)
+
+
+def _with_thread(body: Body, memory: ConversationMemory) -> Body:
+    """Return the request with the earlier messages, system prompt and tools of the thread that it
+    continues; the SDK's tool runner sends only what is new."""
+    thread = body.get("thread") or {"type": "create"}
+    if thread.get("type") == "create":
+        return body
+    previous = thread.get("previous_message_id")
+    if thread.get("type") != "continue" or not isinstance(previous, str):
+        raise base.impossible("thread", f"{thread!r:.80}")
+    if again := [name for name in KEPT if body.get(name)]:
+        raise base.impossible(again[0], "a change of what the thread was created with")
+    if previous not in memory.threads:
+        why = f"{previous!r:.80} is not a message of a thread of this attempt"
+        raise UntranslatableError("thread.previous_message_id", why, status=404, code=THREAD_LOST)
+    earlier = memory.threads[previous]
+    added = base.objects(body.get("messages"), "messages")
+    return body | earlier | {"messages": [*earlier["messages"], *added]}
 
 
 def prompt_of(body: Body, memory: ConversationMemory) -> Body:
@@ -247,6 +273,7 @@ class MessagesTranslation(base.Translation):
         message["usage"] = self._usage
         super().__init__(chat_request(body, memory), message, streamed=bool(body.get("stream")))
         self.left_out = left_out(body)
+        self._memory, self._body = memory, body
 
     def _start(self, model: str, prompt_tokens: int) -> None:
         self.answer["model"] = model
@@ -286,6 +313,12 @@ class MessagesTranslation(base.Translation):
         self.answer |= delta
         self._event("message_delta", delta=delta, usage=self._usage)
         self._event("message_stop")
+        if self._body.get("thread"):
+            whole = _with_thread(self._body, self._memory)
+            turn: Body = {"role": "assistant", "content": self._blocks}
+            kept = {name: whole[name] for name in KEPT if name in whole}
+            kept["messages"] = [*whole["messages"], turn]
+            self._memory.threads[self.answer["id"]] = kept
 
     def _add_block(self, block: Body) -> None:
         self._blocks.append(block)

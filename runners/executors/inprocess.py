@@ -20,6 +20,7 @@ from agentrl.loading import load_attribute
 from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.scoring.results import failure_of, stored_result
+from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Failure, Json
 
@@ -61,7 +62,11 @@ def as_agent(obj: object) -> Agent:
 
 
 async def _call_sync(function: Callable[[Json], Any], value: Json) -> Any:
-    result = await threads.call(function, value)
+    def call() -> Any:
+        attempt_log.enter_agent()
+        return function(value)
+
+    result = await threads.call(call)
     # A sync function may return a coroutine, such as `lambda text: agent.ainvoke(text)`.
     return await result if inspect.isawaitable(result) else result
 
@@ -163,6 +168,7 @@ class InProcessExecutor:
             loop = asyncio.get_running_loop()
             loop.set_default_executor(threads.DaemonThreads())
             running.append((loop, asyncio.current_task()))
+            attempt_log.enter_agent()
             return await self.agent(value)
 
         try:
@@ -189,6 +195,7 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
 
 async def run_guarded(agent: Agent, value: Json) -> tuple[Any, Failure | None]:
     """Run an agent; return its result, or the failure for anything that it raises."""
+    attempt_log.enter_agent()
     try:
         return await agent(value), None
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001

@@ -55,6 +55,7 @@ from agentrl.types import SIDE, Sampling, Transition
 LONGEST_REFUSAL = 500  # bytes kept of a refusal
 REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
 SILENT_SHARE = 0.5  # fraction of an attempt's time; a longer silence of the server fails the call
+Headers = Mapping[str, str]
 DEADLINE_MARGIN = 0.1  # seconds by which an executor may end the attempt early
 
 
@@ -84,7 +85,7 @@ class CallHandler:
         self._room: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
         self._response: web.StreamResponse | None = None  # once the agent has the first byte
         self._shown = False  # the agent has read some of the model's response
-        self._read_so_far: tuple[ModelResponse, Route, str] | None = None  # streamed to the agent
+        self._read_so_far: tuple[ModelResponse, Route, Headers] | None = None  # streamed so far
         self._rows: list[Transition] | None = None  # the response as stored, or to be stored
 
     async def run(self) -> web.StreamResponse:
@@ -271,9 +272,7 @@ class CallHandler:
             return await self._stream(route, stream(reply), reply.headers)
         return await self._whole(route, await read(reply), reply.headers)
 
-    async def _whole(
-        self, route: Route, raw: bytes, headers: Mapping[str, str]
-    ) -> web.StreamResponse:
+    async def _whole(self, route: Route, raw: bytes, headers: Headers) -> web.StreamResponse:
         answer, translation = ModelResponse(self._request.doubt), self._request.translation
         with parsing(route, raw):
             part = read_chunk(raw)
@@ -285,14 +284,14 @@ class CallHandler:
                 body = translation.whole(msgspec.json.decode(body), len(answer.prompt))
         if not answer.choices:
             raise malformed(route, "an answer without choices")
-        await self._store_response(answer, route, headers.get("x-policy-version", ""))
+        await self._store_response(answer, route, headers)
         return web.Response(body=body, headers=forwarded(headers))
 
     async def _stream(
-        self, route: Route, parts: AsyncIterator[bytes], headers: Mapping[str, str]
+        self, route: Route, parts: AsyncIterator[bytes], headers: Headers
     ) -> web.StreamResponse:
         answer, translation = ModelResponse(self._request.doubt), self._request.translation
-        self._read_so_far = answer, route, headers.get("x-policy-version", "")
+        self._read_so_far = answer, route, headers
         opening = b""  # events before the first with text: an error may follow them
         held = []  # events that an agent may interpret as the end of the response
         async for event in parts:
@@ -328,7 +327,7 @@ class CallHandler:
         await self._store_response(*self._read_so_far)
         return await self._send(opening + b"".join(held), headers)
 
-    async def _send(self, data: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
+    async def _send(self, data: bytes, headers: Headers) -> web.StreamResponse:
         try:
             if self._response is None:
                 self._response = web.StreamResponse(headers=forwarded(headers))
@@ -338,7 +337,7 @@ class CallHandler:
             raise DisconnectedError from error
         return self._response
 
-    async def _store_response(self, answer: ModelResponse, route: Route, version: str) -> None:
+    async def _store_response(self, answer: ModelResponse, route: Route, headers: Headers) -> None:
         """Store the transitions of a response and wait until they are durable."""
         if self._active.scoring:
             return
@@ -348,10 +347,10 @@ class CallHandler:
         if self._rows is None:
             if any(choice.known for choice in choices):
                 self._upstream.note_token_ids(route, given=True)
+            self._rows = self._transitions(answer, route, headers)
             if not route.frozen:
                 notices.warn_of_doubt(self._upstream, route, (choice.doubt for choice in choices))
-                notices.warn_of_processors(self._upstream, route, self._request.processors)
-            self._rows = self._transitions(answer, route, version)
+                notices.warn_of_processors(self._upstream, route, self._rows[0].processors)
             if record := self._active.record:
                 self._rows = [record(self._http_request, row) for row in self._rows]
         try:
@@ -368,12 +367,12 @@ class CallHandler:
         meanwhile. Storing the same rows twice has no effect."""
         if not self._shown or self._read_so_far is None:
             return
-        answer, route, version = self._read_so_far
+        answer, route, headers = self._read_so_far
         answer.cut(CUT)
         try:
             if answer.choices:
                 with contextlib.suppress(asyncio.CancelledError):
-                    await threads.uncancelled(self._store_response(answer, route, version))
+                    await threads.uncancelled(self._store_response(answer, route, headers))
         except UpstreamError as error:
             self._active.failures[self._call.number] = error.message
         except RefusedError:
@@ -381,15 +380,19 @@ class CallHandler:
         else:
             self._active.call_succeeded(self._call)
 
-    def _transitions(self, answer: ModelResponse, route: Route, version: str) -> list[Transition]:
+    def _transitions(
+        self, answer: ModelResponse, route: Route, headers: Headers
+    ) -> list[Transition]:
         call, seconds = self._request, time.monotonic() - self._sent_at
         role, policy = self._caller.role_of(call.model), route.policy
         if not route.frozen and self._upstream.router.is_aside(role, self._active.seats):
             policy = f"{policy}@{SIDE}"  # excludes the call from training
         known: dict[str, Any] = {"role": role, "policy": policy}
         known |= {"started": self._started, "seconds": seconds, "sampling": self._sampling}
+        version = headers.get("x-policy-version", "")
         known["version"] = int(version) if version.isdecimal() else route.version
         known |= {"messages": call.messages, "tools": call.tools, "left_out": call.left_out}
-        known["processors"] = call.processors
+        if headers.get("x-processors") != "none":
+            known["processors"] = call.processors
         choices = [choice for _, choice in sorted(answer.choices.items())]
         return [choice.transition(**self._identity(), **known) for choice in choices]

@@ -23,6 +23,8 @@ import msgspec
 from agentrl.types import Json
 
 TEXTS = {"text", "input_text", "output_text", "refusal", "thinking", "reasoning"}  # types of parts
+MEDIA = ("image", "images", "multi_modal_data", "prompt_embeds", "video", "videos")  # fields
+EMPTY = {b"null", b"[]", b"{}", b'""', b"false"}
 LONGEST = 200  # characters of a value that is recorded
 
 PLAIN = {"model", "messages", "prompt", "suffix", "tools", "functions", "documents", "echo", "n"}
@@ -82,7 +84,8 @@ def why_not_text(
     fields: Mapping[str, Json], messages: Sequence[Mapping[str, Json]], policy: str, role: str
 ) -> str:
     """Explain why `policy` cannot be trained on a prompt; empty if it is text."""
-    found = "prompt_embeds" if fields.get("prompt_embeds") else _not_text(messages)
+    given = (name for name in MEDIA if not _is_empty(fields.get(name)))
+    found = next(given, "") or _not_text(messages)
     if not found:
         return ""
     return (
@@ -102,9 +105,13 @@ def _not_text(messages: Sequence[Mapping[str, Json]]) -> str:
             kind = "text" if isinstance(part, str) else _kind(part)
             if kind not in TEXTS:
                 return f"{kind or 'a part without a type'} in messages[{number}].content[{index}]"
-        if message.get("audio"):
-            return f"audio in messages[{number}]"
+        if name := next((name for name in ("audio", *MEDIA) if message.get(name)), ""):
+            return f"{name} in messages[{number}]"
     return ""
+
+
+def _is_empty(sent: Json) -> bool:
+    return bytes(sent) in EMPTY if isinstance(sent, msgspec.Raw) else not sent
 
 
 def _kind(part: Json) -> str:

@@ -134,7 +134,7 @@ class Sessions:
         except UNREADABLE:  # the handler refuses the call
             body = {}
         request[TURN], known, start = _place(body, self._turns)
-        if isinstance(body.get("previous_response_id"), str):
+        if _previous(body):
             known = ""
         if ids := _references(body):
             sessions = self._open.values()
@@ -243,12 +243,20 @@ def _place(body: Mapping[str, Any], known: Mapping[Turn, str]) -> tuple[str, str
     return state.hexdigest(), name, start or state.hexdigest()
 
 
+def _previous(body: Mapping[str, Any]) -> str:
+    """Return the id of the response that a request continues, which has all before it."""
+    thread = body.get("thread")
+    held = thread.get("previous_message_id") if isinstance(thread, dict) else None
+    id = body.get("previous_response_id") or held
+    return id if isinstance(id, str) else ""
+
+
 def _references(body: Mapping[str, Any]) -> list[str]:
-    """Return the ids of earlier responses and their items in a Responses request."""
+    """Return the ids of earlier responses, or of their items, in a request."""
     said = body.get("input")
     items = said if isinstance(said, list) else []
-    ids = [body.get("previous_response_id"), *(i.get("id") for i in items if isinstance(i, dict))]
-    return [id for id in ids if isinstance(id, str)]
+    ids = [_previous(body), *(i.get("id") for i in items if isinstance(i, dict))]
+    return [id for id in ids if id and isinstance(id, str)]
 
 
 def _said(message: Json) -> str:

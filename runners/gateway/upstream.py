@@ -45,7 +45,7 @@ RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked for token ids 
 HOP_BY_HOP = {"accept-encoding", "authorization", "connection", "content-length"}
 HOP_BY_HOP |= {"content-encoding", "date", "host", "keep-alive", "proxy-authorization", "server"}
 HOP_BY_HOP |= {"te", "trailer", "transfer-encoding", "upgrade"}
-HOP_BY_HOP |= {*KEY_HEADERS, "x-policy-version"}
+HOP_BY_HOP |= {*KEY_HEADERS, "x-policy-version", "x-processors"}
 # Sent to trained policies only; a frozen endpoint may belong to a third party.
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
 # Fields that determine the prompt, as /tokenize has them; see `_rendered` for the others.

@@ -108,9 +108,10 @@ def as_rewards(returned: object, name: str = "outcome") -> list[Reward]:
     if isinstance(returned, Mapping | list | tuple) and not returned:
         raise VerifierError("the verifier returned no reward; return a number, or a mapping")
     if isinstance(returned, Mapping):
-        return [
-            Reward(name=storable_text(str(k)), value=_number(v, k)) for k, v in returned.items()
-        ]
+        named = {storable_text(str(k)): _number(v, k) for k, v in returned.items()}
+        if len(named) < len(returned):
+            raise VerifierError("the verifier returned two names that are the same text: 1 and '1'")
+        return [Reward(name=name, value=value) for name, value in named.items()]
     if isinstance(returned, list | tuple):
         return [_row(row) for row in returned]
     return [Reward(value=_number(returned, name), name=name)]
@@ -143,9 +144,14 @@ def as_scope(scope: Scope | str) -> Scope:
 
 
 def _number(value: Any, name: object) -> float:
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+    try:
+        number = None if isinstance(value, str | bytes) else float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):  # such as an array
+        number = None
+    if number is None:
         raise VerifierError(f"the verifier returned {value!r:.80} as {name!r}; return a number")
-    number = float(value)
     if not math.isfinite(number):
         raise VerifierError(f"the verifier returned {number} as {name!r}; return a finite number")
     return number

@@ -9,10 +9,12 @@ Writer: code inside the attempt, from any thread.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +35,10 @@ Recorded = Callable[[], str | None] | None  # returns the span id at another tra
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 MODEL_ROUTE = re.compile(r"/(?:completions|responses|messages)$|[gG]enerateContent(?:\?|$)")
 KEY = context.create_key("agentrl-journal")
+NO_TASK = 0  # of a thread without an event loop, such as a sync agent's
 _open: dict[int, AttemptLog] = {}  # by trace id
+# The step of the LangChain model that is being asked: `batch` of a sequence sets no context for it.
+model_step: ContextVar[str | None] = ContextVar("agentrl_model_step", default=None)
 _latest: ContextVar[HttpCall | None] = ContextVar("agentrl_latest_call", default=None)
 
 
@@ -75,6 +80,7 @@ class AttemptLog:
     steps: dict[str, FrameworkStep] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)  # keys of `steps`
     needs_no_call: bool = False  # success without a model call is correct here
+    homes: set[tuple[int, int]] = field(default_factory=set)  # the agent's own tasks and threads
 
     def enter(
         self, step: str, name: str, kind: str, parent: str | None, recorded: Recorded = None
@@ -99,7 +105,8 @@ class AttemptLog:
     def inside(self) -> tuple[str, ...]:
         """Return the ids of the spans around the caller, innermost first, ending with the root."""
         current, path = _current_span_id(), []
-        step = framework_step() or ""
+        asking = model_step.get() or ""
+        step = asking if asking in self.running else framework_step() or ""
         if step in self.steps and self.steps[step].around != current:
             path.append(current)  # the user's own span inside the step
         while step in self.steps:
@@ -176,6 +183,29 @@ def current() -> AttemptLog | None:
     """Return the log of the caller's attempt, None outside of attempts."""
     found = context.get_value(KEY)
     return found if isinstance(found, AttemptLog) else None
+
+
+def enter_agent() -> None:
+    """Note that the agent itself, not something that it started, runs in this task or thread."""
+    if log := current():
+        log.homes.add(_place())
+
+
+def leave_as_server() -> None:
+    """Take the caller's task or thread out of its attempt for ever, unless it is the agent's own:
+    it serves connections, which may be those of other attempts."""
+    if log := current():
+        thread, task = _place()
+        if log.homes.isdisjoint({(thread, task), (thread, NO_TASK)}):
+            context.attach(context.Context())
+
+
+def _place() -> tuple[int, int]:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop
+        task = None
+    return threading.get_ident(), NO_TASK if task is None else id(task)
 
 
 @contextmanager

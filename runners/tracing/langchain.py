@@ -42,7 +42,7 @@ def _register() -> None:
         """Logs steps inside attempts."""
 
         run_inline = True  # in the context of the step, which holds the attempt
-        ignore_llm = ignore_chat_model = ignore_retriever = ignore_custom_event = True
+        ignore_retriever = ignore_custom_event = True
 
         def on_chain_start(self, serialized: Any, inputs: Any, **about: Any) -> None:
             log = attempt_log.current()
@@ -64,6 +64,15 @@ def _register() -> None:
             _leave(about, error)
 
         on_tool_end, on_tool_error = on_chain_end, on_chain_error
+
+        def on_llm_start(self, serialized: Any, prompts: Any, **about: Any) -> None:
+            outer = about.get("parent_run_id")
+            attempt_log.model_step.set(outer and step_id(outer))
+
+        def on_llm_end(self, response: Any, **about: Any) -> None:
+            attempt_log.model_step.set(None)
+
+        on_chat_model_start, on_llm_error = on_llm_start, on_llm_end
 
     everywhere = ContextVar("agentrl_steps", default=StepHandler())  # noqa: B039 - it has no state
     register_configure_hook(everywhere, inheritable=True)

@@ -44,6 +44,10 @@ class Model(pydantic.BaseModel):
     at: tuple[int, ...] = (1, 2)
 
 
+class Loose(pydantic.BaseModel):
+    value: Any
+
+
 class Faulty(pydantic.BaseModel):
     def model_dump(self, **options: Any) -> Any:
         raise OSError("the disk is gone")
@@ -61,6 +65,10 @@ CONVERTED = [
     (Step(1, [Step(2, ())]), {"number": 1, "parts": [{"number": 2, "parts": []}]}),
     (Record(np.int64(3)), {"type": "Record", "number": 3}),
     ([Model()], [{"at": [1, 2]}]),
+    (
+        Loose(value={"a": (np.int64(7), Step(1, np.arange(2)))}),
+        {"value": {"a": [7, {"number": 1, "parts": [0, 1]}]}},
+    ),
     (Colour.RED, ["r", 1]),
     (Level.LOW, "low"),
     (decimal.Decimal("1.50"), "1.50"),
@@ -96,6 +104,8 @@ LOOP.append(LOOP)
         ({1: "a", "1": "b"}, "x has keys that are the same text"),
         (-(2**63) - 1, "x is an integer of more than 64 bits"),
         ([10**5000], "x[0] is an integer of more than 64 bits"),
+        ([Loose(value=object())], "x[0] is of type 'object'"),
+        ([Loose(value=[np.float32("nan")])], "x[0] is nan"),
         ({"m": Faulty()}, "x['m'] is of type 'Faulty' and cannot be converted: OSError('the disk"),
         (LOOP, "nests too deeply, or contains itself"),
         (iter([1]), "x is of type 'list_iterator'"),

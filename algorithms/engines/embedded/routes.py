@@ -207,8 +207,10 @@ class Routes:
         return response
 
     async def _stamp(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Give responses without a version, such as errors, that of the default policy."""
+        """Give responses without a version, such as errors, that of the default policy. What the
+        server takes as a hint, such as strict schemas of tools, it does not sample with."""
         response.headers.setdefault(VERSION_HEADER, str(self._calls.versions[self._name]))
+        response.headers["x-processors"] = "none"
 
 
 @web.middleware

@@ -50,6 +50,7 @@ async def test_an_answer_has_its_tokens_and_their_log_probs(
     choice = answer["choices"][0]
     prompt = server.tokenizer.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]
     assert response.headers["x-policy-version"] == "0"
+    assert response.headers["x-processors"] == "none"
     assert answer["model"] == "any"
     assert answer["prompt_token_ids"] == prompt
     assert choice["finish_reason"] == "length"

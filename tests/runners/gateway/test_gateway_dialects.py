@@ -20,7 +20,7 @@ from openai.types.responses.response_create_params import (
 )
 from openai.types.shared_params import Reasoning
 
-from agentrl.runners.dialects import responses
+from agentrl.runners.dialects import messages, responses
 from agentrl.runners.gateway.server import Gateway
 
 TOOL = {
@@ -419,6 +419,13 @@ async def test_messages_with_thinking_and_a_schema(bench: Any, active: Any, clau
         ({"output_config": {"format": "word"}}, "request: a field is not of its type"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"compaction": {"type": "enabled"}}, "compaction"),
+        ({"thread": {"type": "resume"}}, "thread"),
+        ({"thread": "t"}, "request: a field is not of its type"),
+        (
+            {"thread": {"type": "continue", "previous_message_id": "m"}, "system": "s"},
+            "system",
+        ),
         ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
     ],
 )
@@ -434,6 +441,45 @@ async def test_what_messages_cannot_say_is_refused(
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(param)
     assert bench.model.requests == []
+
+
+def test_every_field_of_anthropics_sdk_is_decided_upon() -> None:
+    from anthropic.types.beta.message_create_params import MessageCreateParamsBase
+
+    same = {"model", "temperature", "top_k", "top_p"} | {"betas"}  # a header
+    known = same | messages.ALLOWED.keys() | messages.IDLE | messages.TRANSLATED
+    assert MessageCreateParamsBase.__annotations__.keys() <= known
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_thread_of_the_tool_runner_has_what_it_does_not_send_again(
+    bench: Any, active: Any, claude: Any, stream: bool, lost: bool
+) -> None:
+    from anthropic import beta_async_tool
+
+    @beta_async_tool
+    async def look(text: str) -> str:
+        """Look."""
+        if lost:
+            active.memory.threads.clear()
+        return f"seen {text}"
+
+    ask: Any = {"model": "m", "max_tokens": 9, "system": "be brief", "tools": [look]}
+    runner = claude.beta.messages.tool_runner(messages=[USER], stream=stream, **ask)
+    async for turn in runner:
+        last = await turn.get_final_message() if stream else turn
+    assert last.content[0].text == "echo seen hello"
+    first, second = await rows(bench, active)
+    assert [*first.messages, second.messages[-1]["content"]] == [
+        {"role": "system", "content": "be brief"},
+        USER,
+        "seen hello",
+    ]
+    assert second.messages[:2] == first.messages
+    assert len(second.messages) == 4
+    assert first.tools == second.tools != []
+    assert first.processors == second.processors == {}
 
 
 async def test_an_assistant_may_have_said_nothing(bench: Any, active: Any, claude: Any) -> None:

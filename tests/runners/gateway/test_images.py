@@ -48,6 +48,9 @@ CALLS = [
     (("/chat/completions", {"messages": [USER, {"role": "assistant", "audio": {"id": "a"}}, USER]}),
      "audio"),
     (("/completions", {"prompt": "", "prompt_embeds": "AAAA"}), "prompt_embeds"),
+    (("/chat/completions", {"messages": [USER | {"images": ["AAAA"]}]}), "images"),
+    (("/chat/completions", {"messages": [USER], "images": ["AAAA"]}), "images"),
+    (("/completions", {"prompt": "q", "multi_modal_data": {"image": URL}}), "multi_modal_data"),
     (messages({"role": "user", "content": [BLOCK]}), "image_url"),
     (messages(USE, {"role": "user", "content": [RESULT]}), "image_url"),
     (("/responses", {"input": [{"role": "user", "content": [PICTURE]}]}), "image_url"),
@@ -137,3 +140,12 @@ async def test_parts_that_are_text_are_text(bench: Any) -> None:
     async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:
         answer = await http.post(path, json={"model": "m"} | body)
     assert answer.status_code == 200
+
+
+async def test_an_empty_field_is_text(bench: Any) -> None:
+    active = bench.gateway.register(await bench.attempt())
+    headers = {"authorization": f"Bearer {active.key}"}
+    body = {"messages": [USER | {"images": []}], "images": [], "prompt_embeds": None}
+    async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:
+        answer = await http.post("/chat/completions", json={"model": "m"} | body)
+    assert answer.status_code == 200, answer.text

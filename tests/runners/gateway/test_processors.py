@@ -134,6 +134,31 @@ async def test_it_is_stored_with_the_call_and_said_once(
     assert caplog.text.count(f"calls with {names} are not sampled from the policy's own") == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_server_without_processors_samples_from_the_policys_own_distribution(
+    bench: Any, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The embedded server, and frameworks whose tools have strict schemas by default."""
+
+    async def plain(request: web.Request, body: Any) -> web.StreamResponse:
+        if not stream:
+            headers = {"x-processors": "none"}
+            return web.json_response(bench.model.whole(body, request.path), headers=headers)
+        return await bench.model.stream(request, body, {"x-processors": "none"})
+
+    bench.model.then(plain)
+    strict = [{"type": "function", "function": FUNCTION | {"strict": True}}]
+    body = {"model": "m", "messages": [USER], "tools": strict, "stream": stream}
+    active = bench.gateway.register(await bench.attempt())
+    headers = {"authorization": f"Bearer {active.key}"}
+    async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:
+        answers = [await http.post("/chat/completions", json=body) for _ in range(2)]
+    assert "x-processors" not in answers[0].headers
+    first, second = (await bench.store.trace(active.attempt.rollout.id)).transitions
+    assert (first.processors, second.processors) == ({}, {"tools.strict": "true"})
+    assert caplog.text.count("are not sampled from the policy's own") == 1
+
+
 async def test_nothing_is_said_about_a_call_that_the_server_refuses(
     bench: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl.errors import AgentError, ConfigError
@@ -66,7 +67,11 @@ WRONG_ROWS = [
 
 
 @pytest.mark.parametrize(
-    "value", [None, "1", NAN, float("inf"), {}, [], {"a": None}, [1], *WRONG_ROWS]
+    "value",
+    [
+        *(None, "1", NAN, float("inf"), {}, [], {"a": None}, [1], *WRONG_ROWS),
+        *(np.array([0.5]), {"a": np.array([1, 2])}, 10**400, {1: 0.5, "1": 0.6}),
+    ],
 )
 def test_what_is_not_a_reward(value: Any) -> None:
     with pytest.raises(VerifierError, match="the verifier returned"):

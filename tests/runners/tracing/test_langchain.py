@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import agentrl
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.tracing import langchain as steps
 from agentrl.types import RolloutState
@@ -133,3 +134,36 @@ async def test_role_set_around_a_call_is_recorded(bench: Any, build: Any) -> Non
     (rollout,) = await bench.run(critic, {"input": "x"})
     trace = await bench.store.trace(rollout.id)
     assert {t.role for t in trace.transitions} == {"critic"}
+
+
+@pytest.mark.parametrize("form", ["batch", "abatch", "stream"])
+async def test_a_reward_in_a_sequence_is_about_the_call_of_its_own_input(
+    bench: Any, form: str
+) -> None:
+    """`batch` asks the model for all inputs before it goes on with the first."""
+    from langchain_core.runnables import RunnableLambda
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(model="gpt-4o-mini", streaming=form == "stream")
+
+    def judge(answer: Any) -> str:
+        agentrl.reward(0.5, answer.content)
+        return str(answer.content)
+
+    chain = model | RunnableLambda(judge)
+
+    async def agent(text: str) -> list[str]:
+        inputs = [f"{text}{index}" for index in range(4)]
+        if form == "abatch":
+            return await chain.abatch(inputs)
+        return await asyncio.to_thread(chain.batch, inputs)
+
+    (rollout,) = await bench.run(agent, {"input": "x"})
+    await model.root_async_client.close()
+    model.root_client.close()
+    calls = (await bench.store.trace(rollout.id)).transitions
+    asked = {call.id: call.messages[-1]["content"] for call in calls}
+    given = [row for row in rollout.rewards if row.source == "agent"]
+    assert len(given) == 4, rollout.failure
+    assert {row.name for row in given} == {*rollout.result}
+    assert [f"echo {asked[row.target]}" for row in given] == [row.name for row in given]

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import aiohttp
+import anyio
 import httpx
 import pytest
 import uvicorn
 import uvloop
 from aiohttp import web
 
+from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.types import ErrorKind
 
 Start = Callable[[AsyncExitStack, bool], Awaitable[str]]
@@ -61,6 +64,10 @@ def asgi(forward: bool) -> Any:
 
 async def with_uvicorn(stack: AsyncExitStack, forward: bool) -> str:
     config = uvicorn.Config(asgi(forward), port=0, lifespan="off", log_config=None)
+    return await started_by_uvicorn(stack, config)
+
+
+async def started_by_uvicorn(stack: AsyncExitStack, config: uvicorn.Config) -> str:
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve())
 
@@ -130,7 +137,95 @@ async def with_threads(stack: AsyncExitStack, forward: bool) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
+async def with_a_worker_beside_requests(stack: AsyncExitStack, forward: bool) -> str:
+    """An application that does its work in a task which it starts before the first request."""
+    work = asyncio.Queue[Any]()
+
+    async def worker() -> None:
+        while True:
+            body, headers, future = await work.get()
+            future.set_result(await pass_on(body, headers, forward))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await receive()
+            task = asyncio.create_task(worker())
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            task.cancel()
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        answer = asyncio.get_running_loop().create_future()
+        work.put_nowait(((await receive())["body"], headers, answer))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": await answer})
+
+    return await started_by_uvicorn(stack, uvicorn.Config(app, port=0, log_config=None))
+
+
+def answered(request: bytes, forward: bool) -> bytes:
+    head, _, body = request.partition(b"\r\n\r\n")
+    headers = dict(line.split(": ", 1) for line in head.decode().lower().splitlines()[1:])
+    url, own = os.environ["OPENAI_BASE_URL"] + PATH, call_of(headers, forward)
+    answer = httpx.post(url, content=body, headers=own, timeout=30).content
+    return b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + answer
+
+
+def read_request(connection: socket.socket) -> bytes:
+    request = connection.recv(65536)
+    while b"messages" not in request:
+        request += connection.recv(65536)
+    return request
+
+
+async def with_sockets_and_threads(stack: AsyncExitStack, forward: bool) -> str:
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve(connection: socket.socket) -> None:
+        with connection:
+            connection.sendall(answered(read_request(connection), forward))
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                threading.Thread(target=serve, args=(connection,)).start()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+
+    def stop() -> None:
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        listening.close()
+
+    stack.callback(stop)
+    return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+async def with_anyio(stack: AsyncExitStack, forward: bool) -> str:
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1", local_port=0)
+
+    async def serve(stream: Any) -> None:
+        async with stream:
+            request = await stream.receive()
+            while b"messages" not in request:
+                request += await stream.receive()
+            await stream.send(await asyncio.to_thread(answered, request, forward))
+
+    async def stop() -> None:
+        running.cancel()
+        await asyncio.wait({running})
+        await listener.aclose()
+
+    running = asyncio.create_task(listener.serve(serve))
+    stack.push_async_callback(stop)
+    return f"http://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}"
+
+
 SERVERS = [with_aiohttp, with_uvicorn, with_uvloop_in_a_thread, with_threads]
+SERVERS += [with_a_worker_beside_requests, with_sockets_and_threads, with_anyio]
 
 
 async def play(bench: Any, start: Start, forward: bool) -> Any:
@@ -218,3 +313,33 @@ async def test_a_server_of_one_rollout_uses_the_attempts_own_url(bench: Any) -> 
     (rollout,) = await bench.run(agent, {"input": "x"}, calls_optional=False)
     assert rollout.result == "echo x"
     assert len((await bench.store.trace(rollout.id)).transitions) == 1
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("sync", [False, True])
+async def test_an_agent_that_waits_for_a_connection_itself_goes_on(
+    bench: Any, sync: bool, threaded: bool
+) -> None:
+    """Such as one that starts a simulator, which connects to it."""
+
+    def wait() -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        with listening, socket.create_connection(listening.getsockname()):
+            listening.accept()[0].close()
+
+    def plain(text: str) -> str:
+        wait()
+        body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+        answer = httpx.post(os.environ["OPENAI_BASE_URL"] + PATH, json=body, timeout=30).json()
+        return str(answer["choices"][0]["message"]["content"])
+
+    async def asynchronous(text: str) -> str:
+        wait()
+        body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+        async with httpx.AsyncClient(timeout=30) as client:
+            answer = await client.post(os.environ["OPENAI_BASE_URL"] + PATH, json=body)
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    executor = InProcessExecutor(as_agent(plain if sync else asynchronous), threaded=threaded)
+    (rollout,) = await bench.run(executor, {"input": "x"}, calls_optional=False)
+    assert rollout.result == "echo x", rollout.failure
