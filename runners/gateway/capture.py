@@ -336,9 +336,9 @@ class ModelResponse:
         return any(one.tokens or one.has_content or one.finish for one in self.choices.values())
 
     def add(self, part: ResponseChunk, *, begun: bool = False) -> bool:
-        """Add one part; return whether it may end a choice: such a part must not reach the agent
-        before the response is stored. `begun`: the agent has read a part of the response, so it
-        gets the rest even if the token ids cannot be read.
+        """Add one part; return whether it ends a choice or follows its end: such a part must not
+        reach the agent before the response is stored. `begun`: the agent has read a part of the
+        response, so it gets the rest even if the token ids cannot be read.
 
         Raises msgspec.DecodeError, OverflowError, TypeError or AttributeError if the part is not a
         completion."""
@@ -356,9 +356,8 @@ class ModelResponse:
                 raise
             for choice in self.choices.values():
                 choice.doubt = choice.doubt or f"its token ids are not readable: {error}"
-        if part.choices:
-            return any(value(data, "finish_reason") for data in part.choices)
-        return any(choice.finish for choice in self.choices.values())
+        about = [choice for choice, _ in touched] or self.choices.values()
+        return any(choice.finish for choice in about)
 
     def _choice(self, index: int) -> SampledChoice:
         if index not in self.choices:
