@@ -220,8 +220,9 @@ async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> di
             found.setdefault("A success" if row.reward() > 0 else "A failure", row)
         if len(found) == 2:
             break
+    after = ", after {} steps" if config.steps else ""
     titles = sorted(found, reverse=True)
-    return {f"{title}, after {found[title].step} steps": found[title] for title in titles}
+    return {title + after.format(found[title].step): found[title] for title in titles}
 
 
 async def _failures(store: Store, config: RunConfig) -> str:
