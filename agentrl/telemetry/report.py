@@ -159,7 +159,7 @@ def game_figures(metrics: Mapping[str, float]) -> dict[str, str]:
     }
     found["calls a game"] = f"{metrics.get('calls', 0.0) / max(metrics['rollouts'], 1.0):.1f}"
     if (invalid := metrics.get("reward/role:invalid/mean")) is not None:
-        found["illegal moves"] = f"{-invalid * len(seats):.2f}"
+        found["illegal moves"] = f"{abs(invalid) * len(seats):.2f}"
     first = [x for name, x in metrics.items() if name.startswith(WIN_RATE) and FIRST in name]
     pool = [metrics[name] for name in ("selfplay/win_rate",) if name in metrics]
     known = {"against the first": first, "against the pool": pool}

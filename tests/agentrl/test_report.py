@@ -132,6 +132,8 @@ def test_games_show_what_each_seat_got_and_how_they_went() -> None:
         "against the first": "75%",
         "against the pool": "60%",
     }
+    legal = games | {"reward/role:invalid/mean": 0.0}
+    assert game_figures(legal)["illegal moves"] == "0.00"  # not -0.00
     assert game_figures({"reward/mean": 0.0}) == {}
     measured = {"eval/function/kuhn/exploitability": 0.446}
     rows = [
