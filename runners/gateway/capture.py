@@ -301,8 +301,8 @@ class SampledChoice:
                 for part in more or ():
                     self.calls.add(part)
                 message[key] = self.calls.all
-            elif isinstance(more, str) and key != "role" and isinstance(message.get(key), str):
-                message[key] += more
+            elif key != "role" and isinstance(known := message.get(key), str | dict):
+                message[key] = _joined(known, more)
             elif more is not None or key not in message:
                 message[key] = more
 
@@ -320,6 +320,15 @@ class SampledChoice:
             spans=self.spans if self.exact and len(self.spans) > 1 else [],
             **known,
         )
+
+
+def _joined(known: Json, more: Json) -> Json:
+    """A value of a streamed message with what a delta adds to it, such as to a `function_call`."""
+    if isinstance(known, str) and isinstance(more, str):
+        return known + more
+    if isinstance(known, dict) and isinstance(more, dict):
+        return known | {key: _joined(known.get(key), value) for key, value in more.items()}
+    return known if more is None else more
 
 
 @dataclass(slots=True)
