@@ -33,14 +33,17 @@ def data() -> None:
     """Create, inspect and export data sets of a store."""
 
 
-def _with(*options: Command) -> Callable[[Callable[..., Awaitable[None]]], Command]:
-    """A decorator for a command with these options, whose function gets the store first."""
+def _with(
+    *options: Command, create: bool = False
+) -> Callable[[Callable[..., Awaitable[None]]], Command]:
+    """A decorator for a command with these options, whose function gets the store first. create:
+    the store, if there is none."""
 
     def declare(work: Callable[..., Awaitable[None]]) -> Command:
         @wraps(work)
         def command(url: str, **given: Any) -> None:
             async def run() -> None:
-                async with open_store(url, create=False) as store:
+                async with open_store(url, create=create) as store:
                     await work(store, **given)
 
             asyncio.run(run())
@@ -115,9 +118,11 @@ async def _mine(store: Store, name: str, test: float, conflicts: Any, **given: A
 
 
 @data.command("import")
-@_with(click.argument("source"), click.argument("name"), *MAKING)
+@_with(click.argument("source"), click.argument("name"), *MAKING, create=True)
 async def import_command(store: Store, name: str, source: str, test: float, conflicts: Any) -> None:
-    """Create data set NAME from SOURCE: file.jsonl, file.parquet or hf:OWNER/NAME[@REV][:SPLIT]."""
+    """Create data set NAME from SOURCE: file.jsonl, file.parquet or hf:OWNER/NAME[@REV][:SPLIT].
+
+    Creates the store too, if there is none: a run on a data set may begin with it."""
     made = await _draft(store, name, test, conflicts, {"source": source})
     for place, row in read_rows(source):
         add_row(made, place, row)

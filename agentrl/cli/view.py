@@ -53,7 +53,8 @@ def view(
         raise click.UsageError("--rollouts and --redact need --export FILE")
     if store is None:
         own = Path("runs", run or "", "store.db")
-        store = store_in(own.parent.resolve()) if run and own.exists() else only_store()
+        found = run and own.exists()
+        store = store_in(own.parent.resolve()) if found else only_store(how="by its path or --run")
     elif Path(store).is_dir():
         store = only_store(Path(store), "by its path")
     if file is None:

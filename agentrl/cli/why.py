@@ -29,6 +29,8 @@ def why(run: str, store: str | None) -> None:
             f"{name} {change.first:.3f} to {change.last:.3f}, "
             for name, change in record.changes.items()
         ]
+        if measured:
+            measured.insert(0, "means of the first and last fifth: ")
         count = f"{len(found) or 'no'} reason{'' if len(found) == 1 else 's'} found"
         if record.improved:
             count = "it improved" + (", but:" if found else "")

@@ -72,7 +72,10 @@ def add_row(draft: Draft, place: str, row: Row) -> None:
         plain = msgspec.json.decode(msgspec.json.encode(row))  # a parquet file has more than JSON
         msgspec.msgpack.encode(plain)  # as the store does, which has integers of 64 bits only
         _add(draft, {key: value for key, value in plain.items() if value is not None})
-    except (ConfigError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+    except OverflowError:
+        why = "an integer has more than 64 bits; write it as text, or leave its column out"
+        raise ConfigError(f"{place}: {why}") from None
+    except (ConfigError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{place}: {error}") from None
 
 

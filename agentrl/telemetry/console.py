@@ -31,6 +31,7 @@ PLAIN_LINES = 20  # step lines of a whole run without a terminal to redraw
 LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # the format of `log_to_stderr`
 POLL = 0.5  # seconds between reads of log files
 PREPARING = "preparing the policy and starting the agents ..."
+RESUMED = "{} of {} steps are done already; --fresh would start over"
 UNSEEN_TOOLS = (
     "tools are not seen: {:.0f} model calls sent tools, but no prompt has the name of one. The chat"
     " template of the policy's server renders none; choose a model or template that does"
@@ -57,7 +58,8 @@ async def show_progress(
     progress, warnings = Progress(config), RunWarnings(config, console)
     if not quiet:
         where = escape(config.output)
-        console.print(f"[bold]{config.name}[/]: {config.steps} steps, {where}", highlight=False)
+        steps = f"{config.steps} steps, " if config.steps else ""
+        console.print(f"[bold]{config.name}[/]: {steps}{where}", highlight=False)
     try:
         # A notebook sets this variable for its commands; it cannot move the cursor up.
         if quiet or not console.is_terminal or "JPY_PARENT_PID" in os.environ:
@@ -82,13 +84,15 @@ async def _print_lines(
     printed, scored = -1, -1
     every = max(1, progress.config.steps // PLAIN_LINES)
     await _update(store, progress, warnings)
+    if not quiet and (done := len(progress.committed)):
+        warnings.console.print(RESUMED.format(done, progress.config.steps), highlight=False)
     if not (quiet or progress.ready):
         warnings.console.print(PREPARING, highlight=False)
     while True:
         await _update(store, progress, warnings)
         printed = min(printed, len(progress.committed) - 1)
         for row in [] if quiet else progress.rows:
-            if row.step > scored and (line := scores_line(row)):  # of the policy before this step
+            if row.step > scored and (line := progress.scores_line(row)):
                 scored = row.step
                 warnings.console.print(line, highlight=False)
             if row.step > printed and row.committed:
@@ -166,23 +170,25 @@ class Progress:
         return grid
 
     def line(self, row: StepRow) -> str:
-        """A line about a committed step."""
+        """A line about a committed step, with the remaining time if it is the last one so far."""
         metrics, parts = row.metrics, [f"step {row.step + 1}/{self.config.steps}"]
         if EMPTY in metrics:
             failed, every = metrics.get("rollouts/failed", 0.0), metrics[EMPTY]
             parts.append(f"nothing to learn from: {failed:.0f} of {every:.0f} rollouts failed")
         else:
-            parts += [*_reward_and_rates(metrics), f"{self.seconds_left():.0f} s left"]
+            parts += _reward_and_rates(metrics)
+            if row.step == self.committed[-1].step:
+                parts.append(f"{self.seconds_left():.0f} s left")
         return "  ".join(parts)
 
-
-def scores_line(row: StepRow) -> str:
-    """A line about the evaluation of the policy after `row.step` steps; empty without one."""
-    parts = [f"held-out {row.metrics['eval/score']:.3f}"] if "eval/score" in row.metrics else []
-    functions = report.function_names([row]).items()
-    parts += [f"{label} {row.metrics[name]:.3g}" for name, label in functions]
-    when = f"after step {row.step}" if row.step else "untrained"
-    return "  ".join([f"{when}:", *parts]) if parts else ""
+    def scores_line(self, row: StepRow) -> str:
+        """A line about the evaluation of the policy after `row.step` steps; empty without one."""
+        parts = [f"held-out {row.metrics['eval/score']:.3f}"] if "eval/score" in row.metrics else []
+        functions = report.function_names([row]).items()
+        parts += [f"{label} {row.metrics[name]:.3g}" for name, label in functions]
+        when = f"after step {row.step}" if row.step else "untrained"
+        when = f"{when}:" if self.config.steps else ""  # `agentrl eval` scores any checkpoint
+        return "  ".join(filter(None, [when, *parts])) if parts else ""
 
 
 def _reward_and_rates(metrics: dict[str, float]) -> tuple[str, str, str]:

@@ -159,7 +159,7 @@ def game_figures(metrics: Mapping[str, float]) -> dict[str, str]:
     }
     found["calls a game"] = f"{metrics.get('calls', 0.0) / max(metrics['rollouts'], 1.0):.1f}"
     if (invalid := metrics.get("reward/role:invalid/mean")) is not None:
-        found["illegal moves"] = f"{-invalid * len(seats):.2f}"
+        found["illegal moves"] = f"{abs(invalid) * len(seats):.2f}"
     first = [x for name, x in metrics.items() if name.startswith(WIN_RATE) and FIRST in name]
     pool = [metrics[name] for name in ("selfplay/win_rate",) if name in metrics]
     known = {"against the first": first, "against the pool": pool}
@@ -220,8 +220,9 @@ async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> di
             found.setdefault("A success" if row.reward() > 0 else "A failure", row)
         if len(found) == 2:
             break
+    after = ", after {} steps" if config.steps else ""
     titles = sorted(found, reverse=True)
-    return {f"{title}, after {found[title].step} steps": found[title] for title in titles}
+    return {title + after.format(found[title].step): found[title] for title in titles}
 
 
 async def _failures(store: Store, config: RunConfig) -> str:

@@ -331,6 +331,9 @@ def unlike_heldout(run: PolicyRun) -> Reason:
     rewards, share = run.values("reward/mean"), 0.0
     first, now = fmean(rewards[:3] or [0.0]), fmean(rewards[-3:] or [0.0])
     before, after = (run.scores[0], run.scores[-1]) if len(run.scores) > 1 else (0.0, now)
+    if HELD_OUT in run.changes and TRAINING in run.changes:  # the numbers that the user has read
+        known = run.changes[TRAINING], run.changes[HELD_OUT]
+        (first, now), (before, after) = ((change.first, change.last) for change in known)
     if now > first and now > after and not run.values("selfplay/games"):
         share = 1 - max(after - before, 0.0) / (now - first)
         change = run.changes.get(TRAINING)

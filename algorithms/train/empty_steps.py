@@ -81,5 +81,5 @@ async def check_empty_steps(store: Store, config: RunConfig) -> None:
         again = "repeat the command with more steps, or with --fresh"
     raise TrainingError(
         f"nothing was learned in {len(empty)} steps in a row, of which no rollout could be used: "
-        f"{cause.text}. Look at {cause.change}. Correct that, and {again}"
+        f"{cause.text.rstrip('. ')}. Look at {cause.change}. Correct that, and {again}"
     )

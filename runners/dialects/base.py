@@ -20,6 +20,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from agentrl.runners.dialects.tool_calls import ToolCalls, is_complete
 from agentrl.types import Json
@@ -100,6 +101,7 @@ class Translation(ABC):
         self.left_out: list[str] = []  # dropped options of the request
         self._events: list[bytes] = []
         self._started = False
+        self._index: Json | UnsetType = UNSET  # of the choice that the agent sees, of several
         self._calls = ToolCalls()
         self._pending: list[Block] = []  # what follows a call that may go on, and this call first
         self._open: object = None  # the block, part or tool call in progress
@@ -122,9 +124,13 @@ class Translation(ABC):
         if not self._started:
             self._started = True
             self._start(chunk["model"], prompt_tokens)
+        if self._index is UNSET and chunk.get("choices"):
+            self._index = chunk["choices"][0].get("index")
         if usage := chunk.get("usage"):
             self._count(usage)
         for choice in chunk.get("choices") or ():
+            if choice.get("index") != self._index:
+                continue
             delta = choice.get("delta") or {}
             thought = delta.get("reasoning_content") or delta.get("reasoning")
             texts = {"reasoning_content": thought, "content": delta.get("content")}

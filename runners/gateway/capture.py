@@ -301,8 +301,8 @@ class SampledChoice:
                 for part in more or ():
                     self.calls.add(part)
                 message[key] = self.calls.all
-            elif isinstance(more, str) and key != "role" and isinstance(message.get(key), str):
-                message[key] += more
+            elif key != "role" and isinstance(known := message.get(key), str | dict):
+                message[key] = _joined(known, more)
             elif more is not None or key not in message:
                 message[key] = more
 
@@ -322,6 +322,15 @@ class SampledChoice:
         )
 
 
+def _joined(known: Json, more: Json) -> Json:
+    """A value of a streamed message with what a delta adds to it, such as to a `function_call`."""
+    if isinstance(known, str) and isinstance(more, str):
+        return known + more
+    if isinstance(known, dict) and isinstance(more, dict):
+        return known | {key: _joined(known.get(key), value) for key, value in more.items()}
+    return known if more is None else more
+
+
 @dataclass(slots=True)
 class ModelResponse:
     """A response under assembly, from one part or from the chunks of a stream."""
@@ -336,9 +345,9 @@ class ModelResponse:
         return any(one.tokens or one.has_content or one.finish for one in self.choices.values())
 
     def add(self, part: ResponseChunk, *, begun: bool = False) -> bool:
-        """Add one part; return whether it may end a choice: such a part must not reach the agent
-        before the response is stored. `begun`: the agent has read a part of the response, so it
-        gets the rest even if the token ids cannot be read.
+        """Add one part; return whether it ends a choice or follows its end: such a part must not
+        reach the agent before the response is stored. `begun`: the agent has read a part of the
+        response, so it gets the rest even if the token ids cannot be read.
 
         Raises msgspec.DecodeError, OverflowError, TypeError or AttributeError if the part is not a
         completion."""
@@ -356,9 +365,8 @@ class ModelResponse:
                 raise
             for choice in self.choices.values():
                 choice.doubt = choice.doubt or f"its token ids are not readable: {error}"
-        if part.choices:
-            return any(value(data, "finish_reason") for data in part.choices)
-        return any(choice.finish for choice in self.choices.values())
+        about = [choice for choice, _ in touched] or self.choices.values()
+        return any(choice.finish for choice in about)
 
     def _choice(self, index: int) -> SampledChoice:
         if index not in self.choices:

@@ -294,6 +294,7 @@ class CallHandler:
         self._read_so_far = answer, route, headers
         opening = b""  # events before the first with text: an error may follow them
         held = []  # events that an agent may interpret as the end of the response
+        last = b"no data"
         async for event in parts:
             head, data = read_event(event)
             if data == b"[DONE]":
@@ -301,6 +302,7 @@ class CallHandler:
             elif not data:  # a keep-alive comment
                 await self._send(event, headers)
             else:
+                last = data
                 with parsing(route, data):
                     part = read_chunk(data)
                     if error := error_in(part, route, data, begun=self._shown):
@@ -321,7 +323,8 @@ class CallHandler:
                     await self._send(opening + shown, headers)
                     opening = b""
         if not answer.complete:
-            raise malformed(route, "half a stream")
+            said = last[:LONGEST_REFUSAL].decode(errors="replace")
+            raise malformed(route, f"half a stream, and last {said}")
         if translation is not None:
             held.append(translation.end())
         await self._store_response(*self._read_so_far)

@@ -53,6 +53,7 @@ RENDERED = {"messages", "tools", "chat_template", "chat_template_kwargs", "add_g
 RENDERED |= {"continue_final_message", "add_special_tokens"}
 REASONING = ("reasoning", "reasoning_content")  # names of one field of a message
 PROBE = {"x-agentrl-probe": "1"}
+EVENT_FIELDS = (b":", b"data", b"event", b"id", b"retry")  # starts of an event's lines
 
 
 class PromptSize(msgspec.Struct):
@@ -358,10 +359,13 @@ def _text(value: str) -> str:
 
 
 def read_event(event: bytes) -> tuple[bytes, bytes]:
-    """Split a server-sent event into its other lines and its data."""
+    """Split a server-sent event into its other lines and its data. What is no event, such as the
+    bare JSON of an error, is data."""
     lines = event.split(b"\n")
     data = [line[5:] for line in lines if line.startswith(b"data:")]
     other = [line + b"\n" for line in lines if line and not line.startswith(b"data:")]
+    if not data and not all(line.startswith(EVENT_FIELDS) for line in other):
+        return b"", event.strip()
     return b"".join(other), b"\n".join(data).strip()
 
 

@@ -166,3 +166,6 @@ def test_a_folder_is_no_store_and_view_finds_the_one_in_it(
     open_store(str(tmp_path / "runs" / "b" / "store.db"))
     failed = CliRunner().invoke(cli, ["view", str(tmp_path / "runs")])
     assert "There are 2 stores below" in str(failed.exception)
+    monkeypatch.chdir(tmp_path)
+    failed = CliRunner().invoke(cli, ["view", "--run", "none"])  # which has no option --store
+    assert str(failed.exception).endswith("choose one by its path or --run.")

@@ -18,7 +18,8 @@ from agentrl.config import resolve
 from agentrl.processes import LOG_LEVEL, PHASE
 from agentrl.store import open_store
 from agentrl.telemetry.console import LogFollower, console_level, show_progress
-from agentrl.types import StepCommit
+from agentrl.telemetry.report import print_report
+from agentrl.types import NewRollout, Outcome, Purpose, StepCommit
 
 LOGGED = """
 import logging
@@ -110,3 +111,27 @@ async def test_a_score_names_the_steps_of_the_scored_policy(tmp_path: Path) -> N
     lines = [line.split("  ")[0] for line in said.splitlines() if ": " in line or "/2" in line][1:]
     assert lines == ["untrained:", "step 1/2", "after step 1:", "step 2/2", "after step 2:"]
     assert "after step 2:  held-out 0.500" in said
+    assert "2 of 2 steps are done already" in said
+    assert said.count("s left") == 1  # of the last step alone: the others are past
+
+
+async def test_an_evaluation_alone_says_of_no_policy_that_it_is_untrained(tmp_path: Path) -> None:
+    """`agentrl eval` scores a checkpoint, in a run without steps."""
+    config = resolve({"name": "r", "output": str(tmp_path), "steps": 0}, source="test")
+    console = Console(file=io.StringIO(), width=200)
+    rollout = NewRollout(id="0", run="r", group="g", index=0, task={}, purpose=Purpose.EVAL)
+    async with open_store(config.store) as store:
+        await store.open_run("r", {})
+        await store.enqueue([rollout])
+        (attempt,) = await store.claim(1, runner="w", lease=60.0, run="r")
+        await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence)])
+        await store.log("r", 0, {"eval/score": 0.5})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await show_progress(store, config, console)
+        await print_report(store, config, await store.steps("r"), None, 1.0, console)
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert "\nheld-out 0.500\n" in said
+    assert "A failure\n" in said
+    assert not any(word in said for word in ("untrained", "0 steps"))

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from agentrl.config import resolve
 from agentrl.store import open_store
-from agentrl.telemetry.console import Progress, scores_line
+from agentrl.telemetry.console import Progress
 from agentrl.telemetry.report import (
     game_figures,
     policies_without_calls,
@@ -132,6 +132,8 @@ def test_games_show_what_each_seat_got_and_how_they_went() -> None:
         "against the first": "75%",
         "against the pool": "60%",
     }
+    legal = games | {"reward/role:invalid/mean": 0.0}
+    assert game_figures(legal)["illegal moves"] == "0.00"  # not -0.00
     assert game_figures({"reward/mean": 0.0}) == {}
     measured = {"eval/function/kuhn/exploitability": 0.446}
     rows = [
@@ -144,10 +146,11 @@ def test_games_show_what_each_seat_got_and_how_they_went() -> None:
     assert cells[0] == ("kuhn/exploitability", "0.446", "0.122")
     assert ("training: player_0", "-0.500 ± 1.250", "-0.500 ± 1.250") in cells
     assert cells[-1] == ("training: against the pool", "-", "60%")
-    line = Progress(resolve({"steps": 12}, source="test"), rows=rows).line(rows[0])
+    progress = Progress(resolve({"steps": 12}, source="test"), rows=rows)
+    line = progress.line(rows[0])
     assert "player_0 -0.500 ± 1.250  player_1 0.500 ± 1.000  calls a game 2.5" in line
     assert "exploitability" not in line  # it has a line of its own, before the step
-    assert scores_line(rows[0]) == "untrained:  kuhn/exploitability 0.446"
+    assert progress.scores_line(rows[0]) == "untrained:  kuhn/exploitability 0.446"
 
 
 def test_without_held_out_tasks_there_is_no_table() -> None:

@@ -40,6 +40,7 @@ OTHER: dict[str, tuple[Json, ...]] = {
     "add_generation_prompt": (True,), "continue_final_message": (False,), "moderation": (),
     "add_special_tokens": (False,), "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,), "return_tokens_as_token_ids": (False,),
+    "include_reasoning": (True,),
 }  # fmt: skip
 REFUSED = {
     name: (values, why)
@@ -49,7 +50,7 @@ REFUSED = {
 HARMLESS = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prompt_cache_options", "prediction", "request_id", "priority",
-    "cache_salt", "include_reasoning", "spaces_between_special_tokens", "mm_processor_kwargs",
+    "cache_salt", "spaces_between_special_tokens", "mm_processor_kwargs",
     "kv_transfer_params",
 }  # fmt: skip
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])

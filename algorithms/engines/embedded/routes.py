@@ -222,6 +222,8 @@ async def _refusals(
         return await handler(request)
     except RequestError as error:
         refusal = error
+    except (msgspec.DecodeError, RecursionError) as error:  # of a part that is read later
+        refusal = RequestError(f"the body cannot be read: {error}")
     except web.HTTPException as error:
         refusal = RequestError(
             f"{request.method} {request.path}: {error.text or error.reason}", status=error.status

@@ -17,7 +17,7 @@ from agentrl.datasets.draft import Draft
 from agentrl.datasets.files import export_rows
 from agentrl.datasets.formats import add_row
 from agentrl.datasets.records import Item
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, NotFound
 from agentrl.store import Store, open_store
 
 ASKED = {"role": "user", "content": "6 * 7?"}
@@ -193,6 +193,7 @@ async def test_a_row_of_prm800k_without_steps_is_counted(draft: Draft) -> None:
     ("line", "message"),
     [
         (b"[1]", "f.jsonl:2 is not a JSON object: Expected `object`, got `array`"),
+        (b'{"id": 18446744073709551616}', "f.jsonl:2: an integer has more than 64 bits; write"),
         (b'{"a":', "f.jsonl:2 is not a JSON object: Input data was truncated"),
         (b'{"a": "\xff"}', "f.jsonl:2 is not a JSON object: 'utf-8' codec"),
         (b'{"a": ' + b"[" * 9000 + b"]" * 9000 + b"}", "f.jsonl:2 is not a JSON object: "),
@@ -202,10 +203,18 @@ async def test_a_row_of_prm800k_without_steps_is_counted(draft: Draft) -> None:
 def test_the_line_of_a_file_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     good = msgspec.json.encode(ROWS["pair"])
     (tmp_path / "f.jsonl").write_bytes(b"\xef\xbb\xbf" + good + b"\n" + line)
-    store = f"sqlite:///{tmp_path / 'store.db'}"
-
-    open_store(store)
+    store = str(tmp_path / "runs" / "prefs" / "store.db")  # of no run yet
     arguments = ["import", "d", str(tmp_path / "f.jsonl"), "--store", store]
     failed = CliRunner().invoke(data, arguments)
     assert isinstance(failed.exception, ConfigError)
     assert message in str(failed.exception)
+
+
+def test_a_data_set_may_be_imported_before_there_is_a_store(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_bytes(msgspec.json.encode(ROWS["pair"]))
+    store = str(tmp_path / "runs" / "prefs" / "store.db")
+    arguments = ["import", "d", str(tmp_path / "f.jsonl"), "--store", store]
+    assert CliRunner().invoke(data, arguments).exit_code == 0
+    assert "d version 1" in CliRunner().invoke(data, ["show", "d", "--store", store]).output
+    missing = CliRunner().invoke(data, ["show", "--store", f"{tmp_path}/other.db"])
+    assert isinstance(missing.exception, NotFound)

@@ -206,6 +206,7 @@ def test_the_command_says_that_a_run_improved(tmp_path: Path) -> None:
     asyncio.run(fill())
     said = CliRunner().invoke(cli, ["why", "r", "--store", url]).output
     expected = "held-out 0.500 to 0.500, sampled held-out 0.200 to 0.760, it improved"
+    expected = f"means of the first and last fifth: {expected}"
     assert said == f"policy: 0 steps, {expected}\n"
 
 
@@ -421,5 +422,9 @@ def test_held_out_that_rises_as_much_as_training_is_no_fault() -> None:
     assert why.reasons(record(rising, scores=[0.0, 0.4])) == []
     (reason,) = why.reasons(record(rising, scores=[0.2, 0.1]))
     assert "held-out does not as much" in reason.text
+    known = {why.TRAINING: why.Change(0.1, 0.6, 0.7, noise=0.1)}
+    known[why.HELD_OUT] = why.Change(0.3, 0.2, 0.3, noise=0.9)
+    (reason,) = why.reasons(record(rising, known, scores=[0.2, 0.1]))
+    assert "0.10 to 0.60 in training, 0.30 to 0.20 held-out" in reason.text  # as `agentrl why` says
     chance = {why.TRAINING: why.Change(0.1, 0.7, 0.7, noise=1.0)}
     assert why.reasons(record(rising, chance, scores=[0.2, 0.1])) == []

@@ -123,6 +123,7 @@ REFUSED: dict[str, Any] = {
     "suffix": "x",
     "skip_special_tokens": False,
     "continue_final_message": True,
+    "include_reasoning": False,
     "modalities": ["text", "audio"],
     "web_search_options": {},
 }
@@ -157,6 +158,24 @@ async def test_what_would_change_the_answer_is_refused(
     assert name in error["message"]
     assert "leave it out" in error["message"]
     assert (await http.post(f"/v1/{path}", json={**body, name: None})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"min_p": 1e400',
+        '"logit_bias": {"5": 1e400}',
+        '"messages": [{"role": "user", "content": "x", "n": 1e400}]',
+        '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": 1e400}}}]',
+        '"temperature": 1e39',
+    ],
+)
+async def test_a_number_out_of_range_is_refused(http: httpx.AsyncClient, field: str) -> None:
+    raw = f'{{"messages": [{{"role": "user", "content": "x"}}], "max_tokens": 1, {field}}}'
+    refused = await http.post("/v1/chat/completions", content=raw)
+    assert refused.status_code == 400
+    assert "invalid_request_error" in refused.json()["error"]["type"]
+    assert (await chat(http, max_tokens=1)).status_code == 200
 
 
 async def test_what_changes_nothing_is_answered(http: httpx.AsyncClient) -> None:

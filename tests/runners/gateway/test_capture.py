@@ -199,6 +199,16 @@ def test_a_stream_adds_up_to_the_whole() -> None:
     }
 
 
+def test_a_streamed_function_call_adds_up() -> None:
+    """The form before `tool_calls`, in which the name comes first."""
+    answer = ModelResponse()
+    for said in ({"name": "f", "arguments": ""}, {"arguments": '{"a"'}, {"arguments": ": 1}"}):
+        choice = {"index": 0, "delta": {"content": None, "function_call": said}}
+        answer.add(read_chunk(msgspec.json.encode({"choices": [choice]})))
+    said = {"content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    assert answer.choices[0].message == said
+
+
 def test_completions() -> None:
     made = call(TEXT, model="gpt", prompt="once")
     assert sent(made)[0]["logprobs"] == 1

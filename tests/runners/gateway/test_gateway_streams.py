@@ -168,6 +168,7 @@ BUSY_EVENTS: dict[str, Any] = {
     "name only": [{"error": {"message": "no room now", "type": "ServiceUnavailableError"}}],
     "limited": [{"error": {"message": "no room now", "code": "rate_limit_exceeded"}}],
     "google": [{"error": {"message": "no room now", "status": "UNAVAILABLE"}}],
+    "no event": [json.dumps(BUSY, indent=1).encode() + b"\n\n"],
     "old vllm": [{"object": "error", "message": "no room now", "code": 503}],
     "choices": [BUSY | {"choices": [{"index": 0, "delta": {}, "finish_reason": "error"}]}],
     "after its opening": [OPENING, BUSY],
@@ -231,6 +232,15 @@ async def test_an_error_after_text_keeps_its_reason(bench: Any, gateway: Any, ap
         await ask(gateway, active, api, stream=True)
     assert "no room now" in next(iter(active.failures.values()))
     assert len(bench.model.requests) == 1
+
+
+async def test_half_a_stream_is_told_with_its_last_words(bench: Any, gateway: Any) -> None:
+    active = gateway.register(await bench.attempt())
+    bench.model.then(*[sends({"detail": "it broke"})] * 6)
+    answer = await ask(gateway, active, "chat/completions", stream=True)
+    assert answer.status_code == 502
+    assert "half a stream" in answer.text
+    assert "it broke" in answer.text
 
 
 # -- log-probs and echo ----------------------------------------------------------------------------
@@ -305,3 +315,39 @@ async def test_a_byte_order_mark_is_no_part_of_a_body(
     (row,) = await rows(bench, active)
     assert (row.answer["content"], len(row.completion)) == ("echo hello", 10 + stream)
     assert len(bench.model.requests) == 1
+
+
+# -- the order of what a stream says ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", ASKED)
+async def test_what_follows_a_finish_reason_keeps_its_place(
+    bench: Any, gateway: Any, api: str
+) -> None:
+    active = gateway.register(await bench.attempt())
+    parts = [chunk({"content": "a-"}), chunk({"content": "b-"}, "stop"), chunk({"content": "c-"})]
+    bench.model.then(sends(*parts))
+    shown = (await ask(gateway, active, api, stream=True)).text
+    places = [shown.index(f'"{letter}-"') for letter in "abc"]
+    assert places == sorted(places)
+    (row,) = await rows(bench, active)
+    assert row.answer["content"] == "a-b-c-"
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+async def test_an_answer_has_one_of_several_choices(bench: Any, gateway: Any, api: str) -> None:
+    """Also a call with the same index in two choices."""
+    active = gateway.register(await bench.attempt())
+
+    def part(index: int, call: Any, finish: str | None = None) -> Any:
+        made = chunk({"tool_calls": [call]} if call else {}, finish)
+        made["choices"][0]["index"] = index
+        return made
+
+    heads = [{"index": 0, "id": f"c{i}", "function": {"name": f"f{i}"}} for i in range(2)]
+    bodies = [{"index": 0, "function": {"arguments": f'{{"n": {i}}}'}} for i in range(2)]
+    events = [part(i, call[i]) for call in (heads, bodies) for i in range(2)]
+    bench.model.then(sends(*events, part(0, None, "tool_calls"), part(1, None, "tool_calls")))
+    answer = await ask(gateway, active, api, stream=True, n=2)
+    assert read_calls(api, answer.text) == [("c0", "f0", {"n": 0})]
+    assert [row.answer["tool_calls"][0]["id"] for row in await rows(bench, active)] == ["c0", "c1"]
