@@ -8,6 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ENGINES := .venv-engines
+DOCS   := .venv-docs
 PIP    := python -m pip install --quiet --disable-pip-version-check
 
 # Without bytecode every process of a test would compile the package again.
@@ -57,8 +58,8 @@ check: $(STAMP) ## Lint and type-check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-docs: $(VENV)/.docs ## Build the documentation site into site/, and check every link in it
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
+docs: $(DOCS)/.installed ## Build the documentation site into site/, and check every link in it
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
 
 gallery: $(STAMP) ## Train examples and export each run as one HTML file in gallery/ (up to an hour)
 	$(BIN)/python examples/gallery.py
@@ -66,8 +67,9 @@ gallery: $(STAMP) ## Train examples and export each run as one HTML file in gall
 # What is not installed, such as the extra `data`, keeps its pin.
 MERGE := FNR == NR {seen[tolower($$1)]; print; next} !/^\#/ && !(tolower($$1) in seen)
 
-constraints: $(STAMP) $(VENV)/.docs $(VENV)/.release ## Write what is installed into constraints.txt
-	@$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > $(VENV)/frozen
+constraints: $(STAMP) $(DOCS)/.installed $(VENV)/.release ## Write what is installed into constraints.txt
+	@for bin in $(BIN) $(DOCS)/bin; do $$bin/python -m pip freeze --exclude-editable; done | \
+		grep -v '^agentrl' | sed 's/+cpu$$//' | sort -u > $(VENV)/frozen
 	@awk -F== '$(MERGE)' $(VENV)/frozen constraints.txt | LC_ALL=C sort -f -t= -k1,1 > $(VENV)/merged
 	@{ echo '# What `make` installs, so that two machines have the same; `make constraints` renews it.'; \
 		cat $(VENV)/merged; } > constraints.txt
@@ -92,8 +94,18 @@ release: $(STAMP) $(VENV)/.release ## Build wheel and sdist, try both in empty e
 	$(BIN)/cyclonedx-py environment dist/.venv --output-file dist/sbom.json
 	rm -rf dist/.venv
 
-$(VENV)/.docs $(VENV)/.release: $(VENV)/.%: $(STAMP)
-	@$(BIN)/$(PIP) -c constraints.txt -e '.[$*]'
+$(VENV)/.release: $(STAMP)
+	@$(BIN)/$(PIP) -c constraints.txt -e '.[release]'
+	@touch $@
+
+# What $(VENV) has, such as torch, is read there and not installed again; nothing is installed into it.
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m venv --clear $(DOCS)
+	@if [ -x $(BIN)/python ]; then \
+		$(BIN)/python -c '$(SITE)' > "$$($(DOCS)/bin/python -c '$(SITE)')/base.pth"; fi
+	@$(DOCS)/bin/$(PIP) -c constraints.txt '.[docs]'
 	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
@@ -140,4 +152,4 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@touch $@
 
 clean: ## Remove the virtual environments, all runs, the site and the built packages
-	rm -rf $(VENV) $(ENGINES) .harnesses .frameworks runs gallery site dist
+	rm -rf $(VENV) $(ENGINES) $(DOCS) .harnesses .frameworks runs gallery site dist

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hmac
 import os
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 
 from agentrl.errors import ConfigError
+
+KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")  # of Anthropic, Google and Azure
 
 
 def is_loopback(host: str) -> bool:
@@ -24,14 +27,34 @@ def read_key(variable: str, setting: str, what: str) -> str:
 
     Raises ConfigError, which names the setting, if the variable is not set. what: the owner of the
     key for the message, such as "the judge's"."""
-    if variable and not os.environ.get(variable, "").strip():
+    key = os.environ.get(variable, "").strip()  # a key from a file ends in a newline
+    if variable and not key:
         raise ConfigError(f"{setting}: the environment has no {variable}; set it to {what} API key")
-    return os.environ[variable] if variable else ""
+    return key
 
 
-def given_key(authorization: str | None, api_key: str | None) -> str:
-    """The API key that a request sends in its header x-api-key or Authorization."""
-    return api_key or (authorization or "").removeprefix("Bearer ").strip()
+def read_sent_key(variable: str, setting: str, what: str) -> str:
+    """`read_key` for a key that is sent to another server. Raises ConfigError too if a header
+    cannot contain it."""
+    key = read_key(variable, setting, what)
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{setting}: {variable} has several lines, or characters that no API key has; set it"
+            f" to {what} API key alone"
+        )
+    return key
+
+
+def given_key(headers: Mapping[str, str]) -> str:
+    """The API key that a request sends. Names in `headers` are lower-case, or match any case."""
+    sent = next(filter(None, map(headers.get, KEY_HEADERS)), "")
+    return sent.strip() or bearer(headers.get("authorization", ""))
+
+
+def bearer(authorization: str) -> str:
+    """The token of a header Authorization, in which any case of the scheme is valid (RFC 9110)."""
+    scheme, _, token = authorization.strip().partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else authorization.strip()
 
 
 @dataclass(frozen=True, slots=True)

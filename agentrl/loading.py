@@ -82,8 +82,8 @@ def load_tasks(path: str, root: Path, *, key: str, needs: str = "input") -> list
     if path.endswith(".jsonl"):
         return _checked(_read_jsonl(root / path, key), key, needs)
     if path.startswith("hf:"):
-        rows = enumerate(read_rows(path))
-        return _checked({f"{path}[{index}]": _hub_task(row) for index, row in rows}, key, needs)
+        rows = {place: _hub_task(row) for place, row in read_rows(path)}
+        return _checked(rows, key, needs)
     with _placeholder_keys():
         found = load_attribute(path, root, key=key)
     try:

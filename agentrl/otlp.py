@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from opentelemetry.proto.trace.v1 import trace_pb2
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
+DIFF = "agentrl.diff"  # span attribute: the changes that the agent made in its workspace
 KIND, TRACELOOP_KIND = "openinference.span.kind", "traceloop.span.kind"
 KINDS = frozenset({"agent", "chain", "tool", "llm"})
 TRACELOOP_KINDS = {"workflow": "chain", "task": "chain", "agent": "agent", "tool": "tool"}

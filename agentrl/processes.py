@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.errors import AgentRLError, TrainingError
@@ -96,6 +96,7 @@ class Child:
     arguments: list[str]
     log: Path
     piped: bool = False  # it stops at the end of its standard input, not on SIGTERM
+    variables: dict[str, str] = field(default_factory=dict)  # added to its environment
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -108,7 +109,7 @@ class Child:
                 stdin=asyncio.subprocess.PIPE if self.piped else asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(),
+                env=environment() | self.variables,
                 start_new_session=True,  # Ctrl-C reaches only the front, which stops its children
             )
 

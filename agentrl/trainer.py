@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from agentrl import folder_lock
+from agentrl import folder_lock, run_owner
 from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
@@ -66,13 +66,16 @@ class TrainingResult:
     store: str
 
 
-def run_training(config: RunConfig, *, fresh: bool = False, level: int = PHASE) -> TrainingResult:
-    """Train with runner processes, show the progress and print the report. level: the lowest level
-    of `logging` that is shown."""
+def run_training(
+    config: RunConfig, *, fresh: bool = False, take_over: bool = False, level: int = PHASE
+) -> TrainingResult:
+    """Train with runner processes, show the progress and print the report. take_over: from a live
+    process of this run, which stops; level: the lowest level of `logging` that is shown."""
     config = hide_secrets(config)
     check(config)
     if fresh:
         clear(config)
+    run_blocking(run_owner.check_free(config, take_over=take_over))
     return run_blocking(front(config, level=level))
 
 
@@ -101,11 +104,16 @@ class Trainer:
         self.agent, self.tasks, self.verifier = agent, tasks, verifier
         self.policy, self.heldout, self.settings = policy, heldout, settings
 
-    def fit(self, *, fresh: bool = False) -> TrainingResult:
-        """Train to the end, or resume a stopped run of this name. fresh: start over."""
-        return run_blocking(self.fit_async(fresh=fresh))
+    def fit(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
+        """Train to the end, or resume a stopped run of this name. fresh: start over; take_over: go
+        on with a run that is live in another process, which stops."""
+        try:
+            return run_blocking(self.fit_async(fresh=fresh, take_over=take_over))
+        except KeyboardInterrupt:  # with tracebacks of the event loop, which tell nothing
+            text = "stopped; fit(), without fresh, continues after the last committed step"
+            raise KeyboardInterrupt(text) from None
 
-    async def fit_async(self, *, fresh: bool = False) -> TrainingResult:
+    async def fit_async(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """`fit` for an event loop. If it is cancelled, it stops its processes."""
         settings = {"policy": {}, "agent": {}, "verifier": {}} | self.settings
         settings["policy"] = {"model": str(self.policy)} | settings["policy"]
@@ -116,6 +124,7 @@ class Trainer:
         check_presets(config)  # before the tasks, which may take long to load
         if fresh:
             clear(config)
+        await run_owner.check_free(config, take_over=take_over)  # before its files are replaced
         output = make_folder(Path(config.output))
         tasks = msgspec.structs.replace(
             config.tasks,
@@ -181,8 +190,7 @@ def hide_secrets(config: RunConfig) -> RunConfig:
 def clear(config: RunConfig) -> None:
     """Delete the outputs of an earlier run of this name, and nothing else in its folder.
 
-    Raises ConfigError while that run is live. A process without a lock, from an earlier version, is
-    fenced: the store refuses its next commit."""
+    Raises ConfigError while that run is live; a process without owner and lock is fenced."""
     output = Path(config.output)
     if not has_own_store(config):
         raise ConfigError(
@@ -191,6 +199,7 @@ def clear(config: RunConfig) -> None:
         )
     if not output.is_dir():
         return
+    run_blocking(run_owner.check_free(config, cure="stop it before --fresh deletes its files"))
     with folder_lock.exclusive(output):
         with contextlib.suppress(StoreError):  # no store, or one of another version
             run_blocking(_fence(config))
@@ -249,25 +258,24 @@ async def supervise(
     search."""
     config, output = hide_secrets(config), Path(config.output)
     logs = make_folder(output / "logs")
-    # Runners read the settings from the store; this also fences a leftover algorithm process.
-    await store.open_run(config.name, msgspec.to_builtins(config))
-    run_file = output / "run.json"
-    run_file.touch(mode=0o600)
-    run_file.chmod(0o600)  # the file may be from an earlier start
-    run_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
-    order = [verb, str(run_file)] if play is None else ["play", str(run_file), str(play)]
-    algorithm = Child("algorithm", ["algorithm", *order], logs / "algorithm.log")
-    arguments = ["runner", "start", "--store", config.store, "--run", config.name]
-    runners = 0 if local or config.data.name else config.runner.processes
-    workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(runners)]
     console = console or Console()
-    if not (runners or local or config.data.name):
-        console.print(_how_to_join(config), soft_wrap=True, highlight=False)
-    sinks = sinks_process(config, run_file, console)
-    logged = [algorithm, *workers, *([sinks.child] if sinks else [])]
-    log_lines = LogFollower(console, level, [child.log for child in logged])
-    started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
+        # Runners read the settings from the store; this also fences a leftover algorithm process.
+        settings = msgspec.to_builtins(config)
+        held = await stack.enter_async_context(run_owner.hold(store, config.name, settings))
+        run_file = _write_settings(output / "run.json", config)
+        order = [verb, str(run_file)] if play is None else ["play", str(run_file), str(play)]
+        algorithm = Child("algorithm", ["algorithm", *order], logs / "algorithm.log")
+        algorithm.variables[run_owner.VARIABLE] = held.owner
+        arguments = ["runner", "start", "--store", config.store, "--run", config.name]
+        own = 0 if local or config.data.name else config.runner.processes
+        workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(own)]
+        if not (own or local or config.data.name):
+            console.print(_how_to_join(config), soft_wrap=True, highlight=False)
+        sinks = sinks_process(config, run_file, console)
+        logged = [algorithm, *workers, *([sinks.child] if sinks else [])]
+        log_lines = LogFollower(console, level, [child.log for child in logged])
+        started = time.monotonic()
         stack.enter_context(folder_lock.shared(output))
         if sinks:  # stopped last: they also write the last evaluation
             stack.callback(log_lines.look)
@@ -280,7 +288,7 @@ async def supervise(
         quiet = verb == "prompts" or level > PHASE
         showing = [show_progress(store, config, console, quiet=quiet), log_lines.follow()]
         showing += [sinks.keep()] if sinks else []
-        watchers = [asyncio.create_task(work) for work in working]
+        watchers = [held.keeping, *(asyncio.create_task(work) for work in working)]
         followers = [asyncio.create_task(work) for work in showing]
         try:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
@@ -291,6 +299,13 @@ async def supervise(
         for task in done:
             task.result()
     return time.monotonic() - started
+
+
+def _write_settings(path: Path, config: RunConfig) -> Path:
+    path.touch(mode=0o600)
+    path.chmod(0o600)  # the file may be from an earlier start
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+    return path
 
 
 def _how_to_join(config: RunConfig) -> str:

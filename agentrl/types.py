@@ -17,7 +17,6 @@ Json = Any  # a user's payload: any JSON value
 Task = Mapping[str, Json]
 """JSON object. The agent gets `input`, the verifier the whole object; `id` is optional."""
 SIDE = "side"  # role of calls outside the agent's own work, such as titles; never trained
-DIFF = "agentrl.diff"  # span attribute: the changes that the agent made in its workspace
 POLICY = "policy"  # name of the trained policy in a run with a single one
 EMPTY = "rollouts/empty"  # metric: number of rollouts of a step in which none was usable
 ENDED = "run/ended"  # metric of a run's last step: 1 once no more rollouts will be queued
@@ -102,8 +101,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Sampling(Record, frozen=True):
-    """Sampling parameters. In a rollout: defaults for parameters that the agent does not set. With
-    `force`, temperature, top_p and top_k replace the agent's own values."""
+    """Sampling parameters. In a rollout: defaults for parameters that the agent does not set."""
 
     temperature: float = 1.0  # 0: greedy; training needs about 1
     top_p: float = 1.0  # nucleus sampling: probability mass of the candidate tokens; train with 1
@@ -198,6 +196,7 @@ class Transition(Record, frozen=True):
     repeats: str | None = None  # id of the call of another rollout that it replays
     left_out: list[str] = []  # fields and hosted tools
     spans: list[tuple[int, int]] = []  # in ascending order of versions
+    processors: dict[str, str] = {}  # options that bend the policy's distribution -> their JSON
 
     @property
     def versions(self) -> str:
@@ -356,6 +355,8 @@ class RunState(Record, frozen=True):
     checkpoint: str | None
     config: dict[str, Json]
     created: float = 0.0  # unix seconds
+    owner: str = ""  # last process that held the run, see `agentrl.run_owner`
+    owned_until: float = 0.0  # unix seconds; 0: it has ended
 
     @property
     def identity(self) -> str:

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from agentrl import threads
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError, Invalid
+from agentrl.otlp import DIFF
 from agentrl.runners.executors import ExecutionResult, Executor, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.replay import recording
@@ -35,7 +36,7 @@ from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.runners.workspace.sources import WorkspaceError
 from agentrl.store.base import Store
 from agentrl.store.rows import storable_text
-from agentrl.types import DIFF, Attempt, ErrorKind, Failure, Json, Outcome, Reward, Span, Trace
+from agentrl.types import Attempt, ErrorKind, Failure, Json, Outcome, Reward, Span, Trace
 
 log = logging.getLogger("agentrl.runner")
 LONGEST_DIFF = 20_000  # stored characters of an agent's changes to its workspace

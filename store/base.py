@@ -47,12 +47,26 @@ class Store(Protocol):
     async def __aexit__(self, *error: object) -> None: ...
 
     # -- runs: called by the algorithm -------------------------------------------------------------
-    async def open_run(self, run: str, config: dict[str, types.Json]) -> types.RunState:
+    async def open_run(
+        self,
+        run: str,
+        config: dict[str, types.Json],
+        *,
+        owner: str = "",
+        lease: float = 0.0,
+        gone: str = "",
+    ) -> types.RunState:
         """Create a run, or take it over: increments its epoch, which fences every earlier owner;
         releases groups that were claimed but not committed; deletes published policy versions;
         replaces `config`. Before this, writes to the run raise NotFound.
 
-        Not idempotent: a repeat is another takeover. Raises Invalid if `config` is not JSON."""
+        owner: text by which its processes hold the run for `lease` seconds; others then get
+        Conflict, unless they name that owner as `gone` or have no owner themselves. Not idempotent:
+        a repeat is another takeover. Raises Invalid if `config` is not JSON."""
+
+    async def hold_run(self, run: str, owner: str, *, lease: float) -> bool:
+        """Extend an owner's lease on its run; 0 ends it. False if the run has another owner. Adds
+        no event to the feed."""
 
     async def commit_step(self, commit: types.StepCommit) -> None:
         """Record one training step atomically.

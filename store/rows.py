@@ -183,13 +183,18 @@ def transition_columns(t: types.Transition) -> Columns:
     """Return all columns but prompt, messages, tools and position in the tree."""
     answer = None if t.answer is None else to_json(t.answer, f"The answer of transition {t.id}")
     return asdict(t) | {
-        "sampling": to_json(t.sampling, "sampling"),
+        "sampling": to_json(_sampling(t), "sampling"),
         "completion": to_blob(t.completion),
         "logprobs": to_blob(t.logprobs),
         "answer": answer,
         "left_out": to_json(t.left_out, "left_out") if t.left_out else None,
         "spans": to_json(t.spans, "spans") if t.spans else None,
     }
+
+
+def _sampling(t: types.Transition) -> types.Json:
+    """Return the content of the column `sampling`, which has the processors too, if any."""
+    return asdict(t.sampling) | {"processors": t.processors} if t.processors else t.sampling
 
 
 def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[types.Transition]]:
@@ -205,13 +210,15 @@ def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[ty
         messages = shared[: row["chat_shared"]] + from_json(row["messages"])
         chats[row["seq"]] = messages if answer is None else [*messages, answer]
         if bool(row["late"]) is late:
+            sampling = msgspec.json.decode(row["sampling"], type=dict[str, Any])
             call = record(
                 types.Transition,
                 row,
+                processors=sampling.pop("processors", {}),
+                sampling=types.Sampling(**sampling),
                 prompt=from_blob("i", prompt),
                 completion=from_blob("i", row["completion"]),
                 logprobs=from_blob("f", row["logprobs"]),
-                sampling=msgspec.json.decode(row["sampling"], type=types.Sampling),
                 exact=bool(row["exact"]),
                 messages=messages,
                 tools=from_json(row["tools_body"]) or [],

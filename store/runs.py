@@ -22,16 +22,39 @@ from agentrl.store.writer import Transaction
 
 SQL = load_sql("runs")
 ALL = 2**62  # as a limit
+SLACK = 60.0  # seconds by which leases of owners may differ
 
 
-def open_run(tx: Transaction, run: str, config: dict[str, types.Json]) -> types.RunState:
-    text = rows.to_json(config, "The run's configuration")
-    columns = {"run": run, "now": tx.now, "config": text}
+def open_run(
+    tx: Transaction,
+    run: str,
+    config: dict[str, types.Json],
+    *,
+    owner: str = "",
+    lease: float = 0.0,
+    gone: str = "",
+) -> types.RunState:
+    if owner:
+        limits.check_lease(lease)
+    text, until = rows.to_json(config, "The run's configuration"), tx.now + lease
+    columns = {"run": run, "now": tx.now, "config": text, "owner": owner}
+    # A later end of a lease than `limit` was set before the clock was set back.
+    columns |= {"until": until if owner else 0.0, "gone": gone, "limit": until + SLACK}
     row = tx.conn.execute(SQL["open_run"], columns).fetchone()
+    if row is None:
+        raise Conflict(f"Run {run!r} has a live owner: stop it first, or name it as `gone`.")
     tx.conn.execute(SQL["release_groups"], (run,))
     tx.conn.execute(SQL["forget_policies"], (run,))  # they were served by the fenced owner
     tx.add_event(run, "run", run, GROUPS)  # wakes a fenced owner waiting for groups
     return _state(row)
+
+
+def hold_run(tx: Transaction, run: str, owner: str, *, lease: float) -> bool:
+    if lease:
+        limits.check_lease(lease)
+    until = tx.now + lease if lease else 0.0
+    columns = {"run": run, "owner": owner, "until": until}
+    return tx.conn.execute(SQL["hold_run"], columns).fetchone() is not None
 
 
 def prepare(commit: types.StepCommit) -> tuple[list[rows.Columns], str]:

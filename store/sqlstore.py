@@ -106,10 +106,23 @@ class SqlStore:
 
     # -- runs --------------------------------------------------------------------------------------
 
-    async def open_run(self, run: str, config: dict[str, types.Json]) -> types.RunState:
+    async def open_run(
+        self,
+        run: str,
+        config: dict[str, types.Json],
+        *,
+        owner: str = "",
+        lease: float = 0.0,
+        gone: str = "",
+    ) -> types.RunState:
         limits.check_id("The name of a run", run)
-        open_run = partial(training.open_run, run=run, config=config)
+        limits.check_ids("A run's owner", (owner, gone))
+        open_run = partial(
+            training.open_run, run=run, config=config, owner=owner, lease=lease, gone=gone
+        )
         return await self._writer.post(answer_once(open_run, types.RunState))
+
+    hold_run = _writing(training.hold_run)
 
     async def commit_step(self, commit: types.StepCommit) -> None:
         credits, record = training.prepare(commit)

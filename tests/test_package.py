@@ -56,3 +56,15 @@ def test_the_version_is_written_once() -> None:
     assert project["tool"]["hatch"]["version"]["path"] == "agentrl/__init__.py"
     assert "version" not in project["project"]
     assert f"## [{agentrl.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_docs_are_built_without_a_change_of_the_users_environment(tmp_path: Path) -> None:
+    """It may be a plain install, as in the README."""
+    target = ["docs", f"VENV={tmp_path / 'venv'}", f"DOCS={tmp_path / 'docs'}"]
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    command = ["make", "--dry-run", "--always-make", *target]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    installs = [line.split("@")[-1] for line in said.splitlines() if "pip install" in line]
+    assert [line.split()[0] for line in installs] == [f"{tmp_path / 'docs'}/bin/python"]
+    assert " -e " not in installs[0]
+    assert "-m mkdocs build" in said

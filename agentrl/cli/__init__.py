@@ -7,6 +7,13 @@ from typing import Any
 
 import click
 
+RESUMED = {
+    "train": "after the last committed step",
+    "prompts": "the search",
+    "crossplay": "with the games that are left",
+    "ablate": "with the games that are left",
+}  # commands that go on where they were stopped
+
 
 def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
     """A click callback for an option with comma-separated numbers; no value: an empty list."""
@@ -18,3 +25,11 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
             raise click.BadParameter(f"{value!r}: write comma-separated numbers") from None
 
     return read
+
+
+def how_to_continue(arguments: list[str]) -> str:
+    """What the same command does after it was stopped; empty if it starts over."""
+    where = RESUMED.get(next(iter(arguments), ""))
+    again = [one for one in arguments if one.partition("=")[0] in ("--fresh", "--from")]
+    without = f" without {again[0].partition('=')[0]}" if again else ""
+    return f" The same command{without} continues {where}." if where else ""

@@ -15,7 +15,8 @@ import click
 import msgspec
 
 from agentrl.datasets.draft import Draft
-from agentrl.datasets.files import add_row, export_rows, read_rows, write_rows
+from agentrl.datasets.files import export_rows, read_rows, write_rows
+from agentrl.datasets.formats import add_row
 from agentrl.datasets.mining import MineSpec, mine
 from agentrl.datasets.records import Dataset, Item, Side
 from agentrl.errors import ConfigError
@@ -118,8 +119,8 @@ async def _mine(store: Store, name: str, test: float, conflicts: Any, **given: A
 async def import_command(store: Store, name: str, source: str, test: float, conflicts: Any) -> None:
     """Create data set NAME from SOURCE: file.jsonl, file.parquet or hf:OWNER/NAME[@REV][:SPLIT]."""
     made = await _draft(store, name, test, conflicts, {"source": source})
-    for row in read_rows(source):
-        add_row(made, row)
+    for place, row in read_rows(source):
+        add_row(made, place, row)
         await made.flush()
     await _commit(made)
 

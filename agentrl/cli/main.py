@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from agentrl import __version__
+from agentrl.cli import how_to_continue
 from agentrl.cli.bench import bench
 from agentrl.cli.data import data
 from agentrl.cli.doctor import doctor
@@ -86,6 +87,7 @@ def _console_level(*, quiet: bool, verbose: bool) -> int:
 @click.option("--seed", type=int, help="Seed of model building, task order and sampling.")
 @click.option("--steps", type=int, help="Training steps.")
 @click.option("--fresh", is_flag=True, help="Delete the outputs of an earlier run of this name.")
+@click.option("--take-over", is_flag=True, help="Stop a live process of this run, and go on here.")
 @click.option(
     "--from",
     "start",
@@ -99,6 +101,7 @@ def train(
     seed: int | None,
     steps: int | None,
     fresh: bool,
+    take_over: bool,
     start: str | None,
     dry_run: bool,
     quiet: bool,
@@ -112,6 +115,8 @@ def train(
     extra = [f"{key}={value}" for key, value in named.items() if value is not None]
     if fresh and start:
         raise click.UsageError("--fresh deletes every checkpoint: remove it or --from")
+    if fresh and take_over:
+        raise click.UsageError("--fresh deletes what a live run writes: stop it, drop --take-over")
     config = load(run_file, [*overrides, *extra])
     if dry_run:
         show_settings(config)
@@ -122,10 +127,10 @@ def train(
         from agentrl.cli.restart import go_back
 
         trainer.check(config)
-        go_back(config, start)
+        go_back(config, start, take_over=take_over)
     for warning in check_at_start(config):
         click.echo(f"WARNING {warning}")
-    trainer.run_training(config, fresh=fresh, level=level)
+    trainer.run_training(config, fresh=fresh, take_over=take_over, level=level)
 
 
 @cli.command("eval")
@@ -381,7 +386,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("\nStopped. The same command continues after the last committed step.", err=True)
+        click.echo(f"\nStopped.{how_to_continue(sys.argv[1:])}", err=True)
         sys.exit(130)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from agentrl import digests, trainer
+from agentrl import run_owner, trainer
+from agentrl.algorithms.model import digests
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.evaluation.core import SavedCheckpoint, checkpoint_at, checkpoints_of
@@ -21,22 +22,22 @@ from agentrl.threads import run_blocking
 from agentrl.types import RunState
 
 
-def go_back(config: RunConfig, start: str) -> None:
+def go_back(config: RunConfig, start: str, *, take_over: bool = False) -> None:
     """Take a run back to `start`, a number of steps or a checkpoint's path.
 
     Changes nothing and raises ConfigError for a checkpoint of another run, DamagedError for a
-    damaged one."""
-    run_blocking(_go_back(trainer.hide_secrets(config), start))
+    damaged one. take_over: from a live process of the run."""
+    run_blocking(_go_back(trainer.hide_secrets(config), start, take_over))
 
 
-async def _go_back(config: RunConfig, start: str) -> None:
+async def _go_back(config: RunConfig, start: str, take_over: bool) -> None:
+    await run_owner.check_free(config, take_over=take_over)
     async with open_store(config.store, create=False) as store:
         state = await store.run(config.name)
         if state is None:
             raise ConfigError(f"--from {start}: run {config.name!r} has no steps yet; remove it")
         await trainer.refuse_changes(store, config)
         found = None if start == "0" else _chosen(config, state, start)
-        # Fences a live algorithm process.
         state = await store.open_run(config.name, msgspec.to_builtins(config))
         name = None if found is None else _kept(config, found, state.epoch)
         steps = found.steps if found else 0

@@ -191,15 +191,16 @@ def prune(
     click.echo(f"{'Would remove' if dry_run else 'Removed'} {what}: {size}")
 
 
-def only_store() -> str:
-    """URL of the store below runs/. Raises StoreError if there is none or more than one."""
-    found = sorted(Path("runs").glob("*/store.db"))
+def only_store(folder: Path = Path("runs"), how: str = "with --store") -> str:
+    """URL of the store in a folder or its folders. Raises StoreError if there is none or more than
+    one."""
+    found = sorted([*folder.glob("store.db"), *folder.glob("*/store.db")])
     if not found:
-        raise NotFound("There is no store below runs/: name one with --store.")
+        raise NotFound(f"There is no store below {folder}/: name one {how}.")
     if len(found) > 1:
         raise StoreError(
-            f"There are {len(found)} stores below runs/ ({', '.join(map(str, found))}): "
-            "choose one with --store."
+            f"There are {len(found)} stores below {folder}/ ({', '.join(map(str, found))}): "
+            f"choose one {how}."
         )
     return f"sqlite:///{found[0]}"
 

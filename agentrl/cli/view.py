@@ -40,7 +40,7 @@ def view(
     rollouts: str,
     redact: str,
 ) -> None:
-    """Show the runs of STORE, a URL or a file, in the browser, also during training.
+    """Show the runs of STORE, a URL, file or folder, in the browser, also during training.
 
     STORE defaults to the store of --run, else the only one below runs/. It is only read. Other
     machines need a key: that of the variable AGENTRL_VIEW_KEY, or a new one in the printed URL."""
@@ -54,6 +54,8 @@ def view(
     if store is None:
         own = Path("runs", run or "", "store.db")
         store = store_in(own.parent.resolve()) if run and own.exists() else only_store()
+    elif Path(store).is_dir():
+        store = only_store(Path(store), "by its path")
     if file is None:
         start = f"/run/{quote(run)}" if run else "/"
         server.run(store, host, port, start=start, browse=browse)

@@ -204,6 +204,10 @@ class AlgorithmConfig(Section, frozen=True):
     warmup: Natural = 0  # steps of linear learning-rate warm-up
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
+    # Nats per token: an update that moves the policy further is undone, and made again with half
+    # the learning rate, until it does not. Default, wherever the learner can undo an update: 0.05
+    # for each of its optimizer steps, or target_kl if that is larger. 0: none is undone.
+    max_kl: NonNegative | None = None
     target_kl: Positive | None = None  # nats: stop the batch early if the policy has moved further
     max_bad_steps: Count = 3  # non-finite optimizer steps in a row that end the run
     weight_decay: NonNegative = 0.0  # decay of AdamW, per step and unit of lr
@@ -315,7 +319,9 @@ class RunConfig(Section, frozen=True):
     root: str = "."  # folder of the files that the run file names; default: the run file's
     output: str = ""  # folder of store, checkpoints and figures; default runs/<name>
     store: str = ""  # store URL; default: SQLite in the output folder
-    seed: Natural = 0  # of policy.build, the order of tasks, and sampling
+    # Of policy.build, the order of tasks, and sampling. vLLM samples with it only if
+    # algorithm.overlap = "one_step_off" or sampling.seed is set.
+    seed: Natural = 0
     steps: Natural = 100  # updates of the policy; 0: only evaluate
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best one
     max_empty_steps: Count = 3  # steps in a row without a usable rollout that end the run

@@ -38,7 +38,7 @@ PLAYING = (
 )  # fmt: skip
 SAMPLING = (
     "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
-    "branching", "counterfactual", "close_at", "group_deadline",
+    "branching", "counterfactual", "close_at", "group_deadline", "max_kl",
 )  # fmt: skip
 SINKS = ("mlflow", "tensorboard", "trackio", "wandb")
 """Each is the name of a sink, of its module in `agentrl.telemetry.sinks`, of its package and of the
@@ -308,8 +308,9 @@ def _schedule(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.min_lr: it is above algorithm.lr = {algorithm.lr}"
     if algorithm.target_kl is not None and algorithm.minibatches * algorithm.epochs == 1:
         yield (
-            "algorithm.target_kl: a batch is one optimizer step, so it cannot stop early; raise "
-            "algorithm.minibatches or algorithm.epochs, or remove it"
+            "algorithm.target_kl: a batch is one optimizer step, so it cannot stop early; set "
+            "algorithm.max_kl, which undoes a step that goes too far, or raise "
+            "algorithm.minibatches or algorithm.epochs"
         )
 
 

@@ -19,7 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
-from agentrl.access import read_key
+from agentrl.access import read_sent_key
 from agentrl.config import RunConfig, VerlLearnerConfig, VllmEngineConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.doctor import Status, run_check
@@ -130,7 +130,7 @@ def keys(config: RunConfig) -> tuple[Status, str] | None:
     if isinstance(config.engine, VllmEngineConfig):
         asked["engine.vllm"] = config.engine.vllm.key_env
     for name, variable in asked.items():
-        read_key(variable, f"{name}.key_env", "the endpoint's")
+        read_sent_key(variable, f"{name}.key_env", "the endpoint's")
     access = config.engine.access
     access.server_tls()
     found = [name for name, variable in asked.items() if variable]

@@ -313,8 +313,9 @@ async def _check_heard(
         check_any_succeeded(rows, lineup, " with --fresh")
         raise ConfigError(
             f"nobody plays the role {sorted(silent)[0]!r} in {lineup}: no call of the agent has "
-            "this role; use the roles of its calls (agentrl.role, graph nodes or model names), and "
-            "repeat the command with --fresh"
+            "this role. If the tasks seat an opponent of their own there, name others with "
+            "tasks.heldout=FILE; else use the roles of its calls (agentrl.role, graph nodes or "
+            "model names). Then repeat the command with --fresh"
         )
 
 

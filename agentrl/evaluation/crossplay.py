@@ -21,7 +21,7 @@ from agentrl.config.policies import EvaluationPlan, Seats
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.core import Played, SavedCheckpoint
-from agentrl.types import Rollout
+from agentrl.types import Json, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +71,26 @@ def crossplay(
     # The checkpoint for policies that are not compared: the run's last one on disk, else the last
     # chosen one.
     last = (evaluation.checkpoints_of(config) or chosen)[-1]
+    tasks = [without_scripts(task, roles) for task in evaluation.tasks_of(config)]
     plan = EvaluationPlan(
         players=players,
         lineups=schedule(list(players), roles),
-        tasks=list(islice(cycle(evaluation.tasks_of(config)), ceil(games / len(roles)))),
+        tasks=list(islice(cycle(tasks), ceil(games / len(roles)))),
         temperature=config.sampling.temperature,
         steps=last.steps,
     )
     played = evaluation.run_plan(config, last, plan, "crossplay", fresh=fresh)
     return matrix(list(players), roles, played)
+
+
+def without_scripts(task: dict[str, Json], roles: Sequence[str]) -> dict[str, Json]:
+    """The task of a game (`GameTask`) with models in all seats: held-out tasks may have scripted
+    players in some, but here checkpoints play each other."""
+    game = task["input"]
+    if not (isinstance(game, dict) and "game" in game and isinstance(game.get("players"), dict)):
+        return task
+    players = {role: kind for role, kind in game["players"].items() if role not in roles}
+    return {**task, "input": {**game, "players": players}}
 
 
 def chosen_checkpoints(

@@ -79,7 +79,7 @@ async def _update(store: Store, progress: Progress, warnings: RunWarnings) -> No
 async def _print_lines(
     store: Store, progress: Progress, warnings: RunWarnings, *, quiet: bool
 ) -> None:
-    printed = -1
+    printed, scored = -1, -1
     every = max(1, progress.config.steps // PLAIN_LINES)
     await _update(store, progress, warnings)
     if not (quiet or progress.ready):
@@ -88,6 +88,9 @@ async def _print_lines(
         await _update(store, progress, warnings)
         printed = min(printed, len(progress.committed) - 1)
         for row in [] if quiet else progress.rows:
+            if row.step > scored and (line := scores_line(row)):  # of the policy before this step
+                scored = row.step
+                warnings.console.print(line, highlight=False)
             if row.step > printed and row.committed:
                 printed = row.step
                 if row.step % every == 0 or row.step + 1 == progress.config.steps:
@@ -170,11 +173,16 @@ class Progress:
             parts.append(f"nothing to learn from: {failed:.0f} of {every:.0f} rollouts failed")
         else:
             parts += [*_reward_and_rates(metrics), f"{self.seconds_left():.0f} s left"]
-        if "eval/score" in metrics:
-            parts.append(f"held-out {metrics['eval/score']:.3f}")
-        functions = report.function_names([row]).items()
-        parts += [f"{label} {metrics[name]:.3g}" for name, label in functions]
         return "  ".join(parts)
+
+
+def scores_line(row: StepRow) -> str:
+    """A line about the evaluation of the policy after `row.step` steps; empty without one."""
+    parts = [f"held-out {row.metrics['eval/score']:.3f}"] if "eval/score" in row.metrics else []
+    functions = report.function_names([row]).items()
+    parts += [f"{label} {row.metrics[name]:.3g}" for name, label in functions]
+    when = f"after step {row.step}" if row.step else "untrained"
+    return "  ".join([f"{when}:", *parts]) if parts else ""
 
 
 def _reward_and_rates(metrics: dict[str, float]) -> tuple[str, str, str]:

@@ -11,8 +11,9 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from agentrl.errors import StoreError
+from agentrl.otlp import DIFF
 from agentrl.store import open_store
-from agentrl.types import DIFF, POLICY, Trace, Transition
+from agentrl.types import POLICY, Trace, Transition
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -85,6 +86,9 @@ def _answer(transition: Transition) -> Text:
         f"   [{transition.role}{by}{versions}, {len(transition.prompt)} +"
         f" {len(transition.completion)} tokens, {transition.finish}]"
     )
+    if transition.processors:
+        told = (f"{name} = {value}" for name, value in transition.processors.items())
+        note += f"\n          processors: {', '.join(told)}"
     if transition.left_out:
         note += f"\n          left out: {', '.join(transition.left_out)}"
     return _message({"role": "assistant"} | (transition.answer or {}), note)

@@ -28,6 +28,7 @@ Base = Literal["none", "mean", "loo"]
 Norm = Literal["none", "std", "mean"]
 Options = ParamSpec("Options")
 
+ORDINARY = 0.01  # standard deviation from which eps is as published
 SPREAD = 1e-6  # differences below this fraction of the largest reward are rounding errors
 
 
@@ -85,7 +86,8 @@ def standardise(
 
     x [U]: NaN = missing: enters no statistic, result 0. by, norm_by (default `by`) int64 [U]: ids
     of the groups for the baseline, and for the scale. base: none, the mean, the mean of the others
-    (leave-one-out), or given values [U]. norm: the standard deviation of x - baseline (plus eps),
+    (leave-one-out), or given values [U]. norm: the standard deviation of x - baseline plus eps (of
+    which less below ORDINARY, in proportion: small rewards have the same advantages as large ones),
     or the mean of |x|: the mean of x if none is negative, and with mixed signs that nearly cancel
     it keeps the result of n rewards within n + 1. w, bw [U]: frequency weights of all statistics,
     and of the baseline alone.
@@ -120,7 +122,9 @@ def standardise(
         relative = torch.where(centred == 0, 0.0, centred / largest[by])
         mean = reduce_by(weight * relative, by) / total
         deviation = (reduce_by(weight * (relative - mean[by]) ** 2, by) / (total - ddof)).sqrt()
-        scale = torch.where(deviation > SPREAD, largest * deviation + eps, 0.0)[by]
+        std = largest * deviation
+        std = std + eps * (std / ORDINARY).clamp(max=1.0)
+        scale = torch.where(deviation > SPREAD, std, 0.0)[by]
     return Standardised(torch.where(scale > 0, centred / scale, 0.0), baseline, scale)
 
 

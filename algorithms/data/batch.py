@@ -9,7 +9,7 @@ are context: they appear in `Row.tokens`, never in the token level.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -98,3 +98,26 @@ class Batch:
         """Bounds of each row's token range, int64 [R + 1]."""
         sizes = torch.tensor([0, *(row.actions.numel() for row in self.rows)])
         return sizes.cumsum(0)
+
+    def cut(self, rows: Tensor) -> tuple[Batch, Tensor]:
+        """The batch with these rows [r] alone, ascending, and the indices [n] of its tokens in this
+        one. The levels above rows keep all their units."""
+        tokens = torch.isin(self.token_row, rows).nonzero().flatten()
+        columns = (
+            "behaviour",
+            "token_transition",
+            "token_version",
+            "values",
+            "reference",
+            "symbols",
+        )
+        known = {name: x for name in columns if len(x := getattr(self, name))}
+        part = replace(
+            self,
+            rows=[self.rows[row] for row in rows.tolist()],
+            token_row=torch.searchsorted(rows, self.token_row[tokens]),
+            row_rollout=self.row_rollout[rows],
+            row_unit=self.row_unit[rows] if len(self.row_unit) else self.row_unit,
+            **{name: x[tokens] for name, x in known.items()},
+        )
+        return part, tokens

@@ -39,9 +39,9 @@ LAGS = (0, 1, 2, 4, 8)  # lower bounds of the lag classes
 COUNTS = frozenset(
     f"{noun}/{what}"
     for noun, whats in {
-        "calls": ("inexact", "refused", "too_long", "tools_unseen"),
+        "calls": ("inexact", "refused", "too_long", "tools_unseen", "processed"),
         "tokens": ("completion", "prompt", "trained", "forwarded"),
-        "update": ("steps", "skipped", "bad"),
+        "update": ("steps", "skipped", "bad", "undone"),
         "rollouts": ("usable",),
     }.items()
     for what in whats

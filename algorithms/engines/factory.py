@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from agentrl.access import read_key
+from agentrl.access import read_sent_key
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
@@ -84,7 +84,7 @@ def vllm_server(
             engine.vllm.urls,
             host=engine.host,
             port=engine.port,
-            api_key=read_key(engine.vllm.key_env, "engine.vllm.key_env", "the servers'"),
+            api_key=read_sent_key(engine.vllm.key_env, "engine.vllm.key_env", "the servers'"),
             access=engine.access,
             start_timeout=engine.vllm.start_timeout,
             # Less than the limit of the whole update, so one server that hangs is found first.

@@ -99,6 +99,19 @@ class Learner(Protocol):
         incomplete or of another model."""
 
 
+class Undoable(Protocol):
+    """What `algorithm.max_kl` asks of a learner, too. One without it undoes no step."""
+
+    undoable: bool
+
+    def mark(self) -> None:
+        """Keep the trained weights of the policy as they are, for `shrink`."""
+
+    def shrink(self, share: float) -> None:
+        """Leave the policy this share of its way from where it was marked; 0: exactly there. The
+        optimizer's first moments shrink by the square of it, the second ones stay."""
+
+
 class PolicyWeights:
     """The trained weights: a model, or one of its adapters. Owns their files in a checkpoint."""
 

@@ -78,6 +78,11 @@ def make_learner(
         learner: Learner = factory(config, algo, model, tokenizer, adapters, policy)
         check_protocol(learner, Learner, by=factory, key="learner.kind")
         _check_streams(own.kind, algo, learner, {"t"} if config.teacher.upstream else set())
+        if config.algorithm.max_kl and not getattr(learner, "undoable", False):
+            raise ConfigError(
+                f"algorithm.max_kl: learner.kind = {own.kind!r} undoes no step; leave it out, "
+                "or make the learner `Undoable` (agentrl.algorithms.learners.base)"
+            )
         return learner
     if own.kind == "verl":
         frozen = frozen_sources(config, algo, start)

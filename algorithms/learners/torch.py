@@ -57,6 +57,8 @@ T = TypeVar("T")
 class TorchLearner(PolicyWeights):
     """AdamW on one model, which the embedded policy server may share."""
 
+    undoable = True
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -164,6 +166,12 @@ class TorchLearner(PolicyWeights):
         report.metrics |= memory.peak(device)
         report.metrics["memory/retries"] = float(self.token_budget < budget)
         return report
+
+    def mark(self) -> None:
+        self.optimizer.marked.take(self.optimizer.masters.values())
+
+    def shrink(self, share: float) -> None:
+        self.optimizer.shrink(share)
 
     def rest(self) -> None:
         """Called after the updates of a training step: gives memory to other processes."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import json
 from functools import lru_cache
 from typing import Any
+from uuid import uuid4
 
 import jinja2
 import msgspec
@@ -13,6 +14,7 @@ from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
 from agentrl.types import Json
 
+FIELDS = (TypeError, ValueError, LookupError, AttributeError)  # of a template, on odd messages
 PROMPTS = 1024  # cached prompts: the rollouts of a group start with the same request
 
 
@@ -38,6 +40,14 @@ class RequestError(Exception):
         super().__init__(message)
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.status, self.body = status, ErrorBody(ErrorDetail(message, kind, param, code))
+
+
+class WrittenArguments(dict[str, Any]):
+    """The arguments of a tool call, and the JSON that they were read from."""
+
+    def __init__(self, values: dict[str, Any], written: str) -> None:
+        super().__init__(values)
+        self.written = written
 
 
 class Chat:
@@ -82,7 +92,33 @@ class Chat:
                     code="tools_not_rendered",
                 )
             self._shown.add(tools)
+        text = self._as_written(text, conversation, definitions, settings)
         return tuple(self._codec.encode(text))
+
+    def _as_written(
+        self, text: str, messages: list[dict[str, Any]], tools: Json, settings: dict[str, Json]
+    ) -> str:
+        """The rendered `text` with the arguments of tool calls as they were written. Templates
+        serialise them again, with other white space, escapes or numbers than the model's own, and
+        then the prompt would not continue the tokens of the model's answer.
+
+        Marks in place of the arguments show where the template has put them. A template that
+        serialises them in another way than as JSON keeps its own. Changes `messages`."""
+        found: list[tuple[str, str, str]] = []  # mark, as serialised, as written
+        calls = (call for message in messages for call in message.get("tool_calls") or ())
+        for function in (call["function"] for call in calls):
+            arguments = function.get("arguments")
+            serialised = json.dumps(arguments, ensure_ascii=False)
+            if isinstance(arguments, WrittenArguments) and arguments.written != serialised:
+                function["arguments"] = {uuid4().hex: 0}
+                mark = json.dumps(function["arguments"])
+                found.append((mark, serialised, arguments.written))
+        if not found:
+            return text
+        again = written = self._render(messages, tools, settings)
+        for mark, serialised, own in found:
+            again, written = again.replace(mark, serialised), written.replace(mark, own)
+        return written if again == text else text
 
     def _render(
         self, messages: list[dict[str, Json]], tools: Json, settings: dict[str, Json]
@@ -93,7 +129,7 @@ class Chat:
                 tools=tools,
                 **{"add_generation_prompt": True, **settings, "tokenize": False},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (jinja2.TemplateError, RecursionError, *FIELDS) as error:
             raise RequestError(
                 f"the model's chat template cannot render these messages: {error}", param="messages"
             ) from None
@@ -143,8 +179,17 @@ def _call(call: Json, where: str) -> dict[str, Any]:
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise RequestError(f"{where}.tool_calls has an entry without a function", param="messages")
     function = dict(call["function"])
-    # Templates serialise arguments: a string would be quoted twice. Malformed arguments, written by
-    # the model, are left unchanged.
-    with suppress(msgspec.DecodeError, TypeError):
-        function["arguments"] = msgspec.json.decode(function.get("arguments") or "{}")
+    function["arguments"] = _arguments(function.get("arguments") or "{}")
     return {**call, "function": function}
+
+
+def _arguments(given: Json) -> Json:
+    """Arguments as objects: templates serialise them, and would quote a string twice. Malformed
+    ones, written by the model, are left unchanged."""
+    try:
+        values = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return given
+    if isinstance(given, str) and isinstance(values, dict):
+        return WrittenArguments(values, given.strip())
+    return values

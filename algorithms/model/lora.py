@@ -25,7 +25,7 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from agentrl import digests
+from agentrl.algorithms.model import digests
 from agentrl.algorithms.model.load import checkpoint_weights, load_model, shape_mismatch
 from agentrl.algorithms.model.quantize import dense_state, is_quantized, save_dense
 from agentrl.errors import DamagedError, PolicyError, nearest

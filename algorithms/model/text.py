@@ -10,6 +10,13 @@ from agentrl.algorithms.model.load import Tokenizer
 
 PIECES = 8192  # cached encodings of texts between special tokens
 KEPT = ("<tool_call>", "</tool_call>")  # part of the text even if a tokenizer calls them special
+_SPACE = "\u2581"  # SentencePiece's
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's token of one byte
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2 spells as Latin-1
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]  # and those from U+0100 on
+_BYTES = dict(
+    zip(map(chr, (*_SHOWN, *range(256, 256 + len(_HIDDEN)))), _SHOWN + _HIDDEN, strict=True)
+)
 _PROBE = " a\n b "
 
 
@@ -52,9 +59,19 @@ class Codec:
         return str((self._backend or self._tokenizer).decode(visible, skip_special_tokens=False))
 
     def _token(self, token: int) -> tuple[str, list[int]]:
-        """The text of one token, and its UTF-8 bytes."""
-        text = str(self._tokenizer.decode([token]))
+        """The text of one token, and its bytes: those of all tokens together are UTF-8."""
+        text, piece = str(self._tokenizer.decode([token])), self._piece_of(token)
+        if (byte := _BYTE.fullmatch(piece)) and "\ufffd" in text:
+            return text, [int(byte[1], 16)]
+        if "\ufffd" in text and all(character in _BYTES for character in piece):
+            return text, [_BYTES[character] for character in piece]
+        if piece.startswith(_SPACE) and not text.startswith(" "):
+            text = f" {text}"  # the decoder drops it from the start of a text
         return text, list(text.encode())
+
+    def _piece_of(self, token: int) -> str:
+        """The token as its vocabulary spells it."""
+        return str(self._tokenizer.convert_ids_to_tokens(token) or "")
 
     def _encode(self, text: str) -> list[int]:
         if self._backend is None:

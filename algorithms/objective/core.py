@@ -188,17 +188,22 @@ def loss_terms(
     credit = compute_advantages(algo, batch) if advantage is None else advantage
     live = ~credit.isnan()
     credit = torch.where(live, credit, 0.0)
-    agg = algo.agg
-    unit, part = (units(batch, "token", *by) for by in (agg.unit, agg.unit + agg.parts))
     sides = None if algo.side is None else side_terms(algo.side, batch, columns.get("q"))
     return Terms(
         advantage=credit,
-        weight=weights(unit, agg.inner, agg.const, live, part),
+        weight=loss_weights(algo, batch, live),
         streams=columns,
         ids={gate.by: units(batch, "token", gate.by) for gate in algo.gates if gate.by},
         skip=_skip(algo, batch, live, credit, sides),
         sides=sides,
     )
+
+
+def loss_weights(algo: Algo, batch: Batch, live: Tensor) -> Tensor:
+    """The weight u of each token in the loss, float64 [N]. live [N]: tokens with an advantage."""
+    agg = algo.agg
+    unit, part = (units(batch, "token", *by) for by in (agg.unit, agg.unit + agg.parts))
+    return weights(unit, agg.inner, agg.const, live, part)
 
 
 def compute_advantages(algo: Algo, batch: Batch) -> Tensor:

@@ -104,9 +104,10 @@ def value_metrics(terms: ValueTerms) -> dict[str, float]:
         return {}
     target, old = terms.returns[live], terms.old[live]
     spread = target.var(correction=0)
+    noise = 1e-12 * target.square().mean()  # of rounding
     left = (target - old).var(correction=0)
     return {
         "critic/value_mean": float(old.mean()),
         "critic/return_mean": float(target.mean()),
-        "critic/explained_variance": float(1 - left / spread) if spread > 1e-12 else 0.0,
+        "critic/explained_variance": float(1 - left / spread) if spread > noise else 0.0,
     }

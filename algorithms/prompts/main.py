@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import msgspec
-
+from agentrl import run_owner
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.prompts.stored import play_heldout, search_prompts
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
@@ -31,7 +30,7 @@ async def evaluate_upstreams(config: RunConfig) -> None:
     tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
     tasks = tasks[: config.eval.tasks or None]
     async with open_store(config.store) as store:
-        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        state = await run_owner.open_as_child(store, config)
         prompts = PromptSchedule(store, config, state)
         await prompts.start()
         epoch, candidate = state.epoch, prompts.in_use.id
@@ -41,7 +40,7 @@ async def evaluate_upstreams(config: RunConfig) -> None:
 
 async def search_upstreams(config: RunConfig) -> None:
     async with open_store(config.store) as store:
-        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        state = await run_owner.open_as_child(store, config)
         await search(store, config, state)
 
 

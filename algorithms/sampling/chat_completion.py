@@ -58,7 +58,7 @@ class _Reply(msgspec.Struct):
 
 def upstream_endpoint(config: RunConfig, name: str) -> Endpoint:
     upstream = config.upstreams[name]
-    key = os.environ.get(upstream.key_env, "") if upstream.key_env else ""
+    key = os.environ.get(upstream.key_env, "").strip() if upstream.key_env else ""
     model = upstream.model or name
     return Endpoint(upstream.base_url, model, upstream.text or model, key, upstream.text)
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from agentrl.config import RunConfig
 from agentrl.types import NewRollout, Purpose, Sampling, Task
 
+STEADY = "one_step_off"  # the overlap whose tokens depend on no timing
 URGENT = 1  # priority of rollouts that the loop waits for, above that of prefetched ones
 
 
@@ -40,13 +41,15 @@ def evaluation_rollouts(
 def new_rollout(
     config: RunConfig, group: str, index: int, task: Task, step: int, sampling: Sampling
 ) -> NewRollout:
-    """Build the request for one rollout. If a seed is set, each rollout gets its own, or all
-    rollouts of a group would be equal."""
+    """Build the request for one rollout. Each gets its own seed, or all rollouts of a group would
+    be equal."""
     id, seed = f"{group}/{index:04d}", sampling.seed
-    if seed is None and config.algorithm.overlap == "one_step_off":  # it is reproducible
+    # Tokens of vLLM depend on its batches, and generators of requests make it slower.
+    if seed is None and (config.engine.kind == "embedded" or config.algorithm.overlap == STEADY):
         seed = config.seed
     if seed is not None:
-        drawn = blake2b(f"{seed}/{id}".encode(), digest_size=6).digest()
+        place = id.removeprefix(f"{config.name}/")  # the same in a run of another name
+        drawn = blake2b(f"{seed}/{place}".encode(), digest_size=6).digest()
         sampling = replace(sampling, seed=int.from_bytes(drawn))
     return NewRollout(
         id=id,

@@ -37,6 +37,7 @@ from agentrl.algorithms.train.preprocess import (
     Completer,
     HindsightRewards,
     Preprocessor,
+    ProcessedScorer,
     Retokenizer,
 )
 from agentrl.algorithms.train.teacher import make_teacher
@@ -189,6 +190,7 @@ def make_updater(
     completers: list[Completer] = []
     if counterfactuals.uses_counterfactuals(settings.counterfactual, algo):
         completers.append(RoleRewards(coalition_formula(config), name))
+    completers.append(ProcessedScorer(learner, context, name, algo.rewards))
     if settings.inexact == "retokenize":  # before reward models, which need the token ids
         completers.append(Retokenizer(tokenizer, learner, context, name, algo.rewards))
     completers += scorers

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from agentrl import digests
+from agentrl.algorithms.model import digests
 from agentrl.algorithms.sampling.scores import heldout_scores
 from agentrl.config import RunConfig
 from agentrl.errors import DamagedError, PolicyError, TrainingError

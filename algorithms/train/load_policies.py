@@ -9,9 +9,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from agentrl import digests
+from agentrl.algorithms.model import digests
 from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_size
 from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.train.checkpoint import parse_name
 from agentrl.algorithms.train.warmup import warm_up
 from agentrl.config import PolicyConfig, RunConfig
 from agentrl.config.policies import frozen_policies, trained_policies, view
@@ -101,6 +102,18 @@ def policy_directory(config: RunConfig) -> tuple[str, bool]:
                 f"policy.build = {settings.build!r} raised {type(error).__name__}: {error}"
             ) from error
     return str(directory), True
+
+
+def evaluated_steps(config: RunConfig) -> int:
+    """The steps of the checkpoint that a run without steps of its own scores; 0: it scores none."""
+    for name in [] if config.steps else trained_policies(config):
+        policy = view(config, name).policy
+        path = Path(policy.lora.adapter or policy.model)
+        for folder in (path, path.parent):  # one of several policies has a folder in it
+            found = parse_name(folder)
+            if found and (folder / "state.json").is_file():
+                return found[0]
+    return 0
 
 
 def vocabulary_sizes(bases: Sequence[LoadedModel]) -> dict[str, int]:

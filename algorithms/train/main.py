@@ -14,12 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 import aiohttp
-import msgspec
 import torch
 from msgspec.structs import replace
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl import folder_lock
+from agentrl import folder_lock, run_owner
 from agentrl.algorithms.judges.judge import make_judges
 from agentrl.algorithms.prompts.main import search
 from agentrl.algorithms.prompts.schedule import PromptSchedule
@@ -31,7 +30,7 @@ from agentrl.algorithms.train import build
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
 from agentrl.algorithms.train.estimate import announce
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
-from agentrl.algorithms.train.load_policies import load_policies, vocabulary_sizes
+from agentrl.algorithms.train.load_policies import evaluated_steps, load_policies, vocabulary_sizes
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.offline import DatasetCollector
 from agentrl.algorithms.train.policy_set import PolicySet
@@ -67,7 +66,7 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
         lock = stack.enter_context(folder_lock.shared(Path(config.output)))
         store = await stack.enter_async_context(open_store(config.store))
         # Opened before the policies are built, so runners can load their agents meanwhile.
-        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        state = await run_owner.open_as_child(store, config)
         started = time.monotonic()
         models = load_policies(config)
         if any(model.built for model in models):
@@ -96,7 +95,7 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
             log.log(PHASE, f"starting the policy server ({config.engine.kind})")
         await serving.start()
         stack.push_async_callback(serving.close)
-        await serving.publish(policies.versions(state.step))
+        await serving.publish(policies.versions(state.step or evaluated_steps(config)))
         if stand_ins := build.first_versions(config):
             async with serving.updating():
                 await serving.serve_frozen(stand_ins)
@@ -146,7 +145,7 @@ async def _served(
     and announced."""
     _prepare(config.seed)
     async with open_store(config.store) as store:
-        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        state = await run_owner.open_as_child(store, config)
         serving = PolicyServers(config, load_policies(config))
         await serving.start()
         try:

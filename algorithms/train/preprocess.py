@@ -4,7 +4,7 @@ learning side can compute, and drops calls longer than the model's context."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
 from typing import Protocol
@@ -57,10 +57,11 @@ class Preprocessor:
 
     def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
         """The groups ready for credit, and metrics: calls/inexact (before completion),
-        calls/too_long, calls/tools_unseen."""
+        calls/too_long, calls/tools_unseen, calls/processed."""
         calls = own_calls(groups, self.policy)
         metrics: Metrics = {
             "calls/inexact": sum(not call.exact for call in calls),
+            "calls/processed": sum(bool(call.processors) for call in calls),
             "calls/tools_unseen": count_unseen_tools(calls, self.decode) if self.decode else 0,
         }
         before = {row.id: len(row.rewards) for group in groups for row in group.rollouts}
@@ -171,6 +172,53 @@ class _PromptCompleter:
 
 
 @dataclass(slots=True)
+class ProcessedScorer:
+    """Replaces the sampler's log-probs of calls with `Transition.processors` by the learner's, as
+    if the call were on-policy: a ratio to log-probs of another distribution would be meaningless.
+    context: the policy's context length in tokens. reward_names: as in `Retokenizer`."""
+
+    learner: Learner
+    context: int | None = None
+    policy: str = POLICY
+    reward_names: Sequence[str] = ("outcome",)
+
+    def complete(self, groups: list[Group]) -> list[Group]:
+        """Score every call with processors that is trained."""
+        found = {
+            call.id: call
+            for call in own_calls(groups, self.policy)
+            if call.processors and trainable(call, self.policy)
+            if self.context is None or len(call.prompt) + len(call.completion) <= self.context
+        }
+        if not found:
+            return groups
+        return _scored(groups, found, self.learner, self.reward_names, self.policy)
+
+
+def _scored(
+    groups: list[Group],
+    calls: Mapping[str, Transition],
+    learner: Learner,
+    reward_names: Sequence[str],
+    policy: str,
+) -> list[Group]:
+    """The groups with `calls`, by id, in the place of their own, if they are trained. Their
+    log-probs are the learner's."""
+    # Without other calls, which may be longer than the model can read.
+    batch = build_batch(
+        map_calls(groups, lambda call: calls.get(call.id)), reward_names=reward_names, policy=policy
+    )
+    logprobs = learner.logprobs(batch).cpu()
+    # A call that repeats another is not trained, so it needs no log-probs.
+    ready = {id: call for id, call in calls.items() if call.repeats is not None}
+    for index, id in enumerate(batch.transitions):
+        if id not in ready:
+            own = logprobs[batch.token_transition == index]
+            ready[id] = replace(calls[id], logprobs=float32(own.tolist()))
+    return map_calls(groups, lambda call: ready.get(call.id, call))
+
+
+@dataclass(slots=True)
 class Retokenizer(_PromptCompleter):
     """Adds token ids to the inexact calls of a trained policy, which makes them trainable.
 
@@ -194,20 +242,7 @@ class Retokenizer(_PromptCompleter):
         }
         if not tokenized:
             return groups
-        # Without other calls, which may be longer than the model can read.
-        batch = build_batch(
-            map_calls(groups, lambda call: tokenized.get(call.id)),
-            reward_names=self.reward_names,
-            policy=self.policy,
-        )
-        logprobs = self.learner.logprobs(batch).cpu()
-        # A call that repeats another is not trained, so it needs no log-probs.
-        ready = {id: call for id, call in tokenized.items() if call.repeats is not None}
-        for index, id in enumerate(batch.transitions):
-            if id not in ready:
-                own = logprobs[batch.token_transition == index]
-                ready[id] = replace(tokenized[id], logprobs=float32(own.tolist()))
-        return map_calls(groups, lambda call: ready.get(call.id, call))
+        return _scored(groups, tokenized, self.learner, self.reward_names, self.policy)
 
     def tokenized(self, call: Transition) -> Transition | None:
         """The call with token ids and log-probs of 0; None if they cannot be found."""

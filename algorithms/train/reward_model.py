@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from agentrl import run_owner
 from agentrl.algorithms.learners.reward_models import ScalarScorer, load_scalar
 from agentrl.algorithms.learners.reward_training import (
     Example,
@@ -101,7 +102,6 @@ async def train_reward_model(config: RunConfig, store: Store) -> Metrics:
     heldout = await reader.examples(config, config.data.heldout)
     scorer = make_scorer(model, tokenizer, settings.heads, config.learner.token_budget)
     trainer = RewardTrainer(scorer, tokenizer, settings.centre, settings.margin)
-    state = await store.open_run(config.name, msgspec.to_builtins(config))
     order = [
         example
         for epoch in range(settings.epochs)
@@ -109,14 +109,15 @@ async def train_reward_model(config: RunConfig, store: Store) -> Metrics:
     ]
     starts = range(0, len(order), settings.batch)
     schedule = AlgorithmConfig(lr=settings.lr, warmup=len(starts) // 10, schedule="linear")
-    for step, first in enumerate(starts):
-        batch = order[first : first + settings.batch]
-        loss = trainer.step(batch, learning_rate(schedule, step, len(starts)))
-        await store.log(config.name, step, {"rm/loss": loss}, epoch=state.epoch)
-    save_policy(Path(config.output, "reward_model"), trainer)
-    metrics = preference_metrics(scorer, heldout)
-    named = {f"rm/{name}": value for name, value in metrics.items()}
-    await store.log(config.name, len(starts), named, epoch=state.epoch)
+    async with run_owner.hold(store, config.name, msgspec.to_builtins(config)) as held:
+        for step, first in enumerate(starts):
+            batch = order[first : first + settings.batch]
+            loss = trainer.step(batch, learning_rate(schedule, step, len(starts)))
+            await store.log(config.name, step, {"rm/loss": loss}, epoch=held.state.epoch)
+        save_policy(Path(config.output, "reward_model"), trainer)
+        metrics = preference_metrics(scorer, heldout)
+        named = {f"rm/{name}": value for name, value in metrics.items()}
+        await store.log(config.name, len(starts), named, epoch=held.state.epoch)
     return {"pairs and labels": len(examples), "held out": len(heldout), **metrics}
 
 

@@ -38,6 +38,7 @@ from agentrl.algorithms.presets.registry import check_supplies
 from agentrl.algorithms.train.dump import BadSteps, Dump
 from agentrl.algorithms.train.preprocess import Preprocessor, with_mismatched
 from agentrl.algorithms.train.teacher import RemoteTeacher
+from agentrl.algorithms.train.trust import KlLimit, Movement, largest_kl, mean_kl
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import POLICY, Float32, Group
 
@@ -61,9 +62,13 @@ class Updater:
     cached: dict[str, Float32] | None = None  # log-probs of the reference by rollout; None: compute
     teacher: RemoteTeacher | None = None  # None: the learner's
     unchanged: Iterator[int] = field(default_factory=lambda: count(1))  # steps without a change
+    trust: KlLimit = field(init=False)
 
     def __post_init__(self) -> None:
         check_supplies(self.algo, self.learner.supplies)
+        limit, seed = largest_kl(self.config.algorithm), self.config.seed
+        trust = KlLimit(self.learner, limit, seed, self.policy)
+        object.__setattr__(self, "trust", trust)
 
     def update(self, step: int, groups: list[Group], turn: int | None = None) -> Metrics:
         """Train on the groups of one step; returns its metrics. turn: number of earlier steps in
@@ -126,17 +131,22 @@ class Updater:
         target_kl; returns their metrics. Raises TrainingError if too many in a row fail."""
         if self.recorder is not None:
             self.recorder.open(step.algo, step.batch)
-        lr = self.lr(step)
+        lr, advantage = self.lr(step), objective.compute_advantages(step.algo, step.batch)
+        moved = self.movement(step, advantage)
         sizes = metrics.call_tokens(step.groups, self.policy)
         planned: list[Terms] = []
         measured: list[Metrics] = []
         bad, early_stop = 0, False
-        for number, (part, terms, critic) in enumerate(self.optimizer_batches(step)):
+        for number, (part, terms, critic) in enumerate(self.optimizer_batches(step, advantage)):
             planned.append(terms)
             if terms.skip:
                 continue
-            eta = objective.eta(step.algo, terms)
-            report = self.learner.step(part, step.psi(terms), lr=lr, critic=critic, eta=eta)
+            eta, share = objective.eta(step.algo, terms), 1.0
+            if moved is not None:
+                moved.start(only=part is step.batch)
+                share = moved.share
+            psi = step.psi(terms)
+            report = self.learner.step(part, psi, lr=lr * share, critic=critic, eta=eta)
             if not report.applied:
                 bad += 1
                 if self.bad_steps is not None:
@@ -151,7 +161,9 @@ class Updater:
             measured.append(metrics.optimizer_step(step.algo, part, terms, report, sizes, lag))
             target, old = self.config.algorithm.target_kl, terms.streams.get("o")
             if target is not None and old is not None:
-                early_stop = mean_kl(old, report.logprobs, terms.weight) > target
+                early_stop = mean_kl(old, report.logprobs, (terms.weight > 0).double()) > target
+            if moved is not None and not moved.finish(report.logprobs):
+                early_stop = True
             if early_stop:
                 break
         reasons = [terms.skip for terms in planned if terms.skip]
@@ -160,7 +172,8 @@ class Updater:
         return {
             **metrics.advantages(planned),
             **metrics.merge_optimizer_steps(measured),
-            "lr": lr,
+            **(moved.metrics() if moved else {}),
+            "lr": lr * moved.share if moved and moved.share else lr,
             "update/steps": len(planned),
             "update/skipped": len(planned) - len(measured),
             "update/bad": bad,
@@ -186,8 +199,20 @@ class Updater:
         batch = build_batch(groups, reward_names=names, min_group=least, policy=self.policy)
         return batch if side is None else replace(batch, row_unit=row_unit(side, batch))
 
+    def movement(self, step: TrainingStep, advantage: Tensor) -> Movement | None:
+        """What measures how far the step moves the policy; None where that sampled no token."""
+        batch = step.batch
+        if not batch.n_tokens or self.config.data.name:
+            return None
+        live = ~advantage.isnan()
+        if MISMATCHED in batch.rewards:  # sampled for another prompt
+            live &= (batch.rewards[MISMATCHED] != 1)[batch.token_rollout]
+        weight = objective.loss_weights(step.algo, batch, live)
+        count = min(self.config.algorithm.minibatches, len(step.groups))
+        return self.trust.begin(batch, weight, count)
+
     def optimizer_batches(
-        self, step: TrainingStep
+        self, step: TrainingStep, advantage: Tensor
     ) -> Iterator[tuple[Batch, Terms, ValueTerms | None]]:
         """The minibatch of each optimizer step: whole groups, shuffled anew in every epoch. Credit
         and the critic's targets are computed on the whole batch before the split."""
@@ -196,14 +221,14 @@ class Updater:
         streams = dict(step.streams)
         symbols = batch.symbols if "t_K" in streams else None
         if count * settings.epochs == 1 or not batch.n_tokens:
-            yield batch, objective.loss_terms(algo, batch, streams, fresh=True), values
+            terms = objective.loss_terms(algo, batch, streams, fresh=True, advantage=advantage)
+            yield batch, terms, values
             return
         if algo.symbols and symbols is None:
             symbols, o_NK = self.learner.top(batch, algo.symbols)
             streams = {"o": o_NK[:, 0], "o_K": o_NK, **streams}
         elif not {"o", "share"} & streams.keys():
             streams["o"] = self.learner.logprobs(batch)
-        advantage = objective.compute_advantages(algo, batch)
         counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
         ranges = torch.split(torch.arange(batch.n_tokens), counts)
         tokens_of = dict(zip(batch.groups, ranges, strict=True))
@@ -257,10 +282,3 @@ def minibatches(items: Sequence[T], count: int, seed: str) -> list[list[T]]:
         random.Random(seed).shuffle(order)
     bounds = [len(order) * index // count for index in range(count + 1)]
     return [order[first:last] for first, last in pairwise(bounds)]
-
-
-def mean_kl(old: Tensor, now: Tensor, weight: Tensor) -> float:
-    """KL(old || now) in nats per token, by the k3 estimator, over the tokens in the loss.
-    Schulman, http://joschu.net/blog/kl-approx.html"""
-    d = (old.double() - now.double().cpu())[weight > 0]
-    return float(objective.kl_value(d, "k3").mean()) if d.numel() else 0.0

@@ -145,6 +145,8 @@ def _add(turns: list[Body], content: Body, where: str, memory: ConversationMemor
             calls = turn.setdefault("tool_calls", [])
             calls.append(base.tool_call(id, call.get("name"), arguments))
         elif answer := part.get("functionResponse"):
+            if answer.get("parts"):
+                raise base.impossible(f"{here}.functionResponse.parts", "what is not text")
             output = answer.get("response")
             if isinstance(output, dict) and [*output] == ["output"]:
                 output = output["output"]

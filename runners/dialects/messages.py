@@ -147,10 +147,8 @@ def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body
     for index, block in enumerate(blocks):
         here = f"{where}.content[{index}]"
         if block.get("type") == "tool_result":
-            text = _text(block.get("content") or "", f"{here}.content")
-            if block.get("is_error") and not text.startswith(FAILED):
-                text = FAILED + text
-            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+            output = _output(block, f"{here}.content")
+            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": output}
             turns.append(result)
         else:
             if not turns or turns[-1]["role"] != "user":
@@ -160,6 +158,18 @@ def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body
         if turn["role"] == "user" and all(part["type"] == "text" for part in turn["content"]):
             turn["content"] = "".join(part["text"] for part in turn["content"])
     return turns
+
+
+def _output(block: Body, where: str) -> Json:
+    """Return the content of a tool's result: a text, or parts if it has images."""
+    content = block.get("content") or ""
+    blocks = [] if isinstance(content, str) else base.objects(content, where)
+    parts = [_part(one, f"{where}[{index}]") for index, one in enumerate(blocks)]
+    failed = FAILED if block.get("is_error") else ""
+    if any(part["type"] != "text" for part in parts):
+        return [{"type": "text", "text": failed}, *parts] if failed else parts
+    text = _text(content, where)
+    return text if text.startswith(failed) else failed + text
 
 
 def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Body:

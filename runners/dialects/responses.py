@@ -171,7 +171,7 @@ def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) 
         call = base.tool_call(id, flat_name(item.get("name"), item.get("namespace")), arguments)
         turn.setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        output = _content(item.get("output"), f"{where}.output", plain=True)
+        output = _content(item.get("output"), f"{where}.output", plain=False)
         turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
         shown = base.joined(item.get("content"), f"{where}.content")

@@ -13,15 +13,17 @@ import asyncio
 import re
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, unquote_plus
 
 from aiohttp import web
 
+from agentrl.access import bearer, given_key
 from agentrl.config import RoleRule
 from agentrl.runners.dialects.base import ConversationMemory
 from agentrl.runners.gateway.replay import Recording
@@ -66,11 +68,14 @@ class ActiveAttempt:
     refused: str = ""  # status and body of the policy server's latest refusal
     failures: dict[int, str] = field(default_factory=dict)  # number of a call -> error message
     ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> failed calls
+    asked: Counter[bytes] = field(default_factory=Counter)  # digest of a question -> calls so far
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
     memory: ConversationMemory = field(default_factory=ConversationMemory)
     roles: Collection[str] = ()  # roles named by the run file, a seat or a prompt
     rules: Sequence[RoleRule] = ()  # for calls that do not state their role
     recording: Recording | None = None  # calls of another rollout to replay
+    # Responses whose agent disconnected while they were stored, by hash of the request and role.
+    unread: dict[tuple[int, str], list[Transition]] = field(default_factory=dict)
     place: AgentPlace | None = None
     tokens: int = 0  # sampled so far
     most_calls: int = 0  # 0: no limit
@@ -108,6 +113,14 @@ class ActiveAttempt:
         number, self.calls = self.calls, self.calls + 1
         key = hash(raw)
         return ModelCall(number, key, self.ended.get(key, ()))
+
+    def seed_of(self, question: bytes) -> int:
+        """The sampling seed of the next call with this question: the same if calls arrive in
+        another order, another one if the question is asked again or the rollout tried again."""
+        key = blake2b(question, digest_size=16).digest()
+        self.asked[key] += 1
+        what = (self.attempt.rollout.sampling.seed, self.attempt.fence, key.hex(), self.asked[key])
+        return int.from_bytes(blake2b(repr(what).encode(), digest_size=6).digest())
 
     def time_is_up(self, what: str, known: str = "") -> RefusedError:
         """Build the error for a call without an answer from `what` before the deadline. `known`:
@@ -228,10 +241,8 @@ class AttemptRegistry:
         self, headers: Mapping[str, str], path: Mapping[str, str], trace: str
     ) -> ActiveAttempt:
         """Return the attempt of a request."""
-        key = headers.get("x-api-key") or headers.get("x-goog-api-key")
         # An OpenTelemetry client may send its environment's header still percent-encoded.
-        key = key or unquote(headers.get("authorization", "")).removeprefix("Bearer ")
-        key = key.strip()
+        key = bearer(unquote(given_key(headers)))
         if key in self._keys:
             active = self._keys[key]
             stranger = trace != active.id and (trace in self._active or trace in self._ended)

@@ -8,6 +8,7 @@ the response, so the agent sees the same as with the real API.
 
 from __future__ import annotations
 
+import json
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
 from agentrl.runners.dialects.base import TEXT, ConversationMemory, typed
 from agentrl.runners.dialects.tool_calls import ToolCalls
+from agentrl.runners.gateway.learnable import processors
 from agentrl.runners.gateway.routing import Route
 from agentrl.types import Json, Sampling, Transition, float32, int32
 
@@ -49,7 +51,40 @@ _logprobs = msgspec.json.Decoder(_Logprobs | None)
 def value(fields: Fields, name: str) -> Json:
     """Return the decoded value of a field; None if it is missing."""
     found = fields.get(name)
-    return msgspec.json.decode(found) if isinstance(found, msgspec.Raw) else found
+    return _decoded(found) if isinstance(found, msgspec.Raw) else found
+
+
+def _decoded(raw: msgspec.Raw) -> Json:
+    """Decode JSON; numbers that Python cannot read, such as 1e400, as text."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.ValidationError:
+        return json.loads(bytes(raw), parse_int=_number_or_text, parse_float=_number_or_text)
+
+
+def _number_or_text(written: str) -> Json:
+    try:
+        return msgspec.json.decode(written)
+    except msgspec.ValidationError:
+        return written
+
+
+def storable(found: Json) -> Json:
+    """Return JSON with integers of more than 64 bits, which the store refuses, as text."""
+    try:
+        msgspec.msgpack.encode(found)
+    except OverflowError:
+        return _with_texts(found)
+    return found
+
+
+def _with_texts(found: Json) -> Json:
+    if isinstance(found, dict):
+        return {name: _with_texts(item) for name, item in found.items()}
+    if isinstance(found, list):
+        return [_with_texts(item) for item in found]
+    wide = isinstance(found, int) and not -(2**63) <= found < 2**64
+    return str(found) if wide else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +113,24 @@ class ModelRequest:
         """Options of the request that have no effect."""
         return [] if self.translation is None else self.translation.left_out
 
+    @property
+    def processors(self) -> dict[str, str]:
+        """Options that change the distribution, see `Transition.processors`."""
+        return processors(self.fields, self.tools)
+
     def encode(
         self, route: Route, defaults: Sampling, *, capture: bool, room: int | None = None
     ) -> tuple[bytes, Sampling]:
         """Return the body for the route's server and the effective sampling parameters.
 
-        `defaults`: those of the rollout; frozen endpoints keep their own. `room`: tokens that fit
-        after the prompt, if the agent asks for more."""
+        `defaults`: those of the rollout, with a seed for this call; frozen endpoints keep their
+        own. `room`: tokens that fit after the prompt, if the agent asks for more."""
         body = self.fields | {"model": route.model or self.model}
         if capture:
             body["return_token_ids"] = True
             if not self.asks_logprobs:
                 body["logprobs"] = 1 if self.dialect is TEXT else True
-        sampling = _fill_sampling(body, None if route.frozen else defaults, self.index)
+        sampling = _fill_sampling(body, None if route.frozen else defaults)
         if room:
             body.pop("max_completion_tokens", None)
             body["max_tokens"] = room
@@ -154,12 +194,13 @@ def read_request(
 
 def _dicts(found: Json) -> list[dict[str, Json]]:
     """Return the objects of a list, for storing; the policy server refuses anything else."""
-    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+    items = [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+    return list(storable(items))
 
 
-def _fill_sampling(body: Fields, defaults: Sampling | None, index: int) -> Sampling:
+def _fill_sampling(body: Fields, defaults: Sampling | None) -> Sampling:
     """Set the parameters that the agent does not set, or that are forced, if there are `defaults`;
-    return the effective ones. `index`: the request's number in its attempt."""
+    return the effective ones."""
     asked = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
     limit = value(body, "max_completion_tokens")
     limit = value(body, "max_tokens") if limit is None else limit
@@ -172,8 +213,7 @@ def _fill_sampling(body: Fields, defaults: Sampling | None, index: int) -> Sampl
             for name in ("temperature", "top_p", "top_k"):
                 body.pop(name, None)
                 asked[name] = None
-        if defaults.seed is not None:  # keeps equal calls of one attempt independent
-            filling["seed"] = defaults.seed + index
+        filling |= {"seed": defaults.seed} if defaults.seed is not None else {}
         for name, default in filling.items():
             if asked[name] is None:
                 asked[name] = body[name] = default
@@ -189,7 +229,8 @@ def _fill_sampling(body: Fields, defaults: Sampling | None, index: int) -> Sampl
 def _number(given: Json, kind: type, default: Any) -> Any:
     if isinstance(given, bool) or not isinstance(given, int | kind):
         return default
-    return kind(given)
+    wide = isinstance(given, int) and given.bit_length() > 63
+    return default if wide else kind(given)
 
 
 @dataclass(slots=True)
@@ -274,7 +315,7 @@ class SampledChoice:
             logprobs=self.logprobs if self.exact else float32(),
             finish=self.finish or "stop",
             exact=self.exact,
-            answer=self.message,
+            answer=storable(self.message),
             version=self.spans[0][1] if self.spans else version,
             spans=self.spans if self.exact and len(self.spans) > 1 else [],
             **known,

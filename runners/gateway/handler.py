@@ -25,9 +25,10 @@ from agentrl.errors import StoreError
 from agentrl.http_server import read_body
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.base import CHAT, data_event
-from agentrl.runners.gateway import replay
+from agentrl.runners.gateway import notices, replay
 from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
 from agentrl.runners.gateway.capture import ModelRequest, ModelResponse, read_chunk, read_request
+from agentrl.runners.gateway.learnable import why_not_text
 from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
 from agentrl.runners.gateway.refusals import (
     MALFORMED,
@@ -37,7 +38,7 @@ from agentrl.runners.gateway.refusals import (
     parsing,
     translate_error,
 )
-from agentrl.runners.gateway.replay import CUT, RECORD
+from agentrl.runners.gateway.replay import CUT, RECORD, question_of
 from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.gateway.routing import Route
 from agentrl.runners.gateway.upstream import (
@@ -78,6 +79,7 @@ class CallHandler:
         self._arrived = time.monotonic()
         self._started = 0.0  # start of the latest try, in unix seconds
         self._sent_at = 0.0  # the same by the monotonic clock
+        self._defaults = caller.attempt.attempt.rollout.sampling
         self._sampling = Sampling()  # effective in the latest try
         self._room: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
         self._response: web.StreamResponse | None = None  # once the agent has the first byte
@@ -98,6 +100,7 @@ class CallHandler:
         except asyncio.CancelledError:  # the agent disconnected, or the attempt has ended
             self._record_silence()
             await self._store_shown()
+            self._keep_unread()
             raise
         except DisconnectedError:
             await self._store_shown()
@@ -140,6 +143,14 @@ class CallHandler:
         """Answer from the record if a branch replays the call, else from the policy."""
         active, call = self._active, self._request
         role = self._caller.role_of(call.model)
+        if unread := active.unread.pop((self._call.key, role), None):
+            self._rows = unread
+            answer = await self._send_recorded(RECORD, unread)
+            active.call_succeeded(self._call)
+            return answer
+        if self._defaults.seed is not None:
+            seed = active.seed_of(question_of(call, role))
+            self._defaults = msgspec.structs.replace(self._defaults, seed=seed)
         recorded = active.recording.take(call, role) if active.recording else []
         if not recorded:
             return await self._upstream.retry(
@@ -169,6 +180,13 @@ class CallHandler:
             return await self._stream(route, replay.stream(rows, self._request), headers)
         headers = {"content-type": "application/json"}
         return await self._whole(route, replay.whole(rows, self._request), headers)
+
+    def _keep_unread(self) -> None:
+        """Keep a response that may have been stored, and of which the agent has read nothing, for
+        the retry: otherwise both would be trained, and the agent has acted on the second only."""
+        active = self._active
+        if not self._shown and self._rows and active.record is None:
+            active.unread[self._call.key, self._rows[0].role] = self._rows
 
     def _record_silence(self) -> None:
         """Mark the call as failed if the model was silent for most of the attempt's time: then the
@@ -200,7 +218,13 @@ class CallHandler:
         call = self._request
         if route.text is not None:
             return await self._send_recorded(route, replay.fixed_answer(route.text, call))
-        defaults, headers = self._active.attempt.rollout.sampling, self._http_request.headers
+        role = self._caller.role_of(call.model)
+        if not (route.frozen or self._upstream.router.is_aside(role, self._active.seats)):
+            if why := why_not_text(call.fields, call.messages, route.policy, role):
+                self._active.failures[self._call.number] = why  # even if the agent ignores it
+                raise RefusedError(400, "not_text", why)
+            notices.warn_of_name(self._upstream, route, self._caller, call.model)
+        defaults, headers = self._defaults, self._http_request.headers
         if self._dialect.api == CHAT.api:
             sent = await self._upstream.adapt(route, call.messages)
             if sent is not call.messages:
@@ -208,17 +232,21 @@ class CallHandler:
         body, self._sampling = call.encode(route, defaults, capture=capture, room=self._room)
         limit = self._upstream.max_lengths.get(route.base_url)
         if limit and len(body) + (self._sampling.max_tokens or 0) > limit and not self._room:
-            self._room = await self._find_room(route, call)
+            self._room = await self._upstream.find_room(
+                route, call.fields, self._sampling.max_tokens
+            )
             body, self._sampling = call.encode(route, defaults, capture=capture, room=self._room)
-        if not route.frozen:
-            self._warn_of_sampling(route, defaults)
+        if not (route.frozen or self._room):
+            notices.warn_of_sampling(self._upstream, route, self._sampling, defaults)
         async with self._upstream.post(route, self._dialect.api, body, headers) as reply:
             try:
                 return await self._read(route, reply)
             except ServerRefusal as refusal:
                 error = refusal
             if error.status == 400 and self._room is None and not route.frozen:
-                self._room = await self._find_room(route, call)
+                self._room = await self._upstream.find_room(
+                    route, call.fields, self._sampling.max_tokens
+                )
                 if self._room:
                     return await self._try_route(route, capture=capture)
         words = translate_error(self._dialect, error.status, error.words)
@@ -242,37 +270,6 @@ class CallHandler:
         if self._request.stream:
             return await self._stream(route, stream(reply), reply.headers)
         return await self._whole(route, await read(reply), reply.headers)
-
-    async def _find_room(self, route: Route, call: ModelRequest) -> int:
-        """Return the number of tokens that fit after the prompt if the call asks for more, else 0.
-        vLLM refuses such a call, but the agent cannot know the prompt's length."""
-        if self._dialect.api != CHAT.api or not (asked := self._sampling.max_tokens):
-            return 0
-        try:
-            size = await self._upstream.prompt_size(route, call.fields)
-        except LookupError:
-            return 0
-        room = (size.max_model_len or 0) - size.count
-        if size.max_model_len is None or not 0 < room < asked:
-            return 0
-        self._upstream.max_lengths[route.base_url] = size.max_model_len
-        self._upstream.warn_once(
-            "policy %s: an answer has at most the %d tokens that its prompt leaves, and the agent"
-            " asks for %d",
-            *(route.policy, room, asked),
-        )
-        return room
-
-    def _warn_of_sampling(self, route: Route, defaults: Sampling) -> None:
-        used, names = self._sampling, ("temperature", "top_p", "top_k", "max_tokens")
-        wanted = ((name, getattr(defaults, name)) for name in names)
-        other = [name for name, value in wanted if value not in (None, getattr(used, name))]
-        if other and not self._room:
-            self._upstream.warn_once(
-                "policy %s: the agent overrules the run file's sampling with %s; sampling.force ="
-                " true would keep the run file's temperature, top_p and top_k",
-                *(route.policy, ", ".join(f"{name} = {getattr(used, name)}" for name in other)),
-            )
 
     async def _whole(
         self, route: Route, raw: bytes, headers: Mapping[str, str]
@@ -351,8 +348,9 @@ class CallHandler:
         if self._rows is None:
             if any(choice.known for choice in choices):
                 self._upstream.note_token_ids(route, given=True)
-            if not route.frozen and (doubt := next((c.doubt for c in choices if c.doubt), "")):
-                self._upstream.warn_once("policy %s: a call is inexact, as %s", route.policy, doubt)
+            if not route.frozen:
+                notices.warn_of_doubt(self._upstream, route, (choice.doubt for choice in choices))
+                notices.warn_of_processors(self._upstream, route, self._request.processors)
             self._rows = self._transitions(answer, route, version)
             if record := self._active.record:
                 self._rows = [record(self._http_request, row) for row in self._rows]
@@ -386,12 +384,12 @@ class CallHandler:
     def _transitions(self, answer: ModelResponse, route: Route, version: str) -> list[Transition]:
         call, seconds = self._request, time.monotonic() - self._sent_at
         role, policy = self._caller.role_of(call.model), route.policy
-        mapped = self._upstream.router.policy_of_role(role, self._active.seats) is not None
-        if role == SIDE and not (mapped or route.frozen):
+        if not route.frozen and self._upstream.router.is_aside(role, self._active.seats):
             policy = f"{policy}@{SIDE}"  # excludes the call from training
         known: dict[str, Any] = {"role": role, "policy": policy}
         known |= {"started": self._started, "seconds": seconds, "sampling": self._sampling}
         known["version"] = int(version) if version.isdecimal() else route.version
         known |= {"messages": call.messages, "tools": call.tools, "left_out": call.left_out}
+        known["processors"] = call.processors
         choices = [choice for _, choice in sorted(answer.choices.items())]
         return [choice.transition(**self._identity(), **known) for choice in choices]

@@ -47,7 +47,7 @@ class Recording:
         if not self.left:
             return []
         n = _choices(call)
-        asked = _question(role, call.messages, call.tools, value(call.fields, "prompt"))
+        asked = question_of(call, role)
         found = [row for row in self.left if _recorded_question(row) == asked][:n]
         if found and len(found) == n:
             self.left = [row for row in self.left if row not in found]
@@ -114,6 +114,10 @@ def _choices(call: ModelRequest) -> int:
     if type(n) is not int or not 0 < n <= MOST_CHOICES:
         raise UntranslatableError("n", f"{n!r:.80} is no number from 1 to {MOST_CHOICES}")
     return n
+
+
+def question_of(call: ModelRequest, role: str) -> bytes:
+    return _question(role, call.messages, call.tools, value(call.fields, "prompt"))
 
 
 def _recorded_question(row: Transition) -> bytes:

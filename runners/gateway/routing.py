@@ -18,11 +18,11 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from agentrl.access import read_key
+from agentrl.access import read_sent_key
 from agentrl.config import UpstreamConfig
 from agentrl.errors import StoreError
 from agentrl.store.base import Store
-from agentrl.types import PolicyVersion
+from agentrl.types import SIDE, PolicyVersion
 
 log = logging.getLogger("agentrl.runner")
 Seats = Mapping[str, str]  # role -> policy or frozen endpoint
@@ -143,6 +143,17 @@ class Router:
             return None
         return Route(policy.policy, policy.version, policy.base_url, policy.model, self._key)
 
+    def is_chosen(self, model: str, role: str, seats: Seats) -> bool:
+        """Whether a call asks for the policy that answers it, by its role or its model's name. A
+        call without a model's name asks for any."""
+        names = {policy.model for policy in self.policies.values()}
+        names |= {"", self.default, *self.policies, *self.several}
+        return model in names or self.policy_of_role(role, seats) is not None
+
+    def is_aside(self, role: str, seats: Seats) -> bool:
+        """Whether calls of a role are outside the agent's work, and none trains a policy."""
+        return role == SIDE and self.policy_of_role(role, seats) is None
+
     def policy_of_role(self, role: str, seats: Seats) -> str | None:
         """Return the policy or endpoint of a role; None if neither seats nor run file map it."""
         return seats.get(role) or self.roles.get(role)
@@ -156,6 +167,6 @@ class Router:
 
 
 def _frozen(name: str, config: UpstreamConfig) -> Route:
-    key = read_key(config.key_env, f"upstreams.{name}.key_env", "the endpoint's")
+    key = read_sent_key(config.key_env, f"upstreams.{name}.key_env", "the endpoint's")
     url = config.base_url.rstrip("/")
     return Route(name, None, url, config.model, key, frozen=True, text=config.text)

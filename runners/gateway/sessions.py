@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
+from agentrl import run_owner
 from agentrl.access import Access, given_key, read_key
 from agentrl.config import RunConfig
 from agentrl.datasets.records import without_tokens
@@ -76,9 +77,7 @@ class Sessions:
     async def attribute(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Find or begin the session of a request, or store feedback."""
         session: OpenSession | None = None
-        given = request.headers
-        own = given.get("x-api-key") or given.get("x-goog-api-key")
-        key = given_key(given.get("authorization"), own)
+        key = given_key(request.headers)
         if not self._access.allows(key):
             return _refusal(401, "the API key is none of those in sessions.key_env")
         try:
@@ -207,6 +206,7 @@ async def serve(config: RunConfig, *, started: Callable[[str], None], stop: asyn
         known = await store.run(config.name)
         if known is not None and known.step:
             raise ConfigError(f"name = {config.name!r}: a run of that name was trained; rename it")
+        await run_owner.check_free(config, cure="choose another name")
         await store.open_run(config.name, msgspec.to_builtins(config))
         sessions = Sessions(store, config)
         gateway = sessions.gateway

@@ -22,9 +22,12 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
+from agentrl.access import KEY_HEADERS
 from agentrl.runners.gateway.attribution import CallOrigin, ModelCall, RefusedError
+from agentrl.runners.gateway.capture import Fields, value
 from agentrl.runners.gateway.prompt_rule import Messages, PromptRule, find_rule, is_plain
 from agentrl.runners.gateway.routing import Route, Router
+from agentrl.types import Json
 
 log = logging.getLogger("agentrl.runner")
 T = TypeVar("T")
@@ -42,10 +45,13 @@ RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked for token ids 
 HOP_BY_HOP = {"accept-encoding", "authorization", "connection", "content-length"}
 HOP_BY_HOP |= {"content-encoding", "date", "host", "keep-alive", "proxy-authorization", "server"}
 HOP_BY_HOP |= {"te", "trailer", "transfer-encoding", "upgrade"}
-HOP_BY_HOP |= {"x-api-key", "x-goog-api-key", "x-policy-version"}
+HOP_BY_HOP |= {*KEY_HEADERS, "x-policy-version"}
 # Sent to trained policies only; a frozen endpoint may belong to a third party.
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
-RENDERED = ("messages", "tools", "chat_template_kwargs")  # fields that determine the prompt
+# Fields that determine the prompt, as /tokenize has them; see `_rendered` for the others.
+RENDERED = {"messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"}
+RENDERED |= {"continue_final_message", "add_special_tokens"}
+REASONING = ("reasoning", "reasoning_content")  # names of one field of a message
 PROBE = {"x-agentrl-probe": "1"}
 
 
@@ -148,12 +154,11 @@ class Upstream:
             return PromptRule()
 
     async def prompt_size(
-        self, route: Route, chat: Mapping[str, object], headers: Mapping[str, str] = PROBE
+        self, route: Route, chat: Fields, headers: Mapping[str, str] = PROBE
     ) -> PromptSize:
         """Return the length of a prompt. Raises RefusedPromptError if the server refuses it,
         LookupError if the server cannot count tokens, and the errors of `post`."""
-        body = {name: chat[name] for name in RENDERED if name in chat}
-        body["model"] = route.model or chat.get("model", "")
+        body = _rendered(chat) | {"model": route.model or chat.get("model", "")}
         server = route._replace(base_url=route.base_url.removesuffix("/v1"))
         async with self.post(server, "tokenize", msgspec.json.encode(body), headers) as reply:
             found = await read(reply)
@@ -210,6 +215,26 @@ class Upstream:
             else:
                 active.call_succeeded(asked)
                 return value
+
+    async def find_room(self, route: Route, chat: Fields, asked: int | None) -> int:
+        """Return the number of tokens that fit after the prompt if the call asks for more, else 0.
+        vLLM refuses such a call, but the agent cannot know the prompt's length."""
+        if "messages" not in chat or not asked:
+            return 0
+        try:
+            size = await self.prompt_size(route, chat)
+        except LookupError:
+            return 0
+        room = (size.max_model_len or 0) - size.count
+        if size.max_model_len is None or not 0 < room < asked:
+            return 0
+        self.max_lengths[route.base_url] = size.max_model_len
+        self.warn_once(
+            "policy %s: an answer has at most the %d tokens that its prompt leaves, and the agent"
+            " asks for %d",
+            *(route.policy, room, asked),
+        )
+        return room
 
     @asynccontextmanager
     async def post(
@@ -270,6 +295,32 @@ def failure(
         retry_after=float(retry_after) if retry_after.isdecimal() else 0.0,
         transient=status in TRANSIENT,
     )
+
+
+def _rendered(chat: Fields) -> Fields:
+    """Return the fields of a chat completion that determine its prompt, for vLLM's /tokenize. Of
+    what vLLM does to a chat completion before rendering, /tokenize renames no reasoning and makes
+    no template argument of other fields."""
+    body = {name: chat[name] for name in RENDERED if name in chat}
+    sent = body.get("messages")
+    if not isinstance(sent, msgspec.Raw) or b'"reasoning' in bytes(sent):
+        body["messages"] = [_with_reasoning(message) for message in value(chat, "messages") or ()]
+    effort = value(chat, "reasoning_effort")
+    extra = {} if effort is None else {"reasoning_effort": effort}
+    if documents := value(chat, "documents"):
+        extra["documents"] = documents
+    if extra:
+        thinking = {} if effort is None else {"enable_thinking": effort != "none"}
+        given = value(chat, "chat_template_kwargs") or {}
+        body["chat_template_kwargs"] = {**thinking, **given, **extra}
+    return body
+
+
+def _with_reasoning(message: Json) -> Json:
+    """Return a message with its reasoning under both names, of which a server reads one."""
+    found = message if isinstance(message, dict) else {}
+    thought = next((found[name] for name in REASONING if found.get(name) is not None), None)
+    return message if thought is None else message | dict.fromkeys(REASONING, thought)
 
 
 async def read(answer: aiohttp.ClientResponse) -> bytes:

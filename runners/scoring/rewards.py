@@ -97,9 +97,19 @@ def resolve_targets(
             raise VerifierError(
                 f"the {row.source} gave the reward {row.name!r} to the {row.scope} {row.target!r},"
                 " which this attempt does not have; it has"
-                f" {known or 'none, as it made no model call'}"
+                f" {known or 'none, as it made no model call'}{_how_to_name(row) if known else ''}"
             )
     return resolved
+
+
+def _how_to_name(row: Reward) -> str:
+    if row.scope is not Scope.ROLE:
+        return ""
+    return (
+        ". Names of nodes, agents and models are roles only if the run file lists them: write"
+        f' {row.target} = "policy" below [roles], or roles = ["{row.target}"] in a policy of'
+        " [policies]; else reward a role that made a call"
+    )
 
 
 def _by_call(transitions: Iterable[Transition], spans: Sequence[Span]) -> Mapping[str, Transition]:

@@ -338,7 +338,7 @@ def _parse(url: str) -> tuple[str, str, float]:
     shown = (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")
     return (
         f"{parts.scheme}://{shown}{parts.path.rstrip('/')}",
-        key or os.environ.get(VARIABLE, ""),
+        key or os.environ.get(VARIABLE, "").strip(),
         patience,
     )
 

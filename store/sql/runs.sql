@@ -1,7 +1,15 @@
 -- name: open_run
-insert into runs (id, epoch, config, created_at) values (:run, 1, :config, :now)
-on conflict (id) do update set epoch = runs.epoch + 1, config = excluded.config
+insert into runs (id, epoch, config, created_at, owner, owned_until)
+values (:run, 1, :config, :now, :owner, :until)
+on conflict (id) do update
+set epoch = runs.epoch + 1, config = excluded.config,
+    owner = excluded.owner, owned_until = excluded.owned_until
+where excluded.owner = '' or runs.owner in ('', excluded.owner, :gone)
+   or runs.owned_until <= :now or runs.owned_until > :limit
 returning *;
+
+-- name: hold_run
+update runs set owned_until = :until where id = :run and owner = :owner returning id;
 
 -- name: forget_policies
 delete from policies where run_id = ?;

@@ -32,8 +32,7 @@ def prepare(location: Location, *, create: bool = True) -> None:
 
     Raises StoreError for a missing file (unless `create`), a file that is not a store, or one
     written by a newer version of agentrl."""
-    if not create and not location.path.exists():
-        raise NotFound(f"There is no store at {location.path}: check the path.")
+    _check_path(location, create=create)
     try:
         location.path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -58,11 +57,21 @@ def prepare(location: Location, *, create: bool = True) -> None:
 def check(location: Location) -> None:
     """Raise StoreError for a file that cannot be read without a migration, see `prepare`. A file of
     an older version may lack indexes, but not columns."""
-    if not location.path.exists():
-        raise NotFound(f"There is no store at {location.path}: check the path.")
+    _check_path(location, create=False)
     with location.translated_errors(), closing(location.connect()) as conn:
         _check_header(conn, location)
         database.check_readable(pending(conn, location), str(location.path))
+
+
+def _check_path(location: Location, *, create: bool) -> None:
+    """Raise StoreError for a folder, and unless `create` for a missing file."""
+    path = location.path
+    if path.is_dir():
+        near = [path / "store.db", *sorted(path.glob("*/store.db"))]
+        found = next((file for file in near if file.is_file()), near[0])
+        raise StoreError(f"{path} is a folder: name the file of a store, such as {found}.")
+    if not (create or path.exists()):
+        raise NotFound(f"There is no store at {path}: check the path.")
 
 
 def pending(conn: sqlite3.Connection, location: Location) -> list[str]:

@@ -120,6 +120,8 @@ def test_what_is_missing_of_keys_and_certificates_is_a_sentence(
     with pytest.raises(ConfigError, match="the environment has no POLICY_KEY; set it to the s"):
         read_key("POLICY_KEY", "engine.key_env", "the server's")
     assert read_key("", "engine.key_env", "the server's") == ""
+    monkeypatch.setenv("OTHER_KEY", " sk-1\n")
+    assert read_key("OTHER_KEY", "engine.key_env", "the server's") == "sk-1"
     with pytest.raises(ConfigError, match="belong together"):
         resolve({"engine": {"ssl_certfile": "a.pem"}}, source="run.toml")
     swapped = Access((), certificate["ssl_keyfile"], certificate["ssl_certfile"])

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from agentrl.cli import main
 from agentrl.cli.main import cli
 from agentrl.config import load
+from agentrl.errors import StoreError
 from agentrl.processes import USER_ERROR
 from agentrl.store import open_store
 from tests import warm
@@ -119,3 +120,49 @@ def test_an_extra_that_is_not_installed_is_named(
     missing = "mine"
     with pytest.raises(ModuleNotFoundError):
         main.main()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train run.toml", "Stopped. The same command continues after the last committed step."),
+        ("train run.toml --fresh", "Stopped. The same command without --fresh continues after"),
+        ("train --from=4 run.toml", "Stopped. The same command without --from continues after"),
+        ("crossplay run.toml", "Stopped. The same command continues with the games that are left."),
+        ("eval run.toml", "Stopped.\n"),
+        ("data import d f.jsonl", "Stopped.\n"),
+    ],
+)
+def test_ctrl_c_says_what_continues(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, said: str
+) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "cli", interrupted)
+    monkeypatch.setattr(main, "seal", lambda: None)
+    monkeypatch.setattr("sys.argv", ["agentrl", *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 130
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_is_no_store_and_view_finds_the_one_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    file = tmp_path / "runs" / "a" / "store.db"
+    open_store(str(file))
+    for options in ({}, {"create": False}, {"readonly": True}):
+        with pytest.raises(StoreError, match=rf"runs is a folder: name the file .* {file}\."):
+            open_store(f"sqlite:///{tmp_path / 'runs'}", **options)
+    shown = list[str]()
+    monkeypatch.setattr("agentrl.view.server.run", lambda url, *_, **__: shown.append(url))
+    for where in (file.parent, file.parent.parent):
+        assert CliRunner().invoke(cli, ["view", str(where)]).exit_code == 0
+    assert shown == [f"sqlite:///{file}"] * 2
+    (tmp_path / "runs" / "b").mkdir()
+    open_store(str(tmp_path / "runs" / "b" / "store.db"))
+    failed = CliRunner().invoke(cli, ["view", str(tmp_path / "runs")])
+    assert "There are 2 stores below" in str(failed.exception)

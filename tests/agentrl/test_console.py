@@ -10,11 +10,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from agentrl.config import resolve
 from agentrl.processes import LOG_LEVEL, PHASE
-from agentrl.telemetry.console import LogFollower, console_level
+from agentrl.store import open_store
+from agentrl.telemetry.console import LogFollower, console_level, show_progress
+from agentrl.types import StepCommit
 
 LOGGED = """
 import logging
@@ -85,3 +89,24 @@ def test_an_unknown_level_is_refused() -> None:
     command = [sys.executable, "-m", "agentrl", "train", "none.toml", "--log-level", "LOUD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, "LOUD" in done.stderr) == (2, True)
+
+
+async def test_a_score_names_the_steps_of_the_scored_policy(tmp_path: Path) -> None:
+    config = resolve({"name": "r", "output": str(tmp_path), "steps": 2}, source="test")
+    console = Console(file=io.StringIO(), width=100)
+    async with open_store(config.store) as store:
+        await store.open_run("r", {})
+        base: Any = {"run": "r", "epoch": 1, "groups": [], "versions": {}, "checkpoint": None}
+        base |= {"metrics": {}}
+        for step in range(3):
+            await store.log("r", step, {"eval/score": step / 4, "eval/function/f": 1.0})
+            if step < 2:
+                await store.commit_step(StepCommit(**base, step=step))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await show_progress(store, config, console)
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    lines = [line.split("  ")[0] for line in said.splitlines() if ": " in line or "/2" in line][1:]
+    assert lines == ["untrained:", "step 1/2", "after step 1:", "step 2/2", "after step 2:"]
+    assert "after step 2:  held-out 0.500" in said

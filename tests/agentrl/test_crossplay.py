@@ -164,6 +164,16 @@ def test_each_pair_plays_at_least_so_many_games(
     assert [cell.games for row in found.meetings for cell in row if cell] == [10, 10]
 
 
+def test_checkpoints_take_the_seats_of_scripted_players() -> None:
+    game = {"game": "kuhn_poker", "players": {"first": "random", "third": "mcts:9"}}
+    task = {"input": game, "learner": "second"}
+    played = crossplay.without_scripts(task, ROLES)
+    assert played == {"input": {**game, "players": {"third": "mcts:9"}}, "learner": "second"}
+    assert task["input"] is game
+    for own in ("text", {"players": {"first": "a"}}, {"game": "x", "players": ["first"]}):
+        assert crossplay.without_scripts({"input": own}, ROLES) == {"input": own}
+
+
 def test_checkpoints_by_their_steps(tmp_path: Path) -> None:
     for name in ("000020", "000005", "000015", "000010.2"):
         checkpoint(tmp_path, name)

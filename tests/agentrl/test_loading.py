@@ -134,7 +134,12 @@ def test_missing_task_file(tmp_path: Path) -> None:
 def test_tasks_of_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     rows = [{"question": "1+1", "answer": "2"}, {"input": "2+2", "question": "no", "answer": "4"}]
-    monkeypatch.setattr(loading, "read_rows", lambda source: asked.append(source) or rows)
+
+    def read(source: str) -> list[tuple[str, dict[str, str]]]:
+        asked.append(source)
+        return [(f"{source}[{index}]", row) for index, row in enumerate(rows)]
+
+    monkeypatch.setattr(loading, "read_rows", read)
     tasks = load_tasks("hf:openai/gsm8k/main:test", Path(), key="tasks.train")
     assert [task["input"] for task in tasks] == ["1+1", "2+2"]
     assert asked == ["hf:openai/gsm8k/main:test"]

@@ -38,7 +38,8 @@ def compare(keys: list[object], x: list[float], std: bool) -> list[float]:
             continue
         centred = value - fmean(others)
         centred = 0.0 if abs(centred) < 1e-9 else centred
-        out.append(centred / (stdev(others) + 1e-6) if std else centred)
+        scale = stdev(others) if std else 0.0
+        out.append(centred / (scale + 1e-6 * min(1.0, 100 * scale)) if std else centred)
     return out
 
 

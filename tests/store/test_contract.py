@@ -958,6 +958,37 @@ async def test_a_new_owner_fences_the_old_and_gets_its_groups_back(store, kit):
     assert (await store.open_run("run", {})).step == 1
 
 
+async def test_a_run_is_held_by_one_owner_until_its_lease_ends(store, clock):
+    first = await store.open_run("run", {}, owner="one", lease=10.0)
+    assert (first.owner, first.owned_until) == ("one", clock.now + 10.0)
+    with pytest.raises(Conflict, match="live owner"):
+        await store.open_run("run", {"x": 1}, owner="two", lease=10.0)
+    assert await store.run("run") == first
+    assert (await store.open_run("run", {}, owner="one", lease=10.0)).epoch == first.epoch + 1
+    clock.now += 9.0
+    assert await store.hold_run("run", "one", lease=10.0)
+    assert not await store.hold_run("run", "two", lease=10.0)
+    clock.now += 9.0
+    with pytest.raises(Conflict):
+        await store.open_run("run", {}, owner="two", lease=10.0, gone="three")
+    taken = await store.open_run("run", {}, owner="two", lease=10.0, gone="one")
+    assert (taken.owner, taken.epoch) == ("two", first.epoch + 2)
+    assert not await store.hold_run("run", "one", lease=10.0)
+    clock.now += 10.0
+    assert (await store.open_run("run", {}, owner="three", lease=10.0)).owner == "three"
+    assert await store.hold_run("run", "three", lease=0.0)
+    assert (await store.run("run")).owned_until == 0.0
+    await store.open_run("run", {}, owner="four", lease=10.0)
+    clock.now -= 3600.0
+    assert (await store.open_run("run", {}, owner="five", lease=10.0)).owner == "five"
+    assert (await store.open_run("run", {})).owner == ""
+    for lease in (0.0, -1.0, math.inf):
+        with pytest.raises(Invalid):
+            await store.open_run("run", {}, owner="six", lease=lease)
+    with pytest.raises(Invalid):
+        await store.hold_run("run", "six", lease=-1.0)
+
+
 async def test_steps_of_an_old_owner_are_refused_even_repeated(store, kit):
     await store.commit_step(kit.step(0, []))
     await store.open_run("run", {})
@@ -1075,6 +1106,7 @@ async def test_a_conversation_comes_back_exactly(store, kit):
             finish="length",
             repeats="call-x",
             left_out=["metadata", "tools: web_search"],
+            processors={"min_p": "0.1"},
         ),
     ]
     assert await store.add_transitions(calls[:3]) == [True] * 3

@@ -101,7 +101,7 @@ async def test_a_newer_schema(tmp_path: Path) -> None:
 def test_an_impossible_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "choose a writable one" in refused(tmp_path / "file" / "store.db")
-    assert "cannot be opened" in refused(tmp_path)  # a folder is no file
+    assert "is a folder: name the file of a store" in refused(tmp_path)
 
 
 def test_a_missing_store_is_made_only_when_wanted(tmp_path: Path) -> None:

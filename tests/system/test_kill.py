@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sqlite3
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,9 @@ def test_killed_at_random_moments_the_run_ends_where_it_would_have_ended(
     asyncio.run(check(run_folder, database, steps))
 
 
-def wait_for_progress(process: warm.Process, database: Path, steps: int) -> None:
+def wait_for_progress(
+    process: warm.Process | subprocess.Popen[bytes], database: Path, steps: int
+) -> None:
     """Until the run has committed another step, or an earlier kill has ended the front."""
     before = committed(database)
     deadline = time.monotonic() + 90
@@ -84,6 +87,34 @@ def kill(process: warm.Process, victims: tuple[str, ...]) -> int:
     if "algorithm" in victims and found:
         assert process.wait(timeout=60) == 2
     return bool(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_second_start_leaves_a_live_run_alone(run_folder: Path) -> None:
+    """Until it takes the run over, or the first is killed with `kill -9`."""
+    database, said = run_folder / "out" / "store.db", run_folder / "said"
+    steps = 400
+    command = ["-m", "agentrl", "train", "run.toml", f"steps={steps}", "algorithm.groups=1"]
+    start = partial(warm.start, *command, cwd=run_folder, spare=8)
+    with said.open("wb") as errors:
+        first = start(errors=errors)
+    wait_for_progress(first, database, steps)
+    for option in ([], ["--fresh"]):
+        second = warm.run(*command, *option, cwd=run_folder)
+        assert second.returncode == 2
+        assert f"run 'tiny' is live (process {first.pid} on " in second.stderr
+    wait_for_progress(first, database, steps)
+    third = warm.start(*command, "--take-over", cwd=run_folder, spare=8)
+    assert first.wait(timeout=60) == 2
+    assert f"run 'tiny' was taken over (process {third.pid} on " in said.read_text()
+    wait_for_progress(third, database, steps)
+    third.kill()
+    third.wait(timeout=60)
+    fourth = start()
+    wait_for_progress(fourth, database, steps)
+    assert fourth.poll() is None
+    fourth.close()
 
 
 async def check(folder: Path, database: Path, last: int) -> None:

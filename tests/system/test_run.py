@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
+import sqlite3
 import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +24,7 @@ from agentrl.store.base import Store
 from agentrl.trainer import clear, hide_secrets
 from agentrl.types import Rollout, RolloutState
 from tests import warm
+from tests.system.test_kill import wait_for_progress
 
 T = TypeVar("T")
 SMALL = ["steps=2", "algorithm.groups=2", "algorithm.group_size=4"]
@@ -86,6 +90,9 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     assert json.loads(settings.read_text())["policy"]["model"] == checkpoint
     assert "held-out tasks" in scored.stdout
     assert "scoring the policy after step 2: " in scored.stdout
+    (evaluated,) = run_folder.glob("*-eval-*/store.db")
+    with sqlite3.connect(evaluated) as connection:
+        assert connection.execute("select distinct version from transitions").fetchall() == [(2,)]
 
     fewer = agentrl(run_folder, "train", "run.toml", *SMALL, "steps=1")
     assert fewer.returncode == 2
@@ -261,3 +268,34 @@ async def test_a_run_without_a_model_of_its_own_is_evaluated(run_folder: Path, f
     assert [rollout.reward() for rollout in played] == [3.0] * 4
     assert trace is not None
     assert [(call.policy, call.version) for call in trace.transitions] == [("far", None)]
+
+
+SCRIPT = """
+import os, httpx
+from agentrl.trainer import Trainer
+
+def agent(text):
+    body = {{"model": "policy", "messages": [{{"role": "user", "content": text}}]}}
+    answer = httpx.post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json=body, timeout=30)
+    return answer.json()["choices"][0]["message"]["content"]
+
+tasks = [{{"input": f"What is {{i}} plus 1?"}} for i in range(9)]
+small = {{"groups": 1, "group_size": 4}}
+Trainer(agent, tasks, lambda task, result: len(result) % 7, "{model}", steps=500, output="out",
+        name="tiny", algorithm=small, sampling={{"max_tokens": 8}}).fit()
+"""
+
+
+def test_ctrl_c_in_a_trainer_is_one_traceback_that_says_how_to_go_on(
+    run_folder: Path, tiny_model_dir: Path
+) -> None:
+    (run_folder / "train.py").write_text(SCRIPT.format(model=tiny_model_dir))
+    with (run_folder / "said").open("wb") as errors:
+        command = [sys.executable, "train.py"]
+        process = subprocess.Popen(command, cwd=run_folder, stdout=errors, stderr=errors)
+    wait_for_progress(process, run_folder / "out" / "store.db", 500)
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=60)
+    said = (run_folder / "said").read_text()
+    assert said.count("Traceback") == 1
+    assert "KeyboardInterrupt: stopped; fit(), without fresh, continues after the last" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -119,3 +120,45 @@ def check_what_reads_it(folder: Path, checkpoint: Path) -> None:
     scored = agentrl(folder, "eval", "run.toml")
     assert scored.returncode == 0, scored.stderr
     assert "held-out tasks" in scored.stdout
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "teams.md"
+GRAPH = """
+from langchain_openai import ChatOpenAI
+from langgraph.graph import START, MessagesState, StateGraph
+
+model = ChatOpenAI(model="policy")
+graph = StateGraph(MessagesState)
+graph.add_node("planner", lambda state: {"messages": [model.invoke(state["messages"])]})
+graph.add_node("solver", lambda state: {"messages": [model.invoke(state["messages"][:1])]})
+graph.add_edge(START, "planner")
+graph.add_edge("planner", "solver")
+compiled = graph.compile()
+
+def agent(text):
+    return compiled.invoke({"messages": [("user", text)]})["messages"][-1].content
+"""
+
+
+async def test_rewards_by_role_of_the_guide_train_one_policy(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Settings and verifier are those of the page."""
+    section = PAGE.read_text(encoding="utf-8").partition("## Rewards by role")[2]
+    settings, code = re.findall(r"```(?:toml|python)\n(.*?)```", section, re.DOTALL)
+    base = RUN.partition("[policies.proposer]")[0].format(model=tiny_model_dir)
+    base = base.replace("tasks.py:train", "tasks.jsonl").replace("tasks.py:heldout", "tasks.jsonl")
+    small = ["steps=1", "algorithm.groups=1", "algorithm.group_size=4", "sampling.max_tokens=8"]
+    (tmp_path / "run.toml").write_text(base + settings)
+    (tmp_path / "verifier.py").write_text(code)
+    (tmp_path / "agent.py").write_text(GRAPH)
+    (tmp_path / "tasks.jsonl").write_text('{"input": "What is 1 plus 2?", "answer": "3"}\n')
+    trained = agentrl(tmp_path, "train", "run.toml", *small)
+    assert trained.returncode == 0, trained.stderr
+    async with open_store(f"sqlite:///{tmp_path / 'out' / 'store.db'}") as store:
+        (rollout, *_) = rollouts = await store.rollouts("pair")
+        trace = await store.trace(rollout.id)
+    assert {row.state for row in rollouts} == {RolloutState.SUCCEEDED}
+    assert trace is not None
+    assert [call.role for call in trace.transitions] == ["planner", "solver"]
+    assert {row.target for row in rollout.rewards if row.scope == "role"} == {"planner", "solver"}

@@ -47,6 +47,30 @@ class PendingRequest:
             yield index, update
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What ends a completion besides its length."""
+
+    strings: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def check(self, codec: Codec) -> Callable[[int], bool] | None:
+        """A function that is called with each token and tells whether the completion has ended."""
+        if not (self.strings or self.tokens):
+            return None
+        stream = TextStream(codec, self.strings)
+
+        def stopped(token: int) -> bool:
+            stream.push((token,))
+            return stream.stopped or token in self.tokens
+
+        return stopped
+
+
+NO_ENDS = Ends()
+
+
 class Admission:
     """The requests of one server, from admission to the last token."""
 
@@ -124,8 +148,9 @@ class Admission:
         policy: str,
         *,
         n: int = 1,
-        stop: Sequence[str] = (),
+        ends: Ends = NO_ENDS,
         stream: bool = False,
+        top: int = 0,
     ) -> AsyncIterator[PendingRequest]:
         """Submit `n` completions of one prompt; leaving the context cancels unfinished ones.
 
@@ -145,7 +170,9 @@ class Admission:
                 receive=self._receiver(pending, index),
                 stream=stream,
                 policy=self._numbers[policy],
-                stop=_stop_check(self._codec, stop) if stop else None,
+                stop=ends.check(self._codec),
+                ignore_eos=ends.ignore_eos,
+                top=top,
             )
             pending.calls.append(call)
         self.requests.begin(n)
@@ -191,13 +218,3 @@ def deliver(updates: TokenUpdates) -> None:
     """Pass the updates of an engine step to their requests."""
     for call, update in updates:
         call.receive(update)
-
-
-def _stop_check(codec: Codec, stop: Sequence[str]) -> Callable[[int], bool]:
-    stream = TextStream(codec, stop)
-
-    def stopped(token: int) -> bool:
-        stream.push((token,))
-        return stream.stopped
-
-    return stopped

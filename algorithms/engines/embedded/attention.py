@@ -14,16 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from agentrl.algorithms.model import attention
 from agentrl.algorithms.model.load import Model
 from agentrl.errors import PolicyError
 
+BLOCK = 256  # keys
+FEW = 4  # rows of a product that MKL computes in the order of larger ones
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Consecutive prompt tokens of one row: `size` tokens from packed index `start`."""
+    """Consecutive prompt tokens of one row: `size` tokens from packed index `start`, after
+    the padding."""
 
     row: int
     start: int
@@ -37,66 +41,96 @@ class StepPlan:
 
     chunks: list[PrefillChunk]
     last: Tensor  # int64 [n], position of each row's last token
-    context: int  # 1 + the largest position
+    context: int  # at least 1 + the largest position, in whole blocks
+    padding: int = 0  # tokens before the chunks, of no row
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """Output [1, N, heads, dim]; key, value: KVPool layers [rows, key heads, capacity, dim]."""
-        outputs = []
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        first = query.new_zeros(1, self.padding, query.shape[1], value.shape[-1])
+        outputs = [first] if self.padding else []
         for chunk in self.chunks:
             rows = slice(chunk.row, chunk.row + 1)
-            whole = chunk.size == chunk.context and window is None
-            output = scaled_dot_product_attention(
-                query[:, :, chunk.start : chunk.start + chunk.size],
-                key[rows, :, : chunk.context],
-                value[rows, :, : chunk.context],
-                attn_mask=None if whole else self.chunk_mask(chunk, window),
-                is_causal=whole,
-                scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
+            start = self.padding + chunk.start
+            queries = query[:, :, start : start + chunk.size]
+            attend = _flash if query.is_cuda else _products
+            mask = self.chunk_mask(chunk, window, query)
+            context = mask.shape[-1]
+            output = attend(queries, key[rows, :, :context], value[rows, :, :context], mask, scale)
             outputs.append(output.transpose(1, 2))
-        outputs.append(self._attend_last(query, key, value, scale, window))
-        return torch.cat(outputs, dim=1) if self.chunks else outputs[0]
-
-    def _attend_last(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
-        # Query heads that share a key head are the query dimension of one matmul. SDPA would copy
-        # every key once per query head: thirty times slower at seven heads per key.
-        n, (heads, dim), shared = self.last.numel(), (query.shape[1], query.shape[3]), key.shape[1]
-        queries = query[0, :, -n:].transpose(0, 1).reshape(n, shared, heads // shared, dim)
-        queries = queries * (dim**-0.5 if scale is None else scale)
-        scores = torch.matmul(queries, key[:n, :, : self.context].transpose(2, 3))
-        scores = scores + self.last_mask(window, scores.dtype)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-        return torch.matmul(weights, value[:n, :, : self.context]).view(1, n, heads, -1)
+        n, context = self.last.numel(), self.context
+        # [n, heads, 1, dim]: each row is a batch of its own
+        queries = query[:, :, -n:].transpose(0, 2)
+        mask = self.last_mask(window, query.dtype)
+        output = _products(queries, key[:n, :, :context], value[:n, :, :context], mask, scale)
+        outputs.append(output[None, :, :, 0])
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
     def last_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [n, 1, 1, context]: a row sees its own past and nothing after it."""
         key = (-1, window)
         if key not in self.masks:
-            keys, last = torch.arange(self.context, device=self.last.device), self.last[:, None]
-            hidden = keys > last
-            if window is not None:
-                hidden |= keys <= last - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
-            self.masks[key] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+            self.masks[key] = _mask(self.last[:, None], self.context, window, dtype)[:, None]
         return self.masks[key]
 
-    def chunk_mask(self, chunk: PrefillChunk, window: int | None) -> Tensor:
-        """Boolean mask [size, context]: true where a query sees a key."""
+    def chunk_mask(self, chunk: PrefillChunk, window: int | None, query: Tensor) -> Tensor:
+        """Additive mask [size, context] of a chunk."""
         key = (chunk.row, window)
         if key not in self.masks:
-            keys = torch.arange(chunk.context, device=self.last.device)
-            queries = keys[-chunk.size :, None]
-            visible = keys <= queries
-            if window is not None:
-                visible &= keys > queries - window
-            self.masks[key] = visible
+            end = chunk.context
+            at = torch.arange(end - chunk.size, end, device=query.device)
+            width = end if query.is_cuda else whole_blocks(end)
+            self.masks[key] = _mask(at, width, window, query.dtype)
         return self.masks[key]
+
+
+def whole_blocks(context: int) -> int:
+    return -(-context // BLOCK) * BLOCK
+
+
+def _mask(at: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[..., width]: 0 where the query at a position sees a key, else minus infinity."""
+    keys, at = torch.arange(width, device=at.device), at[..., None]
+    hidden = keys > at
+    if window is not None:
+        hidden |= keys <= at - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
+    return mask.masked_fill_(hidden, float("-inf"))
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    shared = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=shared
+    )
+
+
+def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[B, heads, M, dim] queries -> [B, heads, M, value dim].
+
+    On a CPU the result of a query has the same bits whatever else is computed: a product of less
+    than FEW rows, or of another number of keys, would add in another order, so it gets more rows,
+    and keys are added in blocks of one size."""
+    (batch, heads, size, dim), shared = query.shape, key.shape[1]
+    # Query heads that share a key head are one dimension of a product. SDPA would copy every key
+    # once per query head: thirty times slower at seven heads per key.
+    queries = (query * scale).reshape(batch, shared, -1, dim)
+    rows = queries.shape[2]
+    more = 0 if query.is_cuda else max(FEW - rows, 0)
+    queries = pad(queries, (0, 0, 0, more)) if more else queries
+    scores = torch.matmul(queries, key.transpose(2, 3))[:, :, :rows]
+    scores = scores.view(batch, shared, -1, size, scores.shape[-1]) + mask.unsqueeze(-3)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype).flatten(2, 3)
+    weights = pad(weights, (0, 0, 0, more)) if more else weights
+    step = value.shape[2] if value.is_cuda else BLOCK
+    output = torch.matmul(weights[..., :step], value[:, :, :step])
+    for start in range(step, value.shape[2], step):
+        block = slice(start, start + step)
+        output += torch.matmul(weights[..., block], value[:, :, block])
+    return output[:, :, :rows].reshape(batch, heads, size, -1)
 
 
 def install(model: Model) -> None:

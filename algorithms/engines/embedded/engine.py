@@ -31,7 +31,7 @@ from agentrl.algorithms.engines.embedded.kv_cache import (
     RowTable,
     TokenUpdate,
 )
-from agentrl.algorithms.engines.embedded.sampler import Ints, sample, uniforms
+from agentrl.algorithms.engines.embedded.sampler import Ints, likeliest, sample, uniforms
 from agentrl.algorithms.model.attention import UNUSED
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
@@ -73,7 +73,7 @@ class Engine:
         self.retired: set[int] = set()  # policies to drop after their last request
         self.device = next(model.parameters()).device
         self.rows = RowTable(max_batch, idle=2 * max_batch, context=max_context)
-        self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch)
+        self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch + 1)
         self.eos = np.zeros(config.get_text_config().vocab_size, np.bool_)
         self.eos[list(eos)] = True
         self.waiting: deque[GenerationRequest] = deque()
@@ -194,6 +194,11 @@ class Engine:
             rows.top_k[:n],
             uniforms(rows.seed[:n], counters),
         )
+        if wanted := np.flatnonzero(rows.top[:n]).tolist():
+            found = likeliest(logits[wanted], rows.temperature[wanted], rows.top[wanted])
+            for row, top in zip(wanted, found, strict=True):
+                if rows.length[row] == rows.known[row]:  # its prompt is complete
+                    rows.likeliest[row].append(top)
         self._record(tokens_n.cpu().numpy(), logprobs_n.cpu().numpy())
 
     def _forward(self) -> Tensor:
@@ -214,23 +219,29 @@ class Engine:
                 fed_positions.append(np.arange(first, first + size))
                 start += size
         last = lengths + before
-        at = np.concatenate([*fed_rows, order])
-        positions = np.concatenate([*fed_positions, last])
+        # A smaller step would add in another order; the padding writes to a row of its own.
+        padding = max(attention.FEW - start - n, 0)
+        source = np.concatenate([order[:1].repeat(padding), *fed_rows, order])
+        positions = np.concatenate([np.zeros(padding, np.int64), *fed_positions, last])
+        tokens, at = rows.tokens[source, positions], source.copy()
+        at[:padding] = pool.rows - 1
         ids_N, at_N, positions_N = (
             torch.from_numpy(values).to(self.device)
-            for values in (rows.tokens[at, positions].astype(np.int64), at, positions)
+            for values in (tokens.astype(np.int64), at, positions)
         )
         pool.set_write_positions(at_N, positions_N)
-        with self._adapted(rows.policy[at]):
+        with self._adapted(rows.policy[source]):
             logits: Tensor = self.model(
                 input_ids=ids_N[None],
                 position_ids=positions_N[None],
                 attention_mask=UNUSED,
                 past_key_values=pool,
                 use_cache=True,
-                logits_to_keep=n,
-                plan=StepPlan(chunks, positions_N[-n:], int(last.max()) + 1),
-            ).logits[0]
+                logits_to_keep=max(n, attention.FEW),
+                plan=StepPlan(
+                    chunks, positions_N[-n:], attention.whole_blocks(int(last.max()) + 1), padding
+                ),
+            ).logits[0, -n:]
         rows.length[:n] = last + 1
         return logits
 
@@ -260,7 +271,7 @@ class Engine:
         rows.tokens[at, rows.known[at]] = tokens
         rows.logprobs[at, rows.known[at]] = logprobs
         rows.known[at] += 1
-        stopped, full = self.eos[tokens], rows.known[at] >= rows.end[at]
+        stopped, full = self.eos[tokens] & ~rows.ignore_eos[at], rows.known[at] >= rows.end[at]
         updates: TokenUpdates = []
         ended: list[int] = []
         for index in np.flatnonzero(stopped | full | rows.watched[at]).tolist():
@@ -270,11 +281,15 @@ class Engine:
             finish = "stop" if stop else "length" if full[index] else None
             if call.stream:
                 spans = [(0, version)]
-                update = TokenUpdate([token], [float(logprobs[index])], finish, spans=spans)
+                top = rows.likeliest[row][-1:]
+                logprob = float(logprobs[index])
+                update = TokenUpdate([token], [logprob], finish, spans=spans, top=top)
                 updates.append((call, update))
             elif finish:
                 spans = rows.spans[row] or [(0, version)]
-                updates.append((call, TokenUpdate(*rows.completion(row), finish, spans=spans)))
+                top = rows.likeliest[row]
+                update = TokenUpdate(*rows.completion(row), finish, spans=spans, top=top)
+                updates.append((call, update))
             if finish:
                 ended.append(row)
         for row in reversed(ended):  # from the end, because the last row fills the gap

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from agentrl.types import Sampling
 
 CAPACITY = 256  # initial tokens per row
 Spans = Sequence[tuple[int, int]]
+Likeliest = list[tuple[int, float]]
+"""The most likely tokens at a position and their log-probs, the first one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class TokenUpdate:
 
     finish: stop (end of sequence, or `GenerationRequest.stop`), length, cancelled, or error.
     spans: (index of the first token within this update, version that sampled from there on).
+    top: those of each new token; empty: the request wants none.
     """
 
     tokens: list[int]
@@ -33,6 +37,7 @@ class TokenUpdate:
     finish: str | None = None
     error: str = ""
     spans: Spans = ()
+    top: Sequence[Likeliest] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +51,8 @@ class GenerationRequest:
     stream: bool = False  # an update per token instead of one at the end
     policy: int = 0  # number of the policy
     stop: Callable[[int], bool] | None = None  # called with every token; true ends the request
+    ignore_eos: bool = False
+    top: int = 0  # number of the likeliest tokens that updates have
 
 
 class KVPool(Cache):  # type: ignore[misc]
@@ -123,6 +130,7 @@ class RowTable:
         self.n = 0
         self.calls: list[GenerationRequest] = []
         self.spans: list[list[tuple[int, int]]] = []  # of running rows; empty: a single version
+        self.likeliest: list[list[Likeliest]] = []  # of running rows, a list per sampled token
         self.tokens = np.zeros((size, context), np.int32)
         self.length = np.zeros(size, np.int64)  # tokens whose keys are in the cache
         self.known = np.zeros(size, np.int64)  # tokens of prompt and completion
@@ -134,13 +142,15 @@ class RowTable:
         self.end = np.zeros(limit, np.int64)  # value of `known` at which the completion ends
         self.watched = np.zeros(limit, np.bool_)  # needs each token at once: streams, or has `stop`
         self.seed = np.zeros(limit, np.uint64)
+        self.ignore_eos = np.zeros(limit, np.bool_)
+        self.top = np.zeros(limit, np.int64)  # of the likeliest tokens to report
         self.temperature = np.zeros(limit)
         self.top_p = np.zeros(limit)
         self.top_k = np.zeros(limit, np.int64)
         self.logprobs = np.zeros((limit, context), np.float32)
         self._columns = (
             self.length, self.known, self.policy, self.stale, self.prompt, self.end, self.watched,
-            self.seed, self.temperature, self.top_p, self.top_k,
+            self.ignore_eos, self.top, self.seed, self.temperature, self.top_p, self.top_k,
         )  # fmt: skip
 
     def shared(self, tokens: NDArray[np.int32], policy: int) -> NDArray[np.int64]:
@@ -177,11 +187,12 @@ class RowTable:
         room = self.tokens.shape[1] - size
         self.end[row] = size + min(room, sampling.max_tokens or room)
         self.watched[row] = call.stream or call.stop is not None
-        self.seed[row] = call.seed
+        self.ignore_eos[row], self.top[row], self.seed[row] = call.ignore_eos, call.top, call.seed
         self.temperature[row] = sampling.temperature
         self.top_p[row], self.top_k[row] = sampling.top_p, sampling.top_k
         self.calls.append(call)
         self.spans.append([])
+        self.likeliest.append([])
         self.n += 1
 
     def completion(self, row: int) -> tuple[list[int], list[float]]:
@@ -202,9 +213,10 @@ class RowTable:
             self.logprobs[row, :known] = self.logprobs[last, :known]
             for column in self._columns:
                 column[row] = column[last]
-            self.calls[row], self.spans[row] = self.calls[last], self.spans[last]
-        self.calls.pop()
-        self.spans.pop()
+        lists: tuple[list[Any], ...] = (self.calls, self.spans, self.likeliest)
+        for values in lists:
+            values[row] = values[last]
+            values.pop()
         self.length[last] = self.known[last] = 0
 
     def forget(self, policy: int | None = None) -> None:

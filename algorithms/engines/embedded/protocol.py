@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated
 
 import msgspec
@@ -16,13 +17,15 @@ from agentrl.algorithms.model.text import Codec, TextStream, text_before_stop
 from agentrl.algorithms.model.tool_parser import ToolCall, ToolParser, parse
 from agentrl.types import Json
 
+MOST_LOGPROBS = 20  # alternatives per token, as in OpenAI's API
+
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
 class _Request(msgspec.Struct, kw_only=True):
-    """The fields of both kinds of request. Unknown fields are ignored: clients send many."""
+    """The fields of both kinds of request; `request_fields` has those that clients send besides."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -32,6 +35,8 @@ class _Request(msgspec.Struct, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -40,15 +45,19 @@ class _Request(msgspec.Struct, kw_only=True):
 class ChatRequest(_Request):
     messages: msgspec.Raw
     tools: msgspec.Raw = msgspec.Raw(b"null")
-    chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"{}")
+    chat_template_kwargs: dict[str, Json] | None = None
+    reasoning_effort: Json = None  # as `verbosity`, for templates that have it
+    verbosity: Json = None
     tool_choice: Json = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
 class TextRequest(_Request):
     prompt: str | list[int]
-    logprobs: int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
 
 
 class Usage(msgspec.Struct):
@@ -57,11 +66,14 @@ class Usage(msgspec.Struct):
     total_tokens: int
 
 
-class TokenLogprob(msgspec.Struct):
+class TopLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[Json]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -71,8 +83,8 @@ class ChatLogprobs(msgspec.Struct):
 class TextLogprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float]
-    top_logprobs: None = None
-    text_offset: list[int] = []
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -126,6 +138,8 @@ class ResponseFormat:
     prompt: tuple[int, ...]
     chat: bool
     tools: bool  # look for tool calls
+    parallel: bool  # show all of them, not the first only
+    thinking: bool  # the prompt has opened the reasoning
     logprobs: bool
     token_ids: bool
     stop: tuple[str, ...]
@@ -166,12 +180,12 @@ class ResponseFormat:
         size = len(self.prompt)
         return Usage(size, completion_tokens, size + completion_tokens)
 
-    def chunk(self, index: int, update: TokenUpdate) -> CompletionChoice:
-        """A choice without its text."""
+    def chunk(self, index: int, update: TokenUpdate, offset: int = 0) -> CompletionChoice:
+        """A choice without its text. offset: characters of its earlier tokens."""
         return CompletionChoice(
             index=index,
             finish_reason=update.finish,
-            logprobs=self._logprobs(update) if self.logprobs else None,
+            logprobs=self._logprobs(update, offset) if self.logprobs else None,
             token_ids=update.tokens if self.token_ids else UNSET,
         )
 
@@ -181,7 +195,8 @@ class ResponseFormat:
         if not self.chat:
             choice.text = text
             return choice
-        content, calls = parse(text) if self.tools else (text, [])
+        content, calls = parse(text, thinking=self.thinking) if self.tools else (text, [])
+        calls = calls if self.parallel else calls[:1]
         choice.message = ChatMessage(content=content or ("" if not calls else None))
         if calls:
             choice.message.tool_calls = calls
@@ -189,12 +204,28 @@ class ResponseFormat:
                 choice.finish_reason = "tool_calls"
         return choice
 
-    def _logprobs(self, update: TokenUpdate) -> ChatLogprobs | TextLogprobs:
+    def _logprobs(self, update: TokenUpdate, offset: int) -> ChatLogprobs | TextLogprobs:
         tokens = [self.codec.token(token) for token in update.tokens]
-        if not self.chat:
-            return TextLogprobs([text for text, _ in tokens], update.logprobs)
-        pairs = zip(tokens, update.logprobs, strict=True)
-        return ChatLogprobs([TokenLogprob(text, p, raw, []) for (text, raw), p in pairs])
+        top = update.top or [[]] * len(tokens)
+        found = list(zip(tokens, update.logprobs, top, strict=True))
+        if self.chat:
+            return ChatLogprobs(
+                [
+                    TokenLogprob(text, p, raw, [self._top(*one) for one in likely])
+                    for (text, raw), p, likely in found
+                ]
+            )
+        texts = [text for text, _ in tokens]
+        likeliest = [
+            {self.codec.token(token)[0]: q for token, q in reversed(likely)} | {text: p}
+            for (text, _), p, likely in found
+        ]
+        starts = accumulate(map(len, texts[:-1]), initial=offset) if texts else ()
+        return TextLogprobs(texts, update.logprobs, likeliest if update.top else None, list(starts))
+
+    def _top(self, token: int, logprob: float) -> TopLogprob:
+        text, raw = self.codec.token(token)
+        return TopLogprob(text, logprob, raw)
 
 
 def _unless_plain(spans: Spans, version: int) -> Spans | UnsetType:
@@ -208,15 +239,18 @@ class StreamedChoice:
         """version: that of the header."""
         self._format, self._index, self._version = form, index, version
         self._spans: list[tuple[int, int]] = []
-        self._tokens = 0
+        self._tokens = self._offset = 0
         self._text = TextStream(form.codec, form.stop)
-        self._tools = ToolParser() if form.chat and form.tools else None
+        tools = form.chat and form.tools
+        self._tools = ToolParser(thinking=form.thinking) if tools else None
         self._first = True
 
     def push(self, update: TokenUpdate) -> CompletionChoice | None:
         """The chunk for these tokens; None if it would be empty."""
         text = self._text.push(update.tokens)
-        choice = self._format.chunk(self._index, update)
+        choice = self._format.chunk(self._index, update, self._offset)
+        if isinstance(choice.logprobs, TextLogprobs):
+            self._offset += sum(map(len, choice.logprobs.tokens))
         for start, version in update.spans:
             if not self._spans or self._spans[-1][1] != version:
                 self._spans.append((self._tokens + start, version))
@@ -248,7 +282,8 @@ class StreamedChoice:
             delta.tool_calls = [
                 IndexedToolCall(**msgspec.structs.asdict(call), index=index)
                 for index, call in enumerate(calls, count)
-            ]
+                if self._format.parallel or not index
+            ] or UNSET
         if self._first:
             self._first = False
             delta.role = "assistant"

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from agentrl.algorithms.engines.base import VERSION_HEADER
-from agentrl.algorithms.engines.embedded.admission import Admission, PendingRequest
+from agentrl.algorithms.engines.embedded.admission import Admission, Ends, PendingRequest
 from agentrl.algorithms.engines.embedded.protocol import (
     ChatRequest,
     ResponseFormat,
@@ -19,14 +19,17 @@ from agentrl.algorithms.engines.embedded.protocol import (
     StreamOptions,
     TextRequest,
 )
+from agentrl.algorithms.engines.embedded.request_fields import check_fields
 from agentrl.algorithms.model.chat import Chat, RequestError
 from agentrl.algorithms.model.text import Codec
+from agentrl.algorithms.model.tool_parser import THINK
 from agentrl.errors import nearest
 from agentrl.http_server import read_body
 from agentrl.types import Sampling
 
 RequestBody = TypeVar("RequestBody")
 LARGEST_BODY = 64 * 2**20  # bytes of a request
+THINKING = 16  # last tokens of a prompt, which may open the reasoning
 COLDEST = 1e-30  # smallest positive temperature: logits are divided by it in float32
 
 _encoder = msgspec.json.Encoder()
@@ -52,26 +55,26 @@ class Routes:
         return app
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = _decode(await read_body(request), _chat_decoder)
-        if body.tool_choice not in (None, "auto", "none"):
-            raise RequestError(
-                f"tool_choice {body.tool_choice!r} needs guided decoding, which the embedded "
-                'server does not have; use "auto" or "none"',
-                param="tool_choice",
-            )
+        raw = await read_body(request)
+        body = _decode(raw, _chat_decoder)
+        check_fields(raw, ChatRequest.__struct_fields__)
+        if body.top_logprobs and not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs = true", param="top_logprobs")
         prompt = self._prompt(body)
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         tools = body.tools != b"null" and body.tool_choice != "none"
         form = self._format(body, prompt, "chatcmpl", tools=tools, logprobs=bool(body.logprobs))
-        return await self._answer(request, body, form)
+        return await self._answer(request, body, form, body.top_logprobs or 0)
 
     async def text(self, request: web.Request) -> web.StreamResponse:
-        body = _decode(await read_body(request), _text_decoder)
+        raw = await read_body(request)
+        body = _decode(raw, _text_decoder)
+        check_fields(raw, TextRequest.__struct_fields__)
         prompt = body.prompt
         if isinstance(prompt, str):
             prompt = self._codec.encode_plain(prompt)
         form = self._format(body, tuple(prompt), "cmpl", logprobs=body.logprobs is not None)
-        return await self._answer(request, body, form)
+        return await self._answer(request, body, form, body.logprobs or 0)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """The prompt tokens of a conversation, in the format of vLLM's /tokenize."""
@@ -91,9 +94,12 @@ class Routes:
         return _json({"status": "ok", "version": self._calls.versions[self._name]})
 
     def _prompt(self, body: ChatRequest) -> tuple[int, ...]:
-        return self._chat.prompt(
-            bytes(body.messages), bytes(body.tools), bytes(body.chat_template_kwargs)
-        )
+        hints = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+        options = {name: value for name, value in hints.items() if value is not None}
+        if (effort := body.reasoning_effort) is not None:  # as vLLM does
+            options["enable_thinking"] = effort != "none"
+        options |= body.chat_template_kwargs or {}
+        return self._chat.prompt(bytes(body.messages), bytes(body.tools), _encoder.encode(options))
 
     def _format(
         self,
@@ -105,12 +111,15 @@ class Routes:
         logprobs: bool,
     ) -> ResponseFormat:
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        opening = self._codec.decode(prompt[-THINKING:]) if tools else ""
         return ResponseFormat(
             codec=self._codec,
             model=body.model or self._name,
             prompt=prompt,
             chat=isinstance(body, ChatRequest),
             tools=tools,
+            parallel=not isinstance(body, ChatRequest) or body.parallel_tool_calls is not False,
+            thinking=opening.rstrip().endswith(THINK),
             logprobs=logprobs,
             token_ids=bool(body.return_token_ids),
             stop=tuple(filter(None, stop)),
@@ -118,12 +127,14 @@ class Routes:
         )
 
     async def _answer(
-        self, request: web.Request, body: ChatRequest | TextRequest, form: ResponseFormat
+        self, request: web.Request, body: ChatRequest | TextRequest, form: ResponseFormat, top: int
     ) -> web.StreamResponse:
+        """top: the most likely tokens to show for each position."""
         policy, sampling = self._policy(body.model), self._sampling(body)
         n, stream = body.n or 1, bool(body.stream)
+        ends = Ends(form.stop, tuple(body.stop_token_ids or ()), bool(body.ignore_eos))
         async with self._calls.submit(
-            form.prompt, sampling, policy, n=n, stop=form.stop, stream=stream
+            form.prompt, sampling, policy, n=n, ends=ends, stream=stream, top=top
         ) as pending:
             if stream:
                 options = body.stream_options or StreamOptions()

@@ -14,6 +14,7 @@ from torch import Tensor
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+IMPOSSIBLE = -9999.0  # in place of minus infinity, which JSON does not have
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -32,11 +33,7 @@ def sample(
     temperature (at 1 if it is 0), before top-k (0: all) and top-p."""
     device = logits_BV.device
     greedy = temperature == 0
-    scaled = logits_BV.float()
-    if (temperature != 1).any():
-        scale = np.where(greedy, 1.0, temperature).astype(np.float32)
-        scaled = scaled / torch.from_numpy(scale).to(device)[:, None]
-    logprobs = torch.log_softmax(scaled, dim=-1)
+    logprobs = _logprobs(logits_BV, temperature)
     if greedy.all():
         tokens = logprobs.argmax(dim=-1)
     else:
@@ -50,6 +47,21 @@ def sample(
             mask = torch.from_numpy(greedy).to(device)
             tokens = torch.where(mask, logprobs.argmax(dim=-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def likeliest(logits_BV: Tensor, temperature: Floats, top: Ints) -> list[list[tuple[int, float]]]:
+    """The `top` most likely tokens of each row and their log-probs, as those of `sample`."""
+    values, tokens = _logprobs(logits_BV, temperature).topk(int(top.max()), dim=-1)
+    rows = zip(tokens.tolist(), values.clamp(min=IMPOSSIBLE).tolist(), top.tolist(), strict=True)
+    return [list(zip(ids, found, strict=True))[:count] for ids, found, count in rows]
+
+
+def _logprobs(logits_BV: Tensor, temperature: Floats) -> Tensor:
+    scaled = logits_BV.float()
+    if (temperature != 1).any():
+        scale = np.where(temperature == 0, 1.0, temperature).astype(np.float32)
+        scaled = scaled / torch.from_numpy(scale).to(logits_BV.device)[:, None]
+    return torch.log_softmax(scaled, dim=-1)
 
 
 def _filtered(weights_BV: Tensor, top_p: Floats, top_k: Ints) -> Tensor:

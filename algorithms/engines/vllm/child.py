@@ -73,9 +73,8 @@ class HoldMiddleware:
             await answer(send, 404)
 
     def _allows(self, headers: Mapping[bytes, bytes]) -> bool:
-        names = b"authorization", b"x-api-key"
-        given = (headers.get(name, b"").decode("latin-1") for name in names)
-        return self._callers.allows(given_key(*given))
+        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+        return self._callers.allows(given_key(given))
 
     async def _handle_control(
         self, scope: MutableMapping[str, Any], receive: Receive, send: Send

@@ -32,7 +32,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from agentrl.access import ANYBODY, Access
+from agentrl.access import ANYBODY, KEY_HEADERS, Access
 from agentrl.algorithms.engines.base import (
     VERSION_HEADER,
     LoopThread,
@@ -60,7 +60,7 @@ PATIENCE = 10.0  # seconds to wait for the answer to a health check
 DYING = 5.0  # seconds after a failed request until a crashed server fails its health check
 IDLE = 2.0  # seconds to keep a connection; vLLM closes it after 5, which would look like a crash
 LARGEST = 2**30  # bytes of a request
-HOP = {"authorization", "x-api-key", "connection", "content-length", "host", "keep-alive"}
+HOP = {*KEY_HEADERS, "authorization", "connection", "content-length", "host", "keep-alive"}
 HOP |= {"transfer-encoding"}
 
 

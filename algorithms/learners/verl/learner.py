@@ -89,10 +89,11 @@ class VerlLearner(PolicyWeights):
         check_installed()
         names = dict(frozen or {})
         values: tuple[Supply, ...] = ("v",) if settings["critic"] else ()
+        self.strategy: str = settings["engine"]["strategy"]
+        self.undoable = self.strategy == FSDP2
         super().__init__(model, tokenizer, adapters, policy, (*names, *values))
         self.token_budget: int = settings["engine"]["max_token_len_per_gpu"]
         self.critic = _critic_shapes(settings["critic"], model.dtype)
-        self.strategy: str = settings["engine"]["strategy"]
         self.workers = VerlWorkers(settings, {str(letter): name for letter, name in names.items()})
         self.layout: list[tuple[int, bool]] = self.workers.all("layout")
         self.frozen = {
@@ -169,6 +170,13 @@ class VerlLearner(PolicyWeights):
             applied=reports[0].applied,
             metrics=metrics,
         )
+
+    def mark(self) -> None:
+        self.workers.all("mark")
+
+    def shrink(self, share: float) -> None:
+        self.workers.all("shrink", share)
+        self._follow()
 
     def save(self, directory: Path) -> None:
         """Write a resumable checkpoint, as `TorchLearner.save` does."""

@@ -223,6 +223,8 @@ def _unsupported_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
             "critic.model": config.critic.model,
             "reference.every": config.reference.every,
         }
+        if config.algorithm.max_kl:
+            yield "algorithm.max_kl", "the optimizer of verl's strategy = 'megatron' undoes no step"
         for key in (key for key, value in whole.items() if value):
             yield key, "with verl's strategy = 'megatron' agentrl trains the policy's weights alone"
         if config.learner.gradient_checkpointing:

@@ -39,6 +39,7 @@ from verl.workers.engine_workers import TrainingWorker
 
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.base import Psi
+from agentrl.algorithms.learners.optimizer import WeightCopy, shrink_momentum
 from agentrl.algorithms.learners.verl.engines import (
     checkpoint_names,
     policy_config,
@@ -101,6 +102,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         self.paths = frozen
         self.sharded = settings["engine"]["strategy"] == FSDP2
         self.engines: dict[str, Any] = {"o": self.engine}
+        self.marked = WeightCopy()
 
     def open(self) -> None:
         """Load the models."""
@@ -157,6 +159,19 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
                     _update(critic, self.settings["critic"]["optimizer"]["lr"])
         metrics = self._speed(shard, time.monotonic() - started) | memory.peak(device)
         return ShardReport(policy, value, applied, metrics)
+
+    def mark(self) -> None:
+        """As `Undoable.mark`, of this rank's shards."""
+        self.marked.take(self._trained())
+
+    def shrink(self, share: float) -> None:
+        """As `Undoable.shrink`."""
+        self.marked.shrink(self._trained(), share)
+        shrink_momentum(self.engine.optimizer, share)
+
+    def _trained(self) -> list[Tensor]:
+        trained = [p.detach() for p in self.engine.module.parameters() if p.requires_grad]
+        return [p.to_local() if isinstance(p, DTensor) else p for p in trained]
 
     def weights(self, of: str) -> dict[str, Tensor]:
         """The weights of an engine, or of its adapter, float32, by checkpoint name; empty on ranks

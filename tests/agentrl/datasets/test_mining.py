@@ -295,7 +295,7 @@ async def test_the_usual_formats_are_recognised(url, tmp_path, row, kind, about)
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "1 identical sides"),
         ({"prompt": "q", "completions": ["a", "b"], "labels": [True]}, "1 rows with more or fewer"),
         ({"input": "q", "label": "q"}, "1 rows with more or fewer"),
-        (["q", "a"], "cannot be read as JSONL"),
+        (["q", "a"], "rows.jsonl:1 is not a JSON object"),
         (
             {"context": "q", "completions": [{"rank": 0, "completion": word} for word in "ab"]},
             "1 ties",

@@ -35,9 +35,10 @@ def say(server: Any) -> Callable[[str], None]:
 
     def hook(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         if script:
-            positions = kwargs["position_ids"][0, -output.logits.shape[1] :]
+            n = kwargs["plan"].last.numel()
+            positions = kwargs["position_ids"][0, -n:]
             start[:] = start or [int(positions[0])]
-            for row, position in enumerate(positions.tolist()):
+            for row, position in enumerate(positions.tolist(), output.logits.shape[1] - n):
                 wanted = script[min(position - start[0], len(script) - 1)]
                 output.logits[0, row] = torch.zeros_like(output.logits[0, row])
                 output.logits[0, row, wanted] = 30.0

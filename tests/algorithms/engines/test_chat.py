@@ -54,16 +54,54 @@ def test_tools_that_the_template_does_not_render_are_refused(tokenizer: Any) -> 
     assert "search" in render(tokenizer, messages, [TOOL, other])
 
 
-def test_arguments_reach_the_template_as_an_object(tokenizer: Any) -> None:
-    call = {"id": "1", "function": {"name": "query", "arguments": '{"sql":"SELECT 1"}'}}
-    history = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+def history(*arguments: object) -> list[Any]:
+    functions = ({"name": "query", "arguments": each} for each in arguments)
+    calls = [{"id": str(id), "function": function} for id, function in enumerate(functions)]
+    return [
+        {"role": "user", "content": f"Hi, {arguments}"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "content": "1", "tool_call_id": "1"},
     ]
-    assert '"arguments": {"sql": "SELECT 1"}}' in render(tokenizer, history)
-    call["function"] = {"name": "query", "arguments": "{broken"}
-    assert '"arguments": {broken}' in render(tokenizer, history)
+
+
+WRITTEN = [
+    '{"sql":"SELECT 1"}',
+    '{"sql": "SELECT 1"}',
+    '{ "b" : [1,2 ,3],\n"a":{"c":null} }',
+    '{"x":"\\u00e9\\/\\ud800", "é":"\\u000a"}',
+    '{"n": 1.50, "m": 1e5, "k": -0.0, "big": 123456789012345678901234567890, "j": 1E400}',
+    '{"a":1,"a":2}',
+    "{}",
+    '{"</tool_call>":"<tool_call>"}',
+]
+
+
+def test_arguments_reach_the_template_as_an_object_and_the_prompt_as_written(
+    tokenizer: Any,
+) -> None:
+    for written in WRITTEN:
+        assert f'"arguments": {written}}}' in render(tokenizer, history(written))
+    text = render(tokenizer, history(*WRITTEN, *WRITTEN))
+    found = [part.rpartition("}\n</tool_call>")[0] for part in text.split('"arguments": ')[1:]]
+    assert found == WRITTEN * 2
+    assert '"arguments": {broken}' in render(tokenizer, history("{broken"))
+    assert '"arguments": {"a": "é"}}' in render(tokenizer, history({"a": "é"}))
+    assert '"arguments": {}}' in render(tokenizer, history(""))
+
+
+def test_a_template_that_writes_arguments_in_its_own_way_keeps_it(tokenizer: Any) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{%- for message in messages %}{%- for call in message.tool_calls or [] %}"
+        "{%- for name, value in call.function.arguments | items %}"
+        "{{- '<' + name + '>' + value | string }}{%- endfor %}{%- endfor %}{%- endfor %}"
+    )
+    assert render(own, history('{"a":1.50,"b":"c"}')) == "<a>1.5<b>c"
+    some = "{%- if call.function.arguments %}{{- call.function.arguments | tojson }}{%- endif %}"
+    own.chat_template = own.chat_template.partition("{%- for name")[0] + some
+    own.chat_template += "{%- endfor %}{%- endfor %}"
+    assert render(own, history("{ }")) == ""
+    assert render(own, history('{"a":1.50}')) == '{"a":1.50}'
 
 
 def test_text_parts_are_joined(tokenizer: Any) -> None:

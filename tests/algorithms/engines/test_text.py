@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agentrl.algorithms.model.text import Codec, TextStream, text_before_stop
 
@@ -66,3 +66,37 @@ def test_stop_strings_cut_a_stream_as_the_whole(codec: Codec, text: str, stop: l
     shown += stream.finish()
     assert shown == text_before_stop(codec.decode(sampled), stop)
     assert stream.stopped == any(string in text for string in stop)
+
+
+TEXT = " Zoë says \u2014 «日本 😀» \ufffd <0xE2> \u00a0\u2581x<|im_end|> "
+
+
+@pytest.fixture
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2's: a space is U+2581, and what no token spells is one token per byte."""
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["\u2581", *"Zosay", "\u2581s", "ë"]
+    backend = Tokenizer(models.BPE({p: n for n, p in enumerate(pieces)}, [], byte_fallback=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize("text", [TEXT, "é", "😀", "\ufffd", "  ", "plain"])
+def test_the_bytes_of_all_tokens_are_the_text(
+    codec: Codec, byte_fallback: PreTrainedTokenizerFast, text: str
+) -> None:
+    tokens = codec.encode(text)
+    assert bytes(byte for token in tokens for byte in codec.token(token)[1]) == text.encode()
+    other = Codec(byte_fallback)
+    tokens = other.encode(text)
+    raw = bytes(byte for token in tokens for byte in other.token(token)[1]).decode()
+    assert raw == " " + text.replace("\u2581", " ")  # which that tokenizer cannot tell apart

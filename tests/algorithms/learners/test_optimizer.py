@@ -180,3 +180,38 @@ def test_what_waits_in_host_memory_is_what_it_was(dtype: torch.dtype) -> None:
         moments = moves.inner.state[master]
         where = {key: value.device.type for key, value in moments.items()}
         assert where == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_is_shrunk_towards_the_mark(dtype: torch.dtype) -> None:
+    """Twice by half is a quarter of the rate, decay included; to nothing is the mark itself."""
+    quarter, made = make(dtype, weight_decay=0.1), make(dtype, weight_decay=0.1)
+    for one in (quarter, made):
+        train(one)
+    made.marked.take(made.masters.values())
+    before = [p.detach().clone() for p in made.parameters.values()]
+    train(quarter, steps=1, lr=0.25)
+    train(made, steps=1, lr=1.0)
+    for _ in range(2):
+        made.shrink(0.5)
+    for name, master in made.masters.items():
+        torch.testing.assert_close(master, quarter.masters[name])
+        assert torch.equal(made.parameters[name], master.to(dtype))
+    moments = [state["exp_avg_sq"] for state in made.inner.state.values()]
+    assert same(moments, [state["exp_avg_sq"] for state in quarter.inner.state.values()])
+    made.shrink(0.0)
+    assert same(before, [p.detach() for p in made.parameters.values()])
+    assert not any(state["exp_avg"].any() for state in made.inner.state.values())
+
+
+def test_eight_bit_moments_shrink_by_their_scale() -> None:
+    """Those of large weights are codes with a scale for each block, of which no code means 0."""
+    large = {"state1": torch.full((4,), 7), "absmax1": torch.ones(1), "state2": torch.ones(4)}
+    small = {"step": 3, "state1": torch.ones(4), "state2": torch.ones(4)}
+    kept = torch.optim.SGD([Parameter(torch.ones(1))])
+    kept.state.update({Parameter(torch.ones(1)): each for each in (large, small)})
+    optimizer.shrink_momentum(kept, 0.5)
+    assert large["state1"].tolist() == [7] * 4
+    assert large["absmax1"].tolist() == [0.25]
+    assert small["state1"].tolist() == [0.25] * 4
+    assert large["state2"].tolist() == small["state2"].tolist() == [1] * 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import CriticValues, Gae, TokenKLPenalty, WeightedSum
+from agentrl.algorithms.credit.core import CriticValues, Gae, TokenKLPenalty, WeightedSum, Whiten
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as targets
 from agentrl.algorithms.objective.core import Algo
@@ -197,6 +197,15 @@ def test_a_minibatch_is_a_mean_of_its_own() -> None:
     assert part.weight.tolist() == pytest.approx([0.5, 0, 0.5])
     assert part.returns.tolist() == [1.0, 0.0, 2.0]
     assert targets.select_tokens(terms, torch.tensor([1])).weight.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6, 1e-9, 1e9])
+def test_whitening_and_explained_variance_have_no_scale(scale: float) -> None:
+    returns = scale * torch.tensor([1.0, 0.0, 0.5, -2.0]).double()
+    white = Whiten(lambda _: returns)(world(Play([Call(1)] * 4)))
+    assert torch.allclose(white, (returns - returns.mean()) / returns.std(), rtol=2e-6)
+    metrics = targets.value_metrics(targets.value_terms(returns, returns / 2, clip=0.2))
+    assert metrics["critic/explained_variance"] == pytest.approx(0.75)
 
 
 def test_explained_variance() -> None:

@@ -14,8 +14,17 @@ def seeds(**tables: Any) -> list[int | None]:
     return [row.sampling.seed for row in rows]
 
 
+def test_the_runs_seed_gives_each_rollout_one_of_its_own_unless_vllm_samples() -> None:
+    found = seeds()
+    assert len(set(found)) == 3
+    assert found == seeds() != seeds(seed=1)
+    assert seeds(engine={"kind": "vllm"}) == [None] * 3
+    config = resolve({"name": "other"}, source="test")
+    other = [new_rollout(config, "other/train/0", n, {}, 0, config.sampling) for n in range(3)]
+    assert [row.sampling.seed for row in other] == found
+
+
 def test_a_seed_of_the_run_file_gives_each_rollout_one_of_its_own() -> None:
-    assert seeds() == [None] * 3
     found = seeds(sampling={"seed": 7})
     assert len(set(found)) == 3
     assert found == seeds(sampling={"seed": 7})
@@ -23,7 +32,9 @@ def test_a_seed_of_the_run_file_gives_each_rollout_one_of_its_own() -> None:
 
 
 def test_one_step_off_can_be_repeated_without_being_asked() -> None:
+    engine = {"kind": "vllm"}
     ahead = {"preset": "grpo+tis", "max_staleness": 1, "overlap": "one_step_off"}
-    found = seeds(algorithm=ahead)
+    found = seeds(algorithm=ahead, engine=engine)
     assert None not in found
-    assert found == seeds(algorithm=ahead) != seeds(algorithm=ahead, seed=1)
+    again, other = (seeds(algorithm=ahead, engine=engine, seed=seed) for seed in (0, 1))
+    assert found == again != other

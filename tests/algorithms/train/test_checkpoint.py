@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentrl import digests
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.algorithms.model import digests
 from agentrl.algorithms.train.checkpoint import (
     STATE,
     checkpoint_name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import httpx
+import msgspec
 import openai
 import pytest
 from aiohttp import web
@@ -17,6 +19,7 @@ from aiohttp import web
 from agentrl.errors import ConfigError, StoreError
 from agentrl.runners.gateway import upstream
 from agentrl.runners.gateway.server import Gateway
+from agentrl.types import Sampling
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -566,3 +569,90 @@ async def test_a_rollout_whose_agent_stops_reading_has_its_call(bench: Any) -> N
     trace = await bench.store.trace(rollout.id)
     assert rollout.state == "succeeded"
     assert [row.finish for row in trace.transitions] == ["cut"]
+
+
+async def pinged(request: web.Request, body: Any) -> web.StreamResponse:
+    """A comment, and then the whole answer in one event."""
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b": ping\n\n")
+    choice = {"index": 0, "delta": {"content": "answer 0"}, "finish_reason": "stop"}
+    await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+    return response
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "messages", "another", "after a comment"])
+async def test_a_retry_gets_the_answer_that_was_stored_and_not_read(
+    bench: Any, active: Any, http: httpx.AsyncClient, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that gives up during the commit would leave a call that no agent acted on."""
+    add, done = bench.store.add_transitions, asyncio.Event()
+    home, release = asyncio.get_running_loop(), asyncio.Event()
+
+    async def slow(rows: Any) -> Any:
+        found = await add(rows)
+        if not release.is_set():
+            home.call_soon_threadsafe(done.set)
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(release.wait(), home))
+        return found
+
+    numbers = iter(range(9))
+    bench.model.answer = lambda body: {"role": "assistant", "content": f"answer {next(numbers)}"}
+    monkeypatch.setattr(bench.store, "add_transitions", slow)
+    path = "/messages" if api == "messages" else "/chat/completions"
+    body = {"model": "m", "max_tokens": 5, "messages": MESSAGES}
+    if api == "after a comment":
+        bench.model.then(pinged, pinged)
+        body["stream"] = True
+
+    def ask(**more: Any) -> Any:
+        return http.post(path, json=body | more, headers=key(active))
+
+    given_up = asyncio.create_task(ask())
+    await asyncio.wait_for(done.wait(), 10)
+    given_up.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await given_up
+    await asyncio.wrap_future(bench.gateway.spawn(calls_end(active)))
+    release.set()
+    if api == "another":  # request, which is sampled
+        answer = await ask(stream=False)
+        assert "answer 1" in answer.text
+    answer = await ask()
+    assert "answer 0" in answer.text
+    stored = [row.answer["content"] for row in await rows(bench, active)]
+    assert stored == (["answer 0", "answer 1"] if api == "another" else ["answer 0"])
+    assert "answer" in (await ask()).text  # later equal calls are sampled
+    assert len(await rows(bench, active)) == len(stored) + 1
+
+
+async def calls_end(active: Any) -> None:
+    while active.tasks:
+        await asyncio.wait(active.tasks)
+
+
+async def test_a_call_has_the_same_seed_in_whichever_order_calls_arrive(
+    bench: Any, http: httpx.AsyncClient
+) -> None:
+    async def seeds(texts: list[str], fence: int = 1, seed: int | None = 5) -> dict[str, int]:
+        attempt = await bench.attempt(sampling=Sampling(seed=seed))
+        active = bench.gateway.register(msgspec.structs.replace(attempt, fence=fence))
+        found = {}
+        for number, text in enumerate(texts):
+            messages = [{"role": "user", "content": text}]
+            assert (await ask(http, active, messages=messages)).status_code == 200
+            found[f"{text}{texts[:number].count(text)}"] = bench.model.requests[-1].get("seed")
+        return found
+
+    known = await seeds(["a", "b", "a", "c"])
+    assert len({*known.values()}) == 4
+    assert await seeds(["c", "a", "a", "b"]) == known
+    again = await seeds(["a", "b", "a", "c"], fence=2)  # another try is another sample
+    assert not {*again.values()} & {*known.values()}
+    assert await seeds(["a"], seed=None) == {"a0": None}
+
+
+async def test_the_seed_of_the_agent_comes_first(bench: Any, http: httpx.AsyncClient) -> None:
+    active = bench.gateway.register(await bench.attempt(sampling=Sampling(seed=5)))
+    await ask(http, active, seed=3)
+    assert bench.model.requests[-1]["seed"] == 3

@@ -360,3 +360,95 @@ async def test_an_agent_too_slow_to_read_holds_up_nobody(
     async with http.stream("POST", "/chat/completions", json=body, headers=key(active)) as answer:
         assert answer.status_code == 200
         await asyncio.wait_for(sent.wait(), 10)
+
+
+BIG = ["18446744073709552000", "-9223372036854775809", "1" * 400, "1e400", "-1E+999"]
+
+
+@pytest.mark.parametrize("number", BIG, ids=lambda number: number[:9])
+async def test_a_number_of_any_size_is_passed_on_and_stored(
+    bench: Any, active: Any, http: Any, number: str
+) -> None:
+    """JavaScript writes the largest integer of 64 bits as 18446744073709552000."""
+    schema = '{"type": "object", "properties": {"n": {"maximum": ' + number + "}}}"
+    tool = '{"type": "function", "function": {"name": "f", "parameters": ' + schema + "}}"
+    user = '{"role": "user", "content": "q", "weight": ' + number + "}"
+    body = f'{{"model": "m", "messages": [{user}], "tools": [{tool}], "x": {number}}}'
+    seen = []
+
+    async def read(request: Any, _: Any) -> None:
+        seen.append(await request.text())
+
+    bench.model.then(read)
+    answer = await http.post("/chat/completions", content=body, headers=key(active))
+    assert answer.status_code == 200, answer.text
+    assert f'"maximum": {number}' in seen[0]
+    assert f'"weight": {number}' in seen[0]
+    (row,) = await rows(bench, active)
+    stored = row.tools[0]["function"]["parameters"]["properties"]["n"]["maximum"]
+    assert (stored, row.messages[0]["weight"]) == (number, number)
+
+
+@pytest.mark.parametrize("number", BIG[:3], ids=lambda number: number[:9])
+@pytest.mark.parametrize("api", ["messages", "responses", "google"])
+async def test_integers_of_any_size_are_translated(
+    bench: Any, active: Any, http: Any, api: str, number: str
+) -> None:
+    function = {"name": "f", "description": "d"}
+    schema = {"type": "object", "properties": {"n": {"maximum": int(number)}}}
+    path, body = {
+        "messages": (
+            "/messages",
+            {"max_tokens": 5, "messages": [USER], "tools": [function | {"input_schema": schema}]},
+        ),
+        "responses": (
+            "/responses",
+            {"input": "q", "tools": [{"type": "function"} | function | {"parameters": schema}]},
+        ),
+        "google": (
+            "/models/m:generateContent",
+            {"contents": [{"parts": [{"text": "q"}]}],
+             "tools": [{"functionDeclarations": [function | {"parameters": schema}]}]},
+        ),
+    }[api]  # fmt: skip
+    answer = await http.post(path, json={"model": "m"} | body, headers=key(active))
+    assert answer.status_code == 200, answer.text
+    sent = bench.model.requests[0]["tools"][0]["function"]["parameters"]
+    assert sent["properties"]["n"]["maximum"] == int(number)
+    (row,) = await rows(bench, active)
+    stored = row.tools[0]["function"]["parameters"]["properties"]["n"]["maximum"]
+    assert stored == number
+
+
+async def test_an_answer_may_have_integers_of_any_size(bench: Any, active: Any, http: Any) -> None:
+    said = {"role": "assistant", "content": "4", "usage": {"seed": 2**64}}
+    bench.model.answer = lambda body: said
+    answer = await http.post("/chat/completions", json=ASK["chat/completions"], headers=key(active))
+    assert answer.json()["choices"][0]["message"] == said
+    (row,) = await rows(bench, active)
+    assert row.answer == said | {"usage": {"seed": str(2**64)}}
+
+
+@pytest.mark.parametrize(("depth", "status"), [(100, 200), (700, 200), (2000, 400)])
+async def test_a_deep_schema_is_passed_on_and_stored_or_refused(
+    bench: Any, active: Any, http: Any, depth: int, status: int
+) -> None:
+    deep = '{"a": ' * depth + "1" + "}" * depth
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}'
+    body = f'{{"model": "m", "messages": [], "tools": [{tool}]}}'
+    answer = await http.post("/chat/completions", content=body, headers=key(active))
+    assert answer.status_code == status, answer.text
+    assert len(await rows(bench, active)) == (status == 200)
+
+
+@pytest.mark.parametrize("number", BIG[:3], ids=lambda number: number[:9])
+@pytest.mark.parametrize("name", ["seed", "max_tokens", "top_k", "temperature", "min_p"])
+async def test_sampling_beyond_all_bounds_is_the_server_s_to_refuse(
+    bench: Any, active: Any, http: Any, name: str, number: str
+) -> None:
+    body = f'{{"model": "m", "messages": [{json.dumps(USER)}], "{name}": {number}}}'
+    answer = await http.post("/chat/completions", content=body, headers=key(active))
+    assert answer.status_code == 200, answer.text
+    assert bench.model.requests[0][name] == int(number)
+    (row,) = await rows(bench, active)
+    assert getattr(row.sampling, name, None) in (None, 0, 1.0)

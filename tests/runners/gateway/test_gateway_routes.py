@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
@@ -512,3 +513,30 @@ async def test_what_no_role_says_is_for_the_policy_and_not_for_its_snapshots(ben
         route = router.find(model, "agent")
         assert route is not None
         assert route.policy == player
+
+
+@pytest.mark.parametrize("asked", ["gpt-4o-mini", "100%s", 'a"b', "models/gemini-2.5-flash"])
+async def test_a_policy_that_answers_for_another_model_says_so_once(
+    bench: Any, caplog: pytest.LogCaptureFixture, asked: str
+) -> None:
+    """A judge inside of the agent would train the policy on its own grading."""
+    active = bench.gateway.register(await bench.attempt())
+    active.roles = {"planner"}
+    for name in (asked, "policy", "tiny", "planner", "", asked, "other"):
+        for role in ("", "critic"):
+            assert (await ask(bench.gateway, active, role, name)).status_code == 200
+    said = [line for line in caplog.messages if "is trained on these calls" in line]
+    assert len(said) == 2
+    assert f"answers for the model {asked!r}" in said[0]
+    assert f"[upstreams.{json.dumps(asked)}]" in said[0]
+    assert "[roles]" in said[0]
+    assert "answers for the model 'other'" in said[1]
+
+
+async def test_a_role_with_a_seat_or_a_place_may_ask_for_any_model(
+    bench: Any, gateway: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    active = gateway.register(await bench.attempt(seats={"pilot": "policy"}))
+    for role in ("pilot", "critic", "me"):
+        assert (await ask(gateway, active, role, "gpt-4o")).status_code == 200
+    assert "is trained on these calls" not in caplog.text

@@ -187,3 +187,60 @@ def test_a_frozen_endpoint_without_its_key_is_a_config_error(
     judge = UpstreamConfig(base_url="http://x/v1", key_env="JUDGE_KEY")
     with pytest.raises(ConfigError, match=r"upstreams\.judge\.key_env.*JUDGE_KEY"):
         Gateway(bench.store, "test", upstreams={"judge": judge})
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("api-key", "KEY"),
+        ("X-Goog-Api-Key", "KEY"),
+        ("Authorization", "bearer KEY"),
+        ("authorization", "BEARER   KEY"),
+        ("authorization", "Bearer%20KEY"),
+        ("authorization", "KEY"),
+    ],
+)
+async def test_its_key_is_found_as_any_client_sends_it(
+    bench: Any, sealed: Any, http: httpx.AsyncClient, header: str, value: str
+) -> None:
+    headers = {header: value.replace("KEY", sealed.key)}
+    assert (await http.post("/v1/messages", json=BODY, headers=headers)).status_code == 200
+    assert sealed.key not in str(bench.model.headers)
+
+
+async def test_a_key_from_a_file_is_sent_without_its_newline(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentrl.config import UpstreamConfig
+
+    monkeypatch.setenv("JUDGE_KEY", "sk-judge\r\n")
+    judge = UpstreamConfig(base_url=bench.model.base_url, key_env="JUDGE_KEY")
+    gateway = Gateway(bench.store, "test", upstreams={"judge": judge})
+    gateway.start()
+    try:
+        active = gateway.register(await bench.attempt())
+        async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as client:
+            headers = {"api-key": active.key}
+            answer = await client.post(
+                "/chat/completions", json=BODY | {"model": "judge"}, headers=headers
+            )
+        assert answer.status_code == 200
+    finally:
+        await asyncio.to_thread(gateway.close)
+    (sent,) = bench.model.headers
+    assert sent["authorization"] == "Bearer sk-judge"
+    assert active.key not in str(sent)
+
+
+@pytest.mark.parametrize("key", ["sk-a\nsk-b", "sk-\u00e9", "sk\x1ba"])
+def test_a_key_that_no_header_may_have_is_a_config_error(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    from agentrl.config import UpstreamConfig
+
+    monkeypatch.setenv("JUDGE_KEY", key)
+    judge = UpstreamConfig(base_url="http://x/v1", key_env="JUDGE_KEY")
+    with pytest.raises(
+        ConfigError, match=r"upstreams\.judge\.key_env: JUDGE_KEY has several lines"
+    ):
+        Gateway(bench.store, "test", upstreams={"judge": judge})

@@ -268,3 +268,84 @@ async def test_sampling_may_be_forced(
     assert row.sampling.temperature == sent["temperature"]
     assert row.sampling.top_p == sent["top_p"]
     assert row.sampling.top_k == sent.get("top_k", 0)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize("reads", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize("translated", [False, True])
+async def test_reasoning_is_counted_whatever_its_name(
+    bench: Any, name: str, reads: str, translated: bool
+) -> None:
+    """vLLM 0.30 renames reasoning_content in a chat completion, but not in /tokenize."""
+    thought, limit = "x" * 500, 1000
+
+    def size(messages: Any, names: tuple[str, ...]) -> int:
+        texts = [message.get("content") or "" for message in messages]
+        thoughts = [next(filter(None, map(message.get, names)), "") for message in messages]
+        return len("".join(texts + thoughts))
+
+    answered = bench.model.whole
+
+    async def strict(request: web.Request, body: Any) -> web.Response | None:
+        wanted = body.get("max_tokens") or body.get("max_completion_tokens")
+        if size(body["messages"], ("reasoning", "reasoning_content")) + wanted > limit:
+            return web.json_response({"error": {"message": "too long"}}, status=400)
+        return web.json_response(answered(body, request.path))
+
+    def tokenize(body: Any) -> web.Response:
+        count = size(body["messages"], (reads,))
+        return web.json_response({"count": count, "max_model_len": limit})
+
+    bench.model.tokenize = tokenize
+    bench.model.then(*[strict] * 4)
+    active = bench.gateway.register(await bench.attempt())
+    headers = {"authorization": f"Bearer {active.key}"}
+    blocks = [{"type": "thinking", "thinking": thought, "signature": ""}]
+    turn = {"role": "assistant", "content": "yes"}
+    turn |= (
+        {"content": [*blocks, {"type": "text", "text": "yes"}]} if translated else {name: thought}
+    )
+    path = "/messages" if translated else "/chat/completions"
+    body = {"model": "m", "messages": [USER, turn, USER], "max_tokens": 800}
+    async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:
+        answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    sent = bench.model.requests[-1]
+    assert sent["max_tokens"] == limit - 500 - len("yes" + 2 * USER["content"])
+    assert len({"reasoning", "reasoning_content"} & sent["messages"][1].keys()) == 1
+
+
+async def test_what_vllm_gives_its_template_is_counted(bench: Any) -> None:
+    asked = []
+
+    def tokenize(body: Any) -> web.Response:
+        asked.append(body)
+        return web.json_response({"count": 1, "max_model_len": 100})
+
+    async def refuse(request: web.Request, body: Any) -> web.Response | None:
+        return web.json_response({"error": {"message": "too long"}}, status=400)
+
+    bench.model.tokenize = tokenize
+    active = bench.gateway.register(await bench.attempt())
+    headers = {"authorization": f"Bearer {active.key}"}
+    body = {"model": "m", "messages": [USER], "max_tokens": 800, "chat_template": "t"}
+    body |= {
+        "reasoning_effort": "none",
+        "documents": [{"text": "d"}],
+        "continue_final_message": True,
+    }
+    body |= {"add_generation_prompt": False, "chat_template_kwargs": {"a": 1}, "stop": ["x"]}
+    async with httpx.AsyncClient(base_url=bench.gateway.base_url, headers=headers) as http:
+        bench.model.then(refuse)
+        for extra in ({}, {"chat_template_kwargs": {"enable_thinking": True}}):
+            assert (await http.post("/chat/completions", json=body | extra)).status_code == 200
+    settings = {"reasoning_effort": "none", "documents": [{"text": "d"}]}
+    assert asked[0] == {
+        "model": "tiny",
+        "messages": [USER],
+        "chat_template": "t",
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "chat_template_kwargs": {"a": 1, "enable_thinking": False} | settings,
+    }
+    assert asked[1]["chat_template_kwargs"] == {"enable_thinking": True} | settings

@@ -323,6 +323,13 @@ async def test_a_verifier_that_rewards_what_does_not_exist_has_failed(
     def verify(result: Any) -> Reward:
         return Reward(value=1.0, scope=scope, target="nobody")
 
+    async def agent(text: str) -> None:
+        async with httpx.AsyncClient() as client:
+            await ask(client, text)
+
+    (rollout,) = await bench.run(agent, TASK, verifier=verify)
+    how = 'it has agent. Names of .* write nobody = "policy" below [roles], or roles = ["nobody"]'
+    assert (scope is Scope.ROLE) == all(part in rollout.failure.message for part in how.split(".*"))
     (rollout,) = await bench.run(lambda text: text, TASK, verifier=verify)
     assert rollout.failure.kind is ErrorKind.VERIFIER
     assert f"to the {scope} 'nobody', which this attempt does not have" in rollout.failure.message

@@ -1,0 +1,297 @@
+"""The usual formats of preferences and demonstrations: rows with known columns become items.
+
+The columns determine the format. A row whose columns have other types than the format's is an error
+that names the column. Numbers and truth values may be text, and messages may be ShareGPT's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite, nan
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from agentrl.datasets.draft import Draft
+from agentrl.datasets.records import Kind
+from agentrl.errors import ConfigError
+from agentrl.types import Json, Transition, float32, int32
+
+T = TypeVar("T")
+Row = dict[str, Any]
+Message = dict[str, Json]
+FORMATS = (
+    "chosen and rejected (with prompt, or messages that begin alike); prompt, completion, label; "
+    "prompt, completions and labels; context and completions with ranks; messages, or ShareGPT's "
+    "conversations; PRM800K's question and label; Math-Shepherd's input and label"
+)
+STEP = "ки"  # ends a step in Math-Shepherd's text
+# ShareGPT's names of roles, which differ between its users.
+ROLES = {"human": "user", "prompter": "user"}
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "bing", "bard", "model"), "assistant")
+ROLES |= dict.fromkeys(("observation", "function_response"), "tool")
+ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool", "function")}
+CALL = "function_call"  # ShareGPT's role of an assistant's message that calls a tool
+NO_ANSWER = "rows without a prompt or an answer"
+TIES = "ties, or the worse side first"
+
+
+class Ranked(msgspec.Struct):
+    completion: Json
+    rank: Json
+
+
+class Problem(msgspec.Struct):
+    problem: str
+
+
+class Attempted(msgspec.Struct):
+    text: str
+    rating: float | None = None
+
+
+class Step(msgspec.Struct):
+    completions: list[Attempted] | None = None
+    chosen_completion: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+class Solution(msgspec.Struct):
+    steps: list[Step] | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: dict[str, Json] | str = ""
+
+
+def add_row(draft: Draft, place: str, row: Row) -> None:
+    """Add the items of a row, or count why it is unusable. place: its file and line.
+
+    Raises ConfigError for columns of an unknown format, or of other types than the format's."""
+    try:
+        plain = msgspec.json.decode(msgspec.json.encode(row))  # a parquet file has more than JSON
+        msgspec.msgpack.encode(plain)  # as the store does, which has integers of 64 bits only
+        _add(draft, {key: value for key, value in plain.items() if value is not None})
+    except (ConfigError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def _add(draft: Draft, row: Row) -> None:
+    if (labelled := _labelled_steps(row)) is not None:
+        question, texts, labels = labelled
+        if len(texts) != len(labels):
+            draft.counts["rows with more or fewer labels than steps"] += 1
+            return
+        # One call per label: the answer up to the end of its step.
+        ends = ["\n".join(texts[:n]) for n in range(1, len(texts) + 1)]
+        said = [{"role": "assistant", "content": text} for text in ends]
+        _add_item(draft, row, "steps", question, said, steps=labels)
+    elif "chosen" in row and "rejected" in row:
+        _add_pair(draft, row)
+    elif "completion" in row and "label" in row:
+        answer, label = _messages(row, "completion"), _number(row["label"], "label")
+        _add_item(draft, row, "label", _prompt(row), answer, label=label)
+    elif "completions" in row:
+        _add_ranked(draft, row)
+    elif key := next((key for key in ("messages", "conversations") if key in row), None):
+        said = _with_system(row, _messages(row, key))
+        roles = [message["role"] for message in said]
+        size = roles.index("assistant") if "assistant" in roles else len(said)
+        _add_item(draft, row, "demonstration", said[:size], said[size:])
+    else:
+        raise ConfigError(f"columns {', '.join(row)}: no known format. Known are {FORMATS}")
+
+
+def _add_pair(draft: Draft, row: Row) -> None:
+    prompt, chosen, rejected = _prompt(row), _messages(row, "chosen"), _messages(row, "rejected")
+    if not prompt and isinstance(row["chosen"], list):
+        size = _common(chosen, rejected)
+        prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
+    names = [(f"{side}_rating", f"score_{side}") for side in ("chosen", "rejected")]
+    rated = [next((key for key in keys if key in row), None) for keys in names]
+    better, worse = (None if key is None else _number(row[key], key) for key in rated)
+    margin = None if better is None or worse is None else better - worse
+    if "margin" in row:
+        margin = _number(row["margin"], "margin")
+    if margin is not None and margin <= 0:
+        draft.counts[TIES] += 1
+        return
+    _add_item(draft, row, "pair", prompt, chosen, rejected, margin=margin)
+
+
+def _add_ranked(draft: Draft, row: Row) -> None:
+    found = _convert(row["completions"], list[Ranked], "completions")
+    ranks = [_number(one.rank, "rank") for one in found]
+    order = sorted(range(len(found)), key=lambda i: ranks[i])
+    for worse in order[1:]:
+        if ranks[worse] == ranks[order[0]]:
+            draft.counts[TIES] += 1
+        else:
+            sides = ({"completion": found[i].completion} for i in (order[0], worse))
+            answers = (_messages(side, "completion") for side in sides)
+            _add_item(draft, row, "pair", _prompt(row), *answers)
+
+
+def _add_item(
+    draft: Draft, row: Row, kind: Kind, prompt: list[Message], *said: list[Message], **fields: Any
+) -> None:
+    tools = _tools(row.get("tools"))
+    sides = [_calls(prompt, one, tools, alone=kind == "steps") for one in said]
+    if not all(sides) or not prompt:
+        draft.counts[NO_ANSWER] += 1
+        return
+    digests = [draft.side(calls) for calls in sides]
+    fields |= {"rejected": digests[1]} if len(digests) > 1 else {}
+    draft.add(kind, msgspec.json.encode(prompt), digests[0], **fields)
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+
+def _convert(value: Any, kind: type[T], column: str) -> T:
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{column}: {error}") from None
+
+
+def _number(value: Any, column: str) -> float:
+    text = value.strip() if isinstance(value, str) else value
+    try:
+        number = float(msgspec.convert(text, bool | float, strict=False))
+    except (msgspec.ValidationError, OverflowError):
+        number = nan
+    if not isfinite(number):
+        raise ConfigError(f"{column}: {value!r:.80} is neither a number nor true or false")
+    return number
+
+
+def _prompt(row: Row) -> list[Message]:
+    key = next((key for key in ("prompt", "context", "conversations") if key in row), "")
+    return _with_system(row, _messages(row, key, "user")) if key else []
+
+
+def _with_system(row: Row, said: list[Message]) -> list[Message]:
+    """The messages after those of ShareGPT's column `system`."""
+    system = _messages(row, "system", "system") if "system" in row else []
+    return [*system, *said]
+
+
+def _tools(value: Any) -> list[dict[str, Json]]:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"tools: the text is not JSON ({error})") from None
+    return _convert(value or [], list[dict[str, Json]], "tools")
+
+
+def _messages(row: Row, column: str, role: str = "assistant") -> list[Message]:
+    """The messages of a column: a text of the `role`, a message, or a list of them."""
+    value = row[column]
+    if isinstance(value, str):
+        return _said(value, role)
+    listed = [value] if isinstance(value, dict) else value
+    if not isinstance(listed, list):
+        raise ConfigError(f"{column}: {value!r:.80} is neither text nor messages; write it as text")
+    return [_message(one, f"{column}[{index}]") for index, one in enumerate(listed)]
+
+
+def _message(given: Any, where: str) -> Message:
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where} is {given!r:.80}, not a message with a role and content")
+    shared = given.get("role") is None and "from" in given
+    said: Message = _sharegpt(given, where) if shared else given
+    if not isinstance(said.get("role"), str):
+        raise ConfigError(f'{where}: the message has no "role" that is text')
+    parts = said.get("content") or ""
+    if parts == "" and not (said.get("tool_calls") or "content" in said):
+        raise ConfigError(f"{where}: the message has no content")
+    if not isinstance(parts, str) and not _are_objects(parts):
+        raise ConfigError(f"{where}: its content must be text or a list of parts")
+    if not _are_objects(said.get("tool_calls") or []):
+        raise ConfigError(f"{where}: its tool_calls must be a list of objects")
+    return said
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
+def _sharegpt(said: Message, where: str) -> Message:
+    name, value = said["from"], said.get("value")
+    if name == CALL:
+        try:
+            function = msgspec.json.decode(str(value), type=CalledFunction)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{where}: {CALL} has no JSON with name and arguments ({error})"
+            ) from None
+        text = function.arguments
+        text = text if isinstance(text, str) else msgspec.json.encode(text).decode()
+        named = {"name": function.name, "arguments": text}
+        return {"role": "assistant", "tool_calls": [{"type": "function", "function": named}]}
+    if not isinstance(name, str) or name not in ROLES:
+        raise ConfigError(f"{where}: from {name!r:.80} is no known role; write {', '.join(ROLES)}")
+    others = {key: one for key, one in said.items() if key not in ("from", "value", "role")}
+    return others | {"role": ROLES[name]} | ({} if value is None else {"content": value})
+
+
+def _labelled_steps(row: Row) -> tuple[list[Message], list[str], list[float | None]] | None:
+    """Question, steps and labels from TRL's, PRM800K's or Math-Shepherd's columns, or None."""
+    if "completions" in row and "labels" in row:
+        said = _convert(row["completions"], list[Any], "completions")
+        marks = _convert(row["labels"], list[Any], "labels")
+        labels = [None if mark is None else _number(mark, "labels") for mark in marks]
+        return _prompt(row), [_text(one) for one in said], labels
+    if "question" in row and "label" in row:
+        question = _convert(row["question"], Problem, "question").problem
+        found = _convert(row["label"], Solution, "label").steps or []
+        tried = [(step.completions or [], step.chosen_completion or 0) for step in found]
+        if lost := [i for i, (said, n) in enumerate(tried) if n >= len(said) > 0]:
+            raise ConfigError(f"label: step {lost[0]} has no completion of its chosen number")
+        # A step without completions was written by a labeller, and ends what was sampled.
+        whole = next((i for i, (said, _) in enumerate(tried) if not said), len(tried))
+        steps = [said[n] for said, n in tried[:whole]]
+        right = [float((step.rating or 0) > 0) for step in steps]
+        return _said(question, "user"), [step.text for step in steps], list(right)
+    if "input" in row and "label" in row:
+        text, label = (_convert(row[key], str, key) for key in ("input", "label"))
+        first, *rest = text.split(STEP)[:-1] or [text]
+        asked, _, start = first.partition(" Step 1:")
+        lines = [line.strip() for line in label.split("\n")]  # a step may have several
+        ends = [float(line[-1] == "+") for line in lines if line.endswith(("+", "-"))]
+        return _said(asked, "user"), [part.strip() for part in (f"Step 1:{start}", *rest)], [*ends]
+    return None
+
+
+def _said(text: str, role: str) -> list[Message]:
+    return [{"role": role, "content": text}] if text else []
+
+
+def _text(said: Any) -> str:
+    if isinstance(said, str):
+        return said
+    messages = _messages({"completions": said}, "completions")
+    return "\n".join(_convert(one.get("content") or "", str, "completions") for one in messages)
+
+
+def _common(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """The number of leading messages that two conversations share, without their last ones."""
+    size = min(len(one), len(other)) - 1
+    return next((i for i in range(size) if one[i] != other[i]), max(size, 0))
+
+
+def _calls(
+    prompt: Sequence[Message], said: Sequence[Message], tools: list[dict[str, Json]], *, alone: bool
+) -> list[Transition]:
+    """A call for each answer, with the prompt and, unless `alone`, earlier messages as context."""
+    return [
+        Transition(
+            id=f"{index}", attempt="import", index=index, exact=False, tools=tools,
+            prompt=int32(), completion=int32(), logprobs=float32(),
+            messages=[*prompt, *([] if alone else said[:index])], answer=message,
+        )
+        for index, message in enumerate(said)
+        if message["role"] == "assistant"
+    ]  # fmt: skip

@@ -1,0 +1,211 @@
+"""Rows of every format, and every value of them replaced by what a file may have there."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from agentrl.cli.data import data
+from agentrl.datasets.draft import Draft
+from agentrl.datasets.files import export_rows
+from agentrl.datasets.formats import add_row
+from agentrl.datasets.records import Item
+from agentrl.errors import ConfigError
+from agentrl.store import Store, open_store
+
+ASKED = {"role": "user", "content": "6 * 7?"}
+RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("42", "41"))
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+SHARED = [{"from": "human", "value": "6 * 7?"}, {"from": "gpt", "value": "42"}]
+STEPS = [
+    {"completions": [{"text": "a", "rating": 1}], "chosen_completion": 0},
+    {"completions": [{"text": "b", "rating": None}, {"text": "c", "rating": -1}]},
+]
+ROWS: dict[str, dict[str, Any]] = {
+    "pair": {"prompt": "6 * 7?", "chosen": "42", "rejected": "41", "margin": 0.5},
+    "chats": {"chosen": [ASKED, RIGHT], "rejected": [ASKED, WRONG], "tools": TOOLS},
+    "rated": {
+        "prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG],
+        "score_chosen": 4.5, "score_rejected": 2.0, "tools": msgspec.json.encode(TOOLS).decode(),
+    },
+    "label": {"prompt": [ASKED], "completion": [RIGHT], "label": True},
+    "steps": {"prompt": "6 * 7?", "completions": ["a", "b"], "labels": [True, False]},
+    "ranked": {
+        "context": [ASKED],
+        "completions": [{"completion": [RIGHT], "rank": 0}, {"completion": "41", "rank": 1}],
+    },
+    "messages": {"messages": [ASKED, RIGHT], "tools": TOOLS},
+    "sharegpt": {"conversations": SHARED, "system": "Be brief.", "tools": "[]"},
+    "sharegpt pair": {"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": WRONG},
+    "prm800k": {"question": {"problem": "6 * 7?"}, "label": {"steps": STEPS}},
+    "math-shepherd": {"input": "1? Step 1: a ки\nStep 2: b ки", "label": "Step 1: +\nStep 2: -"},
+}  # fmt: skip
+GONE: Any = object()
+OTHERS: list[Any] = [
+    GONE, None, True, 0, -1, 7, 2**70, 1e300, "", "x", "true", "nan", "-inf", "4.5", "9" * 400,
+    [], [None], ["x"], [[]], [{}], [7], {}, {"a": 1}, {"role": "user"}, {"from": "gpt"},
+    {"from": [], "value": 1}, {"from": "function_call", "value": "{"}, [RIGHT], [ASKED], "[1]", "{",
+]  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values in a value."""
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+def changed(row: dict[str, Any], path: tuple[Any, ...], other: Any) -> dict[str, Any]:
+    row = copy.deepcopy(row)
+    *inner, last = path
+    holder: Any = row
+    for key in inner:
+        holder = holder[key]
+    if other is GONE:
+        del holder[last]
+    else:
+        holder[last] = other
+    return row
+
+
+def mutants(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every value replaced, and samples with two of them replaced."""
+    ones = [changed(row, path, other) for path in places(row) for other in OTHERS]
+    yield from ones
+    chance = random.Random(1)
+    for one in chance.sample(ones, min(200, len(ones))):
+        if paths := list(places(one)):
+            yield changed(one, chance.choice(paths), chance.choice(OTHERS))
+
+
+@pytest.fixture
+async def draft(tmp_path: Path) -> Any:
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        yield Draft(store, "d", await store.draft_dataset("d", {}), test=0.0, conflicts="keep")
+
+
+async def items(draft: Draft) -> list[Item]:
+    await draft.commit()
+    return await draft.store.items("d", 1)
+
+
+async def rows(store: Store, found: list[Item]) -> list[dict[str, Any]]:
+    return await export_rows(store, found)
+
+
+@pytest.mark.parametrize("name", ROWS)
+async def test_every_value_of_a_row_is_usable_or_named(draft: Draft, name: str) -> None:
+    refused = list[str]()
+    add_row(draft, "file.jsonl:1", ROWS[name])
+    assert len(draft.items) == 1
+    for row in mutants(ROWS[name]):
+        try:
+            add_row(draft, "file.jsonl:2", row)
+        except ConfigError as error:
+            refused.append(str(error))
+    assert len(refused) > 20
+    assert [text for text in refused if not text.startswith("file.jsonl:2: ")] == []
+    assert [text for text in refused if len(text) > 600] == []
+    assert await rows(draft.store, await items(draft))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [{"content": "6 * 7?"}]}, r'messages\[0\]: the message has no "role"'),
+        ({"messages": ["6 * 7?"]}, r"messages\[0\] is '6 \* 7\?', not a message"),
+        (
+            {"conversations": [{"from": "me", "value": "a"}]},
+            r"\S+\[0\]: from 'me' is no known role",
+        ),
+        (ROWS["pair"] | {"chosen": 42}, "chosen: 42 is neither text nor messages"),
+        (ROWS["rated"] | {"score_chosen": "high"}, "score_chosen: 'high' is neither a number"),
+        (ROWS["pair"] | {"margin": "nan"}, "margin: 'nan' is neither a number"),
+        (ROWS["label"] | {"label": "maybe"}, "label: 'maybe' is neither a number"),
+        (ROWS["label"] | {"tools": "{"}, "tools: the text is not JSON"),
+        (ROWS["label"] | {"tools": "7"}, "tools: Expected `array`"),
+        (ROWS["prm800k"] | {"label": {"steps": "a"}}, r"label: Expected .*`\$.steps`"),
+        ({"chosen": "a"}, "columns chosen: no known format"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place(row: dict[str, Any], message: str) -> None:
+    unused: Any = None
+    with pytest.raises(ConfigError, match=f"^f.jsonl:3: {message}"):
+        add_row(Draft(unused, "d", 1, 0.0), "f.jsonl:3", row)
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "value"),
+    [
+        (ROWS["label"] | {"label": "true"}, "label", 1.0),
+        (ROWS["label"] | {"label": " 0 "}, "label", 0.0),
+        (ROWS["rated"] | {"score_chosen": "4.5", "score_rejected": "2"}, "margin", 2.5),
+        (ROWS["steps"] | {"labels": ["true", None]}, "steps", [1.0, None]),
+    ],
+)
+async def test_numbers_may_be_text(draft: Draft, row: Any, field: str, value: Any) -> None:
+    add_row(draft, "f:1", row)
+    (item,) = await items(draft)
+    assert getattr(item, field) == value
+
+
+async def test_sharegpt_becomes_messages(draft: Draft) -> None:
+    call = '{"name": "add", "arguments": {"a": 1}}'
+    said = [
+        {"from": "human", "value": "1 + 1?"}, {"from": "function_call", "value": call},
+        {"from": "observation", "value": "2"}, {"from": "gpt", "value": "two"},
+    ]  # fmt: skip
+    add_row(draft, "f:1", {"conversations": said, "system": "Be brief."})
+    (row,) = await rows(draft.store, await items(draft))
+    function = {"name": "add", "arguments": '{"a":1}'}
+    assert row["prompt"] == [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}
+    ]  # fmt: skip
+    assert row["completion"] == [
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+
+
+async def test_sharegpt_and_openai_make_the_same_pair(draft: Draft) -> None:
+    add_row(draft, "f:1", ROWS["sharegpt pair"])
+    add_row(draft, "f:2", {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]})
+    assert len(draft.items) == 1
+
+
+async def test_a_row_of_prm800k_without_steps_is_counted(draft: Draft) -> None:
+    for label in ({}, {"steps": None}, {"steps": []}, {"steps": [{"completions": None}]}):
+        add_row(draft, "f:1", ROWS["prm800k"] | {"label": label})
+    assert draft.counts["rows without a prompt or an answer"] == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"[1]", "f.jsonl:2 is not a JSON object: Expected `object`, got `array`"),
+        (b'{"a":', "f.jsonl:2 is not a JSON object: Input data was truncated"),
+        (b'{"a": "\xff"}', "f.jsonl:2 is not a JSON object: 'utf-8' codec"),
+        (b'{"a": ' + b"[" * 9000 + b"]" * 9000 + b"}", "f.jsonl:2 is not a JSON object: "),
+        (b'{"chosen": 1, "rejected": 2}', "f.jsonl:2: chosen: 1 is neither"),
+    ],
+)
+def test_the_line_of_a_file_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    good = msgspec.json.encode(ROWS["pair"])
+    (tmp_path / "f.jsonl").write_bytes(b"\xef\xbb\xbf" + good + b"\n" + line)
+    store = f"sqlite:///{tmp_path / 'store.db'}"
+
+    open_store(store)
+    arguments = ["import", "d", str(tmp_path / "f.jsonl"), "--store", store]
+    failed = CliRunner().invoke(data, arguments)
+    assert isinstance(failed.exception, ConfigError)
+    assert message in str(failed.exception)
