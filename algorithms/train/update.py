@@ -19,7 +19,6 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.data.rewards import check_rewards
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics import metrics, token_age
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
@@ -31,12 +30,13 @@ from agentrl.algorithms.objective import staleness
 from agentrl.algorithms.objective import values as critic_targets
 from agentrl.algorithms.objective.core import Algo, Terms
 from agentrl.algorithms.objective.kl_control import ReferenceControl
+from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.objective.ratios import ratio
 from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import check_supplies
 from agentrl.algorithms.train.dump import BadSteps, Dump
-from agentrl.algorithms.train.preprocess import Preprocessor, with_mismatched
+from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.teacher import RemoteTeacher
 from agentrl.algorithms.train.trust import KlLimit, Movement, largest_kl, mean_kl
 from agentrl.config import AlgorithmConfig, RunConfig
@@ -63,12 +63,16 @@ class Updater:
     teacher: RemoteTeacher | None = None  # None: the learner's
     unchanged: Iterator[int] = field(default_factory=lambda: count(1))  # steps without a change
     trust: KlLimit = field(init=False)
+    trained: TrainedPolicy = field(init=False)  # as preparation sees it
 
     def __post_init__(self) -> None:
         check_supplies(self.algo, self.learner.supplies)
         limit, seed = largest_kl(self.config.algorithm), self.config.seed
         trust = KlLimit(self.learner, limit, seed, self.policy)
         object.__setattr__(self, "trust", trust)
+        tokenizer, context = self.preprocessor.tokenizer, self.preprocessor.context
+        trained = TrainedPolicy(self.learner.logprobs, tokenizer, context, self.policy)
+        object.__setattr__(self, "trained", trained)
 
     def update(self, step: int, groups: list[Group], turn: int | None = None) -> Metrics:
         """Train on the groups of one step; returns its metrics. turn: number of earlier steps in
@@ -79,10 +83,8 @@ class Updater:
         Raises TrainingError for a reward that no rollout has."""
         turn = step if turn is None else turn
         algo = self.anchor.tuned(self.algo)
-        groups, prepared = self.preprocessor.process(groups)
-        if algo.side is not None and not algo.side.paired:
-            groups = with_mismatched(groups)
-        check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
+        prepared = self.preprocessor.prepare(groups, algo, self.trained)
+        groups = prepared.groups
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
         oldest = turn - ceil(self.config.algorithm.max_staleness)
@@ -98,7 +100,7 @@ class Updater:
         rollouts = sum(len(group.rollouts) for group in groups)
         controlled = self.anchor.finish(turn, batch if "q" in streams else None, rollouts)
         return {
-            **prepared,
+            **prepared.metrics,
             **metrics.batch_metrics(groups, batch, self.policy),
             **token_age.staleness(step, groups, self.policy, version=turn),
             "staleness/withheld": float(old.sum()),

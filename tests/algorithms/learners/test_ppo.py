@@ -29,7 +29,7 @@ from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import Supply
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
-from agentrl.algorithms.train.preprocess import Preprocessor
+from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import TrainingError
