@@ -33,8 +33,8 @@ from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.offline import on_dataset
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.prepare import Completer, Preprocessor, ProcessedScorer, Retokenizer
+from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.teacher import make_teacher
-from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig
 from agentrl.config.policies import (
     INITIAL,

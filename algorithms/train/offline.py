@@ -23,7 +23,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.auxiliary import load_auxiliary
 from agentrl.algorithms.learners.base import Learner, Scored
-from agentrl.algorithms.learners.factory import score_batch
+from agentrl.algorithms.learners.score import score_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import vocabulary_size
 from agentrl.algorithms.objective.core import Algo, loss_terms
@@ -32,7 +32,7 @@ from agentrl.algorithms.sampling.collect import Collected, unreadable_reason
 from agentrl.algorithms.sampling.task_sampler import shuffled
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.prepare import Retokenizer
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig
 from agentrl.datasets.records import Item
 from agentrl.errors import ConfigError

@@ -31,7 +31,7 @@ class Completer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedGroups:
     """Groups ready for credit."""
 
     groups: list[Group]
@@ -49,7 +49,7 @@ class Preprocessor:
     step_rewards: list[StepReward] = field(default_factory=list)  # added, to be committed
     tokenizer: Tokenizer | None = None  # None: unseen tools are not counted
 
-    def prepare(self, groups: list[Group], algo: Algo, trained: TrainedPolicy) -> Prepared:
+    def prepare(self, groups: list[Group], algo: Algo, trained: TrainedPolicy) -> PreparedGroups:
         """The groups ready for the algorithm's credit. Raises TrainingError for a reward that it
         reads and no rollout has."""
         stored = {row.id: len(row.rewards) for group in groups for row in group.rollouts}
@@ -64,7 +64,7 @@ class Preprocessor:
             for reward in row.rewards[stored[row.id] :]
         ]
         check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
-        return Prepared(groups, metrics)
+        return PreparedGroups(groups, metrics)
 
     def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
         """The groups ready for any algorithm, and metrics: calls/inexact (before completion),
@@ -89,7 +89,7 @@ def count_unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[i
     seen: dict[str, bool] = {}
     unseen = 0
     for call in calls:
-        names = tool_names(call.tools)
+        names = tool_names(call.tools) if call.tools else []
         if call.exact and call.prompt and names:
             if call.role not in seen:
                 text = decode(call.prompt)

@@ -16,7 +16,7 @@ from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.presets.zoo.hindsight import HINDSIGHT, add_hindsight
 from agentrl.algorithms.train.prepare import Preprocessor
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import (
     Group,
