@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
@@ -148,6 +149,18 @@ def build_batch(
         rollout_greedy=~torch.tensor(warm).bool(),
         token_version=_token_version(rows, calls),
     )
+
+
+def map_calls(
+    groups: list[Group], change: Callable[[Transition], Transition | None]
+) -> list[Group]:
+    """Apply `change` to every call of the groups; drops calls for which it returns None."""
+
+    def changed(rollout: Rollout) -> Rollout:
+        calls = [new for call in rollout.transitions if (new := change(call)) is not None]
+        return structs.replace(rollout, transitions=calls)
+
+    return [structs.replace(group, rollouts=list(map(changed, group.rollouts))) for group in groups]
 
 
 def _token_version(rows: Iterable[TokenRow], calls: Sequence[Transition]) -> Tensor:

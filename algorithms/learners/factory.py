@@ -6,15 +6,11 @@ Models that the algorithm does not read are not loaded; settings without effect 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 
 import msgspec
-import torch
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.auxiliary import (
     Reference,
     ValueModel,
@@ -38,7 +34,6 @@ from agentrl.algorithms.model.load import Tokenizer, context_length
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.packing import supported_packing
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import Supply
 from agentrl.config import (
@@ -52,7 +47,7 @@ from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.failures import brief
 from agentrl.plugins import check_protocol
-from agentrl.types import POLICY, Float32, Scope
+from agentrl.types import POLICY, Scope
 
 HEAD_STEP = 0.05  # a shared head's learning rate times its width: how far AdamW moves a value
 
@@ -237,43 +232,6 @@ def make_reward_models(
                 ImplicitTrainer(models[-1], scorer, settings.lr, norm, kind, settings.loss)
             )
     return tuple(models), tuple(trainers)
-
-
-def score_batch(
-    algo: Algo,
-    learner: Learner,
-    batch: Batch,
-    cached: Mapping[str, Float32] | None = None,
-    taught: Callable[[Batch], tuple[Tensor, Tensor]] | None = None,
-) -> tuple[Batch, dict[str, Tensor]]:
-    """Compute the critic's values and the frozen models' log-probs that the algorithm reads.
-
-    Returns the batch with `values`, `reference` and the `symbols` of a distillation over several
-    tokens; and each frozen model's log-probs [N] by stream, with t_K [N, K] for the symbols.
-    cached: the reference's by rollout. taught: a teacher outside the learner, as `Learner.top`."""
-    streams: dict[str, Tensor] = {}
-    if "q" in algo.needs and cached is None:
-        streams["q"] = learner.logprobs(batch, "q").double()
-    if cached is not None:
-        logprobs = [torch.tensor(cached[id], dtype=torch.float64) for id in batch.rollouts]
-        streams["q"] = torch.cat(logprobs) if logprobs else torch.empty(0)
-    if algo.distill is not None and batch.n_tokens:
-        symbols, t_NK = taught(batch) if taught else _taught(algo.distill, learner, batch)
-        batch = replace(batch, symbols=symbols)
-        streams |= {"t": t_NK[:, 0].double(), "t_K": t_NK}
-    elif "t" in algo.needs:
-        t_N = taught(batch)[1][:, 0] if taught else learner.logprobs(batch, "t")
-        streams["t"] = t_N.double()
-    values = learner.values(batch) if algo.critic else batch.values
-    return replace(batch, values=values, reference=streams.get("q", batch.reference)), streams
-
-
-def _taught(distill: TopKDistillation, learner: Learner, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The tokens [N, K] on which teacher and policy are compared, and the teacher's log-probs."""
-    if distill.of == "teacher":
-        return learner.top(batch, distill.k, "t")
-    symbols, _ = learner.top(batch, distill.k)
-    return symbols, learner.symbol_logprobs(replace(batch, symbols=symbols), "t")
 
 
 def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]:

@@ -27,6 +27,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import How, Unit, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn
 from agentrl.algorithms.objective.distill import TopKDistillation
+from agentrl.algorithms.objective.prepare import Prepare
 from agentrl.algorithms.objective.ratios import LOG_LIMIT, GateFn
 from agentrl.algorithms.objective.sides import SideLoss, SideTerms, side_psi, side_terms
 from agentrl.errors import TrainingError
@@ -87,7 +88,8 @@ class Algo:
     keep: bool [N], the tokens in the loss; default all. rewards: references of the rewards that it
     reads; a batch may lack the `optional` ones. resample: replace groups in which all values of
     this reward are equal. side: an additional loss of whole rollouts or pairs. distill: imitation
-    of a teacher over several tokens per position."""
+    of a teacher over several tokens per position. prepare: changes of the claimed groups before
+    credit, in this order."""
 
     credit: Credit
     gates: tuple[Gate, ...] = ()
@@ -100,6 +102,7 @@ class Algo:
     rewards: tuple[str, ...] = ("outcome",)
     optional: tuple[str, ...] = ()
     resample: str | None = None
+    prepare: tuple[Prepare, ...] = ()
     old_from_versions: bool = False  # interpolate o: see `staleness.old_policy_share`
     name: str = "custom"
 

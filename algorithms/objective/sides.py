@@ -15,17 +15,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import rollout_rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import reduce_by
+from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.datasets.pairing import How, choose_pairs
 from agentrl.errors import TrainingError
+from agentrl.types import Group, Reward, Rollout
 
 WEIGHT, MISMATCHED = "weight", "mismatched"
 """Names of two further rewards: the weight of a pair or side (default 1), and 1 for rollouts whose
-completion belongs to another prompt, from which KTO estimates the KL divergence."""
+completion belongs to another prompt, from which a loss of single sides estimates the KL."""
 
 
 class Sums(NamedTuple):
@@ -176,3 +179,28 @@ def side_metrics(loss: SideLoss, terms: SideTerms, p: Tensor) -> dict[str, float
     metrics = {name: float(x) for name, x in found.items() if not x.isnan()}
     counted = {"preferences/pairs" if loss.paired else "preferences/labels": terms.count}
     return metrics | counted | {"preferences/ties": terms.ties}
+
+
+def with_mismatched(groups: list[Group], _: TrainedPolicy | None = None) -> list[Group]:
+    """Add to each group, for every rollout, one with the completions of the previous rollout, from
+    which the KL divergence is estimated; unchanged if there are some already."""
+    rows = [row for group in groups for row in group.rollouts if row.transitions]
+    if any(reward.name == MISMATCHED for row in rows for reward in row.rewards):
+        return groups
+    added: dict[str, list[Rollout]] = {}
+    for i, row in enumerate(rows):
+        added.setdefault(row.group, []).append(mismatched_rollout(row, rows[i - 1]))
+    return [replace(g, rollouts=[*g.rollouts, *added.get(g.id, [])]) for g in groups]
+
+
+def mismatched_rollout(row: Rollout, other: Rollout) -> Rollout:
+    """The first prompt of `row` with the completions of `other`. Drops calls that do not continue
+    their rollout's first prompt."""
+    prompt, start = row.transitions[0].prompt, other.transitions[0].prompt
+    moved = [
+        replace(call, prompt=prompt + call.prompt[len(start) :])
+        for call in other.transitions
+        if call.prompt[: len(start)] == start
+    ]
+    mark = [Reward(value=1.0, name=MISMATCHED)]
+    return replace(row, id=f"{row.id}~{other.id}", rewards=mark, transitions=moved)

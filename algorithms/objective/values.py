@@ -64,9 +64,9 @@ def _reads_critic(value: object) -> bool:
     return any(isinstance(part, CriticValues) for part in parts_of(value))
 
 
-def critic_terms(algo: Algo, batch: Batch, *, clip: float) -> ValueTerms | None:
-    """Terms of a batch with values, or None if the algorithm reads no critic."""
-    return value_terms(returns(algo, batch), batch.values, clip=clip) if algo.critic else None
+def critic_terms(algo: Algo, batch: Batch, *, clip: float) -> ValueTerms:
+    """Terms of a batch with values, for an algorithm that reads a critic."""
+    return value_terms(returns(algo, batch), batch.values, clip=clip)
 
 
 def value_terms(target: Tensor, old: Tensor, *, clip: float) -> ValueTerms:

@@ -10,6 +10,7 @@ from agentrl.algorithms.presets.zoo import (  # noqa: F401
     coma,
     gates,
     grpo,
+    hindsight,
     ppo,
     preferences,
     reinforce,

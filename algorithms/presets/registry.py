@@ -18,6 +18,7 @@ import msgspec
 from agentrl.algorithms.credit.core import Credit
 from agentrl.algorithms.credit.parts import rewards_read
 from agentrl.algorithms.objective.core import STREAMS, Algo, Gate, KLPenalty, Stream
+from agentrl.algorithms.objective.prepare import Prepare
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.config.base import installed_plugins
 from agentrl.config.presets import split_preset
@@ -48,6 +49,8 @@ SHARED: dict[str, Any] = {
 presets: dict[str, Preset] = {}
 modifiers: dict[str, Preset] = {}
 hosts: dict[str, str] = {}  # per modifier, the preset to show it with
+# By reference of a reward, what adds it to groups if an algorithm reads it.
+added_rewards: dict[str, Prepare] = {}
 
 
 def preset(
@@ -207,7 +210,9 @@ def make(
     # The rewards of plain functions are unknown; they are in `algo.rewards`, default the outcome.
     if not read or not is_dataclass(algo.credit):
         read = tuple(dict.fromkeys(algo.rewards + read))
-    return _checked(replace(algo, rewards=read, name=name), streams)
+    adding = tuple(added_rewards[reward] for reward in read if reward in added_rewards)
+    prepare = (*algo.prepare, *adding)
+    return _checked(replace(algo, rewards=read, prepare=prepare, name=name), streams)
 
 
 def options_of(name: str) -> dict[str, Any]:

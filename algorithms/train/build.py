@@ -23,7 +23,6 @@ from agentrl.algorithms.objective.kl_control import (
 )
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group, check_staleness
-from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
 from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import resampling_reward
 from agentrl.algorithms.sampling.counterfactuals import RoleRewards, coalition_formula
@@ -33,15 +32,9 @@ from agentrl.algorithms.train.dump import BadSteps
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.offline import on_dataset
 from agentrl.algorithms.train.policy_set import PolicySet
-from agentrl.algorithms.train.preprocess import (
-    Completer,
-    HindsightRewards,
-    Preprocessor,
-    ProcessedScorer,
-    Retokenizer,
-)
+from agentrl.algorithms.train.prepare import Completer, Preprocessor, ProcessedScorer, Retokenizer
+from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.teacher import make_teacher
-from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig
 from agentrl.config.policies import (
     INITIAL,
@@ -194,15 +187,13 @@ def make_updater(
     if settings.inexact == "retokenize":  # before reward models, which need the token ids
         completers.append(Retokenizer(tokenizer, learner, context, name, algo.rewards))
     completers += scorers
-    if HINDSIGHT in algo.rewards:
-        completers.append(HindsightRewards(tokenizer, learner, context, name))
     return Updater(
         config,
         algo,
         learner,
         state=state,
         preprocessor=Preprocessor(
-            tuple(completers), tuple(trainers), context, name, decode=tokenizer.decode
+            tuple(completers), tuple(trainers), context, name, tokenizer=tokenizer
         ),
         anchor=anchor,
         recorder=CreditRecorder(name) if settings.store_credit and not config.data.name else None,

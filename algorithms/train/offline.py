@@ -23,16 +23,16 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.auxiliary import load_auxiliary
 from agentrl.algorithms.learners.base import Learner, Scored
-from agentrl.algorithms.learners.factory import score_batch
+from agentrl.algorithms.learners.score import score_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import vocabulary_size
 from agentrl.algorithms.objective.core import Algo, loss_terms
-from agentrl.algorithms.objective.sides import WEIGHT, side_metrics
+from agentrl.algorithms.objective.sides import WEIGHT, mismatched_rollout, side_metrics
 from agentrl.algorithms.sampling.collect import Collected, unreadable_reason
 from agentrl.algorithms.sampling.task_sampler import shuffled
 from agentrl.algorithms.train.load_policies import LoadedModel
-from agentrl.algorithms.train.preprocess import Retokenizer, mismatched_rollout
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.prepare import Retokenizer
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig
 from agentrl.datasets.records import Item
 from agentrl.errors import ConfigError
@@ -60,7 +60,7 @@ def on_dataset(config: RunConfig, algo: Algo) -> Algo:
     if algo.side is None and algo.rewards:
         raise ConfigError(
             f"algorithm.preset = {config.algorithm.preset!r} learns from rewards of rollouts, and "
-            "[data] has none; choose dpo, kto or another preset of pairs or labels"
+            "[data] has none; choose a preset of pairs or labels, see `agentrl algorithms`"
         )
     if "reward" in config.algorithm.options:
         raise ConfigError("algorithm.options.reward: items of [data] have labels; leave it out")
@@ -233,7 +233,7 @@ class DatasetCollector:
         return {name: [with_tokens(call) for call in sides.get(name, [])] for name in names}
 
     async def _groups(self, split: str, chosen: Sequence[int], step: int) -> list[Group]:
-        """Items by index as groups; for KTO each with the completion of the previous item."""
+        """Items by index as groups; single sides with the completion of the previous item."""
         every, loss = self.items[split], self.updater.algo.side
         moved = loss is not None and not loss.paired
         items, before = [every[i] for i in chosen], [every[i - 1] for i in chosen if moved]

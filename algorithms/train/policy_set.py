@@ -14,7 +14,7 @@ from pathlib import Path
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics import metrics
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig
 from agentrl.config.policies import learns_in_step, steps_learned
 from agentrl.errors import PolicyError

@@ -34,7 +34,7 @@ from agentrl.algorithms.model.load import Tokenizer, context_length, load_model
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.load_policies import policy_directory
-from agentrl.algorithms.train.update import learning_rate
+from agentrl.algorithms.train.optimize import learning_rate
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.datasets.pin import pin_dataset
 from agentrl.datasets.records import Item

@@ -24,7 +24,7 @@ from agentrl.algorithms.model.tiny import rows_of
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.checkpoint import save_policy
-from agentrl.algorithms.train.update import learning_rate
+from agentrl.algorithms.train.optimize import learning_rate
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.config.schema import CriticConfig
 from agentrl.errors import TrainingError

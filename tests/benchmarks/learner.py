@@ -110,6 +110,10 @@ def rows(shape: Shape, groups: int, vocabulary: int) -> list[dict[str, Any]]:
 
 
 def batch_of(made: list[dict[str, Any]]) -> Batch:
+    return build_batch(groups_of(made))
+
+
+def groups_of(made: list[dict[str, Any]]) -> list[Group]:
     """The same rollouts with their calls as the store has them."""
     groups: dict[int, list[Rollout]] = {}
     for index, row in enumerate(made):
@@ -122,9 +126,7 @@ def batch_of(made: list[dict[str, Any]]) -> Batch:
                 rewards=[Reward(value=row["advantage"])],
             )
         )  # fmt: skip
-    return build_batch(
-        [Group(id=str(name), run="r", step=0, rollouts=found) for name, found in groups.items()]
-    )
+    return [Group(id=str(name), run="r", step=0, rollouts=found) for name, found in groups.items()]
 
 
 def calls(row: dict[str, Any]) -> list[Transition]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.benchmarks import step_trace
 from tests.benchmarks.size import measure
+
+MOST_FILES = 27  # of a step up to its gradient; only falls
 
 
 def test_what_is_linked_counts_once(tmp_path: Path) -> None:
@@ -30,3 +33,18 @@ def test_the_library_is_measured_whole() -> None:
     assert {"agentrl", "store", "runners", "algorithms"} <= found["lines_by_folder"].keys()
     assert not any("tests" in folder for folder in found["lines_by_folder"])
     assert found["function_median"] <= found["function_p95"]
+
+
+def test_a_training_step_is_one_page_and_its_files_are_counted(tmp_path: Path) -> None:
+    found = step_trace.measure()
+    assert found["step_module_lines"] <= 200
+    assert found["step_files"] <= found["step_files_to_the_end"]
+    assert found["step_functions"] < found["step_functions_to_the_end"]
+    groups = step_trace.groups_of(step_trace.rows(step_trace.SHAPE, 2, step_trace.VOCABULARY))
+    to_gradient, _ = step_trace.traced(step_trace.updater(tmp_path), groups)
+    files = step_trace.files(to_gradient)
+    assert len(files) == found["step_files"] <= MOST_FILES
+    names = {code.co_qualname for code in to_gradient}
+    assert {"Updater.update", "build_batch", "psi"} <= names
+    assert "report" not in names  # it is behind the gradient
+    assert not any(".venv" in file or file.startswith("tests") for file in files)

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid, relu
 
 from agentrl.algorithms.credit.core import ZeroAdvantage
 from agentrl.algorithms.objective.core import TOKENS, Algo
-from agentrl.algorithms.objective.sides import SideLoss, Sums
+from agentrl.algorithms.objective.sides import SideLoss, Sums, with_mismatched
 from agentrl.algorithms.presets.registry import Num, Preset, declared, modifier, preset
 from agentrl.config import Natural, Positive
 from agentrl.datasets.pairing import How
@@ -191,7 +191,7 @@ def kto(
     the reference, estimated from completions of other prompts. arXiv 2402.01306."""
     options = {"beta": beta, "desirable": desirable, "undesirable": undesirable}
     side = SideLoss(kto_loss, options, reward, paired=False, whole=True, threshold=threshold)
-    return Algo(ZeroAdvantage(), agg=TOKENS, side=side)
+    return Algo(ZeroAdvantage(), agg=TOKENS, side=side, prepare=(with_mismatched,))
 
 
 @modifier("nll", host="dpo")

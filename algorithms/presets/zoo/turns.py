@@ -1,5 +1,5 @@
-"""Credit of single calls without a critic: from calls in the same state (GiGPO, HGPO, peer values,
-batch TD) and in hindsight (HCAPO)."""
+"""Credit of single calls without a critic, from calls in the same state: GiGPO, HGPO, peer values,
+batch TD."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Unit, key, next_same, previous, units
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import registry
-from agentrl.algorithms.presets.mixing import GatedByOutcome
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Scale, Share, modifier, preset
 from agentrl.config import Natural
 
 ERRORS = 3.0  # standard errors above which the effect of actions is significant
-HINDSIGHT = "transition:hindsight"  # a reward from the learner, see `train/preprocess.py`
 
 
 @column()
@@ -201,47 +199,3 @@ def batch_td(reward: str, *, gamma: Discount = 1.0) -> Algo:
     comes between a call and its result, or calls matter jointly, few groups have a share of 0.2 to
     0.9 of the gradient, and 1.1 to 15 times the error of `rloo`."""
     return Algo(GroupRelative(BatchTd(reward, gamma), base="none"))
-
-
-@column("transition")
-def HindsightReturns(
-    batch: Batch,
-    hindsight: Column,
-    reward: str | Column = "outcome",
-    gamma: float = 0.95,
-    temperature: float = 5.0,
-    low: float = 0.8,
-    high: float = 1.2,
-) -> Tensor:
-    """HCAPO, arXiv 2603.08754: the return of each call times its hindsight probability relative to
-    the mean of its rollout's calls, clamped to [low, high]; [S].
-
-    hindsight: mean log-prob of each call's tokens given a prompt with the outcome, [S]; a call
-    without it keeps its return. temperature divides it."""
-    p = (hindsight(batch) / temperature).exp()
-    rollout = batch.transition_rollout
-    ratio = (p / ids.known_mean(p, rollout)[rollout]).clamp(low, high)
-    return torch.where(p.isnan(), 1.0, ratio) * turns.Returns(reward, gamma)(batch)
-
-
-@modifier("hcapo", prefix="hcapo_")
-def with_hcapo(
-    algo: Algo, *, reward: str = HINDSIGHT, weight: Share = 1.0, gamma: Discount = 0.95
-) -> Algo:
-    """Adds HCAPO's hindsight credit of calls to the host's; negative only where the host's is
-    negative. arXiv 2603.08754."""
-    returns = HindsightReturns(turns.CallRewards(reward), registry.outcome_of(algo), gamma)
-    calls = GatedByOutcome(GroupRelative(returns, norm="std"), algo.credit, "negative")
-    credit = weighted_sum((algo.credit, 1.0), (calls, weight))
-    return replace(algo, credit=credit, optional=(*algo.optional, HINDSIGHT))
-
-
-@preset("hcapo", clip=PPO_CLIP, kl=True)
-def hcapo(
-    reward: str, *, hindsight_reward: str = HINDSIGHT, weight: Share = 1.0, gamma: Discount = 0.95
-) -> Algo:
-    """Outcome over rollouts plus returns of calls, weighted by the probability of the call given
-    the outcome. The learner computes that probability unless `hindsight_reward` names another
-    reward of calls. arXiv 2603.08754."""
-    host = Algo(GroupRelative(reward, norm="std"))
-    return with_hcapo(host, reward=hindsight_reward, weight=weight, gamma=gamma)

@@ -25,15 +25,12 @@ from agentrl.algorithms.credit.turns import (
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.zoo.hindsight import HindsightReturns
 from agentrl.algorithms.presets.zoo.ppo import BiLevelGae
 from agentrl.algorithms.presets.zoo.subgoals import HiperGae
 from agentrl.algorithms.presets.zoo.teams import RoleFilter
 from agentrl.algorithms.presets.zoo.trees import BranchAdvantage
-from agentrl.algorithms.presets.zoo.turns import (
-    HindsightReturns,
-    PeerValues,
-    SameStateRelative,
-)
+from agentrl.algorithms.presets.zoo.turns import PeerValues, SameStateRelative
 from agentrl.errors import TrainingError
 from tests.algorithms.naive import (
     naive_bi_level,

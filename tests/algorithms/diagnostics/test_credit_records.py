@@ -19,7 +19,7 @@ from agentrl.algorithms.diagnostics.credit_records import (
 )
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import Credit, Group, float32
 from tests.algorithms.credit.test_baselines import recalled, step_of

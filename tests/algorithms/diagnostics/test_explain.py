@@ -24,8 +24,8 @@ from agentrl.algorithms.learners.reward_models import RewardModel
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.kl_control import KlController, ReferenceControl
 from agentrl.algorithms.presets.catalogue import hosts, make, modifiers, presets
-from agentrl.algorithms.train.preprocess import Completer, Preprocessor
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.prepare import Completer, Preprocessor
+from agentrl.algorithms.train.step import Updater
 from agentrl.cli.main import cli
 from agentrl.config import AlgorithmConfig, PolicyConfig, RunConfig
 from agentrl.errors import ConfigError, StoreError, TrainingError

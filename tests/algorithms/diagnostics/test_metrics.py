@@ -27,7 +27,7 @@ from agentrl.algorithms.diagnostics.metrics import (
     ratio_metrics,
     throughput,
 )
-from agentrl.algorithms.diagnostics.token_age import staleness
+from agentrl.algorithms.diagnostics.report import staleness
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Gate, loss_terms
 from agentrl.algorithms.objective.ratios import Clip, Ratio, Truncate

@@ -16,8 +16,8 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
-from agentrl.algorithms.train.preprocess import Preprocessor
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.prepare import Preprocessor
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError, TrainingError
 from agentrl.types import Group, Reward

@@ -14,8 +14,8 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport
-from agentrl.algorithms.learners.factory import score_batch
 from agentrl.algorithms.learners.reward_models import RewardModel
+from agentrl.algorithms.learners.score import score_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective import core as objective
@@ -29,8 +29,8 @@ from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import Supply
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
-from agentrl.algorithms.train.preprocess import Preprocessor
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.prepare import Preprocessor
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import TrainingError
 from agentrl.types import (

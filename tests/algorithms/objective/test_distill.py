@@ -18,7 +18,7 @@ from agentrl.algorithms.model.packing import Packing
 from agentrl.algorithms.objective.core import loss_terms, psi
 from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
 from tests.algorithms.learners.test_learner import make_batch

@@ -15,7 +15,7 @@ from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.staleness import effective_share, old_policy_share, token_lag
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.build import load_algorithm
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.types import Group

@@ -23,7 +23,7 @@ from agentrl.algorithms.model.packing import Packing
 from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.dump import Dump, load_dump, save_dump
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.learners.test_learner import make_batch

@@ -14,6 +14,7 @@ from agentrl.algorithms.data.merge import build_batch, valid
 from agentrl.algorithms.diagnostics import metrics
 from agentrl.algorithms.diagnostics.metrics import replay_metrics
 from agentrl.algorithms.objective.core import compute_advantages
+from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling import collect
 from agentrl.algorithms.sampling.counterfactuals import (
@@ -25,7 +26,7 @@ from agentrl.algorithms.sampling.counterfactuals import (
     with_optional_reward,
 )
 from agentrl.algorithms.train.build import group_requirements
-from agentrl.algorithms.train.preprocess import Preprocessor
+from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import (
@@ -210,10 +211,12 @@ def test_nobody_learns_from_a_replay() -> None:
     assert not any(map(valid, ended))
     group = Group(id="g", run="run", step=3, rollouts=[*rows, *ended])
     preprocessor = Preprocessor((RoleRewards(coalition_formula(config), "policy"),))
-    (whole,), _ = preprocessor.process([group])
+    algo = make("difference", {})
+    (whole,) = preprocessor.prepare(
+        [group], algo, TrainedPolicy(lambda batch: batch.behaviour)
+    ).groups
     assert {made.rollout for made in preprocessor.step_rewards} == {"a", "b"}
     assert len(preprocessor.step_rewards) == 6
-    algo = make("difference", {})
     batch = build_batch([whole], reward_names=algo.rewards)
     assert batch.rollouts == ["a", "b"]
     # Each role against its own in the other rollout, where all of a's were worth 0.5 more.

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train.empty_steps import check_empty_steps, failure_counts, is_empty
 from agentrl.algorithms.train.policy_set import PolicySet
-from agentrl.algorithms.train.preprocess import count_unseen_tools
+from agentrl.algorithms.train.prepare import count_unseen_tools
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import TrainingError
 from agentrl.store import open_store

@@ -28,7 +28,7 @@ from agentrl.algorithms.train.checkpoint import export_checkpoint, load_checkpoi
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig, resolve
 from agentrl.config import policies as team
 from agentrl.errors import ConfigError, PolicyError

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.train.preprocess import Preprocessor, ProcessedScorer
+from agentrl.algorithms.train.prepare import Preprocessor, ProcessedScorer
 from agentrl.types import Group, Reward, Sampling, Transition, float32, int32
 from tests import factories
 

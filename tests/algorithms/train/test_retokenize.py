@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.train.preprocess import Retokenizer
+from agentrl.algorithms.train.prepare import Retokenizer
 from agentrl.types import (
     Group,
     Reward,

@@ -24,8 +24,8 @@ from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling import chat_completion
 from agentrl.algorithms.sampling.chat_completion import Endpoint
 from agentrl.algorithms.train.build import load_algorithm
+from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.teacher import RemoteTeacher, make_teacher
-from agentrl.algorithms.train.update import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import AgentRLError, ConfigError, PolicyError, TrainingError
 from tests.algorithms.learners.test_learner import make_batch

@@ -22,8 +22,8 @@ from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train import trust
+from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.trust import MAX_KL, measured_rows
-from agentrl.algorithms.train.update import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, load, resolve
 from agentrl.config.schema import DataConfig
 from agentrl.errors import ConfigError

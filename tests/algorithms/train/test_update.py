@@ -18,8 +18,8 @@ from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.dump import BadSteps, load_dump
-from agentrl.algorithms.train.preprocess import Preprocessor
-from agentrl.algorithms.train.update import Updater
+from agentrl.algorithms.train.prepare import Preprocessor
+from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import (

@@ -1,4 +1,4 @@
-"""Metrics of the age of a training step's tokens."""
+"""The report of a training step: what was in its groups, its batch and its critic's targets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from statistics import fmean
 
 import torch
 
+from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import token_versions
-from agentrl.algorithms.diagnostics.metrics import Metrics, own_calls
+from agentrl.algorithms.diagnostics.metrics import Metrics, batch_metrics, own_calls
+from agentrl.algorithms.objective.values import ValueTerms, value_metrics
 from agentrl.types import POLICY, Group
 
 
@@ -32,3 +34,20 @@ def staleness(
         metrics["staleness/version_max"] = float(lags.max())
         metrics["staleness/mixed"] = sum(bool(call.spans) for call in calls)
     return metrics
+
+
+def report(
+    step: int,
+    version: int,
+    groups: Sequence[Group],
+    batch: Batch,
+    values: ValueTerms | None,
+    policy: str = POLICY,
+) -> Metrics:
+    """The metrics of a step of a policy, besides those of its optimizer steps. version: the
+    policy's before the step."""
+    return {
+        **batch_metrics(groups, batch, policy),
+        **staleness(step, groups, policy, version=version),
+        **(value_metrics(values) if values else {}),
+    }

@@ -1,0 +1,41 @@
+"""What an algorithm may ask for before its credit: changes of the claimed groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.model.chat import Chat
+from agentrl.algorithms.model.load import Tokenizer
+from agentrl.algorithms.model.text import Codec
+from agentrl.errors import TrainingError
+from agentrl.types import POLICY, Group
+
+
+@dataclass(frozen=True)
+class TrainedPolicy:
+    """The policy that a step trains, before its update. context: most tokens that it can read."""
+
+    logprobs: Callable[[Batch], Tensor]  # of every action token, float32 [N]
+    tokenizer: Tokenizer | None = None
+    context: int | None = None
+    name: str = POLICY
+
+    @cached_property
+    def chat(self) -> Chat:
+        """Its chat template. Raises TrainingError without a tokenizer."""
+        if self.tokenizer is None:
+            raise TrainingError(f"policy {self.name!r} has no tokenizer to render prompts with")
+        return Chat(self.tokenizer, Codec(self.tokenizer))
+
+    def fits(self, size: int) -> bool:
+        return self.context is None or size <= self.context
+
+
+Prepare = Callable[[list[Group], TrainedPolicy], list[Group]]
+"""Returns the groups with further rewards, or rollouts that are in no store. Does not change its
+argument. Rewards of stored rollouts are committed with the step."""

@@ -1,0 +1,136 @@
+"""One training step, on one page: groups are prepared and made a batch, which is scored; credit and
+loss terms follow from it, optimizer steps change the policy, and the report says what happened.
+
+Each is a call of one function. What an algorithm needs beyond that it declares in its `Algo`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from math import ceil
+
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.data.state import AlgorithmState, Recalled
+from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
+from agentrl.algorithms.diagnostics.metrics import Metrics
+from agentrl.algorithms.diagnostics.report import report
+from agentrl.algorithms.learners.base import Learner
+from agentrl.algorithms.learners.score import Scored, score_batch
+from agentrl.algorithms.objective.core import Algo, compute_advantages
+from agentrl.algorithms.objective.kl_control import ReferenceControl
+from agentrl.algorithms.objective.prepare import TrainedPolicy
+from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit
+from agentrl.algorithms.objective.staleness import token_lag, withhold
+from agentrl.algorithms.objective.values import critic_terms
+from agentrl.algorithms.presets.registry import check_supplies
+from agentrl.algorithms.train.dump import BadSteps
+from agentrl.algorithms.train.optimize import OptimizerSteps, TrainingStep, with_loss_terms
+from agentrl.algorithms.train.prepare import Preprocessor
+from agentrl.algorithms.train.teacher import RemoteTeacher
+from agentrl.algorithms.train.trust import KlLimit, largest_kl
+from agentrl.config import RunConfig
+from agentrl.types import POLICY, Float32, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The batch of a step, not scored yet."""
+
+    algo: Algo  # without tokens that are too old
+    batch: Batch
+    recalled: Recalled  # the state between steps, before and after this one
+    withheld: int  # tokens that are too old
+
+
+@dataclass(frozen=True, slots=True)
+class Updater:
+    """Trains one policy, on its calls in the claimed groups."""
+
+    config: RunConfig
+    algo: Algo
+    learner: Learner
+    state: AlgorithmState = field(default_factory=AlgorithmState)  # kept between steps
+    preprocessor: Preprocessor = field(default_factory=Preprocessor)  # before credit
+    anchor: ReferenceControl = field(default_factory=ReferenceControl)
+    recorder: CreditRecorder | None = None  # None: credit is not stored
+    bad_steps: BadSteps | None = None  # None: failed steps are only counted
+    policy: str = POLICY
+    cached: dict[str, Float32] | None = None  # log-probs of the reference by rollout; None: compute
+    teacher: RemoteTeacher | None = None  # None: the learner's
+    unchanged: Iterator[int] = field(default_factory=lambda: count(1))  # steps without a change
+    trained: TrainedPolicy = field(init=False)  # the learner, as preparation sees it
+    optimizer: OptimizerSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        config, learner, policy = self.config, self.learner, self.policy
+        check_supplies(self.algo, learner.supplies)
+        tokenizer, context = self.preprocessor.tokenizer, self.preprocessor.context
+        trained = TrainedPolicy(learner.logprobs, tokenizer, context, policy)
+        limit = KlLimit(learner, largest_kl(config.algorithm), config.seed, policy)
+        recorded = self.recorder, self.bad_steps, self.unchanged
+        optimizer = OptimizerSteps(config, learner, limit, *recorded, policy)
+        object.__setattr__(self, "trained", trained)
+        object.__setattr__(self, "optimizer", optimizer)
+
+    def update(self, step: int, groups: list[Group], version: int | None = None) -> Metrics:
+        """Train on the groups of one step; returns its metrics. version: number of earlier steps in
+        which the policy learned; default: all.
+
+        If there is no learning signal (every reward is missing, or all are equal and there is no
+        critic) no weight changes, `update/skipped` counts it and the log has the reason.
+        Raises TrainingError for a reward that no rollout has."""
+        now = step if version is None else version
+        algo = self.anchor.tuned(self.algo)
+        prepared = self.preprocessor.prepare(groups, algo, self.trained)
+        built = self.build(algo, prepared.groups, now)
+        scored = self.score(built, now)
+        clip = self.config.critic.clip
+        values = critic_terms(built.algo, scored.batch, clip=clip) if algo.critic else None
+        credit = compute_advantages(built.algo, scored.batch)
+        training = TrainingStep(
+            step, now, built.algo, prepared.groups, *scored, values, credit, self.batch
+        )
+        minibatches = with_loss_terms(training, self.config, self.learner)
+        optimized = self.optimizer.run(training, minibatches)
+        self.state.adopt(built.recalled)
+        rollouts = sum(len(group.rollouts) for group in prepared.groups)
+        reference = scored.batch if "q" in scored.streams else None
+        controlled = self.anchor.finish(now, reference, rollouts)
+        return {
+            **prepared.metrics,
+            **report(step, now, prepared.groups, scored.batch, values, self.policy),
+            "staleness/withheld": float(built.withheld),
+            **optimized,
+            **controlled,
+        }
+
+    def build(self, algo: Algo, groups: list[Group], version: int) -> Built:
+        """The batch of prepared groups, with what the algorithm remembers of earlier steps."""
+        batch = self.batch(groups)
+        recalled = self.state.recall(batch, groups)
+        oldest = version - ceil(self.config.algorithm.max_staleness)
+        withheld = int((token_lag(batch, oldest) > 0).sum())
+        batch = replace(batch, memory=recalled.columns)
+        return Built(withhold(algo, batch, oldest), batch, recalled, withheld)
+
+    def score(self, built: Built, version: int) -> Scored:
+        """What the models make of the batch that the algorithm reads."""
+        taught = self.teacher.top if self.teacher else None
+        return score_batch(
+            built.algo, self.learner, built.batch, self.cached, taught,
+            version=version, current=self.config.algorithm.lr_ess is not None,
+        )  # fmt: skip
+
+    def batch(self, groups: list[Group], min_group: int | None = None) -> Batch:
+        """The trainable tokens of the groups, with the rewards that the algorithm reads. min_group:
+        default `algorithm.min_group`, or for a data set the number of sides of an item."""
+        least = self.config.algorithm.min_group if min_group is None else min_group
+        if self.config.data.name and min_group is None:
+            least = 2 if self.algo.side is not None and self.algo.side.paired else 1
+        names, side = self.algo.rewards, self.algo.side
+        names += () if side is None else (WEIGHT, MISMATCHED)
+        batch = build_batch(groups, reward_names=names, min_group=least, policy=self.policy)
+        return batch if side is None else replace(batch, row_unit=row_unit(side, batch))
