@@ -75,8 +75,13 @@ def answer_tool(messages: list[Message], content: str) -> None:
     messages.append({**who, "content": content})
 
 
+async def reply(messages: list[Message], model: str = "policy") -> str:
+    """The answer of a model in words, which joins the messages."""
+    answer = await client.complete(model, messages, ())
+    messages.append({"role": "assistant", "content": answer["content"] or ""})
+    return str(messages[-1]["content"]).strip()
+
+
 async def say(content: str, model: str) -> str:
     """The answer of a model to one message, in words."""
-    messages = [{"role": "user", "content": content}]
-    answer = await client.complete(model, messages, ())
-    return (answer["content"] or "").strip()
+    return await reply([{"role": "user", "content": content}], model)
