@@ -33,6 +33,8 @@ from agentrl.types import Attempt, Transition
 
 PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
 REMEMBERED = 10_000  # ended attempts whose ids and keys are kept
+SILENT_SHARE = 0.5  # fraction of an attempt's time; a longer silence of the server fails the call
+DEADLINE_MARGIN = 0.1  # seconds by which an executor may end the attempt early
 
 
 class ModelCall(NamedTuple):
@@ -133,6 +135,14 @@ class ActiveAttempt:
         """Forget the failures of this call and of earlier calls with the same request."""
         for number in (asked.number, *asked.repeats):
             self.failures.pop(number, None)
+
+    def model_was_silent(self, asked: ModelCall, seconds: float) -> None:
+        """Mark the call as failed if the model was silent for most of the attempt's time: then the
+        model, not the agent, caused the time-out."""
+        hung = seconds > SILENT_SHARE * self.attempt.rollout.timeout
+        if hung and self.left < DEADLINE_MARGIN:
+            message = f"the model had not answered for {seconds:.3g} s when the time was up"
+            self.failures.setdefault(asked.number, message)
 
     def done(self, asked: ModelCall) -> None:
         """Record the end of a call. If it failed, only an equal request that begins later counts as

@@ -54,9 +54,7 @@ from agentrl.types import SIDE, Sampling, Transition
 
 LONGEST_REFUSAL = 500  # bytes kept of a refusal
 REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
-SILENT_SHARE = 0.5  # fraction of an attempt's time; a longer silence of the server fails the call
 Headers = Mapping[str, str]
-DEADLINE_MARGIN = 0.1  # seconds by which an executor may end the attempt early
 
 
 class DisconnectedError(Exception):
@@ -190,13 +188,8 @@ class CallHandler:
             active.unread[self._call.key, self._rows[0].role] = self._rows
 
     def _record_silence(self) -> None:
-        """Mark the call as failed if the model was silent for most of the attempt's time: then the
-        model, not the agent, caused the time-out."""
-        active, waited = self._active, time.monotonic() - self._arrived
-        hung = waited > SILENT_SHARE * active.attempt.rollout.timeout
-        if not self._shown and hung and active.left < DEADLINE_MARGIN:
-            message = f"the model had not answered for {waited:.3g} s when the time was up"
-            active.failures.setdefault(self._call.number, message)
+        if not self._shown:
+            self._active.model_was_silent(self._call, time.monotonic() - self._arrived)
 
     async def _ask_policy(self, route: Route) -> web.StreamResponse:
         known = False if self._active.scoring else self._upstream.gives_token_ids(route)
