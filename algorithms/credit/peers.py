@@ -23,6 +23,7 @@ from agentrl.algorithms.data.ids import key, next_same, reduce_by, scan, units
 SHOWN = (0.15, 0.5)  # share of the outcome that is visible before the end: no trust, full trust
 EFFECT = (1.25, 2.5)  # squared effect that values miss, over its noise: full trust, no trust
 EFFECT_AT = (1.5, 3.0)  # the same at some turns, where it is noisier
+LAMBDA = 0.5  # of the lambda-returns, by default
 CERTAIN = 1e-6  # least squared norm of a call's score
 
 
@@ -125,6 +126,11 @@ def lambda_returns(calls: Calls, value: Tensor, lam: float) -> Tensor:
     return scan(step, torch.where(valued, lam, 1.0) * calls.gamma, calls.following)
 
 
+def missed_by_values(calls: Calls, lam: float) -> Tensor:
+    """Each return less the lambda-return by the values of states."""
+    return calls.returns - lambda_returns(calls, state_values(calls, calls.returns), lam)
+
+
 def plain_baselines(calls: Calls) -> Tensor:
     """Mean return of the group's other rollouts at the same turn, or at their last call. Of an
     outcome this is the mean of the others' (RLOO, arXiv 2402.14740)."""
@@ -186,7 +192,7 @@ def shown_before_the_end(calls: Calls) -> float:
 
 def trust(calls: Calls, missed: Tensor) -> Tensor:
     """How far values of states replace returns, from 0 to 1, by what the batch shows, [S]. missed:
-    each return less the lambda-return."""
+    see `missed_by_values`."""
     shown = shown_before_the_end(calls)
     if not shown:
         return torch.zeros_like(missed)
@@ -200,8 +206,7 @@ def trust_in_states(batch: Batch, reward: str = "outcome") -> float:
     calls, index = calls_of(batch, reward, 1.0, turns.Returns(reward, 1.0)(batch))
     if not index.numel():
         return 0.0
-    missed = calls.returns - lambda_returns(calls, state_values(calls, calls.returns), 0.5)
-    return float(trust(calls, missed).mean())
+    return float(trust(calls, missed_by_values(calls, LAMBDA)).mean())
 
 
 def missed_effects(calls: Calls, missed: Tensor) -> Tensor:
@@ -253,7 +258,7 @@ def squared_scores(calls: Calls, x: Tensor, unit: Tensor, context: Tensor) -> Te
 
 @column("transition")
 def PeerAdvantages(
-    batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0, lam: float = 0.5
+    batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0, lam: float = LAMBDA
 ) -> Tensor:
     """The return of each call, without what later calls did to it as far as values of states can be
     trusted (`lambda_returns`), minus `baselines`, [S]; 0 without others to compare with. A constant
@@ -262,7 +267,7 @@ def PeerAdvantages(
     calls, index = calls_of(batch, reward, gamma, total)
     advantage = torch.where(total.isnan(), total, 0.0)
     if index.numel():
-        missed = calls.returns - lambda_returns(calls, state_values(calls, calls.returns), lam)
+        missed = missed_by_values(calls, lam)
         x = calls.returns - trust(calls, missed) * missed
         advantage[index] = core.standardise(x, calls.group, base=baselines(calls, x)).advantage
     return advantage

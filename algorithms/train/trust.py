@@ -77,7 +77,7 @@ class KlLimit:
 class Movement:
     """The way of the policy in one training step."""
 
-    region: KlLimit
+    owner: KlLimit
     batch: Batch  # what is measured
     tokens: Tensor  # int64 [n], its tokens in the batch of the step
     weight: Tensor  # [n]
@@ -89,9 +89,9 @@ class Movement:
     def start(self, *, only: bool) -> None:
         """Before an optimizer step. only: it is the only one on the batch."""
         if self.before is None and not only:
-            self.before = self.region.learner.logprobs(self.batch)
-        if self.region.limit:
-            self.region.learner.mark()  # type: ignore[attr-defined]
+            self.before = self.owner.learner.logprobs(self.batch)
+        if self.owner.limit:
+            self.owner.learner.mark()  # type: ignore[attr-defined]
 
     def finish(self, logprobs: Tensor) -> bool:
         """After an optimizer step that saw these log-probs [N] of its minibatch: shorten it until
@@ -100,16 +100,16 @@ class Movement:
             self.before = logprobs[self.tokens]
         earlier, moved = self.kl or 0.0, self.measure()
         self.kl = moved
-        while self.region.limit and not self.kl <= self.region.limit:  # NaN is beyond it, too
+        while self.owner.limit and not self.kl <= self.owner.limit:  # NaN is beyond it, too
             self.undone += 1
             kept = 0.5 if self.undone <= HALVINGS else 0.0
             self.share *= kept
-            self.region.learner.shrink(kept)  # type: ignore[attr-defined]
+            self.owner.learner.shrink(kept)  # type: ignore[attr-defined]
             self.kl = self.measure() if kept else earlier
             if not kept:
                 break
         if self.kl is not moved:
-            self.region.tell(self.batch.step, moved, self.share)
+            self.owner.tell(self.batch.step, moved, self.share)
         return self.share > 0
 
     def measure(self) -> float:
@@ -117,7 +117,7 @@ class Movement:
         assert self.before is not None
         sampled = ratio(self.before.double().cpu() - self.batch.behaviour.double())
         weight = self.weight * sampled.clamp(max=MOST)
-        now = self.region.learner.logprobs(self.batch)
+        now = self.owner.learner.logprobs(self.batch)
         return mean_kl(self.before, now, weight, self.weight.sum())
 
     def metrics(self) -> dict[str, float]:

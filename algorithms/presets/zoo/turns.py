@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.core import Column, GroupRelative, column, weighted_sum
-from agentrl.algorithms.credit.peers import GrpoScale, PeerAdvantages
+from agentrl.algorithms.credit.peers import LAMBDA, GrpoScale, PeerAdvantages
 from agentrl.algorithms.credit.shrinkage import mean_by, reliability, variance_components
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
@@ -109,7 +109,7 @@ def PeerValues(
 
 @registry.as_modifier("peers", prefix="peers_")
 @preset("peers", clip=PPO_CLIP, kl=True)
-def peers(reward: str, *, gamma: Discount = 1.0, lam: Discount = 0.5) -> Algo:
+def peers(reward: str, *, gamma: Discount = 1.0, lam: Discount = LAMBDA) -> Algo:
     """Compares each call with other rollouts that came to the same state, as far as the batch shows
     that states tell what earlier calls did; without such states it is `rloo`. Needs no critic. GAE
     over calls as in arXiv 2511.14460, states as in 2505.10978."""
@@ -117,7 +117,7 @@ def peers(reward: str, *, gamma: Discount = 1.0, lam: Discount = 0.5) -> Algo:
 
 
 @preset("auto", clip=(0.2, 0.2, math.inf), kl=True)
-def auto(reward: str, *, std: bool = True, gamma: Discount = 1.0, lam: Discount = 0.5) -> Algo:
+def auto(reward: str, *, std: bool = True, gamma: Discount = 1.0, lam: Discount = LAMBDA) -> Algo:
     """`grpo`, with the credit of `peers` where states recur and tell what earlier calls did; on the
     scale of `grpo`, with or without `std`. arXiv 2402.03300."""
     credit = peers(reward=reward, gamma=gamma, lam=lam).credit
