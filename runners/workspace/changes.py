@@ -76,7 +76,10 @@ def unpack(copy: Path, packed: bytes) -> None:
             names = archive.extractfile(head)
             assert names is not None
             _delete(copy, names.read().decode(errors="surrogateescape").split("\0"))
-            archive.extractall(copy, files, filter="tar")
+            if hasattr(tarfile, "tar_filter"):
+                archive.extractall(copy, files, filter="tar")
+            else:  # before Python 3.11.4; the names are those of `files_of`, which leads nowhere else
+                archive.extractall(copy, files)
     except OSError as error:
         raise no_space_or(error, "copy") from None
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -24,6 +25,7 @@ from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import ErrorKind, RolloutState
 from tests.runners.workspace.conftest import configured
 
+KEEPS: Any = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
 FILES = {"calc.py": "def add(a, b):\n    return a - b\n", "lib/deep.txt": "deep\n"}
 FIX = """
 call("fix it")
@@ -52,6 +54,29 @@ def repository(tmp_path: Path) -> Path:
         git(folder, "add", "-A")
         git(folder, "commit", "-qm", text)
     return folder
+
+
+def test_changes_are_unpacked_by_a_python_without_filters_of_archives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3.11.0 to 3.11.3, such as Debian 12's."""
+    old, new, copy = (tmp_path / name for name in ("old", "new", "copy"))
+    for folder in (old, new, copy):
+        folder.mkdir()
+        (folder / "kept").write_text("kept")
+    (new / "deep").mkdir()
+    (new / "deep" / "made").write_text("made")
+    (new / "kept").write_text("changed")
+    extractall = tarfile.TarFile.extractall
+
+    def without(self: tarfile.TarFile, path: Path, members: Any) -> None:
+        extractall(self, path, members, **KEEPS)
+
+    monkeypatch.delattr(tarfile, "tar_filter", raising=False)
+    monkeypatch.setattr(tarfile.TarFile, "extractall", without)
+    changes.unpack(copy, changes.pack(old, new))
+    assert (copy / "deep" / "made").read_text() == "made"
+    assert (copy / "kept").read_text() == "changed"
 
 
 async def test_a_source_that_failed_after_its_attempt_was_stopped_harms_no_other(
