@@ -78,7 +78,7 @@ def unpack(copy: Path, packed: bytes) -> None:
             _delete(copy, names.read().decode(errors="surrogateescape").split("\0"))
             if hasattr(tarfile, "tar_filter"):
                 archive.extractall(copy, files, filter="tar")
-            else:  # before Python 3.11.4; the names are those of `files_of`, which leads nowhere else
+            else:  # Python before 3.11.4; names of `files_of` lead nowhere else
                 archive.extractall(copy, files)
     except OSError as error:
         raise no_space_or(error, "copy") from None
