@@ -12,9 +12,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
+from agentrl.base.loading import import_error, load_attribute
 from agentrl.config.base import installed_plugins
 from agentrl.errors import ConfigError, nearest
-from agentrl.loading import import_error, load_attribute
 
 Kind = Literal["presets", "executors", "engines", "learners", "sinks", "rewards", "harnesses"]
 

@@ -23,18 +23,20 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from agentrl import folder_lock, run_owner
+from agentrl import run_owner
 from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.plugins import engine_factory, learner_factory
+from agentrl.base import folder_lock
+from agentrl.base.loading import load_tasks, task_file
+from agentrl.base.processes import PHASE, USER_ERROR, Child, keep_alive
+from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS, SessionsConfig
 from agentrl.config.presets import check_presets
 from agentrl.datasets.pin import pin_dataset
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
-from agentrl.loading import load_tasks, task_file
 from agentrl.plugins import load_plugin
-from agentrl.processes import PHASE, USER_ERROR, Child, keep_alive
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
@@ -42,14 +44,12 @@ from agentrl.telemetry.console import LogFollower, show_progress
 from agentrl.telemetry.report import print_report
 from agentrl.telemetry.sinks.base import check_sinks
 from agentrl.telemetry.sinks.process import sinks_process
-from agentrl.threads import run_blocking
 from agentrl.types import Json
 
 RUN_OUTPUTS = (
-    *("store.db*", "run.json", "logs", "checkpoints", "dumps", "curve.png"),
-    *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
+    *("store.db*", "run.json", "logs", "checkpoints", "dumps", "curve.png", "plan.json"),
+    *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl", "players"),
     *("metrics", "tensorboard", "wandb", "mlruns", "vllm", "servers", "pool"),
-    *("plan.json", "players"),
 )  # everything that a run writes into its output folder
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from agentrl import threads
+from agentrl.base import threads
+from agentrl.base.otlp import DIFF
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError, Invalid
-from agentrl.otlp import DIFF
 from agentrl.runners.executors import ExecutionResult, Executor, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.replay import recording

@@ -18,10 +18,11 @@ from typing import Any
 
 from aiohttp.typedefs import Middleware
 
+from agentrl.base.processes import PHASE, freeze_loaded, log_to_stderr
+from agentrl.base.threads import DaemonThreads
 from agentrl.config import RunConfig, agent_env, from_store
 from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.errors import StoreError
-from agentrl.processes import PHASE, freeze_loaded, log_to_stderr
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.factory import make_executor
@@ -33,7 +34,6 @@ from agentrl.runners.worker import Worker
 from agentrl.runners.workspace.folders import Workspaces
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.threads import DaemonThreads
 from agentrl.types import ENDED
 
 log = logging.getLogger("agentrl.runner")

@@ -14,8 +14,9 @@ from typing import Any
 import click
 import msgspec
 
+from agentrl.base.row_files import read_rows, write_rows
 from agentrl.datasets.draft import Draft
-from agentrl.datasets.files import export_rows, read_rows, write_rows
+from agentrl.datasets.files import export_rows
 from agentrl.datasets.formats import add_row
 from agentrl.datasets.mining import MineSpec, mine
 from agentrl.datasets.records import Dataset, Item, Side

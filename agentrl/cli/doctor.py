@@ -13,12 +13,12 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl import trainer
+from agentrl.base.loading import load_tasks
 from agentrl.config import RunConfig, load
 from agentrl.config.policies import has_no_own_policy, trained_policies, view
 from agentrl.config.schema import WarmupConfig
 from agentrl.doctor import Finding, machine, run_check
 from agentrl.errors import AgentRLError
-from agentrl.loading import load_tasks
 
 
 @click.command()

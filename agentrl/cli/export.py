@@ -167,7 +167,7 @@ async def send(
     rollout, Unavailable if the receiver is unreachable, AgentRLError if it refuses spans."""
     import httpx
 
-    from agentrl import otlp as wire
+    from agentrl.base import otlp as wire
     from agentrl.store import open_store
 
     attempts = spans = 0
@@ -204,7 +204,7 @@ async def _traces(store: Store, run: str, rollouts: Sequence[str]) -> AsyncItera
 async def _post(client: httpx.AsyncClient, url: str, body: bytes) -> None:
     import httpx
 
-    from agentrl.otlp import PROTOBUF
+    from agentrl.base.otlp import PROTOBUF
 
     headers = {"content-type": PROTOBUF, "content-encoding": "gzip"}
     failure, pause = "", 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from agentrl.access import is_loopback
+from agentrl.base.access import is_loopback
 from agentrl.config import RunConfig, load
 from agentrl.errors import ConfigError
 

@@ -12,6 +12,15 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from agentrl import __version__
+from agentrl.base.processes import (
+    ERROR_MARK,
+    LOG_LEVEL,
+    PARENT,
+    USER_ERROR,
+    die_with_parent,
+    log_to_stderr,
+    seal,
+)
 from agentrl.cli import how_to_continue
 from agentrl.cli.bench import bench
 from agentrl.cli.data import data
@@ -31,15 +40,6 @@ from agentrl.config import RunConfig, load, store_of
 from agentrl.config.policies import has_no_own_policy
 from agentrl.doctor.machine import check_at_start
 from agentrl.errors import AgentRLError, user_message
-from agentrl.processes import (
-    ERROR_MARK,
-    LOG_LEVEL,
-    PARENT,
-    USER_ERROR,
-    die_with_parent,
-    log_to_stderr,
-    seal,
-)
 from agentrl.telemetry.console import console_level
 
 

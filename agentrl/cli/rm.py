@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 import msgspec
 
+from agentrl.base.threads import run_blocking
 from agentrl.cli import numbers
 from agentrl.config import RunConfig, load
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
-from agentrl.threads import run_blocking
 
 run_file = click.argument("run_file", type=click.Path(path_type=Path))
 overrides = click.argument("overrides", nargs=-1)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from agentrl.access import Access, read_key
+from agentrl.base.access import Access, read_key
 from agentrl.config.base import (
     EXTERNAL,
     Count,

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.access import is_loopback
+from agentrl.base.access import is_loopback
 from agentrl.config import policies as team
 from agentrl.config import prompts, selfplay, upstreams
 from agentrl.config.agents import WorkspaceConfig

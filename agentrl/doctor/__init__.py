@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+from agentrl.base.threads import run_blocking
 from agentrl.errors import AgentRLError
-from agentrl.threads import run_blocking
 
 Status = Literal["ok", "warn", "fail"]  # fail: a run would not work; warn: it could work better
 

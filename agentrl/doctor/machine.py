@@ -19,7 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
-from agentrl.access import read_sent_key
+from agentrl.base.access import read_sent_key
 from agentrl.config import RunConfig, VerlLearnerConfig, VllmEngineConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.doctor import Status, run_check

@@ -19,12 +19,12 @@ from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.algorithms.model.proof import one_row, tolerance, trie_gap
 from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.base.loading import task_file
 from agentrl.config import MetricsConfig, RunConfig
 from agentrl.config.schema import EvalConfig
 from agentrl.doctor import Status
 from agentrl.doctor.templates import QUESTION
 from agentrl.evaluation.core import evaluation_run
-from agentrl.loading import task_file
 from agentrl.store import open_store
 from agentrl.types import Json, RolloutState
 

@@ -20,11 +20,11 @@ from pathlib import Path
 import msgspec
 
 from agentrl import __version__
+from agentrl.base.loading import load_attribute
+from agentrl.base.processes import PARENT, allow_files, die_with_parent, environment
 from agentrl.config import RunConfig
 from agentrl.errors import TrainingError
 from agentrl.evaluation.bench import Piece, Result
-from agentrl.loading import load_attribute
-from agentrl.processes import PARENT, allow_files, die_with_parent, environment
 from agentrl.store import open_store
 from agentrl.types import StepRow
 

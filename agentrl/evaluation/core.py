@@ -22,18 +22,18 @@ import msgspec
 from rich.console import Console
 
 from agentrl import trainer
+from agentrl.base.failures import commonest_failure
+from agentrl.base.loading import load_tasks
+from agentrl.base.processes import PHASE
+from agentrl.base.threads import run_blocking
 from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
 from agentrl.config.load import store_in
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.config.schema import WarmupConfig
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.failures import commonest_failure
-from agentrl.loading import load_tasks
-from agentrl.processes import PHASE
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.threads import run_blocking
 from agentrl.types import Json, Purpose, Rollout, RolloutState, RunState
 
 STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps and its writer's epoch

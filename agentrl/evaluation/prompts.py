@@ -15,16 +15,16 @@ import msgspec
 from rich.console import Console
 
 from agentrl import trainer
+from agentrl.base.processes import PHASE
+from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.config.prompts import prompt_texts
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.core import evaluation_run, last_checkpoint
-from agentrl.processes import PHASE
 from agentrl.prompts import Candidate
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.threads import run_blocking
 from agentrl.types import Json, Transition
 
 SYSTEM = ("system", "developer")

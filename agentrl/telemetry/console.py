@@ -18,10 +18,10 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from agentrl.base.failures import brief
+from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy, policy_by_role
-from agentrl.failures import brief
-from agentrl.processes import PHASE
 from agentrl.store.base import Store
 from agentrl.telemetry import report
 from agentrl.types import EMPTY, Counts, ErrorKind, FailureCount, Purpose, StepRow

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 
+from agentrl.base.failures import brief
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.load import from_store
 from agentrl.errors import NotFound
-from agentrl.failures import brief
 from agentrl.store.base import Store
 from agentrl.types import EMPTY, ErrorKind, FailureCount, Purpose, Rollout, RolloutState
 

@@ -22,8 +22,8 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
+from agentrl.base.http_server import server_loop
 from agentrl.errors import PolicyError
-from agentrl.http_server import server_loop
 
 T = TypeVar("T")
 VERSION_HEADER = "x-policy-version"  # in every response

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import torch
 
-from agentrl.access import read_sent_key
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
@@ -25,6 +24,7 @@ from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.memory import vllm_share
 from agentrl.algorithms.model.proof import tolerance
 from agentrl.algorithms.plugins import engine_factory
+from agentrl.base.access import read_sent_key
 from agentrl.config import RunConfig, VllmEngineConfig
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.plugins import check_protocol

@@ -36,6 +36,7 @@ from agentrl.algorithms.model.packing import supported_packing
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import Supply
+from agentrl.base.failures import brief
 from agentrl.config import (
     ImplicitRewardModelConfig,
     RunConfig,
@@ -45,7 +46,6 @@ from agentrl.config import (
 )
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError, PolicyError
-from agentrl.failures import brief
 from agentrl.plugins import check_protocol
 from agentrl.types import POLICY, Scope
 

@@ -39,8 +39,8 @@ from agentrl.algorithms.model.packing import (
     hidden_states,
     pack_rows,
 )
+from agentrl.base.failures import brief
 from agentrl.errors import PolicyError, TrainingError
-from agentrl.failures import brief
 from agentrl.types import Group, Reward, Rollout, RolloutState, Scope, Transition
 
 SOURCE = "model:{}"  # `Reward.source`, with the model's name

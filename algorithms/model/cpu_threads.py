@@ -74,7 +74,7 @@ def thread_tuner(parameters: int, name: str, otherwise: int) -> ThreadTuner:
     """A tuner for the work of a model. Without trials, always `otherwise` threads, for a large
     model and if results would depend on the number of threads."""
     most = largest_power_of_two(os.cpu_count() or 1)
-    # See `agentrl.processes.environment`.
+    # See `agentrl.base.processes.environment`.
     strict = os.environ.get("MKL_CBWR", "").endswith("STRICT")
     if parameters > SMALL or not strict or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return ThreadTuner(otherwise)

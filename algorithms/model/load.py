@@ -23,8 +23,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from agentrl.algorithms.model.quantize import quantization
+from agentrl.base.failures import brief
 from agentrl.errors import DamagedError, PolicyError
-from agentrl.failures import brief
 
 Model = torch.nn.Module
 Tokenizer = Any  # transformers' tokenizers share no typed base class

@@ -20,11 +20,11 @@ from agentrl.algorithms.credit.parts import rewards_read
 from agentrl.algorithms.objective.core import STREAMS, Algo, Gate, KLPenalty, Stream
 from agentrl.algorithms.objective.prepare import Prepare
 from agentrl.algorithms.objective.ratios import Clip
+from agentrl.base.loading import import_error, load_attribute
 from agentrl.config.base import installed_plugins
 from agentrl.config.presets import split_preset
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest
-from agentrl.loading import import_error, load_attribute
 from agentrl.plugins import check_call, load_plugin, where
 
 # Types of options.

@@ -9,10 +9,10 @@ from agentrl import run_owner
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.prompts.stored import play_heldout, search_prompts
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
+from agentrl.base.loading import load_tasks
+from agentrl.base.processes import log_to_stderr
 from agentrl.config import RunConfig
 from agentrl.config.prompts import prompt_texts
-from agentrl.loading import load_tasks
-from agentrl.processes import log_to_stderr
 from agentrl.prompts import candidate_id
 from agentrl.store import open_store
 from agentrl.store.base import Store

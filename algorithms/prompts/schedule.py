@@ -6,9 +6,9 @@ import logging
 
 from msgspec.structs import replace
 
+from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.config.prompts import found_texts, prompt_texts
-from agentrl.processes import PHASE
 from agentrl.prompts import Candidate, CandidateInUse, candidate_id
 from agentrl.store.base import Store
 from agentrl.types import PromptText, RunState

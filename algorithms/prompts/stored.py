@@ -25,10 +25,10 @@ from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers
 from agentrl.algorithms.sampling.chat_completion import complete, find_endpoint
 from agentrl.algorithms.sampling.evaluate import play
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
+from agentrl.base.loading import load_tasks
+from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.loading import load_tasks
-from agentrl.processes import PHASE
 from agentrl.prompts import Candidate, Reflection
 from agentrl.store.base import Store
 from agentrl.types import (

@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.scores import common_score, score_metrics, spread_metrics
+from agentrl.base.loading import import_error, load_attribute
+from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.loading import import_error, load_attribute
-from agentrl.processes import PHASE
 from agentrl.store.base import Store
 from agentrl.types import Json, NewRollout, Rollout
 

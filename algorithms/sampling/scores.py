@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from statistics import fmean, variance
 
+from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
-from agentrl.processes import PHASE
 from agentrl.store.base import Store
 from agentrl.types import Rollout, Scope
 

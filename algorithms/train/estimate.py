@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentrl.algorithms.model.cpu_threads import computing_with
 from agentrl.algorithms.model.memory import GIB, USABLE, available, bytes_needed, vllm_share
 from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig, VllmEngineConfig
 from agentrl.config.policies import trained_policies, view
-from agentrl.processes import PHASE
 from agentrl.simulation import Simulation, Workload
 
 log = logging.getLogger("agentrl.algorithm")

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from agentrl.algorithms.model import digests
 from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_size
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.train.checkpoint import parse_name
 from agentrl.algorithms.train.warmup import warm_up
+from agentrl.base import digests
+from agentrl.base.files import atomic_directory
+from agentrl.base.loading import load_attribute
+from agentrl.base.processes import PHASE
 from agentrl.config import PolicyConfig, RunConfig
 from agentrl.config.policies import frozen_policies, trained_policies, view
 from agentrl.errors import ConfigError, PolicyError
-from agentrl.files import atomic_directory
-from agentrl.loading import load_attribute
-from agentrl.processes import PHASE
 
 log = logging.getLogger("agentrl.algorithm")
 

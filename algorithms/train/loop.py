@@ -24,8 +24,8 @@ from agentrl.algorithms.train.offline import DatasetCollector
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
+from agentrl.base.folder_lock import FolderLock
 from agentrl.config import RunConfig
-from agentrl.folder_lock import FolderLock
 from agentrl.store.base import Store
 from agentrl.types import RunState, StepCommit
 

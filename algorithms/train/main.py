@@ -18,7 +18,7 @@ import torch
 from msgspec.structs import replace
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl import folder_lock, run_owner
+from agentrl import run_owner
 from agentrl.algorithms.judges.judge import make_judges
 from agentrl.algorithms.prompts.main import search
 from agentrl.algorithms.prompts.schedule import PromptSchedule
@@ -36,11 +36,12 @@ from agentrl.algorithms.train.offline import DatasetCollector
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
+from agentrl.base import folder_lock
+from agentrl.base.loading import load_tasks
+from agentrl.base.processes import PHASE, freeze_loaded, log_to_stderr
 from agentrl.config import RunConfig
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy, trained_policies
 from agentrl.errors import DamagedError
-from agentrl.loading import load_tasks
-from agentrl.processes import PHASE, freeze_loaded, log_to_stderr
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import ENDED, POLICY, Json, RunState

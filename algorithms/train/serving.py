@@ -19,10 +19,10 @@ from agentrl.algorithms.engines.base import PolicyServer, advertised_url, run_un
 from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model import lora
 from agentrl.algorithms.train.load_policies import LoadedModel, load_base_model
+from agentrl.base.files import atomic_directory
 from agentrl.config import RunConfig, VllmEngineConfig
 from agentrl.config.policies import FrozenPolicy, view
 from agentrl.errors import ConfigError, PolicyError
-from agentrl.files import atomic_directory
 from agentrl.store.base import Store
 from agentrl.types import PolicyVersion
 

@@ -13,8 +13,8 @@ from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.serving import PolicyServers
+from agentrl.base.files import PARTIAL, delete_directory
 from agentrl.errors import PolicyError
-from agentrl.files import PARTIAL, delete_directory
 from agentrl.store.base import Store
 from agentrl.types import RolloutState
 

@@ -25,11 +25,11 @@ from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.optimize import learning_rate
+from agentrl.base.loading import load_tasks
+from agentrl.base.processes import PHASE
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.config.schema import CriticConfig
 from agentrl.errors import TrainingError
-from agentrl.loading import load_tasks
-from agentrl.processes import PHASE
 from agentrl.types import Json
 
 log = logging.getLogger("agentrl.algorithm")

@@ -31,9 +31,9 @@ from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.multiagent.episodes import Episode
 from agentrl.algorithms.multiagent.qmix import QMix
+from agentrl.base.files import atomic_directory
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import TrainingError
-from agentrl.files import atomic_directory
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
 from agentrl.store.base import Store

@@ -27,10 +27,10 @@ from urllib.request import getproxies
 
 import msgspec
 
-from agentrl.access import is_loopback
+from agentrl.base.access import is_loopback
+from agentrl.base.jsonvalues import NotJsonError, as_json
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.jsonvalues import NotJsonError, as_json
 from agentrl.runners.executors import ExecutionResult
 from agentrl.runners.gateway.attribution import ActiveAttempt, AgentPlace
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK

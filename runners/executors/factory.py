@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
-from agentrl.access import is_loopback
+from agentrl.base.access import is_loopback
 from agentrl.config import (
     ContainerRunnerConfig,
     KubernetesRunnerConfig,

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from agentrl import threads
+from agentrl.base import threads
+from agentrl.base.loading import load_attribute
 from agentrl.errors import AgentError
-from agentrl.loading import load_attribute
 from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.scoring.results import failure_of, stored_result

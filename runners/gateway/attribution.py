@@ -23,7 +23,7 @@ from urllib.parse import unquote, unquote_plus
 
 from aiohttp import web
 
-from agentrl.access import bearer, given_key
+from agentrl.base.access import bearer, given_key
 from agentrl.config import RoleRule
 from agentrl.runners.dialects.base import ConversationMemory
 from agentrl.runners.gateway.replay import Recording

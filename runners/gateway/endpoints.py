@@ -9,8 +9,8 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
+from agentrl.base.http_server import read_body
 from agentrl.errors import AgentRLError, Invalid
-from agentrl.http_server import read_body
 from agentrl.runners import dialects
 from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
 from agentrl.runners.dialects.base import Body, ConversationMemory
@@ -98,7 +98,7 @@ class Endpoints:
 
     async def traces(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
         """Store spans of the caller's own attempt; reject others as OTLP prescribes."""
-        from agentrl import otlp  # needs the extra with OpenTelemetry's protobuf messages
+        from agentrl.base import otlp  # needs the extra with OpenTelemetry's protobuf messages
 
         spans, unusable, why = otlp.decode_some(await read_body(request), request.content_type)
         active = caller.attempt

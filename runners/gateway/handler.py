@@ -20,9 +20,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from agentrl import threads
+from agentrl.base import threads
+from agentrl.base.http_server import read_body
 from agentrl.errors import StoreError
-from agentrl.http_server import read_body
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.base import CHAT, data_event
 from agentrl.runners.gateway import notices, replay

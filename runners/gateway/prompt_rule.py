@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from agentrl.processes import PHASE
+from agentrl.base.processes import PHASE
 from agentrl.runners.dialects.base import Body, UntranslatableError, joined
 
 log = logging.getLogger("agentrl.runner")

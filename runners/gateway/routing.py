@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from agentrl.access import read_sent_key
+from agentrl.base.access import read_sent_key
 from agentrl.config import UpstreamConfig
 from agentrl.errors import StoreError
 from agentrl.store.base import Store

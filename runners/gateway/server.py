@@ -22,11 +22,11 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from msgspec.structs import replace
 
-from agentrl.access import is_loopback
+from agentrl.base.access import is_loopback
+from agentrl.base.http_server import listen, server_loop
+from agentrl.base.processes import allow_files
 from agentrl.config import RoleRule, UpstreamConfig
 from agentrl.errors import ConfigError
-from agentrl.http_server import listen, server_loop
-from agentrl.processes import allow_files
 from agentrl.runners.gateway.attribution import ActiveAttempt, AttemptRegistry
 from agentrl.runners.gateway.endpoints import LARGEST, Endpoints
 from agentrl.runners.gateway.routing import Router

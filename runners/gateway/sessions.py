@@ -25,12 +25,12 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from agentrl import run_owner
-from agentrl.access import Access, given_key, read_key
+from agentrl.base.access import Access, given_key, read_key
+from agentrl.base.http_server import read_body
 from agentrl.config import RunConfig
 from agentrl.datasets.records import without_tokens
 from agentrl.datasets.sessions import SESSION, Feedback, give_feedback, session_group
 from agentrl.errors import ConfigError, Conflict, NotFound, StoreError, Unavailable
-from agentrl.http_server import read_body
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.server import NAMED, Gateway
 from agentrl.store import open_store

@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
-from agentrl.access import KEY_HEADERS
+from agentrl.base.access import KEY_HEADERS
 from agentrl.runners.gateway.attribution import CallOrigin, ModelCall, RefusedError
 from agentrl.runners.gateway.capture import Fields, value
 from agentrl.runners.gateway.prompt_rule import Messages, PromptRule, find_rule, is_plain

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from agentrl import threads
+from agentrl.base import threads
 from agentrl.config import RoleRule, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.plugins import load_plugin

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from agentrl.http_server import listen
+from agentrl.base.http_server import listen
 from agentrl.runners.dialects.base import CHAT, ConversationMemory
 from agentrl.runners.gateway import replay
 from agentrl.runners.gateway.capture import read_request

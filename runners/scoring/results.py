@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from agentrl.jsonvalues import NotJsonError, as_json
+from agentrl.base.jsonvalues import NotJsonError, as_json
 from agentrl.store.rows import storable_text
 from agentrl.types import ErrorKind, Failure, Json
 

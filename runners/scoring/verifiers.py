@@ -11,9 +11,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agentrl import threads
+from agentrl.base import threads
+from agentrl.base.loading import load_attribute
 from agentrl.errors import AgentError, AgentRLError, ConfigError, Invalid
-from agentrl.loading import load_attribute
 from agentrl.plugins import load_plugin
 from agentrl.store.limits import check_reward
 from agentrl.store.rows import storable_text

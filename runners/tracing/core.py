@@ -23,8 +23,8 @@ from opentelemetry.context import Context as TraceContext
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.trace import ProxyTracerProvider, StatusCode
 
+from agentrl.base.otlp import DESCRIPTION, KIND, kind_of
 from agentrl.errors import ConfigError
-from agentrl.otlp import DESCRIPTION, KIND, kind_of
 from agentrl.runners.tracing import attempt_log, http_clients, servers
 from agentrl.runners.tracing import langchain as steps
 from agentrl.runners.tracing.attempt_log import AttemptLog

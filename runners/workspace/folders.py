@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentrl import threads
+from agentrl.base import threads
 from agentrl.config import ContainerRunnerConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.executors.container import CLI_VARIABLES

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from agentrl import threads
+from agentrl.base import threads
 from agentrl.errors import AgentRLError
 from agentrl.runners.workspace import cleaner
 from agentrl.types import Json

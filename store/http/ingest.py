@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.exceptions import HTTPException
 
-from agentrl import otlp
+from agentrl.base import otlp
 from agentrl.errors import Invalid, NotFound
 from agentrl.store.base import Store
 from agentrl.types import Span

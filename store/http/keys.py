@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.access import is_loopback
+from agentrl.base.access import is_loopback
 from agentrl.errors import ConfigError, Forbidden, Invalid
 from agentrl.store.base import Store
 from agentrl.store.http.wire import CLAIM_SECRET, KeyScope

@@ -17,8 +17,8 @@ from typing import Protocol, cast
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from agentrl.base.processes import allow_files, seal
 from agentrl.errors import AgentRLError, ConfigError, StoreError, user_message
-from agentrl.processes import allow_files, seal
 from agentrl.store.base import Store
 from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, is_loopback_host
 from agentrl.store.http.request_limits import ConnectionLimits, LimitedProtocol

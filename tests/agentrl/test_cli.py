@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from agentrl.base.processes import USER_ERROR
 from agentrl.cli import main
 from agentrl.cli.main import cli
 from agentrl.config import load
 from agentrl.errors import StoreError
-from agentrl.processes import USER_ERROR
 from agentrl.store import open_store
 from tests import warm
 from tests.factories import run_folder

@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
+from agentrl.base.processes import LOG_LEVEL, PHASE
 from agentrl.config import resolve
-from agentrl.processes import LOG_LEVEL, PHASE
 from agentrl.store import open_store
 from agentrl.telemetry.console import LogFollower, console_level, show_progress
 from agentrl.telemetry.report import print_report
@@ -23,7 +23,7 @@ from agentrl.types import NewRollout, Outcome, Purpose, StepCommit
 
 LOGGED = """
 import logging
-from agentrl.processes import PHASE, log_to_stderr
+from agentrl.base.processes import PHASE, log_to_stderr
 log_to_stderr()
 log = logging.getLogger("agentrl.runner")
 log.debug("very fine"), log.info("fine"), log.log(PHASE, "building"), log.warning("it is slow")

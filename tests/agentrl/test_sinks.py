@@ -16,9 +16,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from agentrl.base.processes import Child
 from agentrl.config import MetricsConfig, RunConfig, resolve, validate
 from agentrl.errors import ConfigError, SinkError
-from agentrl.processes import Child
 from agentrl.store import open_store
 from agentrl.telemetry.sinks import base, process
 from agentrl.telemetry.sinks.base import (

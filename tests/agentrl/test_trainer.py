@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentrl import processes, trainer
+from agentrl import trainer
+from agentrl.base import processes
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.store import open_store

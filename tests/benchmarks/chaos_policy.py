@@ -23,7 +23,7 @@ from agentrl.algorithms.engines.vllm.parity_check import COMPLETIONS
 from agentrl.algorithms.engines.vllm.process import OLDEST
 from agentrl.algorithms.engines.vllm.serving import INIT
 from agentrl.algorithms.model.load import load_model
-from agentrl.http_server import listen
+from agentrl.base.http_server import listen
 
 NAME = "embedded server behind engine.vllm.urls"
 

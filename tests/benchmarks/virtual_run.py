@@ -36,8 +36,8 @@ from agentrl.algorithms.model.tool_parser import parse
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.load_policies import load_policies
+from agentrl.base.loading import load_attribute
 from agentrl.config import RunConfig, load
-from agentrl.loading import load_attribute
 from agentrl.simulation import Workload, lognormal
 from agentrl.types import (
     Group,

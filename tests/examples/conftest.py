@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from agentrl.base.loading import load_tasks
 from agentrl.config import load
-from agentrl.loading import load_tasks
 from agentrl.store import open_store
 from agentrl.types import NewRollout, PolicyVersion, Trace
 from tests import warm

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.base.loading import load_attribute, load_tasks
 from agentrl.config.presets import check_presets
 from agentrl.evaluation.bench import BenchPlan, read_bench
-from agentrl.loading import load_attribute, load_tasks
 from agentrl.runners.games import Game
 from agentrl.runners.games.scripted import _solved
 from tests import warm

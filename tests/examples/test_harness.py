@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from agentrl.base.loading import load_attribute
 from agentrl.config import RunConfig, WorkspaceConfig, load
-from agentrl.loading import load_attribute
 from agentrl.runners.harnesses.preset import load_preset
 from agentrl.runners.workspace.folders import Workspaces
 from tests.examples.parts import EXAMPLES, modules

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.base.threads import DaemonThreads, call
 from agentrl.errors import AgentError, ConfigError
 from agentrl.runners.executors.inprocess import as_agent, load
-from agentrl.threads import DaemonThreads, call
 
 
 class Runnable:

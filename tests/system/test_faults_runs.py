@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentrl import folder_lock, trainer
-from agentrl.algorithms.model import digests
+from agentrl import trainer
+from agentrl.base import digests, folder_lock
 from agentrl.cli.restart import go_back
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, DamagedError, Fenced, TrainingError, Unavailable

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from agentrl.base.processes import Child
 from agentrl.config import resolve
-from agentrl.processes import Child
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import ErrorKind, NewRollout, PolicyVersion, Rollout, RolloutState

@@ -23,9 +23,9 @@ from typing import IO
 
 from rich.console import Console
 
+from agentrl.base.processes import USER_ERROR, Child, log_to_stderr
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, SinkError
-from agentrl.processes import USER_ERROR, Child, log_to_stderr
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.telemetry.sinks import base

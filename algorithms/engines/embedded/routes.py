@@ -23,8 +23,8 @@ from agentrl.algorithms.engines.embedded.request_fields import check_fields
 from agentrl.algorithms.model.chat import Chat, RequestError
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.model.tool_parser import THINK
+from agentrl.base.http_server import read_body
 from agentrl.errors import nearest
-from agentrl.http_server import read_body
 from agentrl.types import Sampling
 
 RequestBody = TypeVar("RequestBody")

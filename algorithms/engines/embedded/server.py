@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from agentrl.access import ANYBODY, Access
 from agentrl.algorithms.engines.base import LoopThread, port_taken
 from agentrl.algorithms.engines.embedded.admission import Admission, deliver
 from agentrl.algorithms.engines.embedded.engine import Engine
@@ -28,8 +27,9 @@ from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.load import Model, Tokenizer, context_length
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.text import Codec
+from agentrl.base.access import ANYBODY, Access
+from agentrl.base.http_server import ask_for_key, listen
 from agentrl.errors import PolicyError
-from agentrl.http_server import ask_for_key, listen
 from agentrl.types import POLICY, Sampling
 
 NO_DEFAULTS = Sampling()

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from agentrl.access import Access, given_key
 from agentrl.algorithms.engines.base import VERSION_HEADER, RequestHold, parse_versions
 from agentrl.algorithms.engines.vllm.serving import (
     CLOSE,
@@ -36,8 +35,9 @@ from agentrl.algorithms.engines.vllm.spans import (
     SpanMiddleware,
     answer,
 )
-from agentrl.http_server import NO_KEY
-from agentrl.processes import die_with_parent, seal
+from agentrl.base.access import Access, given_key
+from agentrl.base.http_server import NO_KEY
+from agentrl.base.processes import die_with_parent, seal
 
 KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
 CALLERS_VARIABLE = "AGENTRL_VLLM_CALLERS"  # environment variable with the keys of callers, if any

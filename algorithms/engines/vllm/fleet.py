@@ -32,7 +32,6 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from agentrl.access import ANYBODY, KEY_HEADERS, Access
 from agentrl.algorithms.engines.base import (
     VERSION_HEADER,
     LoopThread,
@@ -51,8 +50,9 @@ from agentrl.algorithms.engines.vllm.serving import (
     LostError,
     ServedModel,
 )
+from agentrl.base.access import ANYBODY, KEY_HEADERS, Access
+from agentrl.base.http_server import ask_for_key, listen, read_body
 from agentrl.errors import PolicyError
-from agentrl.http_server import ask_for_key, listen, read_body
 from agentrl.types import POLICY, Json
 
 WATCH = 1.0  # seconds between health checks; starting a server takes longer

@@ -25,9 +25,9 @@ from agentrl.algorithms.engines.vllm.child import (
     HoldMiddleware,
 )
 from agentrl.algorithms.engines.vllm.serving import BASE, LostError, ServedModel
+from agentrl.base.processes import PARENT, environment_without_secrets
 from agentrl.config import VllmEngineConfig
 from agentrl.errors import PolicyError
-from agentrl.processes import PARENT, environment_without_secrets
 from agentrl.types import POLICY, Json
 
 OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint

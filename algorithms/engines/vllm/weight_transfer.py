@@ -28,7 +28,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from agentrl import threads
 from agentrl.algorithms.engines.vllm.client import VllmClient
 from agentrl.algorithms.engines.vllm.serving import (
     FINISH,
@@ -39,6 +38,7 @@ from agentrl.algorithms.engines.vllm.serving import (
     TrainedModel,
 )
 from agentrl.algorithms.engines.vllm.weight_sync import WeightSync
+from agentrl.base import threads
 from agentrl.errors import PolicyError
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentrl.access import Access
 from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
+from agentrl.base.access import Access
 from agentrl.errors import PolicyError
 from tests.algorithms.engines.fake_vllm import FakeVllm
 

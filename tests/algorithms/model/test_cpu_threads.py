@@ -19,7 +19,7 @@ from agentrl.algorithms.model.cpu_threads import (
     largest_power_of_two,
     thread_tuner,
 )
-from agentrl.processes import environment
+from agentrl.base.processes import environment
 
 STEP = """
 import hashlib, torch

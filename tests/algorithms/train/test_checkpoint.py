@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.base import Psi, StepReport
-from agentrl.algorithms.model import digests
 from agentrl.algorithms.train.checkpoint import (
     STATE,
     checkpoint_name,
@@ -26,8 +25,9 @@ from agentrl.algorithms.train.checkpoint import (
     save_checkpoint,
     set_random_state,
 )
+from agentrl.base import digests
+from agentrl.base.files import atomic_directory
 from agentrl.errors import DamagedError, PolicyError, TrainingError
-from agentrl.files import atomic_directory
 
 
 class OneNumber:
@@ -102,7 +102,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_the_last_checkpoint(tmp_path: Path
 def test_a_process_killed_while_writing_leaves_nothing_under_the_name(tmp_path: Path) -> None:
     script = f"""
 import os, pathlib
-from agentrl.files import atomic_directory
+from agentrl.base.files import atomic_directory
 with atomic_directory(pathlib.Path({str(tmp_path)!r}, "2")) as partial:
     (partial / "weight").write_text("half")
     os.kill(os.getpid(), {signal.SIGKILL.value})

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.algorithms.train import estimate
 from agentrl.algorithms.train.load_policies import load_policies
+from agentrl.base.processes import PHASE
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
-from agentrl.processes import PHASE
 
 
 def run_config(model: Path, **tables: Any) -> RunConfig:

@@ -12,8 +12,8 @@ import pytest
 
 from agentrl.algorithms.train import heldout
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
+from agentrl.base.files import PARTIAL
 from agentrl.config import resolve
-from agentrl.files import PARTIAL
 
 
 async def nothing(*given: Any) -> dict[str, Any]:

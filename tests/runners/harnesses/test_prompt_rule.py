@@ -12,7 +12,7 @@ import jinja2
 import pytest
 from aiohttp import web
 
-from agentrl.processes import PHASE
+from agentrl.base.processes import PHASE
 from agentrl.runners.dialects import UntranslatableError
 from agentrl.runners.gateway.capture import ModelRequest
 from agentrl.runners.gateway.prompt_rule import PromptRule, find_rule

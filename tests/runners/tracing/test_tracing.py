@@ -10,7 +10,7 @@ import httpx
 import pytest
 from opentelemetry import trace
 
-from agentrl import threads
+from agentrl.base import threads
 from agentrl.runners.tracing import core as tracing
 
 

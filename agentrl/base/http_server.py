@@ -14,7 +14,7 @@ from contextlib import suppress
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from agentrl.access import ANYBODY, Access, given_key
+from agentrl.base.access import ANYBODY, Access, given_key
 
 NO_KEY = "the API key is missing or unknown; send one of engine.key_env as a bearer token"
 REQUEST_TIMEOUT = 120.0  # seconds for the headers, and again for the body

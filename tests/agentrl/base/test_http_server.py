@@ -8,7 +8,7 @@ import sys
 import pytest
 from aiohttp import web
 
-from agentrl.http_server import listen, read_body, server_loop
+from agentrl.base.http_server import listen, read_body, server_loop
 
 WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi"
 

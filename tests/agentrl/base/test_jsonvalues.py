@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.jsonvalues import NotJsonError, as_json, check_json
+from agentrl.base.jsonvalues import NotJsonError, as_json, check_json
 
 
 class Colour(enum.Enum):

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from agentrl.processes import PARENT, environment
+from agentrl.base.processes import PARENT, environment
 
 
 def test_threads_soon_sleep_while_they_wait_unless_told_otherwise(

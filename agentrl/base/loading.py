@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from agentrl.datasets.files import read_rows
+from agentrl.base.jsonvalues import NotJsonError, as_json, check_json
+from agentrl.base.row_files import read_rows
 from agentrl.errors import ConfigError, nearest
-from agentrl.jsonvalues import NotJsonError, as_json, check_json
 from agentrl.types import Json
 
 INPUTS = ("input", "prompt", "question", "problem", "instruction")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import loading
+from agentrl.base import loading
+from agentrl.base.loading import load_attribute, load_tasks, task_file
 from agentrl.errors import ConfigError
-from agentrl.loading import load_attribute, load_tasks, task_file
 
 
 def test_attribute_of_a_file(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.access import Access, read_key
 from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model.load import load_model
+from agentrl.base.access import Access, read_key
 from agentrl.config import RunConfig
 from agentrl.config.infrastructure import EmbeddedEngineConfig
 from agentrl.config.load import resolve

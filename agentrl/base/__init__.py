@@ -1,0 +1,1 @@
+"""What everything stands on: processes, threads, files, locks, digests, loading, access, OTLP."""
