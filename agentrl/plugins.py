@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.base.loading import import_error, load_attribute
-from agentrl.config.base import installed_plugins
+from agentrl.base.parts import installed_plugins, missing
 from agentrl.errors import ConfigError, nearest
 
 Kind = Literal["presets", "executors", "engines", "learners", "sinks", "rewards", "harnesses"]
@@ -35,9 +35,8 @@ def load_plugin(kind: Kind, name: str, own: Collection[str], root: Path, *, key:
     if name in own:
         return None
     if name not in registered:
-        raise ConfigError(
-            f"{key} = {name!r}; {nearest(name, [*own, *registered])}, or your own as file.py:name"
-        )
+        hint = f"{nearest(name, [*own, *registered])}, or your own as file.py:name"
+        raise ConfigError(f"{key} = {name!r}; {missing(kind, name) or hint}")
     point = registered[name]
     try:
         return point.load()

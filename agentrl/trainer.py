@@ -27,8 +27,10 @@ from agentrl import run_owner
 from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.base import folder_lock
+from agentrl.base.files import make_folder
 from agentrl.base.loading import load_tasks, task_file
-from agentrl.base.processes import PHASE, USER_ERROR, Child, keep_alive
+from agentrl.base.parts import installed_plugins, parts
+from agentrl.base.processes import PHASE, USER_ERROR, Child, Companion, keep_alive
 from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
 from agentrl.config import policies as team
@@ -42,15 +44,12 @@ from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
 from agentrl.telemetry.console import LogFollower, show_progress
 from agentrl.telemetry.report import print_report
-from agentrl.telemetry.sinks.base import check_sinks
-from agentrl.telemetry.sinks.process import sinks_process
 from agentrl.types import Json
 
 RUN_OUTPUTS = (
     *("store.db*", "run.json", "logs", "checkpoints", "dumps", "curve.png", "plan.json"),
-    *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl", "players"),
-    *("metrics", "tensorboard", "wandb", "mlruns", "vllm", "servers", "pool"),
-)  # everything that a run writes into its output folder
+    *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl", "players", "pool"),
+)  # what a run writes into its output folder, besides its parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +171,8 @@ def check(config: RunConfig) -> None:
     learner_factory(config)
     if config.learner.kind == "verl":
         verl_settings.check(config)
-    check_sinks(config)
+    for point in installed_plugins("checks"):
+        point.load()(config)
     for key in ("train", "heldout"):
         if value := getattr(config.tasks, key):
             load_tasks(value, root, key=f"tasks.{key}")
@@ -203,7 +203,7 @@ def clear(config: RunConfig) -> None:
     with folder_lock.exclusive(output):
         with contextlib.suppress(StoreError):  # no store, or one of another version
             run_blocking(_fence(config))
-        for pattern in RUN_OUTPUTS:
+        for pattern in (*RUN_OUTPUTS, *(name for part in parts() for name in part.outputs)):
             for path in output.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -216,16 +216,6 @@ async def _fence(config: RunConfig) -> None:
 def has_own_store(config: RunConfig) -> bool:
     """Whether the store is in the output folder, so that no other run is in it."""
     return config.store == store_in(Path(config.output))
-
-
-def make_folder(path: Path) -> Path:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"output: cannot make the folder {path} ({error.strerror}); choose another with output="
-        ) from None
-    return path
 
 
 async def front(
@@ -248,14 +238,15 @@ async def supervise(
     local: tuple[Any, Any] | None = None,
     play: Path | None = None,
     verb: str = "start",
+    alone: bool = False,
     console: Console | None = None,
     level: int = PHASE,
 ) -> float:
     """Start the processes of a run, show its progress, and stop them when the algorithm has ended.
-    Returns the duration in seconds; raises AgentRLError if another process ends first.
+    Returns its seconds; raises AgentRLError if another process ends first.
 
-    play: file of an evaluation plan to play instead of training; verb: "prompts" runs a prompt
-    search."""
+    play: file of an evaluation plan to play instead; verb: "prompts" runs a prompt search; alone:
+    without what parts run beside it."""
     config, output = hide_secrets(config), Path(config.output)
     logs = make_folder(output / "logs")
     console = console or Console()
@@ -272,14 +263,17 @@ async def supervise(
         workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(own)]
         if not (own or local or config.data.name):
             console.print(_how_to_join(config), soft_wrap=True, highlight=False)
-        sinks = sinks_process(config, run_file, console)
-        logged = [algorithm, *workers, *([sinks.child] if sinks else [])]
+        points = () if alone or play else installed_plugins("beside")
+        made = [point.load()(config, run_file, console) for point in points]
+        beside: list[Companion] = [companion for companion in made if companion]
+        logged = [algorithm, *workers, *(companion.child for companion in beside)]
         log_lines = LogFollower(console, level, [child.log for child in logged])
         started = time.monotonic()
         stack.enter_context(folder_lock.shared(output))
-        if sinks:  # stopped last: they also write the last evaluation
+        if beside:
             stack.callback(log_lines.look)
-            stack.push_async_callback(sinks.stop)
+        for companion in beside:  # stopped last: sinks also write the last evaluation
+            stack.push_async_callback(companion.stop)
         stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
         stack.push_async_callback(_stop_runners, workers, config.runner.drain)
         count = partial(_ended_rollouts, store, config.name)
@@ -287,7 +281,7 @@ async def supervise(
         working += [_local_runner(config, *local)] if local else []
         quiet = verb == "prompts" or level > PHASE
         showing = [show_progress(store, config, console, quiet=quiet), log_lines.follow()]
-        showing += [sinks.keep()] if sinks else []
+        showing += [companion.keep() for companion in beside]
         watchers = [held.keeping, *(asyncio.create_task(work) for work in working)]
         followers = [asyncio.create_task(work) for work in showing]
         try:

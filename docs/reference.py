@@ -22,7 +22,7 @@ from agentrl.algorithms.objective import core
 from agentrl.algorithms.presets import catalogue
 from agentrl.cli.algorithms import record
 from agentrl.cli.main import cli
-from agentrl.cli.settings import SECTIONS, comments, run_file_schema
+from agentrl.cli.settings import comments, run_file_schema, sections
 from agentrl.store import open_store
 from examples.gallery import GALLERY
 
@@ -41,13 +41,13 @@ def settings() -> str:
         common: set[str] = set()
         for name in kinds:
             table = defs[name]
-            tag = SECTIONS[name].__struct_config__
+            tag = sections()[name].__struct_config__
             if len(kinds) > 1:
                 shown = tag.tag if tag.tag != "external" else "file.py:name"
                 lines.append(f'\n### `{path}` with `{tag.tag_field} = "{shown}"`\n')
             lines += [line(table.get("description", "")), "\n| setting | type | default | |"]
             lines.append("|---|---|---|---|")
-            notes = comments(SECTIONS[name])
+            notes = comments(sections()[name])
             for key, one in table["properties"].items():
                 inner = tables_in(one)
                 full = f"{path}.{key}" if path else key

@@ -1,4 +1,5 @@
-"""Atomic directories: complete or absent, even if a process is killed while it writes them."""
+"""Output folders, and atomic directories: complete or absent, even if a process is killed while it
+writes them."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from agentrl.errors import ConfigError
 
 PARTIAL = ".tmp-"  # in the name of a directory that is being written or deleted
 
@@ -46,3 +49,14 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> Path:
+    """Make the output folder of a run, if there is none. Raises ConfigError if that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output: cannot make the folder {path} ({error.strerror}); choose another with output="
+        ) from None
+    return path

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,9 @@ def _read_jsonl(file: Path, key: str) -> dict[str, Any]:
             except msgspec.DecodeError as error:
                 raise ConfigError(f"{key}: {file}:{number} is not JSON: {error}") from None
     return items
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is installed, not just a folder of that name, which has no origin."""
+    spec: Any = find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
+
+from agentrl.base.parts import installed_plugins, missing
+from agentrl.config import RunConfig
 
 RESUMED = {
     "train": "after the last committed step",
@@ -33,3 +38,45 @@ def how_to_continue(arguments: list[str]) -> str:
     again = [one for one in arguments if one.partition("=")[0] in ("--fresh", "--from")]
     without = f" without {again[0].partition('=')[0]}" if again else ""
     return f" The same command{without} continues {where}." if where else ""
+
+
+class CommandGroup(click.Group):
+    """A group that also has the commands of installed parts, whose names begin with `path`."""
+
+    path = ""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        named = (point.name.rpartition(" ") for point in installed_plugins("commands"))
+        return sorted({*self.commands, *(name for path, _, name in named if path == self.path)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if own := super().get_command(ctx, cmd_name):
+            return own
+        path = f"{self.path} {cmd_name}".strip()
+        points = installed_plugins("commands")
+        if path in points.names:
+            command: click.Command = points[path].load()
+            return command
+        if why := missing("commands", path):
+            raise click.UsageError(f"{path}: {why}")
+        return None
+
+
+class StoreGroup(CommandGroup):
+    path = "store"
+
+
+class AlgorithmGroup(CommandGroup):
+    path = "algorithm"
+
+
+class AlgorithmsGroup(CommandGroup):
+    path = "algorithms"
+
+
+def _read(context: click.Context, option: click.Parameter, file: Path) -> RunConfig:
+    return msgspec.json.decode(file.read_bytes(), type=RunConfig)
+
+
+config_file = click.argument("config", type=click.Path(path_type=Path), callback=_read)
+"""The settings of a run, which its front has written for its processes."""

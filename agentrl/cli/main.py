@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from agentrl import __version__
+from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import (
     ERROR_MARK,
     LOG_LEVEL,
@@ -21,38 +22,30 @@ from agentrl.base.processes import (
     log_to_stderr,
     seal,
 )
-from agentrl.cli import how_to_continue
-from agentrl.cli.bench import bench
+from agentrl.cli import AlgorithmsGroup, CommandGroup, config_file, how_to_continue
 from agentrl.cli.data import data
-from agentrl.cli.doctor import doctor
 from agentrl.cli.export import export
 from agentrl.cli.gateway import gateway
 from agentrl.cli.harness import harness
-from agentrl.cli.plan import plan
 from agentrl.cli.prompts import prompts
 from agentrl.cli.rm import rm
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init, show_settings
 from agentrl.cli.store import store as store_group
-from agentrl.cli.view import view
 from agentrl.cli.why import why
 from agentrl.config import RunConfig, load, store_of
 from agentrl.config.policies import has_no_own_policy
-from agentrl.doctor.machine import check_at_start
 from agentrl.errors import AgentRLError, user_message
 from agentrl.telemetry.console import console_level
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (
-    bench, config_group, data, doctor, export, gateway, harness, init, plan, prompts, rm,
-    store_group, view, why,
-):  # fmt: skip
+for command in (config_group, data, export, gateway, harness, init, prompts, rm, store_group, why):
     cli.add_command(command)
 
 
@@ -128,8 +121,9 @@ def train(
 
         trainer.check(config)
         go_back(config, start, take_over=take_over)
-    for warning in check_at_start(config):
-        click.echo(f"WARNING {warning}")
+    for point in installed_plugins("starts"):
+        for warning in point.load()(config):
+            click.echo(f"WARNING {warning}")
     trainer.run_training(config, fresh=fresh, take_over=take_over, level=level)
 
 
@@ -257,7 +251,7 @@ def metrics(run: str, form: str | None, store: str | None) -> None:
     _print(show(asyncio.run(commands.read(store or store_of(run), run))))
 
 
-@cli.group(invoke_without_command=True)
+@cli.group(cls=AlgorithmsGroup, invoke_without_command=True)
 @click.option("--for", "file", type=click.Path(path_type=Path), help="Only those for this run.")
 @click.pass_context
 def algorithms(context: click.Context, file: Path | None) -> None:
@@ -267,10 +261,8 @@ def algorithms(context: click.Context, file: Path | None) -> None:
 
         if file is None:
             click.echo("\n".join(catalogue()))
-        else:
-            from agentrl.cli.advise import advise
-
-            click.echo("\n".join(asyncio.run(advise(load(file, [])))))
+        elif advise := algorithms.get_command(context, "advise"):
+            context.invoke(advise, run_file=file)
 
 
 @algorithms.command("show")
@@ -317,13 +309,6 @@ def algorithm() -> None:
     """The algorithm process; `agentrl train` starts it."""
 
 
-def _config(context: click.Context, option: click.Parameter, file: Path) -> RunConfig:
-    return msgspec.json.decode(file.read_bytes(), type=RunConfig)
-
-
-config_file = click.argument("config", type=click.Path(path_type=Path), callback=_config)
-
-
 @algorithm.command("start")
 @config_file
 def start_algorithm(config: RunConfig) -> None:
@@ -358,20 +343,6 @@ def play_lineups(config: RunConfig, plan_file: Path) -> None:
 
     plan = msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan)
     asyncio.run(play_plan(config, plan))
-
-
-@cli.group(hidden=True)
-def sink() -> None:
-    """Metrics sinks; `agentrl train` starts them."""
-
-
-@sink.command("start")
-@config_file
-def start_sinks(config: RunConfig) -> None:
-    """Write metrics until standard input ends."""
-    from agentrl.telemetry.sinks.process import main as write_metrics
-
-    write_metrics(config)
 
 
 def main() -> None:

@@ -14,23 +14,17 @@ import msgspec
 
 from agentrl.config import (
     RunConfig,
-    agents,
-    infrastructure,
-    opponents,
-    prompts,
     rewards,
-    schema,
     to_toml,
 )
-from agentrl.config.base import EXTERNAL
+from agentrl.config.base import EXTERNAL, Section
 from agentrl.config.policies import trained_policies, view
 from agentrl.errors import ConfigError
+from agentrl.types import Sampling
 
 STARTER = Path(__file__).with_name("starter")
 FILES = ("run.toml", "agent.py", "tasks.jsonl", "verifier.py", "policy.py")
 FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?$")
-PARTS = (infrastructure, agents, opponents, prompts, rewards, schema)
-SECTIONS = {name: value for part in PARTS for name, value in vars(part).items()}
 
 
 @click.group()
@@ -99,9 +93,10 @@ def run_file_schema() -> dict[str, Any]:
     kind, or have the tag of a kind from outside the library."""
     made, config = msgspec.json.schema(RunConfig), RunConfig()
     tables = (config.engine, config.learner, config.runner, config.selfplay)
+    known = sections()
     defaults = {*map(type, tables), rewards.RewardModelConfig}
     for name, table in made["$defs"].items():
-        section = SECTIONS[name]
+        section = known[name]
         field = section.__struct_config__.tag_field
         if section.__struct_config__.tag == EXTERNAL:
             table["properties"] |= {field: {"type": "string"}}
@@ -121,6 +116,18 @@ def run_file_schema() -> dict[str, Any]:
             if isinstance(one, dict):
                 one.pop("discriminator", None)  # OpenAPI's; it does not know external kinds
     return made
+
+
+def sections() -> dict[str, type[msgspec.Struct]]:
+    """The tables of run files by the names of their classes."""
+    return {"Sampling": Sampling} | _below(Section)
+
+
+def _below(base: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
+    found = {section.__name__: section for section in base.__subclasses__()}
+    for section in list(found.values()):
+        found |= _below(section)
+    return found
 
 
 def comments(section: type[msgspec.Struct]) -> dict[str, str]:

@@ -20,7 +20,6 @@ from agentrl.config.infrastructure import RunnerConfig as RunnerConfig
 from agentrl.config.infrastructure import TorchLearnerConfig as TorchLearnerConfig
 from agentrl.config.infrastructure import VerlConfig as VerlConfig
 from agentrl.config.infrastructure import VerlLearnerConfig as VerlLearnerConfig
-from agentrl.config.infrastructure import VllmEngineConfig as VllmEngineConfig
 from agentrl.config.load import differences as differences
 from agentrl.config.load import from_store as from_store
 from agentrl.config.load import load as load
@@ -36,7 +35,6 @@ from agentrl.config.schema import AlgorithmConfig as AlgorithmConfig
 from agentrl.config.schema import BranchingConfig as BranchingConfig
 from agentrl.config.schema import CounterfactualConfig as CounterfactualConfig
 from agentrl.config.schema import LoraConfig as LoraConfig
-from agentrl.config.schema import MetricsConfig as MetricsConfig
 from agentrl.config.schema import PolicyConfig as PolicyConfig
 from agentrl.config.schema import RunConfig as RunConfig
 from agentrl.config.schema import UpstreamConfig as UpstreamConfig

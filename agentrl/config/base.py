@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from functools import cache
-from importlib.metadata import EntryPoints, entry_points
-from typing import Annotated
+from collections.abc import Iterator
+from functools import reduce
+from operator import or_
+from types import GenericAlias, UnionType
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
+
+from agentrl.base.parts import installed_plugins
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -21,19 +24,15 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 EXTERNAL = "external"  # tag of kinds from outside the library; `factory` has the given name
 
 
-def installed_plugins(kind: str) -> EntryPoints:
-    """The entry points in the group `agentrl.<kind>` of all installed packages."""
-    return _entry_points(f"agentrl.{kind}", tuple(sys.path))
-
-
-@cache
-def _entry_points(group: str, path: tuple[str, ...]) -> EntryPoints:
-    """Cached by `path` (`sys.path`), because reading entry points takes 10 ms."""
-    return entry_points(group=group)
-
-
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the run file's tables."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        """Error messages about this table in a run's settings; each names the key."""
+        return iter(())
+
+
+S = TypeVar("S", bound=Section)
 
 
 def kind_of(section: Section) -> str:
@@ -47,3 +46,34 @@ class KindSection(Section, frozen=True):
     @property
     def kind(self) -> str:
         return kind_of(self)
+
+
+def with_parts(section: type[S], path: str = "") -> type[S]:
+    """The table at `path` of the run file with the tables that installed parts add to it."""
+    added = dict[str, tuple[Any, Any]]()
+    for point in installed_plugins("tables"):
+        parent, _, key = point.name.rpartition(".")
+        if parent == path:
+            kind = point.load()
+            added[key] = (kind, {} if isinstance(kind, GenericAlias) else structs_of(kind)[0]())
+    if not added:
+        return section
+    body = {key: default for key, (_, default) in added.items()}
+    body["__annotations__"] = {key: kind for key, (kind, _) in added.items()}
+    body |= {"__module__": section.__module__, "__doc__": section.__doc__}
+    build: Any = type(section)
+    made: type[S] = build(section.__name__, (section,), body, frozen=True, kw_only=True)
+    return made
+
+
+def kinds(table: str, *own: type[Section]) -> Any:
+    """The kinds of a table: those of parts are before the last of its own, which is a plug-in's."""
+    points = installed_plugins("kinds")
+    parts = [point.load() for point in points if point.name.rpartition(".")[0] == table]
+    return reduce(or_, (*own[:-1], *parts, own[-1]))
+
+
+def structs_of(kind: Any) -> tuple[type[msgspec.Struct], ...]:
+    """The structs in a type, which may be a union."""
+    every = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return tuple(one for one in every if isinstance(one, type) and issubclass(one, msgspec.Struct))

@@ -7,7 +7,7 @@ only the settings of this kind. Their base class has the settings of all kinds.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -22,9 +22,10 @@ from agentrl.config.base import (
     Seconds,
     Section,
     kind_of,
+    kinds,
 )
 
-ENGINES = ("embedded", "vllm")
+ENGINES = ("embedded",)
 LEARNERS = ("torch", "verl")
 
 
@@ -91,42 +92,6 @@ class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERN
 Learner = TorchLearnerConfig | VerlLearnerConfig | ExternalLearnerConfig
 
 
-OF_A_CHILD: tuple[tuple[str, object], ...] = (
-    ("arguments", []), ("tool_parser", "hermes"), ("gpu_memory", 0.0), ("sleep", 0),
-)  # fmt: skip
-
-
-class VllmConfig(Section, frozen=True):
-    """A vLLM child process or running vLLM servers, for `engine.kind = "vllm"`."""
-
-    urls: list[str] = []  # http://HOST:PORT of running servers; none: start a child process
-    key_env: str = ""  # environment variable with the API key of those servers, if they have one
-    start_timeout: Seconds = 300.0  # for the start of a server
-    timeout: Seconds = 60.0  # for calls in flight to end before an update, and for the update
-    # How new weights are transferred; auto: the fastest method that works here.
-    sync: Literal["auto", "adapter", "ipc", "nccl", "shared_memory", "reload"] = "auto"
-    max_adapters: Count = 8  # adapters that a child serves at once, including frozen ones
-    # Fraction of the GPU's memory for a child; 0: what the learner leaves, estimated by model size.
-    gpu_memory: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    # vLLM's sleep mode: free the child's GPU memory during updates. 1: keep its weights in host
-    # memory; 2: drop its weights and send them again, without host memory; 0: off.
-    sleep: Literal[0, 1, 2] = 0
-    tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, or 0.1 in bfloat16
-    tool_parser: str = "hermes"  # vLLM's parser for the model's format of tool calls
-    arguments: list[str] = []  # additional arguments of `vllm serve`
-
-    def __post_init__(self) -> None:
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"engine.vllm.urls = {url!r}: give it as http://HOST:PORT")
-        for name, default in OF_A_CHILD:
-            if self.urls and getattr(self, name) != default:
-                raise ValueError(
-                    f"engine.vllm.{name} is for a vLLM child, but engine.vllm.urls are servers that"
-                    " run already; set it when you start them"
-                )
-
-
 class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     """Settings of every policy server."""
 
@@ -155,6 +120,36 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
             raise ValueError("engine.ssl_certfile and engine.ssl_keyfile belong together")
 
     @property
+    def frees_gpu(self) -> bool:
+        """Whether the server gives its GPU memory to the learner during updates."""
+        return False
+
+    @property
+    def one_model(self) -> str:
+        """The setting because of which it serves a single model; empty: several."""
+        return ""
+
+    @property
+    def most_adapters(self) -> tuple[str, int] | None:
+        """The setting that limits the adapters served at once, and the limit; None: no limit."""
+        return None
+
+    @property
+    def serves_only_adapters(self) -> bool:
+        """Whether further versions of a policy can be served only as adapters."""
+        return False
+
+    @property
+    def sent_keys(self) -> dict[str, str]:
+        """Environment variables with keys that this machine sends, by their setting."""
+        return {}
+
+    def gpu_share(self, config: Any, network: Any, total: int) -> float | None:
+        """The fraction of the learner's GPU, of `total` bytes, that the server needs; None: none.
+        network: the policy. Raises PolicyError if the learner leaves too little."""
+        return None
+
+    @property
     def access(self) -> Access:
         """Keys and certificate. Raises ConfigError if the environment has no key."""
         keys = read_key(self.key_env, "engine.key_env", "the policy server's").split()
@@ -165,12 +160,6 @@ class EmbeddedEngineConfig(EngineConfig, frozen=True, tag="embedded"):
     """A policy server in the algorithm process."""
 
 
-class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
-    """A vLLM policy server."""
-
-    vllm: VllmConfig = VllmConfig()
-
-
 class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL):
     """A custom policy server."""
 
@@ -178,7 +167,10 @@ class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL
     options: dict[str, Any] = {}  # any keys, for the factory
 
 
-Engine = EmbeddedEngineConfig | VllmEngineConfig | ExternalEngineConfig
+if TYPE_CHECKING:
+    Engine = EngineConfig
+else:
+    Engine = kinds("engine", EmbeddedEngineConfig, ExternalEngineConfig)
 
 
 class PoolConfig(Section, frozen=True):

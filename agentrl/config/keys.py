@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import UnionType
 from typing import Any, get_args
 
 import msgspec
 
-from agentrl.config.base import EXTERNAL, installed_plugins
+from agentrl.base.parts import installed_plugins, missing
+from agentrl.config.base import EXTERNAL, structs_of
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, nearest
 
@@ -63,9 +63,9 @@ class _Reader:
     def _value(self, kind: Any, value: Any, path: str) -> Any:
         if not isinstance(value, dict):
             return value
-        if structs := _structs(kind):
+        if structs := structs_of(kind):
             return self.table(structs, value, path)
-        if get_args(kind) and (structs := _structs(get_args(kind)[-1])):  # tables by name
+        if get_args(kind) and (structs := structs_of(get_args(kind)[-1])):  # tables by name
             return {
                 name: self._value(get_args(kind)[-1], inner, f"{path}{name}.")
                 for name, inner in value.items()
@@ -87,10 +87,11 @@ class _Reader:
             if EXTERNAL in by_tag:
                 names |= installed_plugins(PLUGINS[path[:-1]]).names
             if tag not in names and (EXTERNAL not in by_tag or ":" not in tag):
-                raise ConfigError(f"{self.source}: {path}{field} = {tag!r}; {nearest(tag, names)}")
+                hint = missing("kinds", path + tag) or nearest(tag, names)
+                raise ConfigError(f"{self.source}: {path}{field} = {tag!r}; {hint}")
             data |= {field: EXTERNAL, "factory": tag}
         section = by_tag[data[field]]
-        if _structs(field_types(section).get(tag)):
+        if structs_of(field_types(section).get(tag)):
             data.setdefault(tag, {})
         return section, data
 
@@ -102,7 +103,7 @@ class _Reader:
         others = [kind for kind in kinds if key in field_types(kind)]
         if not others:
             where = f" in [{path.rstrip('.')}]" if path else ""
-            hint = nearest(key, field_types(section))
+            hint = missing("tables", path + key) or nearest(key, field_types(section))
             raise ConfigError(f"{self.source}: unknown key {path + key!r}{where}; {hint}")
         default = flatten({key: _default_of(others[0], key)})
         given = flatten({key: data[key]})
@@ -136,14 +137,8 @@ def format_validation_error(message: str) -> str:
         return message.replace("`$.", "`").replace("`$`", "the top level")
     kinds: list[Any] = [RunConfig]  # possible types of the key, followed along its path
     for name, inner in re.findall(r"(\w+)(\[\.\.\.\])?", wrong[2]):
-        tables = [field_types(struct) for kind in kinds for struct in _structs(kind)]
+        tables = [field_types(struct) for kind in kinds for struct in structs_of(kind)]
         kinds = [table[name] for table in tables if name in table]
         kinds = [get_args(kind)[-1] for kind in kinds] if inner else kinds
     words = (str(word) for kind in kinds for word in get_args(kind))
     return f"{wrong[2]} = {wrong[1]!r}; {nearest(wrong[1], words)}"
-
-
-def _structs(kind: Any) -> Structs:
-    """The structs in a type, which may be a union."""
-    every = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    return tuple(one for one in every if isinstance(one, type) and issubclass(one, msgspec.Struct))

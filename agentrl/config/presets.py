@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from agentrl.config.base import installed_plugins
+from agentrl.base.parts import installed_plugins
 from agentrl.config.policies import trained_policies, view
 from agentrl.config.schema import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, nearest

@@ -8,7 +8,7 @@ change what a run learns.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -21,6 +21,7 @@ from agentrl.config.base import (
     Positive,
     Seconds,
     Section,
+    with_parts,
 )
 from agentrl.config.infrastructure import (
     EmbeddedEngineConfig,
@@ -303,14 +304,6 @@ class EvalConfig(Section, frozen=True):
     patience: Natural = 0  # evaluations without a better score that end training; 0: off
 
 
-class MetricsConfig(Section, frozen=True):
-    """Sinks of metrics besides the store. Each is an extra: `pip install 'agentrl[wandb]'`."""
-
-    sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio, or your own as "file.py:name"
-    options: dict[str, Any] = {}  # any keys, for your own sinks
-    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # in MLflow: the experiment
-
-
 class RunConfig(Section, frozen=True):
     """One training job. Paths of input files are relative to `root`, the run file's folder; outputs
     go to `output`, relative to the working directory."""
@@ -347,7 +340,6 @@ class RunConfig(Section, frozen=True):
     runner: Runner = RunnerConfig()
     eval: EvalConfig = EvalConfig()
     selfplay: Selfplay = SelfplayConfig()
-    metrics: MetricsConfig = MetricsConfig()
     prompts: PromptsConfig = PromptsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which agents may use as a model name
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers its calls
@@ -378,3 +370,7 @@ class RunConfig(Section, frozen=True):
         Earlier versions stored absolute paths, but the folder may have moved since."""
         own = Path(self.output, "checkpoints", Path(name).name)
         return own if own.is_dir() else Path(self.output, name)
+
+
+if not TYPE_CHECKING:
+    RunConfig = with_parts(RunConfig)

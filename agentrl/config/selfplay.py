@@ -10,7 +10,6 @@ from math import ceil, isfinite
 from statistics import fmean
 
 from agentrl.config import policies as team
-from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
 from agentrl.config.opponents import SnapshotOpponents
 from agentrl.config.schema import RunConfig
 from agentrl.types import POLICY, Rollout, RolloutState, Scope
@@ -51,30 +50,29 @@ def problems(config: RunConfig) -> Iterator[str]:
             f"algorithm.group_size = {size} is no multiple of the {seats} selfplay.seats, which "
             "the policy plays equally often in every group"
         )
-    if isinstance(config.engine, VllmEngineConfig):
-        yield from _vllm_problems(config, settings, config.engine.vllm)
+    if config.engine.serves_only_adapters:
+        yield from _adapter_problems(config, settings)
 
 
-def _vllm_problems(
-    config: RunConfig, settings: SnapshotOpponents, vllm: VllmConfig
-) -> Iterator[str]:
-    """Error messages if vLLM cannot serve the policy and its snapshots as adapters."""
+def _adapter_problems(config: RunConfig, settings: SnapshotOpponents) -> Iterator[str]:
+    """Error messages if the engine cannot serve the policy and its snapshots as adapters."""
     views = {name: team.view(config, name).policy for name in config.policies or [POLICY]}
     own = views[learning_policy(config)]
     if not own.lora.rank:
         yield (
-            f"selfplay.opponents = {settings.opponents!r}: engine.kind = 'vllm' serves snapshots "
-            "only as adapters; set policy.lora.rank, or engine.kind = 'embedded'"
+            f"selfplay.opponents = {settings.opponents!r}: engine.kind = {config.engine.kind!r} "
+            "serves snapshots only as adapters; set policy.lora.rank, or engine.kind = 'embedded'"
         )
     shared = sum(
         bool(one.lora.rank or one.lora.adapter) and one.model == own.model for one in views.values()
     )
     retired = ceil(config.algorithm.max_staleness / settings.every)
     needed = shared + settings.pool + retired
-    if not vllm.urls and needed > vllm.max_adapters:
+    key, most = config.engine.most_adapters or ("", needed)
+    if needed > most:
         yield (
-            f"engine.vllm.max_adapters = {vllm.max_adapters}: selfplay.pool = {settings.pool} asks "
-            f"for {needed} at once; raise max_adapters to that, or lower the pool"
+            f"{key} = {most}: selfplay.pool = {settings.pool} asks for {needed} at once; raise it "
+            "to that, or lower the pool"
         )
 
 

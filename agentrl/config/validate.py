@@ -8,17 +8,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
-from typing import Any
 
 import msgspec
 
 from agentrl.base.access import is_loopback
+from agentrl.base.loading import is_installed
 from agentrl.config import policies as team
 from agentrl.config import prompts, selfplay, upstreams
 from agentrl.config.agents import WorkspaceConfig
-from agentrl.config.base import EXTERNAL, installed_plugins
-from agentrl.config.infrastructure import EngineConfig, VllmEngineConfig
+from agentrl.config.base import EXTERNAL, Section
+from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -40,9 +39,6 @@ SAMPLING = (
     "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
     "branching", "counterfactual", "close_at", "group_deadline", "max_kl",
 )  # fmt: skip
-SINKS = ("mlflow", "tensorboard", "trackio", "wandb")
-"""Each is the name of a sink, of its module in `agentrl.telemetry.sinks`, of its package and of the
-extra that installs the package."""
 
 
 def check(config: RunConfig, source: str) -> None:
@@ -78,7 +74,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _policies(config)
     yield from _stand_ins(config)
     yield from selfplay.problems(config)
-    yield from _sinks(config.metrics.sinks)
     yield from _workspace(config)
     yield from _data(config)
     yield from prompts.problems(config)
@@ -90,16 +85,14 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from upstreams.teacher_problems(config)
     yield from _callers(config.engine)
     yield from _one_gpu(config)
+    for table in msgspec.structs.astuple(config):
+        if isinstance(table, Section):
+            yield from table.problems(config)
 
 
 def _one_gpu(config: RunConfig) -> Iterator[str]:
     """Settings with which learner and sampler share one GPU's memory."""
-    engine, policy = config.engine, config.policy
-    sleep = engine.vllm.sleep if isinstance(engine, VllmEngineConfig) else 0
-    if sleep and config.algorithm.overlap == "in_flight":
-        yield "engine.vllm.sleep: set algorithm.overlap to 'drained'; vLLM asleep answers no calls"
-    if sleep == 2 and policy.lora.rank:
-        yield "engine.vllm.sleep = 2 drops weights that policy.lora never sends again; set it to 1"
+    policy = config.policy
     if policy.quantize and not (policy.lora.rank and config.learner.kind == "torch"):
         yield "policy.quantize: set policy.lora.rank too, and learner.kind = 'torch'"
     if policy.quantize and not is_installed("bitsandbytes"):
@@ -344,11 +337,6 @@ def _staleness(config: RunConfig) -> Iterator[str]:
             f"engine.keys = {keys!r} has no effect unless algorithm.overlap = 'in_flight', because "
             "no call runs while weights change; remove it"
         )
-    elif keys != "recompute" and config.engine.kind == "vllm":
-        yield (
-            f"engine.keys = {keys!r}: after every update vLLM's log-probs are compared with the "
-            "learner's, and a cache of older weights would falsify them; remove it"
-        )
     grows = algorithm.branching.kind != "none" or algorithm.counterfactual.stand_ins
     for key in ("order", "close_at", "group_deadline"):
         if grows and getattr(algorithm, key) != getattr(AlgorithmConfig(), key):
@@ -366,21 +354,3 @@ def _staleness(config: RunConfig) -> Iterator[str]:
             f"algorithm.close_at = {algorithm.close_at}: a group needs algorithm.min_group = "
             f"{algorithm.min_group} rollouts with a reward and has algorithm.group_size = {size}"
         )
-
-
-def _sinks(names: list[str]) -> Iterator[str]:
-    known = [*SINKS, *installed_plugins("sinks").names]
-    for name in names:
-        if ":" not in name and name not in known:
-            yield f"metrics.sinks: {name!r}; {nearest(name, known)}, or your own as file.py:name"
-        if names.count(name) > 1:
-            yield f"metrics.sinks names {name!r} twice"
-    for name in names:
-        if name in SINKS and not is_installed(name):
-            yield f"metrics.sinks: {name!r} is not installed: pip install 'agentrl[{name}]'"
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package is installed, not just a folder of that name, which has no origin."""
-    spec: Any = find_spec(package)
-    return spec is not None and spec.origin is not None

@@ -20,7 +20,7 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from agentrl.base.access import read_sent_key
-from agentrl.config import RunConfig, VerlLearnerConfig, VllmEngineConfig
+from agentrl.config import RunConfig, VerlLearnerConfig
 from agentrl.config.policies import has_no_own_policy
 from agentrl.doctor import Status, run_check
 from agentrl.errors import ConfigError, NotFound
@@ -107,7 +107,7 @@ def disk(config: RunConfig) -> tuple[Status, str]:
 def ports(config: RunConfig) -> tuple[Status, str] | None:
     """Whether the configured ports of this machine are free."""
     asked = {"engine": config.engine, "runner": config.runner if config.runner.processes else None}
-    if isinstance(config.engine, VllmEngineConfig) or has_no_own_policy(config):
+    if config.engine.kind != "embedded" or has_no_own_policy(config):
         asked.pop("engine")  # a vLLM child reports its own port
     for name, server in asked.items():
         if server is None or not server.port:
@@ -127,8 +127,7 @@ def ports(config: RunConfig) -> tuple[Status, str] | None:
 def keys(config: RunConfig) -> tuple[Status, str] | None:
     """API keys in the environment. Raises ConfigError for a missing key or unusable certificate."""
     asked = {f"upstreams.{name}": each.key_env for name, each in config.upstreams.items()}
-    if isinstance(config.engine, VllmEngineConfig):
-        asked["engine.vllm"] = config.engine.vllm.key_env
+    asked |= config.engine.sent_keys
     for name, variable in asked.items():
         read_sent_key(variable, f"{name}.key_env", "the endpoint's")
     access = config.engine.access

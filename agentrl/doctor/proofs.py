@@ -19,8 +19,9 @@ from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.algorithms.model.proof import one_row, tolerance, trie_gap
 from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.base.files import make_folder
 from agentrl.base.loading import task_file
-from agentrl.config import MetricsConfig, RunConfig
+from agentrl.config import RunConfig
 from agentrl.config.schema import EvalConfig
 from agentrl.doctor import Status
 from agentrl.doctor.templates import QUESTION
@@ -92,11 +93,11 @@ def _gap(model: LoadedModel, answer: Any) -> float:
 async def rollout(config: RunConfig, task: dict[str, Json]) -> tuple[Status, str]:
     """Run one task through agent, gateway, policy server, verifier and store, as an evaluation."""
     config = evaluation_run(config, "doctor", None)
-    file = task_file([task], trainer.make_folder(Path(config.output)) / "task.jsonl")
+    file = task_file([task], make_folder(Path(config.output)) / "task.jsonl")
     tasks, evals = replace(config.tasks, heldout=file), EvalConfig(tasks=1, sampled=False)
-    config = replace(config, tasks=tasks, eval=evals, metrics=MetricsConfig())
+    config = replace(config, tasks=tasks, eval=evals)
     async with open_store(config.store) as store:
-        seconds = await trainer.supervise(store, config, console=Console(quiet=True))
+        seconds = await trainer.supervise(store, config, console=Console(quiet=True), alone=True)
         (row,) = await store.rollouts(config.name)
         trace = await store.trace(row.id)
     calls = trace.transitions if trace else []

@@ -23,10 +23,11 @@ from rich.console import Console
 
 from agentrl import trainer
 from agentrl.base.failures import commonest_failure
+from agentrl.base.files import make_folder
 from agentrl.base.loading import load_tasks
 from agentrl.base.processes import PHASE
 from agentrl.base.threads import run_blocking
-from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
+from agentrl.config import LoraConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
 from agentrl.config.load import store_in
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
@@ -202,7 +203,6 @@ def plan_run(
     name = f"{config.name}-{kind}-{sha256(about).hexdigest()[:8]}"
     return msgspec.structs.replace(
         evaluation_run(config, name, checkpoint.path),
-        metrics=MetricsConfig(),
         tasks=msgspec.structs.replace(
             config.tasks, heldout=config.tasks.heldout or config.tasks.train
         ),
@@ -270,7 +270,7 @@ def last_checkpoint(config: RunConfig) -> Path:
 
 
 async def _played(config: RunConfig, plan: EvaluationPlan) -> Played:
-    output = trainer.make_folder(Path(config.output))
+    output = make_folder(Path(config.output))
     async with open_store(config.store) as store:
         found = await _ended(store, config, plan)
         if found is None:

@@ -15,6 +15,7 @@ import msgspec
 from rich.console import Console
 
 from agentrl import trainer
+from agentrl.base.files import make_folder
 from agentrl.base.processes import PHASE
 from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig
@@ -51,7 +52,7 @@ def optimise(config: RunConfig, *, fresh: bool = False, level: int = PHASE) -> N
 
 
 async def _optimise(config: RunConfig, folder: Path, level: int) -> None:
-    trainer.make_folder(Path(config.output))
+    make_folder(Path(config.output))
     console = Console()
     async with open_store(config.store) as store:
         if state := await store.run(config.name):
@@ -62,7 +63,7 @@ async def _optimise(config: RunConfig, folder: Path, level: int) -> None:
         seconds = await trainer.supervise(
             store, config, verb="prompts", console=console, level=level
         )
-        best = await write_texts(store, config, trainer.make_folder(folder))
+        best = await write_texts(store, config, make_folder(folder))
         for line in await report(store, config, best):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         console.print(f"{seconds:.0f} s; the texts are in {folder}", highlight=False)

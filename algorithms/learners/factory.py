@@ -42,7 +42,6 @@ from agentrl.config import (
     RunConfig,
     Section,
     TorchLearnerConfig,
-    VllmEngineConfig,
 )
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError, PolicyError
@@ -114,7 +113,7 @@ def make_learner(
         policy=policy,
         trainers=trainers,
         offload=own.offload,
-        release=isinstance(config.engine, VllmEngineConfig) and config.engine.vllm.sleep > 0,
+        release=config.engine.frees_gpu,
     )
 
 

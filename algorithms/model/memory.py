@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from agentrl.algorithms.model.lm_head import MAX_LOGITS
-from agentrl.config import RunConfig, TorchLearnerConfig, VllmEngineConfig
-from agentrl.errors import PolicyError
+from agentrl.config import RunConfig
 
 GIB = 2**30
 USABLE = 0.9  # fraction of the memory
@@ -51,32 +50,6 @@ def bytes_of_token(config: RunConfig, network: Any) -> int:
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     return int(shape.num_hidden_layers * 2 * heads * size * bytes_of_weight(config))
-
-
-def vllm_share(config: RunConfig, network: Any, total: int) -> float:
-    """The fraction of a GPU of `total` bytes that the learner of `network` leaves to vLLM. If vLLM
-    sleeps during updates, memory that only updates need counts as free.
-
-    Raises PolicyError if that is too little for the weights and one call."""
-    engine = config.engine
-    assert isinstance(engine, VllmEngineConfig)
-    needs = bytes_needed(config, network)
-    if engine.vllm.sleep:
-        del needs["activations"], needs["logits"]
-        if isinstance(config.learner, TorchLearnerConfig) and config.learner.offload:
-            del needs["optimizer"]
-    left = USABLE * total - sum(needs.values())
-    served = SERVING * network.num_parameters() * bytes_of_weight(config)
-    least = served + engine.max_context * bytes_of_token(config, network)
-    if left < least:
-        shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in needs.items() if size)
-        raise PolicyError(
-            f"vLLM needs {least / GIB:.2g} GiB of the learner's GPU for weights and one call, and "
-            f"{max(left, 0) / GIB:.2g} of {total / GIB:.2g} are left (the learner: {shown}); set "
-            "engine.vllm.sleep=1 and learner.offload=true, policy.lora.rank, a smaller "
-            "learner.token_budget or engine.max_context, or engine.vllm.gpu_memory yourself"
-        )
-    return left / total
 
 
 def available(config: RunConfig) -> int:

@@ -21,7 +21,7 @@ from agentrl.algorithms.objective.core import STREAMS, Algo, Gate, KLPenalty, St
 from agentrl.algorithms.objective.prepare import Prepare
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.base.loading import import_error, load_attribute
-from agentrl.config.base import installed_plugins
+from agentrl.base.parts import installed_plugins
 from agentrl.config.presets import split_preset
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest

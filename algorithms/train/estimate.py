@@ -12,12 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.algorithms.model.cpu_threads import computing_with
-from agentrl.algorithms.model.memory import GIB, USABLE, available, bytes_needed, vllm_share
+from agentrl.algorithms.model.memory import GIB, USABLE, available, bytes_needed
+from agentrl.algorithms.sampling.simulation import Simulation, Workload
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.base.processes import PHASE
-from agentrl.config import RunConfig, VllmEngineConfig
+from agentrl.config import RunConfig
 from agentrl.config.policies import trained_policies, view
-from agentrl.simulation import Simulation, Workload
 
 log = logging.getLogger("agentrl.algorithm")
 
@@ -68,10 +68,9 @@ def memory(config: RunConfig, network: Any) -> tuple[bool, str]:
     sentence = f"{sum(parts.values()) / GIB:.2g} of {usable / GIB:.2g} GiB: {shown}"
     if sum(parts.values()) > usable:
         return False, f"{sentence}; {CURE}"
-    engine = config.engine
-    if isinstance(engine, VllmEngineConfig) and torch.cuda.is_available():
-        share = engine.vllm.gpu_memory or vllm_share(config, network, available(config))
-        sentence += f", vLLM {share * available(config) / GIB:.2g}"
+    total = available(config)
+    if torch.cuda.is_available() and (share := config.engine.gpu_share(config, network, total)):
+        sentence += f", {config.engine.kind} {share * total / GIB:.2g}"
     return True, sentence
 
 

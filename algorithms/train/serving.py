@@ -20,7 +20,7 @@ from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model import lora
 from agentrl.algorithms.train.load_policies import LoadedModel, load_base_model
 from agentrl.base.files import atomic_directory
-from agentrl.config import RunConfig, VllmEngineConfig
+from agentrl.config import RunConfig
 from agentrl.config.policies import FrozenPolicy, view
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.store.base import Store
@@ -34,10 +34,10 @@ class PolicyServers:
         """bases: the loaded models, with their adapters. Raises PolicyError for a model that cannot
         be served."""
         engine = config.engine
-        if len(bases) > 1 and isinstance(engine, VllmEngineConfig) and engine.vllm.urls:
+        if len(bases) > 1 and engine.one_model:
             raise PolicyError(
-                f"engine.vllm.urls serve one model, and the policies have {len(bases)}; "
-                "make them adapters of one (policies.NAME.lora), or remove engine.vllm.urls"
+                f"{engine.one_model} serve one model, and the policies have {len(bases)}; "
+                f"make them adapters of one (policies.NAME.lora), or remove {engine.one_model}"
             )
         self._config = config
         self._servers: dict[str, PolicyServer] = {}  # by policy

@@ -250,7 +250,7 @@ def test_kinds_from_outside_have_free_options(
 def test_a_kind_that_a_package_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("mine", "mine:Own", "agentrl.engines")
     monkeypatch.setattr(
-        "agentrl.config.base._entry_points",
+        "agentrl.base.parts._entry_points",
         lambda group, path: EntryPoints([point]).select(group=group),
     )
     assert resolve({"engine": {"kind": "mine"}}, source="test").engine.kind == "mine"

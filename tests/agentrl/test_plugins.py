@@ -25,7 +25,7 @@ def load(name: str, root: Path = Path()) -> object:
 def register(monkeypatch: pytest.MonkeyPatch, **points: str) -> None:
     made = [EntryPoint(name, value, "agentrl.executors") for name, value in points.items()]
     monkeypatch.setattr(
-        "agentrl.config.base._entry_points",
+        "agentrl.base.parts._entry_points",
         lambda group, path: EntryPoints(made).select(group=group),
     )
 

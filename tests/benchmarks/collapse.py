@@ -36,7 +36,7 @@ from agentrl.algorithms.model.tool_parser import parse
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.load_policies import LoadedModel, load_policies
 from agentrl.base.loading import load_attribute, load_tasks
-from agentrl.evaluation.bench import BenchPlan, Pair, read_bench
+from agentrl.lab.bench import BenchPlan, Pair, read_bench
 from agentrl.types import Group, Reward, Rollout, Transition, float32, int32
 from tests import factories
 

@@ -41,10 +41,10 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 import agentrl.algorithms
-from agentrl.cli.advise import advise
 from agentrl.config import RunConfig
-from agentrl.evaluation.bench import Bench, BenchPlan, read_bench
-from agentrl.evaluation.bench_runs import FORK, read_results, run_piece
+from agentrl.lab.advise import advise
+from agentrl.lab.bench import Bench, BenchPlan, read_bench
+from agentrl.lab.bench_runs import FORK, read_results, run_piece
 
 FILE = Path(__file__).parents[2] / "examples" / "bench" / "bench.toml"
 RESULTS = Path(__file__).parent / "results" / "learning.jsonl"

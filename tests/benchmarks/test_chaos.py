@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from agentrl.algorithms.engines.factory import vllm_server
+from agentrl.algorithms.engines.vllm.factory import vllm_server
 from agentrl.algorithms.model.load import load_model
 from agentrl.config import resolve
 from tests.benchmarks import chaos

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.evaluation.bench import (
+from agentrl.lab.bench import (
     Bench,
     BenchPlan,
     BenchPreset,
@@ -20,7 +20,7 @@ from agentrl.evaluation.bench import (
     Result,
     read_bench,
 )
-from agentrl.evaluation.bench_runs import read_results
+from agentrl.lab.bench_runs import read_results
 from tests.benchmarks.learning import (
     CREDIT,
     FILE,

@@ -31,9 +31,9 @@ import psutil
 
 from agentrl.store import open_store
 from agentrl.types import NewRollout, float32, int32
+from tests.agentrl.view import filled
 from tests.benchmarks import view_store
 from tests.store.http.test_client import free_port
-from tests.view import filled
 
 CALLS, TOKENS, OUTPUT = 60, 400, 20_000
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]

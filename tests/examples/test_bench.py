@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.base.loading import load_attribute, load_tasks
 from agentrl.config.presets import check_presets
-from agentrl.evaluation.bench import BenchPlan, read_bench
+from agentrl.lab.bench import BenchPlan, read_bench
 from agentrl.runners.games import Game
 from agentrl.runners.games.scripted import _solved
 from tests import warm

@@ -24,7 +24,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from agentrl.algorithms.engines.factory import vllm_server
+from agentrl.algorithms.engines.vllm.factory import vllm_server
 from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.weight_sync import SharedMemorySync
 from agentrl.algorithms.learners.auxiliary import Reference

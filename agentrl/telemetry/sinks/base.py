@@ -11,7 +11,6 @@ import math
 import re
 import secrets
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -20,9 +19,10 @@ import msgspec
 
 from agentrl.config import RunConfig
 from agentrl.config.keys import flatten
-from agentrl.config.validate import SINKS
 from agentrl.errors import SinkError
 from agentrl.plugins import check_call, check_protocol, load_plugin
+from agentrl.telemetry.sinks.part import PART
+from agentrl.telemetry.sinks.table import metrics_of
 from agentrl.types import Json, StepRow
 
 SETTINGS = ("seed", "steps", "policy", "sampling", "algorithm", "learner", "eval")
@@ -97,9 +97,7 @@ def sink_factory(name: str, root: Path) -> Any:
     """The function or class that opens a sink: built-in, a package's or the user's.
 
     Raises ConfigError for an unknown name, or if it does not take (config, position)."""
-    factory: Any = load_plugin("sinks", name, SINKS, root, key=KEY)
-    if factory is None:
-        factory = import_module(f"agentrl.telemetry.sinks.{name}").open_sink
+    factory: Any = load_plugin("sinks", name, (), root, key=KEY)
     check_call(factory, "config", "position", key=KEY)
     if inspect.isclass(factory):
         check_protocol(factory, Sink, by=factory, key=KEY)
@@ -107,9 +105,9 @@ def sink_factory(name: str, root: Path) -> Any:
 
 
 def check_sinks(config: RunConfig) -> None:
-    """Raises ConfigError for unusable sinks from outside the library."""
-    for name in config.metrics.sinks:
-        if name not in SINKS:
+    """Raises ConfigError for unusable sinks of users."""
+    for name in metrics_of(config).sinks:
+        if name not in PART.sinks:
             sink_factory(name, Path(config.root))
 
 

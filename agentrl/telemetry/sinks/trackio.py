@@ -10,6 +10,7 @@ import trackio
 
 from agentrl.config import RunConfig
 from agentrl.telemetry.sinks.base import SinkPosition, public_settings
+from agentrl.telemetry.sinks.table import metrics_of
 from agentrl.types import StepRow
 
 
@@ -20,7 +21,7 @@ class Trackio:
 
     def write(self, row: StepRow) -> None:
         run = trackio.init(
-            project=self.config.metrics.project,
+            project=metrics_of(self.config).project,
             name=self.name,
             resume="allow",
             config=public_settings(self.config),

@@ -11,13 +11,14 @@ import wandb
 
 from agentrl.config import RunConfig
 from agentrl.telemetry.sinks.base import SinkPosition, public_settings
+from agentrl.telemetry.sinks.table import metrics_of
 from agentrl.types import StepRow
 
 
 class Wandb:
     def __init__(self, config: RunConfig, position: SinkPosition) -> None:
         self.run = wandb.init(
-            project=config.metrics.project,
+            project=metrics_of(config).project,
             id=position.id,
             name=config.name,
             resume="allow",

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.engines.factory import vllm_server
 from agentrl.algorithms.engines.vllm import process
+from agentrl.algorithms.engines.vllm.factory import vllm_server, vllm_share
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.memory import USABLE, bytes_needed, vllm_share
+from agentrl.algorithms.model.memory import USABLE, bytes_needed
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError
 

@@ -58,7 +58,7 @@ def test_an_installed_package_registers_presets(
     monkeypatch.syspath_prepend(tmp_path)
     points = [EntryPoint("theirs", "their_presets:p", "agentrl.presets")]
     monkeypatch.setattr(
-        "agentrl.config.base._entry_points",
+        "agentrl.base.parts._entry_points",
         lambda group, path: EntryPoints(points).select(group=group),
     )
     assert make("theirs+tis", {}).name == "theirs+tis"

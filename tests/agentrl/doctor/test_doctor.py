@@ -28,10 +28,10 @@ from agentrl.algorithms.model.packing import Pack
 from agentrl.algorithms.train import estimate
 from agentrl.algorithms.train.build import with_proven_packing
 from agentrl.algorithms.train.load_policies import load_policies
-from agentrl.cli.doctor import examine
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
 from agentrl.doctor import machine, proofs
+from agentrl.doctor.command import examine
 from agentrl.errors import PolicyError
 from agentrl.store import open_store
 from tests import warm

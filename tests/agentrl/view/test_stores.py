@@ -11,8 +11,8 @@ import pytest
 from agentrl.store import open_store
 from agentrl.view.pages import Pages
 from agentrl.view.templates import render
+from tests.agentrl.view import filled
 from tests.store.conftest import _serving
-from tests.view import filled
 
 BETTER = filled.CANDIDATES[1]
 

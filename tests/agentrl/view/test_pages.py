@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
+import click
 import httpx
 import pytest
 
@@ -20,8 +21,8 @@ from agentrl.cli.main import cli
 from agentrl.store import open_store
 from agentrl.types import Credit, Trace, float32
 from agentrl.view.templates import STATIC, environment
-from tests.view import filled
-from tests.view.filled import start, stop
+from tests.agentrl.view import filled
+from tests.agentrl.view.filled import start, stop
 
 ROLLOUT = "run/train/0000003/0000"
 PATHS = [
@@ -236,7 +237,7 @@ def test_a_wrong_command_is_a_sentence(
 
 
 def test_the_command_is_listed() -> None:
-    assert "view" in cli.commands
+    assert "view" in cli.list_commands(click.Context(cli))
 
 
 async def test_a_run_that_goes_away_is_a_sentence(tmp_path: Path, tiny_model_dir: Path) -> None:

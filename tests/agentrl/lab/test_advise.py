@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.cli import advise
 from agentrl.config import RunConfig
 from agentrl.errors import StoreError
+from agentrl.lab import advise
 from agentrl.store import open_store
 from agentrl.types import NewRollout, Outcome, Reward, Scope, Transition, float32, int32
 from tests.algorithms.worlds import Call, Play, world

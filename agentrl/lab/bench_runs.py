@@ -24,7 +24,7 @@ from agentrl.base.loading import load_attribute
 from agentrl.base.processes import PARENT, allow_files, die_with_parent, environment
 from agentrl.config import RunConfig
 from agentrl.errors import TrainingError
-from agentrl.evaluation.bench import Piece, Result
+from agentrl.lab.bench import Piece, Result
 from agentrl.store import open_store
 from agentrl.types import StepRow
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.view import filled
-from tests.view.filled import CHROMIUM, start, stop
+from tests.agentrl.view import filled
+from tests.agentrl.view.filled import CHROMIUM, start, stop
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 

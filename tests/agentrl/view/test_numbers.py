@@ -16,8 +16,8 @@ from agentrl.cli.algorithms import explain_rollout
 from agentrl.store import open_store
 from agentrl.types import Credit, NewRollout, Outcome, Reward, StepCommit, float32, int32
 from agentrl.view.pages import Pages
-from tests.view import filled
-from tests.view.filled import RUN
+from tests.agentrl.view import filled
+from tests.agentrl.view.filled import RUN
 
 GROUP = f"{RUN}/train/0000000"
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.just(math.nan)

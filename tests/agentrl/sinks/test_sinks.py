@@ -16,8 +16,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from agentrl.base import loading
+from agentrl.base.loading import is_installed
 from agentrl.base.processes import Child
-from agentrl.config import MetricsConfig, RunConfig, resolve, validate
+from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, SinkError
 from agentrl.store import open_store
 from agentrl.telemetry.sinks import base, process
@@ -29,6 +31,7 @@ from agentrl.telemetry.sinks.base import (
     public_settings,
     save_position,
 )
+from agentrl.telemetry.sinks.table import MetricsConfig
 from agentrl.types import StepCommit, StepRow
 
 NAN = float("nan")
@@ -260,7 +263,7 @@ class Broken:
 
 # -- sinks from outside the library ----------------------------------------------------------------
 
-CSV = (Path(__file__).parents[2] / "examples" / "plugins" / "sink.py").read_text()
+CSV = (Path(__file__).parents[3] / "examples" / "plugins" / "sink.py").read_text()
 BROKEN = """
 import time
 
@@ -547,7 +550,7 @@ def test_sinks_are_checked_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve({"metrics": {"sinks": ["wandbb"]}}, source="run.toml")
     with pytest.raises(ConfigError, match="'wandb' twice"):
         resolve({"metrics": {"sinks": ["wandb", "wandb"]}}, source="run.toml")
-    monkeypatch.setattr(validate, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"'trackio' is not installed.*agentrl\[trackio\]"):
         resolve({"metrics": {"sinks": ["trackio"]}}, source="run.toml")
 
@@ -557,7 +560,7 @@ def test_a_folder_that_a_backend_made_is_not_its_package(
 ) -> None:
     (tmp_path / "wandb_like").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert [validate.is_installed(name) for name in ("wandb_like", "json")] == [False, True]
+    assert [is_installed(name) for name in ("wandb_like", "json")] == [False, True]
 
 
 # -- the front's side ------------------------------------------------------------------------------

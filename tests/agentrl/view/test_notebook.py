@@ -9,7 +9,7 @@ import pytest
 
 import agentrl
 from agentrl.errors import StoreError
-from tests.view import filled
+from tests.agentrl.view import filled
 
 
 def test_a_rollout_is_drawn_with_its_tokens_coloured(filled_store: str) -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from agentrl.store import open_store
 from agentrl.view.export import export
-from tests.view import filled
-from tests.view.filled import finish, start, stop
+from tests.agentrl.view import filled
+from tests.agentrl.view.filled import finish, start, stop
 
 ROLLOUT = "run/train/0000003/0000"
 PAGES = [

@@ -1,0 +1,87 @@
+"""Parts: features in folders of their own, which the rest of the library does not import.
+
+A part is described by one record, named by an entry point in the group `agentrl.parts`, whether it
+is the library's own or another package's. A package that adds a single thing, such as a preset,
+names it in a group of its kind (`agentrl.presets`) and needs no record.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
+
+import msgspec
+
+GROUP = "agentrl.parts"
+KNOWN = Path(__file__).with_name("parts.json")  # the library's own parts: {kind: {name: part}}
+Objects = Mapping[str, str]  # name -> "package.module:object", imported at its first use
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What a feature contributes. Nothing of it is imported before it is used."""
+
+    name: str  # in messages, such as "prompt search"
+    summary: str  # what a user gets, in a sentence
+    uses: tuple[str, ...] = ()  # names of the other parts that it imports
+    outputs: tuple[str, ...] = ()  # names in the folder of a run, which `--fresh` deletes
+    tables: Objects = {}  # of the run file, by path: `config.base.Section`
+    kinds: Objects = {}  # of tables with several kinds, as "engine vllm": `config.base.KindSection`
+    commands: Objects = {}  # of the command line, as "store serve": `click.Command`
+    checks: Objects = {}  # before a run starts: config -> None; raises ConfigError
+    starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
+    beside: Objects = {}  # beside a run: (config, its file, console) -> its process, or None
+    presets: Objects = {}
+    learners: Objects = {}
+    engines: Objects = {}
+    executors: Objects = {}
+    harnesses: Objects = {}
+    rewards: Objects = {}
+    sinks: Objects = {}
+    stores: Objects = {}  # by the scheme of their URLs
+
+
+KINDS = Part.__struct_fields__[4:]  # of what parts contribute
+
+
+@cache
+def parts() -> tuple[Part, ...]:
+    """The installed parts, by name. A module of a part's record imports nothing but this one."""
+    found = (point.load() for point in _entry_points(GROUP, tuple(sys.path)))
+    return tuple(sorted(found, key=lambda part: part.name))
+
+
+def installed_plugins(kind: str) -> EntryPoints:
+    """What parts contribute of a kind, and the entry points in the group `agentrl.<kind>`."""
+    group = f"agentrl.{kind}"
+    own = [
+        EntryPoint(name, value, group)
+        for part in parts()
+        for name, value in getattr(part, kind, {}).items()
+    ]
+    return EntryPoints([*own, *_entry_points(group, tuple(sys.path))])
+
+
+def index() -> dict[str, dict[str, str]]:
+    """The name of the installed part that contributes each thing, by kind."""
+    return {
+        kind: {name: part.name for part in parts() for name in getattr(part, kind)}
+        for kind in KINDS
+    }
+
+
+def missing(kind: str, name: str) -> str | None:
+    """A sentence about the library's part that contributes this and is not installed, if so."""
+    part = json.loads(KNOWN.read_bytes()).get(kind, {}).get(name)
+    if part is None or any(one.name == part for one in parts()):
+        return None
+    return f"it belongs to the part {part!r}, which is not installed here"
+
+
+@cache
+def _entry_points(group: str, path: tuple[str, ...]) -> EntryPoints:
+    """Cached by `path` (`sys.path`), because reading entry points takes 10 ms."""
+    return entry_points(group=group)

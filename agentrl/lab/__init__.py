@@ -1,0 +1,1 @@
+"""The lab: presets compared on tasks, the time of a run predicted, a preset advised."""

@@ -1,0 +1,16 @@
+from agentrl.base.parts import Part
+
+HERE = "agentrl.telemetry.sinks"
+
+PART = Part(
+    name="sinks",
+    summary="Metrics in TensorBoard, Weights & Biases, MLflow, trackio or your own backend.",
+    outputs=("metrics", "tensorboard", "wandb", "mlruns"),
+    tables={"metrics": f"{HERE}.table:MetricsConfig"},
+    commands={"sink": f"{HERE}.command:sink"},
+    checks={"metrics.sinks": f"{HERE}.base:check_sinks"},
+    beside={"sinks": f"{HERE}.process:sinks_process"},
+    sinks={
+        name: f"{HERE}.{name}:open_sink" for name in ("mlflow", "tensorboard", "trackio", "wandb")
+    },
+)

@@ -1,0 +1,39 @@
+"""The table [metrics] of the run file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+
+from agentrl.base.loading import is_installed
+from agentrl.base.parts import installed_plugins
+from agentrl.config.base import Section
+from agentrl.errors import nearest
+from agentrl.telemetry.sinks.part import PART
+
+
+class MetricsConfig(Section, frozen=True):
+    """Sinks of metrics besides the store. Each is an extra: `pip install 'agentrl[wandb]'`."""
+
+    sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio, or your own as "file.py:name"
+    options: dict[str, Any] = {}  # any keys, for your own sinks
+    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # in MLflow: the experiment
+
+    def problems(self, config: Any) -> Iterator[str]:
+        known = installed_plugins("sinks").names
+        for name in self.sinks:
+            if ":" not in name and name not in known:
+                cure = f"{nearest(name, known)}, or your own as file.py:name"
+                yield f"metrics.sinks: {name!r}; {cure}"
+            if self.sinks.count(name) > 1:
+                yield f"metrics.sinks names {name!r} twice"
+        for name in self.sinks:
+            if name in PART.sinks and not is_installed(name):
+                yield f"metrics.sinks: {name!r} is not installed: pip install 'agentrl[{name}]'"
+
+
+def metrics_of(config: Any) -> MetricsConfig:
+    settings: MetricsConfig = config.metrics
+    return settings

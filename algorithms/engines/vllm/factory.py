@@ -1,0 +1,166 @@
+"""Builds the policy server for vLLM from `[engine]` of the run file."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from agentrl.algorithms.engines.vllm.fleet import VllmFleet
+from agentrl.algorithms.engines.vllm.process import VllmProcess, gpus_taken
+from agentrl.algorithms.engines.vllm.server import VllmServer
+from agentrl.algorithms.engines.vllm.serving import TrainedModel, VllmHost
+from agentrl.algorithms.engines.vllm.table import vllm_of
+from agentrl.algorithms.model.cpu_threads import computing_with
+from agentrl.algorithms.model.load import Tokenizer, checkpoint_weights, context_length
+from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.model.memory import (
+    GIB,
+    SERVING,
+    USABLE,
+    bytes_needed,
+    bytes_of_token,
+    bytes_of_weight,
+)
+from agentrl.algorithms.model.proof import tolerance
+from agentrl.base.access import read_sent_key
+from agentrl.config import RunConfig, TorchLearnerConfig
+from agentrl.errors import PolicyError
+from agentrl.types import POLICY
+
+PROBE = "The quick brown fox jumps over the lazy dog."
+
+
+def vllm_server(
+    config: RunConfig,
+    model: Any,
+    tokenizer: Tokenizer,
+    adapters: Adapters | None = None,
+    name: str = POLICY,
+) -> VllmServer:
+    """The server for vLLM, as a child process or at `engine.vllm.urls`. Every publish sends it the
+    weights of `model` or its adapters."""
+    engine, dtype = vllm_of(config), config.policy.dtype
+    learned = _trained_model(model, tokenizer, adapters, engine.threads)
+    in_flight = config.algorithm.samples_during_update
+    folder = Path(config.output, "vllm").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    host: VllmHost
+    if engine.vllm.urls:
+        host = VllmFleet(
+            engine.vllm.urls,
+            host=engine.host,
+            port=engine.port,
+            api_key=read_sent_key(engine.vllm.key_env, "engine.vllm.key_env", "the servers'"),
+            access=engine.access,
+            start_timeout=engine.vllm.start_timeout,
+            # Less than the limit of the whole update, so one server that hangs is found first.
+            timeout=0.9 * engine.vllm.timeout,
+            adapters=bool(learned.adapters),
+        )
+    else:
+        context = min(engine.max_context, context_length(model) or engine.max_context)
+        host = VllmProcess(
+            msgspec.structs.replace(engine, max_context=context),
+            folder / "vllm.log",
+            secrets.token_hex(16),
+            dtype=dtype,
+            gpu=learned.gpu >= 0,
+            adapters=max(len(learned.adapters), engine.vllm.max_adapters) if adapters else 0,
+            rank=learned.rank,
+            side_by_side=in_flight,
+            memory=_gpu_memory(config, model),
+        )
+    return VllmServer(
+        learned,
+        host,
+        folder=folder / "served",
+        method=engine.vllm.sync,
+        timeout=engine.vllm.timeout,
+        tolerance=engine.vllm.tolerance or tolerance(config.policy),
+        in_flight=in_flight,
+        sleep=engine.vllm.sleep,
+    )
+
+
+def _gpu_memory(config: RunConfig, model: Any) -> float:
+    """Fraction of the GPU's memory for a vLLM child; 0: vLLM's default. Raises PolicyError if the
+    learner leaves too little, and for settings that need a GPU without one."""
+    vllm = vllm_of(config).vllm
+    if model.device.type != "cuda":
+        if vllm.sleep or vllm.gpu_memory:
+            raise PolicyError(
+                "engine.vllm.sleep and engine.vllm.gpu_memory need a GPU, and the policy is on "
+                f"{model.device.type}; remove them"
+            )
+        return 0.0
+    if (model.device.index or 0) >= gpus_taken(vllm.arguments):
+        return vllm.gpu_memory  # vLLM has GPUs of its own
+    total = torch.cuda.get_device_properties(model.device).total_memory
+    return vllm.gpu_memory or vllm_share(config, model, total)
+
+
+def vllm_share(config: RunConfig, network: Any, total: int) -> float:
+    """The fraction of a GPU of `total` bytes that the learner of `network` leaves to vLLM. If vLLM
+    sleeps during updates, memory that only updates need counts as free.
+
+    Raises PolicyError if that is too little for the weights and one call."""
+    engine = vllm_of(config)
+    needs = bytes_needed(config, network)
+    if engine.vllm.sleep:
+        del needs["activations"], needs["logits"]
+        if isinstance(config.learner, TorchLearnerConfig) and config.learner.offload:
+            del needs["optimizer"]
+    left = USABLE * total - sum(needs.values())
+    served = SERVING * network.num_parameters() * bytes_of_weight(config)
+    least = served + engine.max_context * bytes_of_token(config, network)
+    if left < least:
+        shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in needs.items() if size)
+        raise PolicyError(
+            f"vLLM needs {least / GIB:.2g} GiB of the learner's GPU for weights and one call, and "
+            f"{max(left, 0) / GIB:.2g} of {total / GIB:.2g} are left (the learner: {shown}); set "
+            "engine.vllm.sleep=1 and learner.offload=true, policy.lora.rank, a smaller "
+            "learner.token_budget or engine.max_context, or engine.vllm.gpu_memory yourself"
+        )
+    return left / total
+
+
+def _trained_model(
+    model: Any, tokenizer: Tokenizer, adapters: Adapters | None, threads: int
+) -> TrainedModel:
+    @torch.no_grad()
+    def score(policy: str, tokens: Sequence[int]) -> list[float]:
+        row = torch.tensor(tokens, device=model.device)
+        applied = nullcontext() if adapters is None else adapters.using(policy)
+        # vLLM computes at the same time, and more threads than cores are a hundred times slower.
+        with computing_with(threads), applied:
+            logprobs = model(row[None]).logits[0, :-1].float().log_softmax(-1)
+        scores: list[float] = logprobs.gather(1, row[1:, None])[:, 0].tolist()
+        return scores
+
+    whole = TrainedModel(
+        save=model.save_pretrained,
+        weights=lambda: checkpoint_weights(model, model.state_dict()),
+        save_tokenizer=tokenizer.save_pretrained,
+        score=score,
+        probe=tokenizer(PROBE)["input_ids"],
+        gpu=(model.device.index or 0) if model.device.type == "cuda" else -1,
+    )
+    if adapters is None:
+        return whole
+    first = adapters.names[0]
+    return dataclasses.replace(
+        whole,
+        save=lambda directory: adapters.merge(first, directory),
+        weights=lambda: checkpoint_weights(model, adapters.merged(first)),
+        adapters=adapters.names,
+        save_base=adapters.save_base,
+        save_adapter=adapters.save,
+        rank=max(map(adapters.rank, adapters.names)),
+    )

@@ -1,0 +1,32 @@
+"""Imports what installed parts contribute, and prints what commands and settings of others say."""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from agentrl.base.parts import KINDS, parts
+from agentrl.cli.main import cli
+from agentrl.config import load
+from agentrl.errors import ConfigError
+
+commands, settings = json.loads(sys.argv[1])
+for part in parts():
+    for kind in KINDS:
+        for target in getattr(part, kind).values():
+            import_module(target.partition(":")[0])
+assert CliRunner().invoke(cli, ["--help"]).exit_code == 0
+sentences = []
+for command in commands:
+    asked = CliRunner().invoke(cli, command.split())
+    assert asked.exit_code == 2
+    sentences.append(asked.output)
+for setting in settings:
+    try:
+        load(Path("examples/staff/run.toml"), [setting])
+    except ConfigError as error:
+        sentences.append(str(error))
+assert len(sentences) == len(commands) + len(settings)
+print(json.dumps({"parts": len(parts()), "sentences": sentences}))
