@@ -34,7 +34,7 @@ from agentrl.base.processes import PHASE, USER_ERROR, Child, Companion, keep_ali
 from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
 from agentrl.config import policies as team
-from agentrl.config.infrastructure import EXECUTORS, SessionsConfig
+from agentrl.config.infrastructure import EXECUTORS
 from agentrl.config.presets import check_presets
 from agentrl.datasets.pin import pin_dataset
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
@@ -141,8 +141,8 @@ def check(config: RunConfig) -> None:
     tasks last, because they may take long to load."""
     root = Path(config.root)
     check_presets(config)
-    if config.sessions != SessionsConfig():
-        raise ConfigError("[sessions] is read by `agentrl gateway serve` alone; remove it")
+    for point in installed_plugins("checks"):
+        point.load()(config)
     if config.steps and not (config.tasks.train or config.data.name):
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     if not config.steps and not config.tasks.heldout:
@@ -171,8 +171,6 @@ def check(config: RunConfig) -> None:
     learner_factory(config)
     if config.learner.kind == "verl":
         verl_settings.check(config)
-    for point in installed_plugins("checks"):
-        point.load()(config)
     for key in ("train", "heldout"):
         if value := getattr(config.tasks, key):
             load_tasks(value, root, key=f"tasks.{key}")

@@ -1,7 +1,6 @@
 """The records of the system, with the same names in Python, SQL, JSON, command line and docs.
 
-task -> group -> rollout -> attempt -> transition. Records are frozen and have no behaviour beyond
-arithmetic on their own fields; only the store keeps them.
+task -> group -> rollout -> attempt -> transition. Records are frozen; only the store keeps them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ SIDE = "side"  # role of calls outside the agent's own work, such as titles; nev
 POLICY = "policy"  # name of the trained policy in a run with a single one
 EMPTY = "rollouts/empty"  # metric: number of rollouts of a step in which none was usable
 ENDED = "run/ended"  # metric of a run's last step: 1 once no more rollouts will be queued
-
+SESSION = -1  # step of rollouts that are sessions of a deployed agent; never trained
+FEEDBACK, CORRECTION = "feedback", "correction"  # rewards; a correction's text is in its note
 if TYPE_CHECKING:
     Int32 = array[int]
     Float32 = array[float]

@@ -29,7 +29,6 @@ from agentrl.config.infrastructure import (
     Learner,
     Runner,
     RunnerConfig,
-    SessionsConfig,
     TorchLearnerConfig,
 )
 from agentrl.config.opponents import Selfplay, SelfplayConfig
@@ -343,7 +342,6 @@ class RunConfig(Section, frozen=True):
     prompts: PromptsConfig = PromptsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which agents may use as a model name
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers its calls
-    sessions: SessionsConfig = SessionsConfig()
     # [[roles.match]] in the run file: rules for the roles of calls without one. The first matching
     # rule counts; the harness's own rules come last.
     role_rules: list[RoleRule] = []

@@ -11,10 +11,7 @@ from typing import Any
 
 from agentrl.errors import Invalid, NotFound
 from agentrl.store.base import Store
-from agentrl.types import Record, Reward, Scope, StepReward
-
-SESSION = -1  # the step of rollouts that are sessions
-FEEDBACK, CORRECTION = "feedback", "correction"  # rewards; a correction's text is in its note
+from agentrl.types import CORRECTION, FEEDBACK, Record, Reward, Scope, StepReward
 
 
 class Feedback(Record, frozen=True):

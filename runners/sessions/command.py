@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from agentrl.base.access import is_loopback
 from agentrl.config import RunConfig, load
 from agentrl.errors import ConfigError
+from agentrl.runners.sessions.table import sessions_of
 
 READ = {"name", "root", "output", "store", "runner", "upstreams", "roles", "role_rules", "sessions"}
 
@@ -28,7 +29,7 @@ def serve(run_file: Path, overrides: tuple[str, ...]) -> None:
     """Forward an agent's calls to [upstreams] of RUN_FILE and record its sessions, until SIGTERM.
 
     Users' feedback is posted to /v1/feedback; `agentrl data mine` makes data sets of both."""
-    from agentrl.runners.gateway.sessions import serve as serve_sessions
+    from agentrl.runners.sessions.recorder import serve as serve_sessions
     from agentrl.trainer import hide_secrets
 
     config = load(run_file, overrides)
@@ -54,5 +55,5 @@ def check(config: RunConfig) -> None:
         raise ConfigError("[runner]: `agentrl gateway serve` reads only host and port")
     if not config.upstreams or (len(config.upstreams) > 1 and not config.roles):
         raise ConfigError("set [upstreams.NAME], which answers; with several, set [roles] too")
-    if not (is_loopback(host) or config.sessions.key_env):
+    if not (is_loopback(host) or sessions_of(config).key_env):
         raise ConfigError(f"runner.host = {host!r}: anybody could call; set sessions.key_env")

@@ -29,13 +29,14 @@ from agentrl.base.access import Access, given_key, read_key
 from agentrl.base.http_server import read_body
 from agentrl.config import RunConfig
 from agentrl.datasets.records import without_tokens
-from agentrl.datasets.sessions import SESSION, Feedback, give_feedback, session_group
 from agentrl.errors import ConfigError, Conflict, NotFound, StoreError, Unavailable
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.server import NAMED, Gateway
+from agentrl.runners.sessions.feedback import Feedback, give_feedback, session_group
+from agentrl.runners.sessions.table import sessions_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Attempt, Json, NewRollout, Outcome, Purpose, Transition
+from agentrl.types import SESSION, Attempt, Json, NewRollout, Outcome, Purpose, Transition
 
 log = logging.getLogger("agentrl.runner")
 LEASE, SWEEP = 60.0, 10.0  # seconds: lease of a session, interval of its renewal
@@ -58,7 +59,7 @@ class Sessions:
     """`attribute` is the gateway's middleware; `keep` runs concurrently."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
-        self._store, self._run, self._settings = store, config.name, config.sessions
+        self._store, self._run, self._settings = store, config.name, sessions_of(config)
         self._patterns = [re.compile(pattern) for pattern in self._settings.redact]
         keys = read_key(self._settings.key_env, "sessions.key_env", "the callers'")
         self._access = Access(tuple(keys.split()))

@@ -1,0 +1,1 @@
+"""Sessions of a deployed agent, recorded by `agentrl gateway serve`, and its users' feedback."""
