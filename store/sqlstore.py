@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from agentrl import types
-from agentrl.datasets.records import Item, Side
 from agentrl.errors import Forbidden, Invalid
-from agentrl.store import browse, limits, maintenance, pages, prompts, rows, traces
+from agentrl.store import browse, limits, maintenance, prompts, records, rows, traces
 from agentrl.store import datasets as data
 from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
@@ -228,7 +227,7 @@ class SqlStore:
     draft_dataset = _writing(data.draft_dataset)
 
     async def add_items(
-        self, name: str, version: int, items: Sequence[Item], sides: Sequence[Side]
+        self, name: str, version: int, items: Sequence[records.Item], sides: Sequence[records.Side]
     ) -> None:
         data.check_items(items, sides)
         add = partial(data.add_items, name=name, version=version, items=items, sides=sides)
@@ -281,7 +280,7 @@ class SqlStore:
         keep_last: int | None = None,
         older_than: float | None = None,
         dry_run: bool = False,
-    ) -> pages.Pruned:
+    ) -> records.Pruned:
         now = await self._writer.post(lambda tx: tx.now)
         limits = maintenance.limits(now, run, keep_last, older_than)
         return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from agentrl.datasets.draft import Draft
 from agentrl.datasets.pairing import LEAST, How, choose_pairs
-from agentrl.datasets.records import without_tokens
 from agentrl.datasets.sessions import CORRECTION, SESSION
 from agentrl.store.base import Store
+from agentrl.store.records import without_tokens
 from agentrl.types import (
     POLICY,
     Purpose,

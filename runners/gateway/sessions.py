@@ -28,13 +28,13 @@ from agentrl import run_owner
 from agentrl.base.access import Access, given_key, read_key
 from agentrl.base.http_server import read_body
 from agentrl.config import RunConfig
-from agentrl.datasets.records import without_tokens
 from agentrl.datasets.sessions import SESSION, Feedback, give_feedback, session_group
 from agentrl.errors import ConfigError, Conflict, NotFound, StoreError, Unavailable
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.server import NAMED, Gateway
 from agentrl.store import open_store
 from agentrl.store.base import Store
+from agentrl.store.records import without_tokens
 from agentrl.types import Attempt, Json, NewRollout, Outcome, Purpose, Transition
 
 log = logging.getLogger("agentrl.runner")

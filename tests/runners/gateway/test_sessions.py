@@ -20,13 +20,13 @@ from agentrl.cli.gateway import check
 from agentrl.config import RunConfig, resolve
 from agentrl.datasets.draft import Draft
 from agentrl.datasets.mining import MineSpec, mine
-from agentrl.datasets.records import Item
 from agentrl.datasets.sessions import Feedback, give_feedback, session_group
 from agentrl.errors import ConfigError, Invalid, NotFound
 from agentrl.runners.gateway import sessions as module
 from agentrl.runners.gateway.sessions import Sessions, serve
 from agentrl.store import open_store
 from agentrl.store.base import Store
+from agentrl.store.records import Item
 from agentrl.store.sqlite.store import SqliteStore
 from agentrl.trainer import check as check_training
 from agentrl.types import Rollout, RolloutState

@@ -26,7 +26,7 @@ from agentrl.errors import StoreError
 from agentrl.store import base, open_store
 from agentrl.store.http import request_limits, serve
 from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
-from agentrl.store.pages import Pruned
+from agentrl.store.records import Pruned
 from agentrl.store.repeats import KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
