@@ -21,7 +21,7 @@ from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
 from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.repeats import answer_once
+from agentrl.store.repeats import answer_long_once, answer_once
 from agentrl.store.writer import Bulk, Transaction, Writer, WriteVerb
 
 SQL = load_sql("feed")
@@ -278,11 +278,17 @@ class SqlStore:
         older_than: float | None = None,
         dry_run: bool = False,
     ) -> records.Pruned:
-        now = await self._writer.post(lambda tx: tx.now)
-        limits = maintenance.limits(now, run, keep_last, older_than)
-        return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
+        async def remove() -> records.Pruned:
+            now = await self._writer.post(lambda tx: tx.now)
+            limits = maintenance.limits(now, run, keep_last, older_than)
+            return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
+
+        return await answer_long_once(self._writer, remove, records.Pruned)
 
     async def vacuum(self) -> None:
+        await answer_long_once(self._writer, self._vacuum, type(None))
+
+    async def _vacuum(self) -> None:
         await self._writer.post(lambda _: None)  # raises Forbidden in a read-only store
         await asyncio.to_thread(self._shrink)
         await self.extend_leases()
