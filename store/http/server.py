@@ -25,7 +25,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from agentrl.errors import Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store.base import Store
@@ -66,11 +65,6 @@ class Answer(NamedTuple):
         more = MORE.get(self.status, {})
         return lines + [(name.encode(), value.encode()) for name, value in more.items()]
 
-    def head(self) -> bytes:
-        """Return the encoded status line and headers."""
-        lines = b"".join(b"%b: %b\r\n" % line for line in self.lines())
-        return b"%b%b\r\n" % (STATUS_LINE[self.status], lines)
-
 
 class StoreApp:
     """POST /v1/<verb>, /v1/batch and /v1/traces; GET /healthz and /openapi.json."""
@@ -99,7 +93,7 @@ class StoreApp:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.CALLS:
             await self._pages(scope, receive, send)
             return
-        answer = await self.answer(scope["path"], dict(scope["headers"]), None, receive)
+        answer = await self._answer(scope["path"], dict(scope["headers"]), receive)
         if answer is not None:
             start = {"type": "http.response.start", "status": answer.status}
             await send({**start, "headers": answer.lines()})
@@ -113,11 +107,10 @@ class StoreApp:
 
     # -- one request -------------------------------------------------------------------------------
 
-    async def answer(
-        self, path: str, headers: Mapping[bytes, bytes], body: bytes | None, receive: Receive
+    async def _answer(
+        self, path: str, headers: Mapping[bytes, bytes], receive: Receive
     ) -> Answer | None:
-        """Execute one of `CALLS`; None if its caller has disconnected. Without `body`, receives
-        it."""
+        """Execute one of `CALLS`; None if its caller has disconnected."""
         kind = headers.get(b"content-type", b"").decode("latin-1")
         if kind not in ENCODE:
             kind = kind.partition(";")[0].strip().lower()
@@ -126,9 +119,7 @@ class StoreApp:
             caller = self._admit(headers)
             if form != kind:
                 raise HTTPException(415, f"Content-Type must be {' or '.join(ENCODE)}.")
-            if body is None:
-                body = await self._bodies.read(headers, receive)
-            self._bodies.check(len(body))
+            body = await self._bodies.read(headers, receive)
             verb = VERB_OF.get(path)
             if verb is None:
                 result: Any = await self._batch(body, form, caller)

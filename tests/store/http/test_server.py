@@ -281,6 +281,52 @@ def test_the_rest_of_a_refused_body_and_the_next_request_may_come_at_once(admin)
     assert b" 400 " in answer.splitlines()[0], answer  # blanks are no JSON, but a whole request
 
 
+HEAD = b"POST /v1/cursor HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+WHOLE = HEAD + b"content-length: 2\r\n\r\n{}"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        WHOLE.replace(b"host:", b"content-length: 2\r\nhost:"),
+        WHOLE.replace(b"host:", b"content-length: 7\r\nhost:"),
+        WHOLE.replace(b"host:", b"transfer-encoding: chunked\r\nhost:"),
+        WHOLE.replace(b"host:", b"host :"),
+        WHOLE.replace(b"localhost", b"local\rhost"),
+        WHOLE.replace(b"localhost", b"local\0host"),
+        WHOLE.replace(b"length: 2", b"length: +2"),
+    ],
+)
+def test_a_malformed_request_is_refused_and_its_connection_closed(address, other):
+    """Another server in front might read another request in it."""
+    host, port = address.removeprefix("http://").split(":")
+    keyed = other.replace(b"host", b"authorization: Bearer admin-secret\r\nhost", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(keyed)
+        answer = b""
+        while part := client.recv(4096):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+
+
+@pytest.mark.parametrize("cut", [0, 10, 60, len(WHOLE) - 1])
+def test_calls_sent_at_once_are_answered_in_order_however_they_are_cut(address, cut):
+    """Whole ones, halves, and one that is refused between them."""
+    host, port = address.removeprefix("http://").split(":")
+    keyed = WHOLE.replace(b"host:", b"authorization: Bearer admin-secret\r\nhost:")
+    wrong = keyed.replace(b"{}", b"[]")
+    sent = keyed + keyed + wrong + keyed
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(sent[: len(keyed) + cut])
+        client.sendall(sent[len(keyed) + cut :])
+        answer = b""
+        while answer.count(b"HTTP/1.1 ") < 4 or not answer.endswith(b"\r\n\r\n0"):
+            part = client.recv(4096)
+            assert part, answer
+            answer += part
+    assert re.findall(rb"HTTP/1\.1 (\d+)", answer) == [b"200", b"200", b"422", b"200"]
+
+
 # -- batches, repeats and waits --------------------------------------------------------------------
 
 
