@@ -31,9 +31,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, Self
 
 from agentrl import types
-from agentrl.datasets.records import Dataset, Item, Judgement, Side
 from agentrl.prompts import Candidate, Reflection
-from agentrl.store import pages
+from agentrl.store import records
 
 
 class Store(Protocol):
@@ -211,7 +210,7 @@ class Store(Protocol):
         state: str | None = None,
         before: str | None = None,
         limit: int = 50,
-    ) -> list[pages.GroupRow]:
+    ) -> list[records.GroupRow]:
         """List up to `limit` groups with the outcomes of their rollouts, in descending order of id;
         [] for an unknown run. `step`: the step that requested them; `trained`: the step that
         trained or discarded them; `before`: id of the previous page's last group. Raises Invalid
@@ -233,7 +232,7 @@ class Store(Protocol):
         before: str | None = None,
         limit: int = 50,
         budget: float = 0.3,
-    ) -> pages.Found:
+    ) -> records.Found:
         """Find up to `limit` rollouts that meet all conditions, newest step first.
 
         `rewards`: name -> (minimum, maximum) of one of the rollout's rewards, of any scope; None:
@@ -247,7 +246,7 @@ class Store(Protocol):
         """Return the last attempt of a rollout with its transitions, rewards and spans (late spans
         too, but no late transitions or rewards). None if it has no attempt."""
 
-    async def attempts(self, rollout: str) -> list[pages.AttemptRow]:
+    async def attempts(self, rollout: str) -> list[records.AttemptRow]:
         """List all attempts of a rollout in order, with late rows; [] if the rollout is unknown or
         was never claimed."""
 
@@ -289,16 +288,16 @@ class Store(Protocol):
         new one."""
 
     async def add_items(
-        self, name: str, version: int, items: Sequence[Item], sides: Sequence[Side]
+        self, name: str, version: int, items: Sequence[records.Item], sides: Sequence[records.Side]
     ) -> None:
         """Add items and sides; existing ones are kept, except that a reference becomes a copy if
         its calls are given. Raises NotFound for an unknown version, Conflict for a complete one."""
 
-    async def commit_dataset(self, name: str, version: int) -> Dataset:
+    async def commit_dataset(self, name: str, version: int) -> records.Dataset:
         """Complete a version; its digest covers the content and order of its items. Raises NotFound
         for an unknown version, and for an item with a side that was never added."""
 
-    async def datasets(self, name: str | None = None) -> list[Dataset]:
+    async def datasets(self, name: str | None = None) -> list[records.Dataset]:
         """List the versions of one data set or of all, in order, unfinished ones too."""
 
     async def items(
@@ -309,7 +308,7 @@ class Store(Protocol):
         split: str | None = None,
         after: int = -1,
         limit: int | None = None,
-    ) -> list[Item]:
+    ) -> list[records.Item]:
         """List at most `limit` items after the position `after`, in order; NotFound as above."""
 
     async def sides(self, digests: Sequence[str]) -> dict[str, list[types.Transition]]:
@@ -319,10 +318,10 @@ class Store(Protocol):
     async def calls(self, rollouts: Sequence[str]) -> dict[str, list[types.Transition]]:
         """Map rollouts to the calls of their last attempt; omits rollouts without attempt."""
 
-    async def add_judgements(self, judgements: Sequence[Judgement]) -> None:
+    async def add_judgements(self, judgements: Sequence[records.Judgement]) -> None:
         """Store judgements; of two with the same id the first is kept."""
 
-    async def judgement(self, id: str) -> Judgement | None:
+    async def judgement(self, id: str) -> records.Judgement | None:
         """Return a stored judgement, None if there is none."""
 
     async def add_logprobs(self, model: str, logprobs: dict[str, types.Float32]) -> None:
@@ -359,7 +358,7 @@ class Store(Protocol):
         NotFound for an unknown group."""
 
     # -- maintenance: called by an administrator ---------------------------------------------------
-    async def stats(self) -> pages.Stats:
+    async def stats(self) -> records.Stats:
         """Count the rows of every table and the bytes of the database. Slow on large stores."""
 
     async def prune(
@@ -369,7 +368,7 @@ class Store(Protocol):
         keep_last: int | None = None,
         older_than: float | None = None,
         dry_run: bool = False,
-    ) -> pages.Pruned:
+    ) -> records.Pruned:
         """Remove rollouts and events that no step will read again, of one run or of all.
 
         Removes evaluation rollouts of earlier steps and rollouts of trained groups, with attempts,

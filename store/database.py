@@ -176,10 +176,6 @@ class Session(Connected, Protocol):
         """Begin a transaction; return its constant time, in unix seconds of the clock that all
         processes of the store share, or a function that asks the database for it."""
 
-    def try_begin(self) -> bool:
-        """Begin a transaction, of which the next `begin` returns the time, if neither it nor its
-        commit waits: for a lock, the disk or the network. Otherwise return false."""
-
     def flush(self) -> None:
         """Wait until all statements are executed. Raises the first error of those whose results
         were not read."""

@@ -16,10 +16,10 @@ import msgspec
 from msgspec.structs import asdict
 
 from agentrl import types
-from agentrl.datasets.records import Dataset, Item, Judgement, Side
 from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import limits, rows, traces
 from agentrl.store.database import Connection, load_sql
+from agentrl.store.records import Dataset, Item, Judgement, Side
 from agentrl.store.writer import Transaction
 
 SQL = load_sql("datasets")

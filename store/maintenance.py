@@ -21,7 +21,7 @@ from agentrl.errors import Conflict, Invalid
 from agentrl.store import datasets, rollouts, rows, runs
 from agentrl.store.database import Connection, ReaderThreads, load_sql
 from agentrl.store.feed import GROUPS
-from agentrl.store.pages import Pruned, Stats
+from agentrl.store.records import Pruned, Stats
 from agentrl.store.writer import Transaction, Writer
 from agentrl.types import RolloutState
 

@@ -14,21 +14,19 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from agentrl import types
-from agentrl.datasets.records import Item, Side
 from agentrl.errors import Forbidden, Invalid
-from agentrl.store import browse, limits, maintenance, pages, prompts, rows, traces
+from agentrl.store import browse, limits, maintenance, prompts, records, rows, traces
 from agentrl.store import datasets as data
 from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
 from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.repeats import answer_once
-from agentrl.store.writer import GROUP, Bulk, Transaction, Writer, WriteVerb
+from agentrl.store.repeats import answer_long_once, answer_once
+from agentrl.store.writer import Bulk, Transaction, Writer, WriteVerb
 
 SQL = load_sql("feed")
 P = ParamSpec("P")
 T = TypeVar("T")
-ITEM = 2**16  # bytes of a call that take about as long to write as another call
 Verb = Callable[Concatenate["SqlStore", P], Coroutine[Any, Any, T]]
 
 
@@ -60,7 +58,7 @@ class NoWriter(Writer):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def post(self, verb: WriteVerb[T], items: int = GROUP) -> asyncio.Future[T]:
+    def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
         raise Forbidden(f"Store {self._name} was opened for reading only: open it for writing.")
 
     def close(self) -> None:
@@ -139,7 +137,7 @@ class SqlStore:
         def claim(tx: Transaction, last: bool) -> list[str] | None:
             return training.claim_groups(tx, run, epoch, n, ordered=ordered, last=last)
 
-        ids = await self._until(GROUPS, claim, timeout, n)
+        ids = await self._until(GROUPS, claim, timeout)
         return await self._readers.read(partial(traces.groups, run=run, ids=ids))
 
     publish = _writing(training.publish)
@@ -152,8 +150,8 @@ class SqlStore:
     async def enqueue(self, rollouts: Sequence[types.NewRollout]) -> int:
         for rollout in rollouts:
             limits.check_rollout(rollout)
-        enqueue = answer_once(partial(queue.enqueue, rollouts=rollouts), int)
-        return await self._writer.post(enqueue, len(rollouts))
+        enqueue = partial(queue.enqueue, rollouts=rollouts)
+        return await self._writer.post(answer_once(enqueue, int))
 
     async def claim(
         self,
@@ -175,7 +173,7 @@ class SqlStore:
             claimed = queue.claim(tx, n, runner=runner, lease=lease, run=run, claim_id=claim_id)
             return [] if claimed is None and last else claimed
 
-        return await self._until(QUEUE, claim, timeout, n)
+        return await self._until(QUEUE, claim, timeout)
 
     heartbeat = _writing(queue.heartbeat)
 
@@ -183,7 +181,7 @@ class SqlStore:
         for outcome in outcomes:
             limits.check_outcome(outcome)
         clean = [rows.clean_outcome(outcome) for outcome in outcomes]
-        return await self._writer.post(Bulk(queue.finish, clean), len(clean))
+        return await self._writer.post(Bulk(queue.finish, clean))
 
     claims = _reading(queue.claims)
     owner = _reading(queue.owner)
@@ -195,9 +193,7 @@ class SqlStore:
 
     async def add_transitions(self, transitions: Sequence[types.Transition]) -> list[bool]:
         calls = [traces.prepare(transition) for transition in transitions]
-        size = sum(call.columns["size"] + call.columns["chat_size"] for call in calls)
-        items = len(calls) + size // ITEM
-        return await self._writer.post(Bulk(traces.add_transitions, calls), items)
+        return await self._writer.post(Bulk(traces.add_transitions, calls))
 
     async def add_spans(self, spans: Sequence[types.Span]) -> None:
         limits.check_spans(spans)
@@ -228,7 +224,7 @@ class SqlStore:
     draft_dataset = _writing(data.draft_dataset)
 
     async def add_items(
-        self, name: str, version: int, items: Sequence[Item], sides: Sequence[Side]
+        self, name: str, version: int, items: Sequence[records.Item], sides: Sequence[records.Side]
     ) -> None:
         data.check_items(items, sides)
         add = partial(data.add_items, name=name, version=version, items=items, sides=sides)
@@ -281,12 +277,18 @@ class SqlStore:
         keep_last: int | None = None,
         older_than: float | None = None,
         dry_run: bool = False,
-    ) -> pages.Pruned:
-        now = await self._writer.post(lambda tx: tx.now)
-        limits = maintenance.limits(now, run, keep_last, older_than)
-        return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
+    ) -> records.Pruned:
+        async def remove() -> records.Pruned:
+            now = await self._writer.post(lambda tx: tx.now)
+            limits = maintenance.limits(now, run, keep_last, older_than)
+            return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
+
+        return await answer_long_once(self._writer, remove, records.Pruned)
 
     async def vacuum(self) -> None:
+        await answer_long_once(self._writer, self._vacuum, type(None))
+
+    async def _vacuum(self) -> None:
         await self._writer.post(lambda _: None)  # raises Forbidden in a read-only store
         await asyncio.to_thread(self._shrink)
         await self.extend_leases()
@@ -300,7 +302,6 @@ class SqlStore:
         topic: int,
         look: Callable[[Transaction, bool], T | None],
         timeout: float | None,
-        items: int = 1,
     ) -> T:
         """Call `look` until it returns a result: at every notification of the topic, when the next
         lease expires, and a `last` time at the deadline, when it must return one."""
@@ -315,7 +316,7 @@ class SqlStore:
                 found = look(tx, last)
                 return found, queue.next_expiry(tx) if found is None else None
 
-            found, expires = await self._writer.post(verb, items)
+            found, expires = await self._writer.post(verb)
             if found is not None:
                 return found
             ends = (end for end in (left(), expires) if end is not None)

@@ -19,9 +19,9 @@ from agentrl.datasets.draft import Draft
 from agentrl.datasets.files import export_rows
 from agentrl.datasets.formats import add_row
 from agentrl.datasets.mining import MineSpec, mine
-from agentrl.datasets.records import Dataset, Item, Side
 from agentrl.errors import ConfigError
 from agentrl.store import Store, open_store
+from agentrl.store.records import Dataset, Item, Side
 from agentrl.types import POLICY
 
 PAGE = 256  # items per read

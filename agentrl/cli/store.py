@@ -17,7 +17,7 @@ from rich.filesize import decimal
 
 from agentrl.errors import ConfigError, NotFound, StoreError
 from agentrl.store import Store, open_store
-from agentrl.store.pages import Pruned
+from agentrl.store.records import Pruned
 from agentrl.store.urls import scheme_of, split_secret
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}

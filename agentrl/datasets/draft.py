@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from agentrl.datasets.records import Dataset, Item, Kind, Side, digest_of
 from agentrl.store.base import Store
+from agentrl.store.records import Dataset, Item, Kind, Side, digest_of
 from agentrl.types import Transition
 
 CHUNK = 500  # sides or items per call to the store

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from agentrl.datasets.records import Item
 from agentrl.store.base import Store
+from agentrl.store.records import Item
 
 
 async def export_rows(store: Store, items: Iterable[Item]) -> list[dict[str, Any]]:

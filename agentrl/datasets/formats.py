@@ -13,8 +13,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from agentrl.datasets.draft import Draft
-from agentrl.datasets.records import Kind
 from agentrl.errors import ConfigError
+from agentrl.store.records import Kind
 from agentrl.types import Json, Transition, float32, int32
 
 T = TypeVar("T")

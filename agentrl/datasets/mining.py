@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from agentrl.datasets.draft import Draft
 from agentrl.datasets.pairing import LEAST, How, choose_pairs
-from agentrl.datasets.records import without_tokens
 from agentrl.store.base import Store
+from agentrl.store.records import without_tokens
 from agentrl.types import (
     CORRECTION,
     POLICY,

@@ -8,10 +8,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from agentrl.config import differences, from_store
-from agentrl.datasets.records import Dataset
 from agentrl.errors import AgentRLError, Forbidden, Invalid, NotFound
 from agentrl.store.base import Store
-from agentrl.store.pages import GroupRow
+from agentrl.store.records import Dataset, GroupRow
 from agentrl.telemetry.report import ELO, WIN_RATE, policies_without_calls, untrained_sentences
 from agentrl.types import Credit, ErrorKind, Purpose, RolloutState, RunState, StepRow, Trace
 from agentrl.view import records

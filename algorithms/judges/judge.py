@@ -28,9 +28,9 @@ from agentrl.algorithms.sampling.chat_completion import Endpoint, complete, find
 from agentrl.algorithms.sampling.collect import is_learned_from
 from agentrl.config import RunConfig
 from agentrl.config.rewards import GroupJudge, Judge, PairwiseJudge, PointwiseJudge, PrincipleJudge
-from agentrl.datasets.records import Judgement
 from agentrl.errors import TrainingError
 from agentrl.store.base import Store
+from agentrl.store.records import Judgement
 from agentrl.types import Group, Reward, RolloutState, StepReward
 
 log = logging.getLogger("agentrl.algorithm")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from agentrl.config import RunConfig
 from agentrl.config.policies import steps_learned, trained_policies
 from agentrl.store.base import Store
-from agentrl.store.pages import GroupRow
+from agentrl.store.records import GroupRow
 from agentrl.types import Group, Purpose, RolloutState, Transition
 
 T = TypeVar("T")

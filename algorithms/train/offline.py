@@ -34,9 +34,9 @@ from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.prepare import Retokenizer
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig
-from agentrl.datasets.records import Item
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
+from agentrl.store.records import Item
 from agentrl.types import (
     POLICY,
     Group,

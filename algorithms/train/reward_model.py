@@ -37,9 +37,9 @@ from agentrl.algorithms.train.load_policies import policy_directory
 from agentrl.algorithms.train.optimize import learning_rate
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.datasets.pin import pin_dataset
-from agentrl.datasets.records import Item
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
+from agentrl.store.records import Item
 from agentrl.types import Purpose, Transition
 
 Metrics = dict[str, float]

@@ -28,7 +28,6 @@ from agentrl import run_owner
 from agentrl.base.access import Access, given_key, read_key
 from agentrl.base.http_server import read_body
 from agentrl.config import RunConfig
-from agentrl.datasets.records import without_tokens
 from agentrl.errors import ConfigError, Conflict, NotFound, StoreError, Unavailable
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.server import NAMED, Gateway
@@ -36,6 +35,7 @@ from agentrl.runners.sessions.feedback import Feedback, give_feedback, session_g
 from agentrl.runners.sessions.table import sessions_of
 from agentrl.store import open_store
 from agentrl.store.base import Store
+from agentrl.store.records import without_tokens
 from agentrl.types import SESSION, Attempt, Json, NewRollout, Outcome, Purpose, Transition
 
 log = logging.getLogger("agentrl.runner")

@@ -171,9 +171,9 @@ class BodyReader:
         Unavailable if the rest does not arrive or memory is short, ConnectionAbortedError if the
         client has closed the connection."""
         length = headers.get(b"content-length", b"0")
-        self.check(int(length) if length.isdigit() else 0)
+        self._check(int(length) if length.isdigit() else 0)
         body, more = await _part(receive)
-        self.check(len(body))
+        self._check(len(body))
         return await self._rest(bytearray(body), receive) if more else body
 
     async def _rest(self, body: bytearray, receive: Receive) -> bytes:
@@ -184,7 +184,7 @@ class BodyReader:
                     part, more = await _part(receive)
                     held += self._hold(len(part))
                     body += part
-                    self.check(len(body))
+                    self._check(len(body))
         except TimeoutError:
             raise Unavailable(f"The body took over {WHOLE:.0f} s: send less at a time.") from None
         finally:
@@ -197,7 +197,7 @@ class BodyReader:
         self._free -= size
         return size
 
-    def check(self, size: int) -> None:
+    def _check(self, size: int) -> None:
         if size > self._largest:
             raise HTTPException(
                 413, f"The body is larger than {self._largest} bytes: send less at a time."

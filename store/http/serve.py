@@ -23,7 +23,6 @@ from agentrl.store.base import Store
 from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, is_loopback_host
 from agentrl.store.http.request_limits import ConnectionLimits, LimitedProtocol
 from agentrl.store.http.server import StoreApp
-from agentrl.store.http.whole import WholeCallProtocol
 from agentrl.store.http.workers import Workers, end_with_parent
 from agentrl.store.maintenance import limits
 from agentrl.store.sqlstore import SqlStore
@@ -48,11 +47,10 @@ class StoreServer(uvicorn.Server):
     def __init__(self, app: DrainingApp, ready: Callable[[StoreServer], None]) -> None:
         self._app, self._ready = app, ready
         limits = ConnectionLimits(allow_files() - OWN_FILES)
-        protocol = partial(WholeCallProtocol, app) if isinstance(app, StoreApp) else LimitedProtocol
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast(type[asyncio.Protocol], partial(protocol, limits)),
+                http=cast(type[asyncio.Protocol], partial(LimitedProtocol, limits)),
                 proxy_headers=not isinstance(app, StoreApp),  # its limits apply to the peer
                 access_log=False,
                 log_level="warning",

@@ -1,13 +1,9 @@
 """The server of a store: an ASGI application for any backend.
 
-Owns: the results of calls with an idempotency key, and the long polls in progress. Invariant: a
-call is completed even if its caller disconnects, except a long poll, which is cancelled and can be
-repeated; a call with a known idempotency key gets the same result and is not executed again.
-
-Idempotency keys are kept in memory, and those of `open_run`, `enqueue` and `cancel` in the store
-too (`store/repeats.py`), for the same result after a restart or from another process of the server.
-`prune` and `vacuum` have many transactions: a repeat there does, and reports, only the remaining
-work.
+Owns: the calls with an idempotency key and the long polls in progress. Invariant: a call is
+completed even if its caller disconnects, except a long poll, which is cancelled and can be
+repeated. A call with an idempotency key is executed once: a repeat waits for the one in progress
+here, or gets its stored reply (`store/repeats.py`) from any process of the server.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,9 +25,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
+from agentrl.errors import Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
 from agentrl.store.http.keys import (
@@ -49,7 +44,6 @@ from agentrl.store.repeats import IdempotentCall, start_call
 log = logging.getLogger("agentrl.store")
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()
 LARGEST = 64 * 2**20  # bytes of a request
-REMEMBERED = 4096  # calls whose results are kept for repeats
 AGAIN = object()  # result of a call that takes longer than one request may: poll again
 VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
 BATCHES = wire.decoders(wire.BatchRequest)
@@ -71,11 +65,6 @@ class Answer(NamedTuple):
         more = MORE.get(self.status, {})
         return lines + [(name.encode(), value.encode()) for name, value in more.items()]
 
-    def head(self) -> bytes:
-        """Return the encoded status line and headers."""
-        lines = b"".join(b"%b: %b\r\n" % line for line in self.lines())
-        return b"%b%b\r\n" % (STATUS_LINE[self.status], lines)
-
 
 class StoreApp:
     """POST /v1/<verb>, /v1/batch and /v1/traces; GET /healthz and /openapi.json."""
@@ -87,7 +76,7 @@ class StoreApp:
         self._bodies, self._claims = BodyReader(largest), Claims(store)
         self._draining = False
         self._waits: set[asyncio.Task[Any]] = set()
-        self._once: dict[str, tuple[str, asyncio.Task[Any]]] = {}
+        self._running: dict[IdempotentCall, asyncio.Task[Any]] = {}
         self._pages = Starlette(
             routes=[
                 Route("/healthz", self._health),
@@ -104,7 +93,7 @@ class StoreApp:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.CALLS:
             await self._pages(scope, receive, send)
             return
-        answer = await self.answer(scope["path"], dict(scope["headers"]), None, receive)
+        answer = await self._answer(scope["path"], dict(scope["headers"]), receive)
         if answer is not None:
             start = {"type": "http.response.start", "status": answer.status}
             await send({**start, "headers": answer.lines()})
@@ -118,11 +107,10 @@ class StoreApp:
 
     # -- one request -------------------------------------------------------------------------------
 
-    async def answer(
-        self, path: str, headers: Mapping[bytes, bytes], body: bytes | None, receive: Receive
+    async def _answer(
+        self, path: str, headers: Mapping[bytes, bytes], receive: Receive
     ) -> Answer | None:
-        """Execute one of `CALLS`; None if its caller has disconnected. Without `body`, receives
-        it."""
+        """Execute one of `CALLS`; None if its caller has disconnected."""
         kind = headers.get(b"content-type", b"").decode("latin-1")
         if kind not in ENCODE:
             kind = kind.partition(";")[0].strip().lower()
@@ -131,9 +119,7 @@ class StoreApp:
             caller = self._admit(headers)
             if form != kind:
                 raise HTTPException(415, f"Content-Type must be {' or '.join(ENCODE)}.")
-            if body is None:
-                body = await self._bodies.read(headers, receive)
-            self._bodies.check(len(body))
+            body = await self._bodies.read(headers, receive)
             verb = VERB_OF.get(path)
             if verb is None:
                 result: Any = await self._batch(body, form, caller)
@@ -186,7 +172,7 @@ class StoreApp:
             if verb.once and key:
                 digest = hashlib.blake2b(body, digest_size=16).hexdigest()
                 request = IdempotentCall(f"{verb.name} {key}", digest)
-                return await self._remembered(request, method(**given))
+                return await self._once(request, partial(method, **given))
             result = await method(**given)
             if caller.run and verb.name == "runs":
                 return [run for run in result if run == caller.run]
@@ -235,23 +221,21 @@ class StoreApp:
             work.cancel()
             gone.cancel()
 
-    async def _remembered(self, request: IdempotentCall, call: Coroutine[Any, Any, Any]) -> Any:
-        known = self._once.get(request.id)
-        if known is None:
-            known = self._once[request.id] = (request.digest, start_call(request, call))
-            if len(self._once) > REMEMBERED:  # forget the oldest completed call
-                answered = (key for key, (_, task) in self._once.items() if task.done())
-                self._once.pop(next(answered, ""), None)
-        else:
-            call.close()
-        if known[0] != request.digest:
-            raise Conflict("This idempotency-key was used for a call with other arguments.")
-        done, _ = await asyncio.wait((known[1],), timeout=wire.POLL)
-        if not done:
-            return AGAIN
-        if isinstance(known[1].exception(), Unavailable):
-            self._once.pop(request.id, None)  # nothing was stored: a repeat tries again
-        return known[1].result()
+    async def _once(
+        self, request: IdempotentCall, call: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> Any:
+        """Execute a call that may take longer than a request, or join it if it is in progress."""
+        running = self._running.get(request)
+        if running is None:
+            running = self._running[request] = start_call(request, call())
+            running.add_done_callback(lambda task: self._ended(request, task))
+        await asyncio.wait((running,), timeout=wire.POLL)
+        return running.result() if running.done() else AGAIN
+
+    def _ended(self, request: IdempotentCall, task: asyncio.Task[Any]) -> None:
+        del self._running[request]
+        if not task.cancelled():
+            task.exception()  # without a caller, nobody else looks at it
 
     async def _batch(self, body: bytes, form: str, caller: KeyGrant) -> wire.BatchResponse:
         """Execute a batch; refuse further calls once the results exceed the limit of a body."""

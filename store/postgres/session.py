@@ -62,9 +62,6 @@ class PostgresSession:
             return self._clock()
         return lambda: float(_one(now)["now"])
 
-    def try_begin(self) -> bool:
-        return False
-
     def flush(self) -> None:
         self.conn.sync()
 

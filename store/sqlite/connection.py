@@ -222,18 +222,9 @@ class SqliteSession(_Connections):
     def begin(self) -> float:
         """Take the write lock of the file, trying every millisecond: SQLite's own waiting sleeps
         for up to 100 ms at a time, so a busy process would starve others."""
-        if not self.conn.in_transaction:  # as after `try_begin`
-            self._file.check()
-            execute_when_free(self.conn, "begin immediate")
+        self._file.check()
+        execute_when_free(self.conn, "begin immediate")
         return self._clock()
-
-    def try_begin(self) -> bool:
-        if self._location.synchronous != "normal":
-            return False
-        with suppress(sqlite3.Error):  # `begin` waits, or raises it again
-            self._file.check()
-            self.conn.execute("begin immediate")
-        return self.conn.in_transaction
 
     def flush(self) -> None:
         """Do nothing: statements are executed synchronously."""

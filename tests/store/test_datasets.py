@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from agentrl.datasets.records import Item, Judgement, Side, digest_of
 from agentrl.errors import Conflict, Invalid, NotFound
+from agentrl.store.records import Item, Judgement, Side, digest_of
 from agentrl.types import Purpose, Transition, float32, int32
 
 

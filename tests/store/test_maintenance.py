@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import maintenance
-from agentrl.store.pages import Pruned
+from agentrl.store.records import Pruned
 from agentrl.types import Credit, Purpose, float32
 
 DAY = 86_400.0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -338,8 +339,8 @@ async def test_a_file_that_goes_away_in_use_ends_every_verb_with_a_sentence(
     assert path.exists() is (fate == "replaced")  # nobody made an empty one in its place
 
 
-async def test_a_small_verb_runs_on_its_event_loop_unless_that_would_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_no_verb_runs_on_an_event_loop_which_goes_on_while_others_write(
+    tmp_path: Path,
 ) -> None:
     threads: list[threading.Thread] = []
 
@@ -347,25 +348,17 @@ async def test_a_small_verb_runs_on_its_event_loop_unless_that_would_wait(
         threads.append(threading.current_thread())
 
     async with open_store(str(tmp_path / "a.db")) as store, asyncio.timeout(10):
-        post, mine = store._writer.post, threading.current_thread()
-        await asyncio.gather(post(note, 1), post(note, 1))
-        await post(note)
-        assert threads[:2] == [mine, mine] != threads[1:]
-        monkeypatch.setattr(writer, "PAUSE", 0.0)
+        post = store._writer.post
+        await asyncio.gather(post(note), post(note))
         with contextlib.closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
             other.execute("begin immediate")
-            waiting = asyncio.ensure_future(post(note, 1))
+            waiting = asyncio.ensure_future(post(note))
             for _ in range(100):  # the event loop goes on
                 await asyncio.sleep(0)
             assert not waiting.done()
             other.execute("commit")
         await waiting
-        assert threads[-1] is not mine
-        monkeypatch.setattr(writer, "SLOW", 0.0)
-        monkeypatch.setattr(writer, "PAUSE", 10.0)
-        await post(note, 1)
-        await post(note, 1)
-        assert threads[-2] is mine is not threads[-1]
+        assert threads == [store._writer._thread] * 3
 
 
 async def test_a_long_call_is_written_in_the_thread(
@@ -380,7 +373,6 @@ async def test_a_long_call_is_written_in_the_thread(
         return add(*args)
 
     monkeypatch.setattr(traces, "add_transitions", note)
-    monkeypatch.setattr(writer, "PAUSE", 0.0)
     async with open_store(str(tmp_path / "a.db")) as store, asyncio.timeout(10):
         await store.open_run("run", {})
         await store.enqueue(kit.group("g"))
@@ -388,12 +380,11 @@ async def test_a_long_call_is_written_in_the_thread(
         for length in [100] * 20 + [1_000_000] * 5:
             message = {"role": "user", "content": "x" * length}
             await store.add_transitions([kit.call(attempt, [1], [2], messages=[message])])
-    mine = threading.current_thread()
-    assert mine in threads[:20]  # not all: the thread may be notifying others
-    assert mine not in threads[20:]
+    assert len(threads) == 25
+    assert threading.current_thread() not in threads
 
 
-async def test_what_nobody_foresaw_on_an_event_loop_is_the_answer_to_every_verb(
+async def test_what_nobody_foresaw_at_a_commit_is_the_answer_to_every_verb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_store(str(tmp_path / "a.db")) as store, asyncio.timeout(10):
@@ -402,7 +393,7 @@ async def test_what_nobody_foresaw_on_an_event_loop_is_the_answer_to_every_verb(
             raise PermissionError("nobody foresaw this")
 
         monkeypatch.setattr(store._writer._session, "commit", broken)
-        for call in [store._writer.post(lambda tx: None, items) for items in (1, 1, 100)]:
+        for call in [store._writer.post(lambda tx: None) for _ in range(3)]:
             with pytest.raises(Unavailable, match="nobody foresaw this"):
                 await call
         with pytest.raises(Unavailable, match="open the store anew"):
@@ -423,20 +414,21 @@ async def test_a_refused_verb_does_not_hold_up_its_event_loop(
         raise Invalid("no")
 
     async with open_store(str(tmp_path / "a.db")) as store, asyncio.timeout(10):
-        with contextlib.closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
+        elsewhere = {"isolation_level": None, "check_same_thread": False}
+        with contextlib.closing(sqlite3.connect(tmp_path / "a.db", **elsewhere)) as other:
             session = store._writer._session
-            rollback, home = session.rollback, threading.current_thread()
+            rollback, lost = session.rollback, threading.Event()
 
             def lose_the_lock() -> None:
                 rollback()
-                if threading.current_thread() is home:
+                if not lost.is_set():
                     other.execute("begin immediate")
+                    lost.set()
 
             monkeypatch.setattr(connection, "BUSY", 5.0)
             monkeypatch.setattr(session, "rollback", lose_the_lock)
-            calls = [
-                asyncio.ensure_future(store._writer.post(v, 1)) for v in (refused, lambda _: 1)
-            ]
+            calls = [asyncio.ensure_future(store._writer.post(v)) for v in (refused, lambda _: 1)]
+            await asyncio.to_thread(lost.wait, 10)
             for _ in range(100):  # the event loop goes on
                 await asyncio.sleep(0)
             assert not any(call.done() for call in calls)
@@ -446,7 +438,7 @@ async def test_a_refused_verb_does_not_hold_up_its_event_loop(
         assert answers[1] == 1
 
 
-async def test_an_event_loop_that_makes_a_rollout_claimable_hastens_the_notification(
+async def test_a_verb_that_makes_a_rollout_claimable_hastens_the_notification(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "HASTE", 0.2)
@@ -470,59 +462,63 @@ async def test_an_event_loop_that_makes_a_rollout_claimable_hastens_the_notifica
         monkeypatch.setattr(store._writer, "_jobs", Watched())
         monkeypatch.setattr(store._writer, "_notify", notify)
         for topics in (0, 0, QUEUE):  # the first is sent at once
-            await post(lambda tx, topics=topics: tx.add_event("run", "rollout", "a", topics), 1)
-            if topics == 0 and store._writer._owed:
+            await post(lambda tx, topics=topics: tx.add_event("run", "rollout", "a", topics))
+            if topics == 0 and store._writer._notices.owed:
                 await asyncio.to_thread(patient.wait, 10)
         await told.wait()
 
 
-INTERRUPTED = {  # where an event loop is interrupted: before or after this call
-    "as it posts": ("loop", "call_soon", "before"),
-    "as the verb begins": ("session", "try_begin", "after"),
-    "as the verb ends": ("session", "commit", "before"),
-    "once it is stored": ("session", "commit", "after"),
+INTERRUPTED = {  # an event loop as it posts, or the thread: before or after this call
+    "before it posts": ("_jobs", "put", "before"),
+    "once it has posted": ("_jobs", "put", "after"),
+    "as the verb begins": ("_session", "begin", "after"),
+    "as the verb ends": ("_session", "commit", "before"),
+    "once it is stored": ("_session", "commit", "after"),
 }
 
 
 @pytest.mark.parametrize("where", INTERRUPTED)
-def test_an_interrupt_of_an_event_loop_leaves_no_verb_unanswered_and_no_lock(
+def test_an_interrupt_leaves_no_verb_unanswered_and_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     store = open_store(str(tmp_path / "a.db"))
     answers: dict[str, object] = {}
     owner, name, when = INTERRUPTED[where]
+    jobs = store._writer._jobs
+    store._writer._jobs = SimpleNamespace(get=jobs.get, get_nowait=jobs.get_nowait, put=jobs.put)
+
+    async def added(id: str) -> None:
+        await store._writer.post(lambda tx: tx.add_event("run", "kind", id))
 
     async def post(id: str) -> None:
-        call = store._writer.post(lambda tx: tx.add_event("run", "kind", id), 1)
-        (answers[id],) = await asyncio.gather(call, return_exceptions=True)
+        (answers[id],) = await asyncio.gather(added(id), return_exceptions=True)
 
     async def both(*ids: str) -> None:
         async with asyncio.timeout(10):
             await asyncio.gather(*map(post, ids))
 
     with asyncio.Runner() as runner:
-        holder = runner.get_loop() if owner == "loop" else store._writer._session
+        holder = getattr(store._writer, owner)
         call = getattr(holder, name)
 
         def interrupted(*args: object, **more: object) -> object:
-            if owner == "loop" and args[0] != store._writer._execute_here:
-                return call(*args, **more)
             monkeypatch.undo()
             if when == "after":
                 call(*args, **more)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(holder, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            runner.run(both("a", "b"))
-        if owner == "loop":  # the interrupt is the error of the first caller
+        if owner == "_jobs":  # the interrupt is the error of the first caller
+            with pytest.raises(KeyboardInterrupt):
+                runner.run(both("a", "b"))
             with contextlib.suppress(KeyboardInterrupt):
                 runner.run(asyncio.sleep(0))
             runner.run(both("c", "d"))
             assert answers["c"] is answers["d"] is None
         else:
+            runner.run(both("a", "b"))
             with pytest.raises(Unavailable, match="open the store anew"):
-                runner.run(both("c"))
+                runner.run(added("c"))
             assert isinstance(answers["a"], Unavailable)
             assert isinstance(answers["b"], Unavailable)
         with contextlib.closing(sqlite3.connect(tmp_path / "a.db", timeout=5)) as other:

@@ -112,30 +112,29 @@ async def test_time_in_which_nobody_could_write_ends_no_lease(url, kit, clock, m
         assert await store.heartbeat([one.id, again.id], lease=1) == [again.id]
 
 
-async def test_a_small_verb_posted_before_the_store_closes_is_answered(url):
+async def test_a_verb_posted_before_the_store_closes_is_answered(url):
     store = open_store(url)
-    posted = store._writer.post(lambda tx: "done", 1)
+    posted = store._writer.post(lambda tx: "done")
     store._close()
     assert await posted == "done"
 
 
 async def test_verbs_of_a_caller_are_executed_in_order(url):
-    """Large ones in the writer's thread, small ones where that is possible on the event loop."""
     done = []
     async with open_store(url) as store, asyncio.timeout(SOON):
         calls = []
         for n in range(300):
-            calls.append(store._writer.post(lambda tx, n=n: done.append(n), 1 + 99 * (n % 7 == 3)))
+            calls.append(store._writer.post(lambda tx, n=n: done.append(n)))
             for _ in range(n % 5):
                 await asyncio.sleep(0)
         await asyncio.gather(*calls)
     assert done == list(range(300))
 
 
-async def test_the_thread_waits_for_the_verbs_that_a_closing_store_passes_to_it(url, monkeypatch):
-    """It looks whether it must end while the store closes, and no verb is queued yet."""
+async def test_the_thread_waits_for_the_verbs_that_a_store_has_as_it_closes(url, monkeypatch):
+    """It executes what was posted before the store closes, while that has not reached it yet."""
     store = open_store(url)
-    jobs, thread, lock = (getattr(store._writer, name) for name in ("_jobs", "_thread", "_lock"))
+    jobs, thread = store._writer._jobs, store._writer._thread
     closing = threading.Event()
 
     class Slow:
@@ -147,19 +146,10 @@ async def test_the_thread_waits_for_the_verbs_that_a_closing_store_passes_to_it(
                 thread.join(0.3)
             jobs.put(job)
 
-    class Lock:
-        __enter__ = lock.__enter__
-
-        def __exit__(self, *_):
-            lock.release()
-            if threading.current_thread() is thread:
-                closing.wait(SOON)
-
     monkeypatch.setattr(store._writer, "_jobs", Slow())
-    monkeypatch.setattr(store._writer, "_lock", Lock())
     async with asyncio.timeout(SOON):
         await store._writer.post(lambda tx: None)
-        posted = store._writer.post(lambda tx: "done", 1)
+        posted = store._writer.post(lambda tx: "done")
         store._close()
         assert await posted == "done"
 
@@ -168,7 +158,7 @@ async def test_the_verb_of_an_event_loop_that_ended_is_executed(url):
     done = []
 
     async def leave() -> None:
-        store._writer.post(lambda tx: done.append(1), 1)
+        store._writer.post(lambda tx: done.append(1))
 
     def end() -> None:
         loop = asyncio.new_event_loop()
@@ -177,18 +167,5 @@ async def test_the_verb_of_an_event_loop_that_ended_is_executed(url):
 
     async with open_store(url) as store, asyncio.timeout(SOON):
         await asyncio.to_thread(end)
-        await store._writer.post(lambda tx: None, 1)
         await store._writer.post(lambda tx: None)
         assert done == [1]
-
-
-async def test_a_verb_whose_callback_was_interrupted_is_executed_with_a_later_one(url, monkeypatch):
-    """A second Ctrl-C may end the callback in its first line."""
-    async with open_store(url) as store, asyncio.timeout(SOON):
-        monkeypatch.setattr(store._writer, "_execute_here", lambda *_: None)
-        first = store._writer.post(lambda tx: "first", 1)
-        monkeypatch.undo()
-        await asyncio.sleep(writer.PAUSE * 1.05)
-        assert not first.done()
-        second = store._writer.post(lambda tx: "second", 1)
-        assert [await first, await second] == ["first", "second"]

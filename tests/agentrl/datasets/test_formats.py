@@ -16,9 +16,9 @@ from agentrl.cli.data import data
 from agentrl.datasets.draft import Draft
 from agentrl.datasets.files import export_rows
 from agentrl.datasets.formats import add_row
-from agentrl.datasets.records import Item
 from agentrl.errors import ConfigError, NotFound
 from agentrl.store import Store, open_store
+from agentrl.store.records import Item
 
 ASKED = {"role": "user", "content": "6 * 7?"}
 RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("42", "41"))

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from agentrl.cli.data import data
-from agentrl.datasets.records import Item
 from agentrl.store import Store, open_store
+from agentrl.store.records import Item
 from agentrl.types import Branch, NewRollout, Outcome, Reward, Transition, float32, int32
 
 

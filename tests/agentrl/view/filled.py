@@ -17,9 +17,9 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from agentrl.config.load import resolve
-from agentrl.datasets.records import Item, Side, digest_of
 from agentrl.prompts import Candidate, Reflection, candidate_id
 from agentrl.store import open_store
+from agentrl.store.records import Item, Side, digest_of
 from agentrl.types import (
     Attempt,
     Branch,

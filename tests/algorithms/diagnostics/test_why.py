@@ -24,7 +24,7 @@ from agentrl.errors import NotFound, TrainingError
 from agentrl.runners.gateway import capture
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
-from agentrl.store.pages import Found
+from agentrl.store.records import Found
 from agentrl.types import EMPTY, ErrorKind, FailureCount, Reward, StepCommit
 from tests.factories import rollout
 

@@ -21,7 +21,7 @@ from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import RunConfig, resolve
-from agentrl.store.pages import GroupRow
+from agentrl.store.records import GroupRow
 from agentrl.types import (
     Counts,
     Group,

@@ -15,9 +15,9 @@ from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.offline import step_items
 from agentrl.config import RunConfig, resolve
 from agentrl.datasets.pin import pin_dataset
-from agentrl.datasets.records import Item, Side, digest_of
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
+from agentrl.store.records import Item, Side, digest_of
 from agentrl.types import Transition, float32, int32
 
 

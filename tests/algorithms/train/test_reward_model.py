@@ -24,8 +24,8 @@ from agentrl.algorithms.learners.reward_training import (
 )
 from agentrl.algorithms.model.load import load_model
 from agentrl.cli.main import cli
-from agentrl.datasets.records import Item, Side, digest_of
 from agentrl.store import open_store
+from agentrl.store.records import Item, Side, digest_of
 from agentrl.types import NewRollout, Outcome, Reward, Transition, float32, int32
 
 

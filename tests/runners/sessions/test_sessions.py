@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from agentrl.config import RunConfig, resolve
 from agentrl.datasets.draft import Draft
 from agentrl.datasets.mining import MineSpec, mine
-from agentrl.datasets.records import Item
 from agentrl.errors import ConfigError, Invalid, NotFound
 from agentrl.runners.sessions import recorder as module
 from agentrl.runners.sessions.command import check
@@ -27,6 +26,7 @@ from agentrl.runners.sessions.feedback import Feedback, give_feedback, session_g
 from agentrl.runners.sessions.recorder import Sessions, serve
 from agentrl.store import open_store
 from agentrl.store.base import Store
+from agentrl.store.records import Item
 from agentrl.store.sqlite.store import SqliteStore
 from agentrl.trainer import check as check_training
 from agentrl.types import Rollout, RolloutState

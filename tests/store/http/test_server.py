@@ -26,7 +26,7 @@ from agentrl.errors import StoreError
 from agentrl.store import base, open_store
 from agentrl.store.http import request_limits, serve
 from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
-from agentrl.store.pages import Pruned
+from agentrl.store.records import Pruned
 from agentrl.store.repeats import KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
@@ -281,6 +281,52 @@ def test_the_rest_of_a_refused_body_and_the_next_request_may_come_at_once(admin)
     assert b" 400 " in answer.splitlines()[0], answer  # blanks are no JSON, but a whole request
 
 
+HEAD = b"POST /v1/cursor HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+WHOLE = HEAD + b"content-length: 2\r\n\r\n{}"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        WHOLE.replace(b"host:", b"content-length: 2\r\nhost:"),
+        WHOLE.replace(b"host:", b"content-length: 7\r\nhost:"),
+        WHOLE.replace(b"host:", b"transfer-encoding: chunked\r\nhost:"),
+        WHOLE.replace(b"host:", b"host :"),
+        WHOLE.replace(b"localhost", b"local\rhost"),
+        WHOLE.replace(b"localhost", b"local\0host"),
+        WHOLE.replace(b"length: 2", b"length: +2"),
+    ],
+)
+def test_a_malformed_request_is_refused_and_its_connection_closed(address, other):
+    """Another server in front might read another request in it."""
+    host, port = address.removeprefix("http://").split(":")
+    keyed = other.replace(b"host", b"authorization: Bearer admin-secret\r\nhost", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(keyed)
+        answer = b""
+        while part := client.recv(4096):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+
+
+@pytest.mark.parametrize("cut", [0, 10, 60, len(WHOLE) - 1])
+def test_calls_sent_at_once_are_answered_in_order_however_they_are_cut(address, cut):
+    """Whole ones, halves, and one that is refused between them."""
+    host, port = address.removeprefix("http://").split(":")
+    keyed = WHOLE.replace(b"host:", b"authorization: Bearer admin-secret\r\nhost:")
+    wrong = keyed.replace(b"{}", b"[]")
+    sent = keyed + keyed + wrong + keyed
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(sent[: len(keyed) + cut])
+        client.sendall(sent[len(keyed) + cut :])
+        answer = b""
+        while answer.count(b"HTTP/1.1 ") < 4 or not answer.endswith(b"\r\n\r\n0"):
+            part = client.recv(4096)
+            assert part, answer
+            answer += part
+    assert re.findall(rb"HTTP/1\.1 (\d+)", answer) == [b"200", b"200", b"422", b"200"]
+
+
 # -- batches, repeats and waits --------------------------------------------------------------------
 
 
@@ -403,6 +449,62 @@ def test_a_key_is_known_to_the_next_server(database, serving, clock, tmp_path, r
     with serving(url, clock=clock) as address:
         stats = httpx.post(f"{address}/v1/stats", json={}).json()
     assert stats["rows"]["requests"] == len(later)
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_the_reply_of_a_long_call_is_known_to_the_next_server(database, serving, tmp_path, request):
+    file = f"sqlite:///{tmp_path / 'store.db'}"
+    url = file if database == "sqlite" else request.getfixturevalue("postgres")()
+
+    def post(client: httpx.Client, verb: str, body: dict, key: str = "") -> Any:
+        headers = {"idempotency-key": key} if key else {}
+        return client.post(f"/v1/{verb}", json=body, headers=headers).json()
+
+    def train(client: httpx.Client, group: str) -> None:
+        """A step, of whose rollouts a prune keeps none."""
+        state = post(client, "open_run", {"run": "run", "config": {}})
+        owned = {"run": "run", "epoch": state["epoch"]}
+        post(client, "enqueue", {"rollouts": [{**ROLLOUT, "id": group, "group": group}]})
+        post(client, "cancel", {"rollouts": [group]})
+        post(client, "claim_groups", {**owned, "n": 1})
+        step = {**owned, "step": state["step"], "groups": [group], "versions": {}, "metrics": {}}
+        post(client, "commit_step", {"commit": {**step, "checkpoint": ""}})
+
+    limits = {"older_than": 0.0}
+    with serving(url) as address, httpx.Client(base_url=address) as client:
+        train(client, "a")
+        pruned = post(client, "prune", limits, "k")
+        assert pruned["rollouts"] == 1
+        assert post(client, "vacuum", {}, "k") is None
+    with serving(url) as address, httpx.Client(base_url=address) as client:
+        train(client, "b")
+        assert post(client, "prune", limits, "k") == pruned
+        assert post(client, "vacuum", {}, "k") is None
+        rows = post(client, "stats", {})["rows"]
+        assert (rows["rollouts"], rows["requests"]) == (1, 2)  # the repeat removed nothing
+        assert post(client, "prune", {"older_than": 9.0}, "k")["error"]["code"] == "conflict"
+        assert post(client, "prune", limits, "l")["rollouts"] == 1
+
+
+async def test_a_long_call_in_progress_is_joined_by_its_repeat(serving, tmp_path, monkeypatch):
+    monkeypatch.setattr("agentrl.store.http.wire.POLL", 0.05)
+    calls, done = list[int](), threading.Event()
+
+    async def vacuum(self) -> None:
+        calls.append(1)
+        await asyncio.to_thread(done.wait, 10)
+
+    monkeypatch.setattr("agentrl.store.sqlstore.SqlStore._vacuum", vacuum)
+    with serving(f"sqlite:///{tmp_path / 'store.db'}") as address:
+        headers = {"idempotency-key": "k"}
+        async with httpx.AsyncClient(base_url=address, headers=headers) as client:
+            for _ in range(2):
+                assert (await client.post("/v1/vacuum", json={})).status_code == 202
+            done.set()
+            async with asyncio.timeout(10):
+                while (answer := await client.post("/v1/vacuum", json={})).status_code == 202:
+                    pass
+            assert (answer.status_code, answer.json(), len(calls)) == (200, None, 1)
 
 
 def test_a_claim_whose_caller_went_away_takes_nothing(admin):
