@@ -184,6 +184,7 @@ class CallHandler:
             messages = await self._upstream.adapt(route, asked.messages)
             if messages is not asked.messages:
                 asked = replace(asked, fields=asked.fields | {"messages": messages})
+                call = replace(call, request=asked)
         body, sampling = asked.encode(route, call.defaults, capture=capture, room=room)
         limit = self._upstream.max_lengths.get(route.base_url)
         if limit and len(body) + (sampling.max_tokens or 0) > limit and not room:

@@ -1,7 +1,8 @@
 """What a plain model call executes: the library's files and functions, by tracing one.
 
-From the request at the gateway to the committed row in SQLite, on all threads that take part. The
-call is the second of an attempt: the first one also learns what the policy server can do.
+From the request at the gateway to the committed row in SQLite, on all threads that take part: what
+each of several calls of an attempt executes. The first one also learns what the policy server can
+do, and at times the gateway reads which policies there are.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from aiohttp import web
 
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.gateway.upstream import MIN_READ_INTERVAL
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import NewRollout, PolicyVersion
 from tests.benchmarks.size import files, in_library
 
-RUN = "traced"
+RUN, CALLS = "traced", 5
+APART = 0.2  # seconds between calls: what their commits wake has ended
 QUESTION = {"model": "", "messages": [{"role": "user", "content": "How far is the moon?"}]}
 ANSWER = {
     "object": "chat.completion",
@@ -48,7 +49,7 @@ class Tracer:
     A thread is traced from its beginning only, so the tracer encloses store and gateway."""
 
     def __init__(self) -> None:
-        self.on, self.seen = False, set[CodeType]()
+        self.on, self.calls = False, list[set[CodeType]]()
 
     def __enter__(self) -> Tracer:
         threading.setprofile(self._note)
@@ -63,18 +64,18 @@ class Tracer:
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         if self.on and event == "call" and not code.co_name.startswith("<"):
-            self.seen.add(code)
+            self.calls[-1].add(code)
 
 
 async def traced_call() -> set[CodeType]:
     """The library's named functions that a call executes until its row is committed."""
     with TemporaryDirectory() as folder, Tracer() as tracer:
         async with open_store(f"sqlite:///{Path(folder) / 'store.db'}") as store:
-            await _trace_second_call(store, tracer)
-    return set(filter(in_library, tracer.seen))
+            await _trace_calls(store, tracer)
+    return set(filter(in_library, set.intersection(*tracer.calls)))
 
 
-async def _trace_second_call(store: Store, tracer: Tracer) -> None:
+async def _trace_calls(store: Store, tracer: Tracer) -> None:
     add_transitions = store.add_transitions
 
     async def noted(rows: Any) -> Any:
@@ -98,9 +99,11 @@ async def _trace_second_call(store: Store, tracer: Tracer) -> None:
     try:
         async with aiohttp.ClientSession(gateway.base_url + "/", headers=headers) as agent:
             await _ask(agent)
-            await asyncio.sleep(2 * MIN_READ_INTERVAL)  # the router reads what the first call wrote
-            tracer.on = True
-            await _ask(agent)
+            for _ in range(CALLS):
+                await asyncio.sleep(APART)
+                tracer.calls.append(set())
+                tracer.on = True
+                await _ask(agent)
     finally:
         await asyncio.to_thread(gateway.close)
         await server.cleanup()
