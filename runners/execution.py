@@ -26,7 +26,6 @@ from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError, Invalid
 from agentrl.runners.executors import ExecutionResult, Executor, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.runners.gateway.replay import recording
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.results import failure_of, stored_result
 from agentrl.runners.scoring.rewards import resolve_targets
@@ -213,8 +212,6 @@ class AttemptRunner:
     async def _run_agent(self, active: ActiveAttempt) -> ExecutionResult:
         rollout = active.attempt.rollout
         if "input" in rollout.task:
-            if rollout.branch is not None:
-                active.recording = await recording(self.store, rollout.branch)
             return await self.executor.run(active)
         message = f"the task of rollout {rollout.id} has no 'input' for the agent"
         return ExecutionResult(failure=Failure(kind=ErrorKind.AGENT, message=message))

@@ -10,13 +10,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from aiohttp.typedefs import Middleware
 
 from agentrl.base.processes import PHASE, freeze_loaded, log_to_stderr
 from agentrl.base.threads import DaemonThreads
@@ -26,6 +24,8 @@ from agentrl.errors import StoreError
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.factory import make_executor
+from agentrl.runners.features import run_features
+from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.harnesses.preset import role_rules
 from agentrl.runners.scoring import verifiers
@@ -114,9 +114,10 @@ async def attempt_runner(
     name: str,
     agent: object,
     verifier: Callable[..., Any] | str,
-    watch: Middleware | None = None,
+    features: Sequence[Feature] = (),
 ) -> AsyncIterator[AttemptRunner]:
-    """Start the gateway, executor and verifier of a run; `watch`: middleware of the gateway."""
+    """Start the gateway, executor and verifier of a run. `features`: more of the gateway."""
+    rules, as_sent = role_rules(config, root), config.policy.messages == "as_sent"
     gateway = Gateway(
         store,
         run,
@@ -127,9 +128,7 @@ async def attempt_runner(
         policies=config.policies,
         remote=has_no_own_policy(config),
         key=config.engine.access.key,
-        rules=role_rules(config, root),
-        as_sent=config.policy.messages == "as_sent",
-        watch=watch,
+        features=[*features, *run_features(store, rules=rules, as_sent=as_sent)],
     )
     async with contextlib.AsyncExitStack() as stack:
         await asyncio.to_thread(gateway.start)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import hmac
 import os
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 
 from agentrl.errors import ConfigError
-
-KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")  # of Anthropic, Google and Azure
 
 
 def is_loopback(host: str) -> bool:
@@ -43,18 +40,6 @@ def read_sent_key(variable: str, setting: str, what: str) -> str:
             f" to {what} API key alone"
         )
     return key
-
-
-def given_key(headers: Mapping[str, str]) -> str:
-    """The API key that a request sends. Names in `headers` are lower-case, or match any case."""
-    sent = next(filter(None, map(headers.get, KEY_HEADERS)), "")
-    return sent.strip() or bearer(headers.get("authorization", ""))
-
-
-def bearer(authorization: str) -> str:
-    """The token of a header Authorization, in which any case of the scheme is valid (RFC 9110)."""
-    scheme, _, token = authorization.strip().partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else authorization.strip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from codecs import BOM_UTF8
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from agentrl.base.access import ANYBODY, Access, given_key
+from agentrl.base.access import ANYBODY, Access
 
 NO_KEY = "the API key is missing or unknown; send one of engine.key_env as a bearer token"
+KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")  # of Anthropic, Google and Azure
 REQUEST_TIMEOUT = 120.0  # seconds for the headers, and again for the body
 
 
@@ -90,3 +91,15 @@ async def read_body(request: web.Request, timeout: float = REQUEST_TIMEOUT) -> b
         raise web.HTTPRequestTimeout(
             text=f"the request's body did not arrive within {timeout:g} s"
         ) from None
+
+
+def given_key(headers: Mapping[str, str]) -> str:
+    """The API key that a request sends. Names in `headers` are lower-case, or match any case."""
+    sent = next(filter(None, map(headers.get, KEY_HEADERS)), "")
+    return sent.strip() or bearer(headers.get("authorization", ""))
+
+
+def bearer(authorization: str) -> str:
+    """The token of a header Authorization, in which any case of the scheme is valid (RFC 9110)."""
+    scheme, _, token = authorization.strip().partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else authorization.strip()

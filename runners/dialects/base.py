@@ -10,10 +10,9 @@ tool of the agent is ever dropped.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,50 +21,8 @@ from uuid import uuid4
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from agentrl.runners.dialects.tool_calls import ToolCalls, is_complete
+from agentrl.runners.dialects.conversation import Body, ConversationMemory, ToolCalls, is_complete
 from agentrl.types import Json
-
-Body = dict[str, Json]
-
-
-@dataclass(slots=True)
-class ConversationMemory:
-    """State of an attempt that its later calls may refer to."""
-
-    answers: dict[str, list[Body]] = field(default_factory=dict)
-    """Response id -> the conversation up to and including that response, as chat messages."""
-
-    threads: dict[str, Body] = field(default_factory=dict)
-    """Message id -> system prompt, tools and messages of its thread of the Messages API."""
-
-    items: dict[str, Body] = field(default_factory=dict)
-    """Item id -> the output item of a response, which a later request may only refer to."""
-
-    arguments: dict[str, str] = field(default_factory=dict)
-    """Tool call id -> its arguments, byte for byte as the model wrote them."""
-
-    def has_any(self, ids: Iterable[str]) -> bool:
-        """Whether any of the ids is one of a response, of an item of it or of a thread."""
-        return any(id in self.answers or id in self.items or id in self.threads for id in ids)
-
-    def remember(self, answer: Json) -> None:
-        """Store the arguments of the tool calls in an assistant message."""
-        for id, function in _functions([answer]):
-            self.arguments[id] = function.get("arguments") or ""
-
-    def restore(self, messages: Json) -> bool:
-        """Restore the model's own text of tool call arguments that the agent sent back as equal
-        JSON; return whether any changed. Other white space would change the tokens, and the call
-        would not extend the previous one."""
-        changed = False
-        for id, function in _functions(messages) if self.arguments else ():
-            written, received = self.arguments.get(id), function.get("arguments")
-            if written is None or written == received or not isinstance(received, str):
-                continue
-            if _same_json(received, written):
-                function["arguments"] = written
-                changed = True
-        return changed
 
 
 class UntranslatableError(Exception):
@@ -108,6 +65,11 @@ class Translation(ABC):
         self._arguments = ""  # of the current tool call, so far
         self._finish = "stop"
         self._stop_sequence: str | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has read a part of a response, and is of no use for another one."""
+        return self._started
 
     def whole(self, completion: Body, prompt_tokens: int) -> bytes:
         choice = completion["choices"][0]
@@ -273,22 +235,6 @@ def text(value: Json, where: str) -> str:
 def joined(parts: Json, where: str) -> str:
     """Return the concatenated text of parts; refuse parts without text."""
     return "".join(text(part.get("text"), where) for part in objects(parts, where))
-
-
-def _functions(messages: Json) -> Iterator[tuple[str, Body]]:
-    """Yield id and function of each tool call in chat messages."""
-    for message in messages if isinstance(messages, list) else ():
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        for call in calls if isinstance(calls, list) else ():
-            if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
-                yield str(call.get("id")), function
-
-
-def _same_json(one: str, other: str) -> bool:
-    try:  # also for half surrogates and 1e400, which msgspec refuses
-        return bool(json.loads(one or "{}") == json.loads(other or "{}"))
-    except (ValueError, RecursionError):
-        return False
 
 
 def data_event(body: Body) -> bytes:

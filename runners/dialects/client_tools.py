@@ -12,7 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from agentrl.runners.dialects import base
-from agentrl.runners.dialects.base import Body, UntranslatableError
+from agentrl.runners.dialects.base import UntranslatableError
+from agentrl.runners.dialects.conversation import Body
 from agentrl.types import Json
 
 SEPARATOR = "__"

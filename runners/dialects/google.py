@@ -13,7 +13,8 @@ from uuid import uuid4
 import msgspec
 
 from agentrl.runners.dialects import base
-from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, UntranslatableError
+from agentrl.runners.dialects.base import Dialect, UntranslatableError
+from agentrl.runners.dialects.conversation import Body, ConversationMemory
 from agentrl.runners.dialects.messages import input_of, written_arguments
 from agentrl.types import Json
 

@@ -14,7 +14,8 @@ from uuid import uuid4
 import msgspec
 
 from agentrl.runners.dialects import base
-from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, UntranslatableError
+from agentrl.runners.dialects.base import Dialect, UntranslatableError
+from agentrl.runners.dialects.conversation import Body, ConversationMemory
 from agentrl.types import Json
 
 # Fields that a chat completion cannot express, with the values at which they have no effect. Any

@@ -13,8 +13,9 @@ from typing import Any
 from uuid import uuid4
 
 from agentrl.runners.dialects import base
-from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, UntranslatableError
+from agentrl.runners.dialects.base import Dialect, UntranslatableError
 from agentrl.runners.dialects.client_tools import ClientTools, arguments_of, custom_input, flat_name
+from agentrl.runners.dialects.conversation import Body, ConversationMemory
 from agentrl.types import Json
 
 # Fields that a chat completion cannot express, with the values at which they have no effect. Any

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentrl.config import AgentConfig, ContainerRunnerConfig
+from agentrl.config import AgentConfig, ContainerRunnerConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.executors import contract
 from agentrl.runners.executors.command import CommandExecutor
@@ -26,8 +26,15 @@ from agentrl.types import ErrorKind, Json
 HOST = "host.docker.internal"  # the host's name inside a container
 NOT_STARTED = 125  # exit status of `docker run` when docker itself fails
 KILLED = 128 + 9
-CLI_VARIABLES = ["DOCKER_*", "CONTAINER_*", "XDG_RUNTIME_DIR"]
 CHECK_TIMEOUT = 20.0  # seconds for the daemon to answer
+
+
+def make(config: RunConfig, root: Path, gateway: str, runner: str) -> ContainerExecutor:
+    """The executor `runner.executor = "container"`."""
+    if config.agent.path:
+        contract.refuse_path(config)
+    assert isinstance(config.runner, ContainerRunnerConfig)
+    return ContainerExecutor(config.agent, config.runner, root=root, gateway=gateway)
 
 
 class ContainerExecutor(CommandExecutor):
@@ -38,8 +45,8 @@ class ContainerExecutor(CommandExecutor):
     ) -> None:
         super().__init__(agent, runner, root=root, gateway=gateway)
         self.config = runner.container
-        self._launcher = ProcessLauncher(env=contract.passed_environment(CLI_VARIABLES))
-        reserved = (*contract.PASSED, *CLI_VARIABLES)
+        self._launcher = ProcessLauncher(env=contract.passed_environment(contract.DOCKER))
+        reserved = (*contract.PASSED, *contract.DOCKER)
         for name in contract.matching(_with_line_breaks(self._user_variables()), reserved):
             raise ConfigError(f"agent.env: {name} has several lines; containers take one line only")
         self._on_host = self.config.network == "host"
@@ -96,7 +103,7 @@ class ContainerExecutor(CommandExecutor):
         elif self.agent.folder:
             argv += ["--workdir", self.agent.folder]
         argv += [*self.config.options, self.config.image, *self.argv]
-        env = inside | contract.passed_environment(CLI_VARIABLES)
+        env = inside | contract.passed_environment(contract.DOCKER)
         return ProcessSpec(argv=argv, env=env, after=[self.config.cli, "rm", "--force", name])
 
     def _read(self, folder: Path, status: int, stdout: str, stderr: str) -> Json:

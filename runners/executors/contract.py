@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -29,7 +29,7 @@ import msgspec
 
 from agentrl.base.access import is_loopback
 from agentrl.base.jsonvalues import NotJsonError, as_json
-from agentrl.config import RunnerConfig
+from agentrl.config import RunConfig, RunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.executors import ExecutionResult
 from agentrl.runners.gateway.attribution import ActiveAttempt, AgentPlace
@@ -42,6 +42,7 @@ LARGEST_RESULT = 16 * 2**20  # bytes
 LARGEST_PRINT = 2**20  # bytes printed by one rollout in the runner's log
 PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "*_PROXY")
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
+DOCKER = ("DOCKER_*", "CONTAINER_*", "XDG_RUNTIME_DIR")  # of its command line
 # Frameworks send traces of their own to api.openai.com and telemetry.crewai.com by default.
 NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
 LOCAL = "127.0.0.1,localhost"
@@ -151,6 +152,14 @@ def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
     if not host:
         raise ConfigError("runner.advertise is missing: set this machine's address for the jobs")
     return f"http://{f'[{host}]' if ':' in host else host}:{urlsplit(base_url).port}/v1"
+
+
+def refuse_path(config: RunConfig, instead: str = "command") -> NoReturn:
+    """Raise ConfigError for an agent that is an object or a path, and has to be a process."""
+    raise ConfigError(
+        f"runner.executor = {config.runner.executor!r}: the agent runs in a process of its own;"
+        f" give it in the run file as agent.{instead}"
+    )
 
 
 @contextmanager

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, cast
 
 from msgspec.structs import replace
 
 from agentrl.base.access import is_loopback
-from agentrl.config import (
-    ContainerRunnerConfig,
-    KubernetesRunnerConfig,
-    PoolRunnerConfig,
-    RunConfig,
-)
+from agentrl.config import PoolRunnerConfig, RunConfig
 from agentrl.config.infrastructure import EXECUTORS
 from agentrl.errors import ConfigError
 from agentrl.plugins import check_call, check_protocol, load_plugin, where
-from agentrl.runners.executors import Executor
+from agentrl.runners.executors import Executor, contract
 from agentrl.runners.executors.command import CommandExecutor
-from agentrl.runners.executors.container import ContainerExecutor
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent, load
 from agentrl.runners.executors.pool import PoolExecutor
 
 KEY = "runner.executor"
+KINDS = {
+    "container": "agentrl.runners.executors.container:make",
+    "kubernetes": "agentrl.runners.executors.kubernetes:make",
+}
+"""Executors that are imported by those who name them only, and made like those of a plug-in."""
 
 
 def make_executor(
@@ -58,20 +58,11 @@ def make_executor(
             assert isinstance(settings, PoolRunnerConfig)
             return PoolExecutor(path, config.agent, settings, root=root)
     if agent or path:
-        raise ConfigError(
-            f"runner.executor = {kind!r}: the agent runs in a process of its own; give it in the"
-            f" run file as {'agent.path' if kind == 'pool' else 'agent.command'}"
-        )
-    place: Any = {"root": root, "gateway": gateway}
+        contract.refuse_path(config, "path" if kind == "pool" else "command")
     if kind == "command":
-        return CommandExecutor(config.agent, settings, **place)
-    if isinstance(settings, ContainerRunnerConfig):
-        return ContainerExecutor(config.agent, settings, **place)
-    assert isinstance(settings, KubernetesRunnerConfig)
-    from agentrl.runners.executors.kubernetes import KubernetesExecutor  # an extra
-
-    run = f"{config.name} {config.store} {config.output}"  # rollout ids are not unique across runs
-    return KubernetesExecutor(config.agent, settings, **place, name=runner, run=run)
+        return CommandExecutor(config.agent, settings, root=root, gateway=gateway)
+    make = EntryPoint(kind, KINDS[kind], "agentrl.executors").load()
+    return _plugin(make, config, root, gateway, runner, agent)
 
 
 def _plugin(

@@ -18,18 +18,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, unquote_plus
 
 from aiohttp import web
 
-from agentrl.base.access import bearer, given_key
-from agentrl.config import RoleRule
-from agentrl.runners.dialects.base import ConversationMemory
-from agentrl.runners.gateway.replay import Recording
-from agentrl.runners.gateway.routing import NO_SEATS, Seats
-from agentrl.runners.tracing.roles import NAMES, ROLE, read_names, resolve, role_of_model
-from agentrl.types import Attempt, Transition
+from agentrl.base.http_server import bearer, given_key, read_body
+from agentrl.runners.dialects import Dialect
+from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.gateway.refusals import RefusedError
+from agentrl.runners.gateway.request import ModelRequest, read_request
+from agentrl.runners.gateway.upstream import NO_SEATS, Seats
+from agentrl.runners.tracing.roles import DEFAULT, NAMES, ROLE
+from agentrl.types import Attempt, Sampling, Transition
+
+if TYPE_CHECKING:
+    from agentrl.runners.gateway.features import Answer, Change, Feature, Record
 
 PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
 REMEMBERED = 10_000  # ended attempts whose ids and keys are kept
@@ -74,8 +78,10 @@ class ActiveAttempt:
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
     memory: ConversationMemory = field(default_factory=ConversationMemory)
     roles: Collection[str] = ()  # roles named by the run file, a seat or a prompt
-    rules: Sequence[RoleRule] = ()  # for calls that do not state their role
-    recording: Recording | None = None  # calls of another rollout to replay
+    # What features do to its calls, in this order; see `agentrl.runners.gateway.features`.
+    changes: list[Change] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     # Responses whose agent disconnected while they were stored, by hash of the request and role.
     unread: dict[tuple[int, str], list[Transition]] = field(default_factory=dict)
     place: AgentPlace | None = None
@@ -83,8 +89,6 @@ class ActiveAttempt:
     most_calls: int = 0  # 0: no limit
     most_tokens: int = 0  # sampled tokens after which calls are refused; 0: no limit
     on_spent: Callable[[str], None] | None = None  # called with the limit that was reached
-    # Transforms a call before it is stored; None: stored unchanged.
-    record: Callable[[web.Request, Transition], Transition] | None = None
 
     @property
     def id(self) -> str:
@@ -164,16 +168,49 @@ class CallOrigin(NamedTuple):
     inside: tuple[str, ...] = ()  # names of nodes and agent around the call, innermost first
 
     def role_of(self, model: str) -> str:
-        """Return the role of a call that requests `model`."""
-        return role_of_model(self.role, model, self.attempt.roles)
+        """Return the role of a call that requests `model`: see `agentrl.runners.tracing.roles`."""
+        return self.role or (model if model in self.attempt.roles else DEFAULT)
 
 
-class RefusedError(Exception):
-    """The gateway refuses a request, such as one without an active attempt."""
+@dataclass(frozen=True, slots=True)
+class ReceivedCall:
+    """A call as the agent made it."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code, self.message = status, code, message
+    caller: CallOrigin
+    http: web.Request
+    raw: bytes  # the request's body
+    asked: ModelCall
+    request: ModelRequest
+    defaults: Sampling  # the rollout's, for what the agent does not set
+    arrived: float  # by the monotonic clock
+
+    @property
+    def active(self) -> ActiveAttempt:
+        return self.caller.attempt
+
+    @property
+    def role(self) -> str:
+        return self.caller.role_of(self.request.model)
+
+    def fail(self, why: str) -> None:
+        """Fail the attempt, even if the agent ignores the error, unless the call is retried."""
+        self.active.failures[self.asked.number] = why
+
+
+async def receive(caller: CallOrigin, http: web.Request, dialect: Dialect) -> ReceivedCall:
+    """Read a call. Raises RefusedError if the attempt may make no further call, and the errors of
+    `read_request` and of features' changes."""
+    arrived, raw, active = time.monotonic(), await read_body(http), caller.attempt
+    asked, defaults = active.begin_call(raw), active.attempt.rollout.sampling
+    made = read_request(dialect, raw, active.memory, asked.number)
+    return changed(ReceivedCall(caller, http, raw, asked, made, defaults, arrived))
+
+
+def changed(call: ReceivedCall) -> ReceivedCall:
+    """Return the call as the features of its attempt change it."""
+    for change in call.active.changes:
+        call = change(call)
+    return call
 
 
 class AttemptRegistry:
@@ -181,9 +218,9 @@ class AttemptRegistry:
     if no other machine can connect."""
 
     def __init__(
-        self, *, open: bool = True, roles: Collection[str] = (), rules: Sequence[RoleRule] = ()
+        self, *, open: bool = True, roles: Collection[str] = (), features: Sequence[Feature] = ()
     ) -> None:
-        self.open, self.roles, self.rules = open, frozenset(roles), rules
+        self.open, self.roles, self._features = open, frozenset(roles), features
         self.unowned = 0  # calls so far that belonged to no attempt
         self._active: dict[str, ActiveAttempt] = {}
         self._keys: dict[str, ActiveAttempt] = {}
@@ -193,12 +230,11 @@ class AttemptRegistry:
         self, attempt: Attempt, *, sealed: bool = False, scoring: bool = False
     ) -> ActiveAttempt:
         deadline = time.monotonic() + attempt.rollout.timeout
-        prompted = {prompt.role for prompt in attempt.prompts}
-        roles = self.roles.union(attempt.rollout.seats, prompted)
-        active = self._active[attempt.id] = ActiveAttempt(
-            attempt, deadline, sealed, scoring, roles=roles, rules=() if scoring else self.rules
-        )
-        self._keys[active.key] = active
+        roles = self.roles.union(attempt.rollout.seats)
+        active = ActiveAttempt(attempt, deadline, sealed, scoring, roles=roles)
+        for feature in () if scoring else self._features:
+            feature.join(active)
+        self._active[attempt.id] = self._keys[active.key] = active
         return active
 
     def unregister(self, attempt: str) -> None:
@@ -243,9 +279,9 @@ class AttemptRegistry:
         trace, span = (parent[1], parent[2]) if parent else ("", None)
         active = self._owner(headers, path, trace)
         said = _baggage(headers.get("baggage", ""))
-        names = read_names(said.get(NAMES))
-        role = resolve(active.roles, path=path.get("role"), said=said.get(ROLE), names=names)
-        return CallOrigin(active, role, span, tuple(names))
+        names = tuple(unquote(name) for name in said.get(NAMES, "").split(",") if name)
+        inner = next((name for name in names if name in active.roles), None)
+        return CallOrigin(active, path.get("role") or said.get(ROLE) or inner, span, names)
 
     def _owner(
         self, headers: Mapping[str, str], path: Mapping[str, str], trace: str

@@ -13,18 +13,14 @@ from agentrl.base.http_server import read_body
 from agentrl.errors import AgentRLError, Invalid
 from agentrl.runners import dialects
 from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
-from agentrl.runners.dialects.base import Body, ConversationMemory
-from agentrl.runners.gateway.attribution import AttemptRegistry, CallOrigin, RefusedError
+from agentrl.runners.dialects.conversation import Body, ConversationMemory
+from agentrl.runners.gateway.attribution import AttemptRegistry, CallOrigin, receive
 from agentrl.runners.gateway.handler import CallHandler
-from agentrl.runners.gateway.refusals import translate_error
-from agentrl.runners.gateway.routing import Route, Router
-from agentrl.runners.gateway.upstream import (
-    RefusedPromptError,
-    Upstream,
-    UpstreamError,
-    forwarded,
-    read,
-)
+from agentrl.runners.gateway.prompt_size import RefusedPromptError, prompt_size
+from agentrl.runners.gateway.refusals import RefusedError, UpstreamError, translate_error
+from agentrl.runners.gateway.request import forwarded
+from agentrl.runners.gateway.response import read
+from agentrl.runners.gateway.upstream import Route, Router, Upstream
 from agentrl.store.base import Store
 
 LARGEST = 256 * 2**20  # bytes of a request
@@ -74,7 +70,8 @@ class Endpoints:
     async def call(
         self, dialect: Dialect, caller: CallOrigin, request: web.Request
     ) -> web.StreamResponse:
-        return await CallHandler(self._upstream, self._store, caller, request, dialect).run()
+        call = await receive(caller, request, dialect)
+        return await CallHandler(self._upstream, self._store, call).run()
 
     async def count_tokens(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
         """https://docs.anthropic.com/en/api/messages-count-tokens"""
@@ -233,7 +230,7 @@ async def count_tokens(
     async def once(route: Route) -> web.StreamResponse:
         asked = chat | {"messages": await upstream.adapt(route, chat["messages"])}
         try:
-            size = await upstream.prompt_size(route, asked, request.headers)
+            size = await prompt_size(upstream, route, asked, request.headers)
         except RefusedPromptError as error:
             dialect = dialects.of(request.path, anthropic=True)
             words = translate_error(dialect, error.status, error.words)

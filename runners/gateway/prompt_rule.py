@@ -8,15 +8,23 @@ unchanged; texts that it renders in no role are refused.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
+
+from aiohttp import web
 
 from agentrl.base.processes import PHASE
-from agentrl.runners.dialects.base import Body, UntranslatableError, joined
+from agentrl.runners.dialects.base import UntranslatableError, joined
+from agentrl.runners.dialects.conversation import Body
+from agentrl.runners.gateway.features import Feature
+from agentrl.runners.gateway.prompt_size import RefusedPromptError, prompt_size
+from agentrl.runners.gateway.refusals import UpstreamError
+from agentrl.runners.gateway.upstream import Messages, Route, Upstream
 
 log = logging.getLogger("agentrl.runner")
-Messages = list[Body]
 Count = Callable[[Messages], Awaitable[int | None]]  # prompt tokens; None: messages refused
 WORDS = [str(number) for number in range(100, 164)]  # each at least one token in any tokenizer
 INSTRUCTIONS = ("system", "developer")
@@ -84,12 +92,40 @@ class PromptRule:
         return "; ".join(said) or "all roles as they are sent"
 
 
-def is_plain(messages: Messages) -> bool:
-    """Whether every template renders these: only texts of user and assistant."""
-    return all(
-        message.get("role") in ("user", "assistant") and _what(message, False) != BESIDE
-        for message in messages
-    )
+class ChatTemplates(Feature):
+    """The feature: messages are adapted to the chat template of the policy that they go to, by a
+    rule that the first call to each server finds."""
+
+    def __init__(self) -> None:
+        self._rules: dict[str, asyncio.Task[PromptRule]] = {}  # by base URL
+
+    def add_to(self, app: web.Application, upstream: Upstream) -> None:
+        upstream.adapters.append(partial(self._adapt, upstream))
+
+    async def _adapt(self, upstream: Upstream, route: Route, messages: Messages) -> Messages:
+        finding = self._rules.get(route.base_url)
+        if finding is None or (finding.done() and (finding.cancelled() or finding.exception())):
+            finding = asyncio.create_task(_rule_of(upstream, route))
+            self._rules[route.base_url] = finding
+        return (await asyncio.shield(finding)).apply(messages)
+
+
+async def _rule_of(upstream: Upstream, route: Route) -> PromptRule:
+    async def count(messages: Messages) -> int | None:
+        try:
+            return (await prompt_size(upstream, route, {"messages": messages})).count
+        except RefusedPromptError:
+            return None
+        except UpstreamError as error:
+            if error.status != 500:
+                raise
+            return None  # the template failed
+
+    try:
+        return await find_rule(count, route.policy)
+    except LookupError as error:
+        log.warning("policy %s: messages go as they come, because %s", route.policy, error)
+        return PromptRule()
 
 
 async def find_rule(count: Count, policy: str) -> PromptRule:

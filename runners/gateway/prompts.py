@@ -12,7 +12,10 @@ from typing import AnyStr
 
 import msgspec
 
-from agentrl.runners.gateway.capture import ModelRequest
+from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
+from agentrl.runners.gateway.features import Feature
+from agentrl.runners.gateway.refusals import RefusedError
+from agentrl.runners.gateway.request import ModelRequest
 from agentrl.types import Json, PromptText
 
 SYSTEM = ("system", "developer")
@@ -23,6 +26,24 @@ Object = dict[str, Json]
 
 class PromptNotFoundError(Exception):
     """The agent's request lacks the text that a candidate replaces."""
+
+
+class CandidatePrompts(Feature):
+    """The feature: attempts of a candidate get its texts."""
+
+    def join(self, active: ActiveAttempt) -> None:
+        if prompts := active.attempt.prompts:
+            active.roles = {*active.roles, *(prompt.role for prompt in prompts)}
+            active.changes.append(_with_prompts)
+
+
+def _with_prompts(call: ReceivedCall) -> ReceivedCall:
+    try:
+        apply_prompts(call.request, call.role, call.active.attempt.prompts)
+    except PromptNotFoundError as error:
+        call.fail(str(error))
+        raise RefusedError(400, "prompt_not_found", str(error)) from None
+    return call
 
 
 def apply_prompts(request: ModelRequest, role: str, prompts: Sequence[PromptText]) -> None:

@@ -1,4 +1,4 @@
-"""What a policy server's errors mean, wherever it says them, and how the agent reads them.
+"""What the gateway refuses, what a policy server refuses or fails at, and how the agent reads it.
 
 A server that fails after it has begun a stream can only send an event, under the status 200; some
 proxies answer every error so. Such an error is treated as the status that it means.
@@ -6,18 +6,19 @@ proxies answer every error so. Such an error is treated as the status that it me
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from agentrl.runners.dialects import Dialect
-from agentrl.runners.dialects.base import Body
-from agentrl.runners.gateway.capture import ResponseChunk
-from agentrl.runners.gateway.routing import Route
-from agentrl.runners.gateway.upstream import UpstreamError, failure, is_failure
+from agentrl.runners.dialects.conversation import Body
 
+if TYPE_CHECKING:
+    from agentrl.runners.gateway.response import ResponseChunk
+    from agentrl.runners.gateway.upstream import Route
+
+TRANSIENT = frozenset({429, 502, 503, 504})
 # Errors of parsing a response that is not a completion; msgspec.DecodeError is a ValueError.
 MALFORMED = (RecursionError, OverflowError, AttributeError, LookupError, TypeError, ValueError)
 LABELS = ("code", "status", "status_code", "type", "error_type")  # fields that say what is wrong
@@ -36,6 +37,26 @@ MEANINGS |= {"contextlength": 400}
 UNNAMED = 500  # of an error that says nothing else
 
 
+class RefusedError(Exception):
+    """The gateway refuses a request, such as one without an active attempt."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+
+
+@dataclass(eq=False)
+class UpstreamError(Exception):
+    """The policy server failed a call."""
+
+    message: str
+    status: int | None = None  # of the response, if there is one
+    body: bytes = b""
+    retry_after: float = 0.0  # seconds
+    transient: bool = True  # a later retry may succeed
+    final: bool = False  # the call must not be retried
+
+
 @dataclass(eq=False)
 class ServerRefusal(Exception):
     """The policy server refused the call: a mistake of the agent, or a field that capture adds."""
@@ -49,7 +70,7 @@ def error_in(
 ) -> UpstreamError | ServerRefusal | None:
     """Return the error that a response with status 200 or a chunk of one is, with the body `raw`.
     `begun`: the agent has read a part of the response."""
-    if part.choices and "error" not in part.fields:
+    if not part.may_be_error:
         return None
     fields = {k: v for k, v in part.fields.items() if k not in ("choices", "usage")}
     if (status := _meant_status(msgspec.json.decode(msgspec.json.encode(fields)))) is None:
@@ -71,20 +92,6 @@ def _meant_status(body: Body) -> int | None:
     return next(codes, None) or next(words, UNNAMED)
 
 
-@contextlib.contextmanager
-def parsing(route: Route, raw: bytes) -> Iterator[None]:
-    """Convert parse errors of the server's response to UpstreamError."""
-    try:
-        yield
-    except MALFORMED as error:
-        said = raw[:200].decode(errors="replace")
-        raise malformed(route, f"what is not a completion ({error}): {said}") from None
-
-
-def malformed(route: Route, what: str) -> UpstreamError:
-    return UpstreamError(f"the policy server at {route.base_url} sent {what}", transient=False)
-
-
 def translate_error(dialect: Dialect, status: int, body: bytes) -> bytes:
     """Return a policy server's error body for the agent: unchanged if both use the same API, else
     its message in the agent's format."""
@@ -97,3 +104,32 @@ def translate_error(dialect: Dialect, status: int, body: bytes) -> bytes:
         if dialect.translate is None:
             return body
     return msgspec.json.encode(dialect.error(status, "upstream_refused", message))
+
+
+def is_failure(status: int) -> bool:
+    """Whether a status other than 200 is not the agent's fault."""
+    return 300 <= status < 400 or status in (401, 403, 429) or status >= 500
+
+
+def failure(
+    route: Route, url: str, status: int, words: bytes, retry_after: str = ""
+) -> UpstreamError:
+    """Build the error for a response with the status of a failure, and the body `words`."""
+    if status < 400 or status in (401, 403):
+        return UpstreamError(
+            f"the endpoint {route.policy!r} at {url} answered {status}; correct its"
+            " base_url or its API key",
+            final=True,
+        )
+    said = words[:500].decode(errors="replace")
+    return UpstreamError(
+        f"the policy server at {url} answered {status}: {said}",
+        status=status,
+        body=words,
+        retry_after=float(retry_after) if retry_after.isdecimal() else 0.0,
+        transient=status in TRANSIENT,
+    )
+
+
+def malformed(route: Route, what: str) -> UpstreamError:
+    return UpstreamError(f"the policy server at {route.base_url} sent {what}", transient=False)

@@ -7,6 +7,7 @@ sub-agents. Harnesses have no common way to mark them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
@@ -14,10 +15,29 @@ from typing import Any
 import msgspec
 
 from agentrl.config import RoleRule
-from agentrl.runners.gateway.capture import ModelRequest, value
+from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
+from agentrl.runners.gateway.features import Feature
+from agentrl.runners.gateway.request import ModelRequest, value
 from agentrl.types import Json
 
 SYSTEM = ("system", "developer")
+
+
+class RoleRules(Feature):
+    """The feature: calls without a role get that of the first rule that they match."""
+
+    def __init__(self, rules: Sequence[RoleRule]) -> None:
+        self._rules = rules
+
+    def join(self, active: ActiveAttempt) -> None:
+        if self._rules:
+            active.changes.append(self._with_role)
+
+    def _with_role(self, call: ReceivedCall) -> ReceivedCall:
+        if call.caller.role is not None:
+            return call
+        role = role_of_request(self._rules, call.request, call.http.headers, call.raw)
+        return replace(call, caller=call.caller._replace(role=role))
 
 
 def role_of_request(

@@ -19,23 +19,20 @@ from concurrent.futures import Future
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 from msgspec.structs import replace
 
 from agentrl.base.access import is_loopback
 from agentrl.base.http_server import listen, server_loop
 from agentrl.base.processes import allow_files
-from agentrl.config import RoleRule, UpstreamConfig
+from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.gateway.attribution import ActiveAttempt, AttemptRegistry
 from agentrl.runners.gateway.endpoints import LARGEST, Endpoints
-from agentrl.runners.gateway.routing import Router
-from agentrl.runners.gateway.upstream import Upstream
+from agentrl.runners.gateway.features import Feature
+from agentrl.runners.gateway.upstream import Router, Upstream
 from agentrl.store.base import Store
 from agentrl.types import Attempt
 
-NAME = "x-agentrl-session"  # response header: the session of the request, if any
-NAMED = web.RequestKey(NAME, str)
 STORE_TIMEOUT = 5.0  # seconds for aborted calls to store their partial responses
 
 
@@ -54,21 +51,19 @@ class Gateway:
         policies: Collection[str] = (),
         remote: bool = False,
         key: str = "",
-        rules: Sequence[RoleRule] = (),
-        as_sent: bool = False,
-        watch: Middleware | None = None,
+        features: Sequence[Feature] = (),
     ) -> None:
-        """`upstreams` to `key`: see `Router`. `rules`: determine the role of calls that do not
-        state it. `as_sent`: whether `policy.messages` is "as_sent". `watch`: middleware for every
-        request. If other machines can connect to `host`, only sealed attempts accept calls.
+        """`upstreams` to `key`: see `Router`. `features`: in the order in which they see a call. If
+        other machines can connect to `host`, only sealed attempts accept calls.
 
         Raises ConfigError if the API key of an upstream is missing."""
         self.base_url = ""  # for agents on this machine, known once started; ends in /v1
         self.port = port
-        self.attempts = AttemptRegistry(open=is_loopback(host), roles=roles or (), rules=rules)
+        self.attempts = AttemptRegistry(
+            open=is_loopback(host), roles=roles or (), features=features
+        )
         self.router = Router(store, run, upstreams, roles, policies, remote=remote, key=key)
-        self._store, self._host, self._as_sent = store, host, as_sent
-        self._watch = (watch,) if watch is not None else ()
+        self._store, self._host, self._features = store, host, features
         self._loop = server_loop()
         self._thread = threading.Thread(target=self._serve, name="agentrl-gateway", daemon=True)
         self._listening: Future[int] = Future()
@@ -134,10 +129,9 @@ class Gateway:
             runner.run(self._main())
 
     async def _main(self) -> None:
-        upstream = Upstream(self.router, as_sent=self._as_sent)
-        app = web.Application(client_max_size=LARGEST, middlewares=self._watch)
-        if self._watch:
-            app.on_response_prepare.append(_name_session)
+        upstream, app = Upstream(self.router), web.Application(client_max_size=LARGEST)
+        for feature in self._features:
+            feature.add_to(app, upstream)
         Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)
         following, runner = asyncio.create_task(self.router.follow()), None
         try:
@@ -157,11 +151,6 @@ class Gateway:
             await upstream.session.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await following
-
-
-async def _name_session(request: web.Request, response: web.StreamResponse) -> None:
-    if name := request.get(NAMED):
-        response.headers[NAME] = name
 
 
 async def _abort_calls(active: ActiveAttempt) -> None:

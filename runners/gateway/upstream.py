@@ -1,8 +1,15 @@
-"""HTTP client for policy servers: an unlimited connection pool, retries within the attempt.
+"""Which server answers a call, and the HTTP client that asks it.
 
-Owns: the connections, and whether each server returns token ids.
-A call is retried on connection errors, 429 and 5xx until the first byte of its response reaches the
-agent, each time on the current route: the policy server may be restarting elsewhere.
+The rollout's seats, then the run file's table of roles map a role to a policy; for a role in
+neither, the requested model name decides. Seats can also replace one policy by another. A call is
+retried on connection errors, 429 and 5xx until the first byte of its response reaches the agent,
+each time on the current route: the policy server may be restarting elsewhere.
+
+Owns: a copy of the policies table, at most `MIN_READ_INTERVAL` seconds behind the store's change
+feed; the connections, and whether each server returns token ids.
+Invariant: a call to a policy that is published without a base URL, because its weights are being
+updated, waits; calls to frozen endpoints never wait.
+Writer: its own event loop only.
 """
 
 from __future__ import annotations
@@ -12,87 +19,209 @@ import io
 import logging
 import random
 import time
-from codecs import BOM_UTF8
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import aiohttp
-import msgspec
-from multidict import CIMultiDict
 
-from agentrl.base.access import KEY_HEADERS
-from agentrl.runners.gateway.attribution import CallOrigin, ModelCall, RefusedError
-from agentrl.runners.gateway.capture import Fields, value
-from agentrl.runners.gateway.prompt_rule import Messages, PromptRule, find_rule, is_plain
-from agentrl.runners.gateway.routing import Route, Router
-from agentrl.types import Json
+from agentrl.base.access import read_sent_key
+from agentrl.config import UpstreamConfig
+from agentrl.errors import StoreError
+from agentrl.runners.dialects.conversation import Body
+from agentrl.runners.gateway.refusals import RefusedError, UpstreamError, failure, is_failure
+from agentrl.runners.gateway.request import forwarded
+from agentrl.runners.gateway.response import read
+from agentrl.store.base import Store
+from agentrl.types import SIDE, PolicyVersion, Sampling, Transition
+
+if TYPE_CHECKING:
+    from agentrl.runners.gateway.attribution import CallOrigin, ModelCall, ReceivedCall
 
 log = logging.getLogger("agentrl.runner")
 T = TypeVar("T")
+Messages = list[Body]
+Adapter = Callable[["Route", Messages], Awaitable[Messages]]
+Seats = Mapping[str, str]  # role -> policy or frozen endpoint
+NO_SEATS: Seats = MappingProxyType({})
+MIN_READ_INTERVAL = 0.1  # seconds; every write advances the feed, few change a policy
+DEFAULT = "policy"
 BACKOFF = 0.05  # seconds before the first retry; doubles
 LONGEST = 1.0  # seconds between retries
 MAX_TRIES = 6  # for failures that are not transient
-TRANSIENT = frozenset({429, 502, 503, 504})
 CHUNKED_ABOVE = 2**20  # bytes of a request
-LARGEST_ANSWER = 64 * 2**20  # bytes of a response that is not streamed, or of one event
-LARGEST_STREAM = 4 * LARGEST_ANSWER  # bytes of all events of a stream
 CONNECT = 5.0  # seconds to establish a connection
 RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked for token ids again
 
-# Headers of a single connection; all others are passed on.
-HOP_BY_HOP = {"accept-encoding", "authorization", "connection", "content-length"}
-HOP_BY_HOP |= {"content-encoding", "date", "host", "keep-alive", "proxy-authorization", "server"}
-HOP_BY_HOP |= {"te", "trailer", "transfer-encoding", "upgrade"}
-HOP_BY_HOP |= {*KEY_HEADERS, "x-policy-version", "x-processors"}
 # Sent to trained policies only; a frozen endpoint may belong to a third party.
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
-# Fields that determine the prompt, as /tokenize has them; see `_rendered` for the others.
-RENDERED = {"messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"}
-RENDERED |= {"continue_final_message", "add_special_tokens"}
-REASONING = ("reasoning", "reasoning_content")  # names of one field of a message
-PROBE = {"x-agentrl-probe": "1"}
-EVENT_FIELDS = (b":", b"data", b"event", b"id", b"retry")  # starts of an event's lines
 
 
-class PromptSize(msgspec.Struct):
-    """Response of vLLM and the embedded server to /tokenize, without unused fields."""
+class Route(NamedTuple):
+    """The server for a call."""
 
-    count: int
-    max_model_len: int | None = None  # tokens of prompt and completion
-
-
-@dataclass(eq=False)
-class RefusedPromptError(LookupError):
-    """A policy server refused to render a prompt, with its status and response body."""
-
-    status: int
-    words: bytes
+    policy: str  # name of the policy or frozen endpoint
+    version: int | None
+    base_url: str  # ends in /v1
+    model: str  # model name at the server; empty: the one the agent asks for
+    key: str = ""  # API key of the server
+    frozen: bool = False  # not trained
+    text: str | None = None  # fixed response to every call, instead of a server
 
 
-_size = msgspec.json.Decoder(PromptSize)
+@dataclass(frozen=True, slots=True)
+class SentCall:
+    """A call as it goes to a server, or as the record of a rollout answers it."""
 
-
-@dataclass(eq=False)
-class UpstreamError(Exception):
-    """The policy server failed a call."""
-
-    message: str
-    status: int | None = None  # of the response, if there is one
+    call: ReceivedCall
+    route: Route
+    policy: str  # whose call it is stored as
+    started: float  # unix seconds
+    at: float  # the same by the monotonic clock
     body: bytes = b""
-    retry_after: float = 0.0  # seconds
-    transient: bool = True  # a later retry may succeed
-    final: bool = False  # the call must not be retried
+    sampling: Sampling = field(default_factory=Sampling)  # effective
+    capture: bool = False  # it asks for token ids
+    room: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
+    rows: Sequence[Transition] = ()  # of a recorded answer; empty: they are made of the response
+
+
+class Router:
+    """Maps seats, role and model name of a request to the server that answers it."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        upstreams: Mapping[str, UpstreamConfig] | None = None,
+        roles: Mapping[str, str] | None = None,
+        policies: Collection[str] = (),
+        *,
+        remote: bool = False,
+        key: str = "",
+    ) -> None:
+        """`policies`: names of a run's policies, each for the roles mapped to it. `remote`: the run
+        has no policy, so calls do not wait for one. `key`: API key of policy servers.
+
+        Raises ConfigError if the key of a frozen endpoint is not in the environment."""
+        self.store, self.run = store, run
+        self.policies: dict[str, PolicyVersion] = {}
+        self.frozen = {name: _frozen(name, made) for name, made in (upstreams or {}).items()}
+        self.roles = roles or {}
+        self.several = tuple(policies) if len(policies) > 1 else ()
+        self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
+        self.remote, self._key = remote, key
+        self.read = asyncio.Event()  # set after the first read of the policies table
+        self._changed = asyncio.Event()  # set and replaced whenever a route may have changed
+
+    async def follow(self) -> None:
+        """Update the copy of the policies table whenever it changes; never returns."""
+        cursor = 0
+        while True:
+            try:
+                cursor = await self.store.wait(cursor)
+                self.policies = await self.store.policies(self.run)
+                self.read.set()
+            except StoreError as error:  # the last copy may still be valid
+                log.warning("the routes of run %s cannot be read: %s", self.run, error)
+                cursor = 0
+            self._changed.set()
+            self._changed = asyncio.Event()
+            await asyncio.sleep(MIN_READ_INTERVAL)
+
+    async def route(self, model: str, role: str, seats: Seats = NO_SEATS) -> Route:
+        """Return the server of one call; wait while its policy is not served."""
+        while (route := self.find(model, role, seats)) is None:
+            await self._changed.wait()
+        return route
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls can be answered, to current knowledge."""
+        return bool(self.policies) or self.remote
+
+    def why_unmapped(
+        self, model: str, role: str, seats: Seats = NO_SEATS, inside: Sequence[str] = ()
+    ) -> str:
+        """Explain why no policy or endpoint of the run can ever answer a call; empty if one can,
+        now or later. `inside`: names of agents around the call, none of them a role."""
+        if not self.several and (self.policies or not self.remote):
+            return ""
+        served = {policy.model for policy in self.policies.values()}
+        named = model in {*self.several, *self.policies, *self.frozen, *served}
+        if named or self.policy_of_role(role, seats) is not None:
+            return ""
+        around = f", inside of {', '.join(map(repr, inside))}" if inside else ""
+        request = f"the role {role!r}{around}, which asks for the model {model!r:.80}"
+        if self.remote and not self.policies:
+            return (
+                f"no endpoint plays {request}, and the run has no model of its own: map it to one"
+                f" of {', '.join(map(repr, sorted(self.frozen)))} in [roles], or set policy.model"
+            )
+        if DEFAULT in self.several:
+            return ""
+        players = ", ".join(f"{role!r} by {name!r}" for role, name in sorted(self.roles.items()))
+        return (
+            f"no policy plays {request}: the run file has {players}. Add one of its names to the "
+            "roles of a policy (policies.NAME.roles), or ask for a policy by its name"
+        )
+
+    def find(self, model: str, role: str, seats: Seats = NO_SEATS) -> Route | None:
+        """Find the server by role, if the rollout's seats or the run file map it, else by model
+        name: a frozen endpoint, a policy, a served model. Agents keep their own model names
+        ("gpt-4o-mini"), so any other name means the trained policy, if there is a single one. Seats
+        may replace the policy that is found. Returns None if the policy is not served now."""
+        mapped = self.policy_of_role(role, seats)
+        name = model if mapped is None else mapped
+        if name in self.frozen:
+            return self.frozen[name]
+        policy = self.policies.get(name)
+        if policy is None and mapped is None:
+            served = (p for p in self.policies.values() if p.model == name)
+            policy = next(served, None) or self.policies.get(self.default)
+            policy = policy or next(iter(() if self.several else self.policies.values()), None)
+        if policy is not None and policy.policy in seats:
+            policy = self.policies.get(seats[policy.policy])
+        if policy is None or not policy.base_url:
+            return None
+        return Route(policy.policy, policy.version, policy.base_url, policy.model, self._key)
+
+    def is_chosen(self, model: str, role: str, seats: Seats) -> bool:
+        """Whether a call asks for the policy that answers it, by its role or its model's name. A
+        call without a model's name asks for any."""
+        names = {policy.model for policy in self.policies.values()}
+        names |= {"", self.default, *self.policies, *self.several}
+        return model in names or self.policy_of_role(role, seats) is not None
+
+    def is_aside(self, role: str, seats: Seats) -> bool:
+        """Whether calls of a role are outside the agent's work, and none trains a policy."""
+        return role == SIDE and self.policy_of_role(role, seats) is None
+
+    def policy_of_role(self, role: str, seats: Seats) -> str | None:
+        """Return the policy or endpoint of a role; None if neither seats nor run file map it."""
+        return seats.get(role) or self.roles.get(role)
+
+    def why_not_served(self, role: str, seats: Seats) -> str:
+        """Explain why `find` returns None at the moment."""
+        name = self.policy_of_role(role, seats)
+        if name is None or name in self.policies:
+            return "no policy server was ready for this call"
+        return f"nobody serves the policy {name!r}, which plays the role {role!r} here"
+
+
+def _frozen(name: str, config: UpstreamConfig) -> Route:
+    key = read_sent_key(config.key_env, f"upstreams.{name}.key_env", "the endpoint's")
+    url = config.base_url.rstrip("/")
+    return Route(name, None, url, config.model, key, frozen=True, text=config.text)
 
 
 class Upstream:
     """Posts calls to the servers that a router selects. Bound to one event loop."""
 
-    def __init__(self, router: Router, *, as_sent: bool = False) -> None:
-        """`as_sent`: send messages unchanged, whatever a policy's chat template renders."""
-        self.router, self._as_sent = router, as_sent
-        self._rules: dict[str, asyncio.Task[PromptRule]] = {}  # by base URL
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.adapters: list[Adapter] = []
         self.max_lengths: dict[str, int] = {}  # base URL -> maximum tokens, once exceeded
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
@@ -127,49 +256,12 @@ class Upstream:
             self._refused_at[route.base_url] = time.monotonic()
 
     async def adapt(self, route: Route, messages: Messages) -> Messages:
-        """Adapt messages to the chat template of the route's policy, by a rule that the first call
-        to each server finds. Raises UntranslatableError for text that would be lost."""
-        if route.frozen or self._as_sent or is_plain(messages):
-            return messages
-        finding = self._rules.get(route.base_url)
-        if finding is None or (finding.done() and (finding.cancelled() or finding.exception())):
-            finding = asyncio.create_task(self._find_rule(route))
-            self._rules[route.base_url] = finding
-        return (await asyncio.shield(finding)).apply(messages)
-
-    async def _find_rule(self, route: Route) -> PromptRule:
-        async def count(messages: Messages) -> int | None:
-            try:
-                return (await self.prompt_size(route, {"messages": messages})).count
-            except RefusedPromptError:
-                return None
-            except UpstreamError as error:
-                if error.status != 500:
-                    raise
-                return None  # the template failed
-
-        try:
-            return await find_rule(count, route.policy)
-        except LookupError as error:
-            log.warning("policy %s: messages go as they come, because %s", route.policy, error)
-            return PromptRule()
-
-    async def prompt_size(
-        self, route: Route, chat: Fields, headers: Mapping[str, str] = PROBE
-    ) -> PromptSize:
-        """Return the length of a prompt. Raises RefusedPromptError if the server refuses it,
-        LookupError if the server cannot count tokens, and the errors of `post`."""
-        body = _rendered(chat) | {"model": route.model or chat.get("model", "")}
-        server = route._replace(base_url=route.base_url.removesuffix("/v1"))
-        async with self.post(server, "tokenize", msgspec.json.encode(body), headers) as reply:
-            found = await read(reply)
-            if reply.status in (400, 422):
-                raise RefusedPromptError(reply.status, found)
-            try:
-                return _size.decode(found)
-            except msgspec.DecodeError:
-                why = f"{server.base_url}/tokenize does not tell how long a prompt is"
-                raise LookupError(why) from None
+        """Adapt messages to the route's policy by the adapters, if not every chat template renders
+        them. Raises UntranslatableError for text that would be lost."""
+        if not (route.frozen or is_plain(messages)):
+            for adapt in self.adapters:
+                messages = await adapt(route, messages)
+        return messages
 
     async def retry(
         self,
@@ -217,26 +309,6 @@ class Upstream:
                 active.call_succeeded(asked)
                 return value
 
-    async def find_room(self, route: Route, chat: Fields, asked: int | None) -> int:
-        """Return the number of tokens that fit after the prompt if the call asks for more, else 0.
-        vLLM refuses such a call, but the agent cannot know the prompt's length."""
-        if "messages" not in chat or not asked:
-            return 0
-        try:
-            size = await self.prompt_size(route, chat)
-        except LookupError:
-            return 0
-        room = (size.max_model_len or 0) - size.count
-        if size.max_model_len is None or not 0 < room < asked:
-            return 0
-        self.max_lengths[route.base_url] = size.max_model_len
-        self.warn_once(
-            "policy %s: an answer has at most the %d tokens that its prompt leaves, and the agent"
-            " asks for %d",
-            *(route.policy, room, asked),
-        )
-        return room
-
     @asynccontextmanager
     async def post(
         self, route: Route, api: str, body: bytes, headers: Mapping[str, str]
@@ -263,7 +335,7 @@ class Upstream:
             async with self.session.post(
                 url, data=data, headers=sent, allow_redirects=False
             ) as answer:
-                if is_failure(answer.status):
+                if answer.status != 200 and is_failure(answer.status):
                     after = answer.headers.get("retry-after", "")
                     raise failure(route, url, answer.status, await read(answer), after)
                 yield answer
@@ -273,125 +345,10 @@ class Upstream:
             ) from error
 
 
-def is_failure(status: int) -> bool:
-    """Whether a status other than 200 is not the agent's fault."""
-    return 300 <= status < 400 or status in (401, 403, 429) or status >= 500
-
-
-def failure(
-    route: Route, url: str, status: int, words: bytes, retry_after: str = ""
-) -> UpstreamError:
-    """Build the error for a response with the status of a failure, and the body `words`."""
-    if status < 400 or status in (401, 403):
-        return UpstreamError(
-            f"the endpoint {route.policy!r} at {url} answered {status}; correct its"
-            " base_url or its API key",
-            final=True,
-        )
-    said = words[:500].decode(errors="replace")
-    return UpstreamError(
-        f"the policy server at {url} answered {status}: {said}",
-        status=status,
-        body=words,
-        retry_after=float(retry_after) if retry_after.isdecimal() else 0.0,
-        transient=status in TRANSIENT,
+def is_plain(messages: Messages) -> bool:
+    """Whether every chat template renders these: only texts of user and assistant."""
+    return all(
+        message.get("role") in ("user", "assistant")
+        and not (message.get("tool_calls") and message.get("content"))
+        for message in messages
     )
-
-
-def _rendered(chat: Fields) -> Fields:
-    """Return the fields of a chat completion that determine its prompt, for vLLM's /tokenize. Of
-    what vLLM does to a chat completion before rendering, /tokenize renames no reasoning and makes
-    no template argument of other fields."""
-    body = {name: chat[name] for name in RENDERED if name in chat}
-    sent = body.get("messages")
-    if not isinstance(sent, msgspec.Raw) or b'"reasoning' in bytes(sent):
-        body["messages"] = [_with_reasoning(message) for message in value(chat, "messages") or ()]
-    effort = value(chat, "reasoning_effort")
-    extra = {} if effort is None else {"reasoning_effort": effort}
-    if documents := value(chat, "documents"):
-        extra["documents"] = documents
-    if extra:
-        thinking = {} if effort is None else {"enable_thinking": effort != "none"}
-        given = value(chat, "chat_template_kwargs") or {}
-        body["chat_template_kwargs"] = {**thinking, **given, **extra}
-    return body
-
-
-def _with_reasoning(message: Json) -> Json:
-    """Return a message with its reasoning under both names, of which a server reads one."""
-    found = message if isinstance(message, dict) else {}
-    thought = next((found[name] for name in REASONING if found.get(name) is not None), None)
-    return message if thought is None else message | dict.fromkeys(REASONING, thought)
-
-
-async def read(answer: aiohttp.ClientResponse) -> bytes:
-    """Read the body of a response. Raises UpstreamError if it is too large."""
-    parts = [part async for part in _limited(answer, LARGEST_ANSWER)]
-    return (parts[0] if len(parts) == 1 else b"".join(parts)).removeprefix(BOM_UTF8)
-
-
-async def _limited(answer: aiohttp.ClientResponse, limit: int) -> AsyncIterator[bytes]:
-    size = 0
-    async for part in answer.content.iter_any():
-        size += len(part)
-        if size > limit:
-            raise _too_large(f"the policy server at {answer.url} sent an answer", limit)
-        yield part
-
-
-def _too_large(what: str, limit: int) -> UpstreamError:
-    message = f"{what} of more than {limit} bytes, which is the most that the gateway reads"
-    return UpstreamError(f"{message}; limit max_tokens or n", final=True)
-
-
-def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """Return the headers without those of a single connection."""
-    return CIMultiDict((k, _text(v)) for k, v in headers.items() if k.lower() not in HOP_BY_HOP)
-
-
-def _text(value: str) -> str:
-    """Convert a header's value that is not UTF-8, which aiohttp requires, from Latin-1."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return value.encode(errors="surrogateescape").decode("latin-1")
-    return value
-
-
-def read_event(event: bytes) -> tuple[bytes, bytes]:
-    """Split a server-sent event into its other lines and its data. What is no event, such as the
-    bare JSON of an error, is data."""
-    lines = event.split(b"\n")
-    data = [line[5:] for line in lines if line.startswith(b"data:")]
-    other = [line + b"\n" for line in lines if line and not line.startswith(b"data:")]
-    if not data and not all(line.startswith(EVENT_FIELDS) for line in other):
-        return b"", event.strip()
-    return b"".join(other), b"\n".join(data).strip()
-
-
-def stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Iterate over the events of a response. Raises UpstreamError if it is too large."""
-    return events(_limited(answer, LARGEST_STREAM))
-
-
-async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Split a stream into server-sent events, each with its closing blank line, without the byte
-    order mark before the first.
-
-    Raises UpstreamError for an event that is too large."""
-    rest, pending = b"", b""  # pending: a "\r" that may belong to a "\r\n"
-    mark = BOM_UTF8
-    async for chunk in chunks:
-        if pending or b"\r" in chunk:
-            chunk = pending + chunk
-            pending = b"\r" if chunk.endswith(b"\r") else b""
-            chunk = chunk.removesuffix(b"\r").replace(b"\r\n", b"\n")
-        rest += chunk
-        *whole, rest = rest.split(b"\n\n")
-        if len(rest) > LARGEST_ANSWER:
-            raise _too_large("a policy server sent an event", LARGEST_ANSWER)
-        for event in whole:
-            yield event.removeprefix(mark) + b"\n\n"
-            mark = b""
-    if rest.strip():
-        yield rest.removeprefix(mark) + pending

@@ -16,6 +16,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from agentrl.config import AgentConfig, PolicyConfig, RunConfig, RunnerConfig, WorkspaceConfig
+from agentrl.runners.gateway.features import Feature
+from agentrl.runners.gateway.upstream import Upstream
 from agentrl.runners.harnesses.preset import load_preset, version_of
 from agentrl.runners.harnesses.scripted import BUG, PROMPT, ScriptedModel
 from agentrl.runners.main import attempt_runner
@@ -52,14 +54,17 @@ class SeenRequest:
         return sum(len(tool.get("functionDeclarations") or (tool,)) for tool in offered)
 
 
-class RequestLog:
+class RequestLog(Feature):
     """Records all requests to a gateway, as its `watch` middleware."""
 
     def __init__(self) -> None:
         self.seen: list[SeenRequest] = []
 
+    def add_to(self, app: web.Application, upstream: Upstream) -> None:
+        app.middlewares.append(self._watch)
+
     @web.middleware
-    async def watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         raw, body = await request.read(), {}
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             body = msgspec.json.decode(raw, type=dict)
@@ -157,7 +162,7 @@ async def check(
             await store.open_run(RUN, {})
             served = PolicyVersion(run=RUN, policy="policy", version=0, base_url=url, model="m")
             await store.publish(served)
-            started = attempt_runner(store, RUN, config, root, RUN, None, _is_fixed, log.watch)
+            started = attempt_runner(store, RUN, config, root, RUN, None, _is_fixed, [log])
             async with started as execution:
                 worker, stop = Worker(RUN, execution, config.runner, name=RUN), asyncio.Event()
                 begun = time.time()

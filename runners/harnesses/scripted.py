@@ -16,9 +16,10 @@ from typing import Any
 from aiohttp import web
 
 from agentrl.base.http_server import listen
-from agentrl.runners.dialects.base import CHAT, ConversationMemory
-from agentrl.runners.gateway import replay
-from agentrl.runners.gateway.capture import read_request
+from agentrl.runners.dialects.base import CHAT
+from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.gateway import recorded
+from agentrl.runners.gateway.request import read_request
 from agentrl.types import Json, Transition, float32, int32
 
 BUG = {
@@ -76,10 +77,10 @@ class ScriptedModel:
         row = Transition(str(number), "", number, **known, finish=finish, answer=message)
         self.served.append(row)
         if not call.stream:
-            return web.Response(body=replay.whole([row], call), content_type="application/json")
+            return web.Response(body=recorded.whole([row], call), content_type="application/json")
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        async for event in replay.stream([row], call):
+        async for event in recorded.stream([row], call):
             await response.write(event)
         return response
 

@@ -25,12 +25,15 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from agentrl import run_owner
-from agentrl.base.access import Access, given_key, read_key
-from agentrl.base.http_server import read_body
+from agentrl.base.access import Access, read_key
+from agentrl.base.http_server import given_key, read_body
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, Conflict, NotFound, StoreError, Unavailable
-from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.runners.gateway.server import NAMED, Gateway
+from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
+from agentrl.runners.gateway.features import Feature
+from agentrl.runners.gateway.role_rules import RoleRules
+from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.gateway.upstream import Upstream
 from agentrl.runners.sessions.feedback import Feedback, give_feedback, session_group
 from agentrl.runners.sessions.table import sessions_of
 from agentrl.store import open_store
@@ -40,6 +43,8 @@ from agentrl.types import SESSION, Attempt, Json, NewRollout, Outcome, Purpose, 
 
 log = logging.getLogger("agentrl.runner")
 LEASE, SWEEP = 60.0, 10.0  # seconds: lease of a session, interval of its renewal
+NAME = "x-agentrl-session"  # response header: the session of the request, if any
+NAMED = web.RequestKey(NAME, str)
 TURN = web.RequestKey("agentrl_turn", str)  # digest of a request's messages
 UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 BESIDE = ("/count_tokens", ":countTokens", "/embeddings", "/traces", "/logs", "/metrics")
@@ -55,8 +60,8 @@ class OpenSession:
     turns: list[Turn] = field(default_factory=list)
 
 
-class Sessions:
-    """`attribute` is the gateway's middleware; `keep` runs concurrently."""
+class Sessions(Feature):
+    """The feature of the gateway that it starts; `keep` runs concurrently."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store, self._run, self._settings = store, config.name, sessions_of(config)
@@ -66,16 +71,21 @@ class Sessions:
         self._open: dict[str, OpenSession] = {}  # by name
         self._turns: dict[Turn, str] = {}  # turn -> name of its session
         self._claiming = asyncio.Lock()  # the claimed rollout must be the one just enqueued
-        # The registry needs no keys: `attribute` checks the callers'.
+        # The registry needs no keys: `_attribute` checks the callers'.
         roles = config.roles or {"agent": next(iter(config.upstreams))}
         self.gateway = Gateway(
             store, self._run, host=config.runner.host, port=config.runner.port, roles=roles,
-            upstreams=config.upstreams, remote=True, rules=config.role_rules, watch=self.attribute,
+            upstreams=config.upstreams, remote=True,
+            features=[RoleRules(config.role_rules), self],
         )  # fmt: skip
         self.gateway.attempts.open = True
 
+    def add_to(self, app: web.Application, upstream: Upstream) -> None:
+        app.middlewares.append(self._attribute)
+        app.on_response_prepare.append(_name_session)
+
     @web.middleware
-    async def attribute(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _attribute(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Find or begin the session of a request, or store feedback."""
         session: OpenSession | None = None
         key = given_key(request.headers)
@@ -177,18 +187,18 @@ class Sessions:
                 await self._store.finish([ran])
             active = self.gateway.attempts.register(attempt, scoring=not sampled)
             self._open[name] = session = OpenSession(name, active)
-            active.record = partial(self._record, session)
+            active.records.append(partial(self._record, session))
         return session
 
-    def _record(self, session: OpenSession, request: web.Request, call: Transition) -> Transition:
-        """Return the call with redactions; a redacted call loses its tokens."""
-        turn = request[TURN], _said(call.answer)
+    def _record(self, session: OpenSession, call: ReceivedCall, row: Transition) -> Transition:
+        """Return the row with redactions; a redacted call loses its tokens."""
+        turn = call.http[TURN], _said(row.answer)
         self._turns[turn] = session.name
         session.turns.append(turn)
-        messages, answer = (_redact(part, self._patterns) for part in (call.messages, call.answer))
-        if (messages, answer) == (call.messages, call.answer):
-            return call
-        return replace(without_tokens(call), messages=messages, answer=answer)
+        messages, answer = (_redact(part, self._patterns) for part in (row.messages, row.answer))
+        if (messages, answer) == (row.messages, row.answer):
+            return row
+        return replace(without_tokens(row), messages=messages, answer=answer)
 
     def _forget(self, session: OpenSession) -> None:
         del self._open[session.name]
@@ -224,6 +234,11 @@ async def serve(config: RunConfig, *, started: Callable[[str], None], stop: asyn
             keeping.cancel()
             await asyncio.wrap_future(gateway.spawn(sessions.end()))
             await asyncio.to_thread(gateway.close)
+
+
+async def _name_session(request: web.Request, response: web.StreamResponse) -> None:
+    if name := request.get(NAMED):
+        response.headers[NAME] = name
 
 
 def _refusal(status: int, message: str) -> web.Response:

@@ -16,10 +16,10 @@ not patched, and those that the process has not imported are skipped.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from opentelemetry import baggage, context
 
@@ -31,18 +31,6 @@ DEFAULT = "agent"
 ROLE = "agentrl.role"  # baggage key: the explicit role
 NAMES = "agentrl.names"  # baggage key: names of the steps around the call, innermost first
 CREW = ("agent_execution_started", "lite_agent_execution_started")  # events of CrewAI
-
-
-def resolve(
-    known: Collection[str], *, path: str | None, said: str | None, names: Sequence[str]
-) -> str | None:
-    """Apply rules 1 to 3: `path`, else the baggage's `said`, else the first known of `names`."""
-    return path or said or next((name for name in names if name in known), None)
-
-
-def role_of_model(role: str | None, model: str, known: Collection[str]) -> str:
-    """Apply rule 4 and the default to a call without a `role`."""
-    return role or (model if model in known else DEFAULT)
 
 
 @contextmanager
@@ -63,17 +51,13 @@ def role(name: str) -> Iterator[None]:
 
 
 def baggage_items(log: AttemptLog, call: HttpCall) -> list[str]:
-    """Return the W3C baggage of a call: its role, or the names that determine its role."""
+    """Return the W3C baggage of a call: its role, or the names that determine its role, which the
+    gateway reads (`agentrl.runners.gateway.attribution`)."""
     values = {key: str(value) for key, value in baggage.get_all().items()}
     if ROLE not in values:
         names = ",".join(quote(name, safe="") for name in framework_names(log, call))
         values |= {NAMES: names} if names else {}
     return [f"{key}={quote(value, safe='')}" for key, value in values.items()]
-
-
-def read_names(value: str | None) -> list[str]:
-    """Parse the names that `baggage_items` wrote under `NAMES`, from unquoted baggage."""
-    return [unquote(name) for name in (value or "").split(",") if name]
 
 
 def framework_names(log: AttemptLog, call: HttpCall) -> list[str]:

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 from agentrl.base import threads
 from agentrl.config import ContainerRunnerConfig, RunConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors.container import CLI_VARIABLES
-from agentrl.runners.executors.contract import passed_environment
+from agentrl.runners.executors.contract import DOCKER, passed_environment
 from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import AgentPlace
@@ -227,7 +226,7 @@ class Workspaces:
         if self._container is not None:
             name, own = f"agentrl-{os.urandom(8).hex()}", {**workspace.place.env, **env}
             prefix = self.sandbox.in_container(self._container, name, workspace.folder, own)
-            spec["argv"], spec["env"] = [*prefix, *argv], passed_environment(CLI_VARIABLES)
+            spec["argv"], spec["env"] = [*prefix, *argv], passed_environment(DOCKER)
             spec["after"] = [self._container.cli, "rm", "--force", name]
         elif self._memory:
             spec["memory"] = self._memory

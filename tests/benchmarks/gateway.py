@@ -121,6 +121,7 @@ def gateway(pipe: Connection, folder: str, ports: Sequence[int]) -> None:
     "seated" does so with two seats; "end" ends all of them; "memory" sends the resident bytes."""
     import psutil
 
+    from agentrl.runners.features import run_features
     from agentrl.runners.gateway.server import Gateway
     from agentrl.store import open_store
     from agentrl.types import NewRollout, Outcome, PolicyVersion
@@ -133,7 +134,7 @@ def gateway(pipe: Connection, folder: str, ports: Sequence[int]) -> None:
                 await store.publish(
                     PolicyVersion(run=RUN, policy=name, version=1, base_url=url, model="tiny")
                 )
-            server = Gateway(store, RUN)
+            server = Gateway(store, RUN, features=run_features(store))
             server.start()
             pipe.send(int(server.base_url.split(":")[2].split("/")[0]))
             made, live = 0, []

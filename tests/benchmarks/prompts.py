@@ -27,9 +27,10 @@ from agentrl.algorithms.prompts.gepa import gepa_search
 from agentrl.algorithms.prompts.search import Played, Search, SearchEnd
 from agentrl.config.prompts import PromptsConfig
 from agentrl.prompts import Candidate, Reflection
-from agentrl.runners.dialects.base import CHAT, ConversationMemory
-from agentrl.runners.gateway.capture import read_request
+from agentrl.runners.dialects.base import CHAT
+from agentrl.runners.dialects.conversation import ConversationMemory
 from agentrl.runners.gateway.prompts import apply_prompts
+from agentrl.runners.gateway.request import read_request
 from agentrl.types import PromptText
 from examples.orders import world
 from tests.benchmarks import prompts_commands

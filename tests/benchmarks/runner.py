@@ -24,6 +24,7 @@ from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.factory import make_executor
+from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -52,7 +53,7 @@ async def measure(kind: str, rollouts: int, concurrency: int) -> dict[str, float
         config = settings(kind, folder, concurrency)
         async with open_store(f"sqlite:///{folder / 'store.db'}") as store:
             await prepare(store)
-            gateway = Gateway(store, RUN)
+            gateway = Gateway(store, RUN, features=run_features(store))
             gateway.start()
             try:
                 with environment(gateway.base_url):

@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median, quantiles
+from types import CodeType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "agentrl"
+LIBRARY = ("agentrl", "algorithms", "runners", "store")
 LONG = 400  # lines of a module that is too long
 
 
@@ -36,6 +38,15 @@ def functions(file: Path) -> Iterator[int]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def in_library(code: CodeType) -> bool:
+    parts = Path(code.co_filename).resolve().parts[len(ROOT.parts) :]
+    return bool(parts) and parts[0] in LIBRARY
+
+
+def files(codes: set[CodeType]) -> list[str]:
+    return sorted({str(Path(code.co_filename).resolve().relative_to(ROOT)) for code in codes})
 
 
 def measure(package: Path = PACKAGE) -> dict[str, Any]:
@@ -63,9 +74,10 @@ def measure(package: Path = PACKAGE) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", action="store_true")
-    from tests.benchmarks import step_trace  # imports torch, which `measure` does not need
+    # They import torch and aiohttp, which `measure` does not need.
+    from tests.benchmarks import call_trace, step_trace
 
-    measured = measure() | step_trace.measure()
+    measured = measure() | step_trace.measure() | call_trace.measure()
     if parser.parse_args().json:
         print(json.dumps(measured))
         return

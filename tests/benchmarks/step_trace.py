@@ -20,11 +20,10 @@ from agentrl.algorithms.train.step import Updater
 from agentrl.config import resolve
 from agentrl.types import Group
 from tests.benchmarks.learner import Shape, groups_of, network, rows, tokenizer
-from tests.benchmarks.size import ROOT, lines
+from tests.benchmarks.size import files, in_library, lines
 
 SHAPE: Shape = (8, 4, 4, 2)
 VOCABULARY = 64
-LIBRARY = ("agentrl", "algorithms", "runners", "store")
 RUN = {"algorithm": {"preset": "grpo"}, "policy": {"model": "-"}, "learner": {"threads": 1}}
 
 
@@ -61,15 +60,6 @@ def traced(updater: Updater, groups: list[Group]) -> tuple[set[CodeType], set[Co
         for hook in hooks:
             hook.remove()
     return set(filter(in_library, before)), set(filter(in_library, seen))
-
-
-def in_library(code: CodeType) -> bool:
-    parts = Path(code.co_filename).resolve().parts[len(ROOT.parts) :]
-    return bool(parts) and parts[0] in LIBRARY
-
-
-def files(codes: set[CodeType]) -> list[str]:
-    return sorted({str(Path(code.co_filename).resolve().relative_to(ROOT)) for code in codes})
 
 
 def measure() -> dict[str, int]:

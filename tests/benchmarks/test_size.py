@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.benchmarks import step_trace
-from tests.benchmarks.size import measure
+from tests.benchmarks import call_trace, step_trace
+from tests.benchmarks.size import files, measure
 
 MOST_FILES = 27  # of a step up to its gradient; only falls
+MOST_CALL_FILES = 18  # of a model call up to its row; only falls
 
 
 def test_what_is_linked_counts_once(tmp_path: Path) -> None:
@@ -42,9 +43,19 @@ def test_a_training_step_is_one_page_and_its_files_are_counted(tmp_path: Path) -
     assert found["step_functions"] < found["step_functions_to_the_end"]
     groups = step_trace.groups_of(step_trace.rows(step_trace.SHAPE, 2, step_trace.VOCABULARY))
     to_gradient, _ = step_trace.traced(step_trace.updater(tmp_path), groups)
-    files = step_trace.files(to_gradient)
-    assert len(files) == found["step_files"] <= MOST_FILES
+    passed = files(to_gradient)
+    assert len(passed) == found["step_files"] <= MOST_FILES
     names = {code.co_qualname for code in to_gradient}
     assert {"Updater.update", "build_batch", "psi"} <= names
     assert "report" not in names  # it is behind the gradient
-    assert not any(".venv" in file or file.startswith("tests") for file in files)
+    assert not any(".venv" in file or file.startswith("tests") for file in passed)
+
+
+async def test_the_files_of_a_model_call_are_counted() -> None:
+    codes = await call_trace.traced_call()
+    passed = files(codes)
+    assert len(passed) <= MOST_CALL_FILES, passed
+    names = {code.co_qualname for code in codes}
+    stages = {"receive", "CallHandler._prepare", "CallHandler._whole", "CallHandler._rows"}
+    assert {*stages, "Upstream.post", "SqlStore.add_transitions", "Writer._commit"} <= names
+    assert {Path(file).parts[0] for file in passed} <= {"agentrl", "runners", "store"}

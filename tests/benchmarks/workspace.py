@@ -29,6 +29,7 @@ from agentrl.config import AgentConfig, RunnerConfig, resolve
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
+from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -137,7 +138,7 @@ async def throughput(rollouts: int, scale: float, **runner: int) -> float:
             url = "http://127.0.0.1:9/v1"
             served = PolicyVersion(run=RUN, policy="policy", version=0, base_url=url, model="m")
             await store.publish(served)
-            gateway = Gateway(store, RUN)
+            gateway = Gateway(store, RUN, features=run_features(store))
             gateway.start()
             with environment(gateway.base_url):
                 executor, verifier = InProcessExecutor(as_agent(agent)), Verifier(verify)

@@ -21,7 +21,8 @@ from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
-from agentrl.runners.gateway import upstream
+from agentrl.runners.features import run_features
+from agentrl.runners.gateway import prompt_size, upstream
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -88,7 +89,7 @@ class FakeModel:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if upstream.PROBE.items() <= {k.lower(): v for k, v in request.headers.items()}.items():
+        if prompt_size.PROBE.items() <= {k.lower(): v for k, v in request.headers.items()}.items():
             return self.tokenize(body)
         self.requests.append(body)
         self.headers.append(request.headers)
@@ -290,7 +291,7 @@ async def model() -> AsyncIterator[FakeModel]:
 
 @pytest.fixture
 async def bench(store: Store, model: FakeModel) -> AsyncIterator[Bench]:
-    gateway = Gateway(store, RUN)
+    gateway = Gateway(store, RUN, features=run_features(store))
     bench = Bench(store, model, gateway)
     await bench.move(model)
     gateway.start()

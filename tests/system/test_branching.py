@@ -25,6 +25,7 @@ from agentrl.config import RunConfig, RunnerConfig, resolve
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
+from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -76,7 +77,7 @@ async def working(store: Store, server: EmbeddedServer) -> AsyncIterator[None]:
             run="run", policy="policy", version=0, base_url=server.base_url, model=server.model
         )
     )
-    gateway, stop = Gateway(store, "run"), asyncio.Event()
+    gateway, stop = Gateway(store, "run", features=run_features(store)), asyncio.Event()
     gateway.start()
     with environment(gateway.base_url):
         execution = AttemptRunner(

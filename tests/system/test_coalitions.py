@@ -27,6 +27,7 @@ from agentrl.config import RunConfig, RunnerConfig, UpstreamConfig, resolve
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
+from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -85,7 +86,12 @@ async def working(store: Store, server: EmbeddedServer) -> AsyncIterator[None]:
             run="run", policy="policy", version=0, base_url=server.base_url, model=server.model
         )
     )
-    gateway = Gateway(store, "run", upstreams={"mute": UpstreamConfig(text=MUTE)})
+    gateway = Gateway(
+        store,
+        "run",
+        upstreams={"mute": UpstreamConfig(text=MUTE)},
+        features=run_features(store),
+    )
     gateway.start()
     stop = asyncio.Event()
     with environment(gateway.base_url):

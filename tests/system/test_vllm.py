@@ -37,6 +37,7 @@ from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.teacher import RemoteTeacher
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
+from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from agentrl.store import open_store
 from agentrl.types import NewRollout, PolicyVersion, Purpose, Sampling, Transition
@@ -139,7 +140,7 @@ async def test_calls_in_flight_when_it_dies_are_answered_after_all(
             ]
         )
         attempts = await store.claim(CALLERS, runner="test", lease=600.0, run="crash")
-        gateway = Gateway(store, "crash")
+        gateway = Gateway(store, "crash", features=run_features(store))
         gateway.start()
         lives = [gateway.register(attempt) for attempt in attempts]
         async with aiohttp.ClientSession() as http:

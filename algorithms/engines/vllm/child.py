@@ -35,8 +35,8 @@ from agentrl.algorithms.engines.vllm.spans import (
     SpanMiddleware,
     answer,
 )
-from agentrl.base.access import Access, given_key
-from agentrl.base.http_server import NO_KEY
+from agentrl.base.access import Access
+from agentrl.base.http_server import NO_KEY, given_key
 from agentrl.base.processes import die_with_parent, seal
 
 KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests

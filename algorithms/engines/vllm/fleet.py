@@ -50,8 +50,8 @@ from agentrl.algorithms.engines.vllm.serving import (
     LostError,
     ServedModel,
 )
-from agentrl.base.access import ANYBODY, KEY_HEADERS, Access
-from agentrl.base.http_server import ask_for_key, listen, read_body
+from agentrl.base.access import ANYBODY, Access
+from agentrl.base.http_server import KEY_HEADERS, ask_for_key, listen, read_body
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY, Json
 

@@ -20,8 +20,8 @@ from agentrl.config import RunConfig
 from agentrl.config.infrastructure import EmbeddedEngineConfig
 from agentrl.config.load import resolve
 from agentrl.errors import ConfigError
-from agentrl.runners.gateway.routing import Router
-from agentrl.runners.gateway.upstream import Upstream, UpstreamError
+from agentrl.runners.gateway.refusals import UpstreamError
+from agentrl.runners.gateway.upstream import Router, Upstream
 from agentrl.types import PolicyVersion
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

@@ -21,7 +21,7 @@ from agentrl.algorithms.train import main
 from agentrl.cli.main import cli
 from agentrl.config import resolve
 from agentrl.errors import NotFound, TrainingError
-from agentrl.runners.gateway import capture
+from agentrl.runners.gateway import response
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
 from agentrl.store.records import Found
@@ -148,7 +148,7 @@ async def test_what_spoiled_a_run_is_named_first(
     expected, spoiled = SPOILED[name]
     model = tiny_model_dir
     if name == "calls inexact":
-        monkeypatch.setattr(capture.SampledChoice, "exact", property(lambda choice: False))
+        monkeypatch.setattr(response.SampledChoice, "exact", property(lambda choice: False))
     if name == "model certain":
         model = make_certain(model, tmp_path / "certain")
     async with open_store(await train(tmp_path, model, **spoiled)) as store:

@@ -18,8 +18,9 @@ from agentrl.runners.dialects import (
     of,
     responses,
 )
-from agentrl.runners.dialects.base import CHAT, ConversationMemory
-from agentrl.runners.gateway.capture import read_request
+from agentrl.runners.dialects.base import CHAT
+from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.gateway.request import read_request
 
 NAMES = sorted(
     {*responses.ALLOWED, *responses.IDLE, *responses.TRANSLATED}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.runners.dialects.tool_calls import ToolCalls
+from agentrl.runners.dialects.conversation import ToolCalls
 
 A, B = '{"text": "a"}', '{"text": "b"}'
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,26 @@ def example() -> str:
     return next(block for block in text.split("```python\n") if "class Thinking" in block).split(
         "```"
     )[0]
+
+
+def test_an_executor_of_its_own_module_is_imported_by_its_users_only() -> None:
+    """Without the modules, every other executor is made; theirs is named by the error."""
+    hide = """
+import sys
+from tests.runners.executors.test_factory import COMMAND, PATH, chosen
+for kind in ("container", "kubernetes"):
+    assert f"agentrl.runners.executors.{kind}" not in sys.modules
+    sys.modules[f"agentrl.runners.executors.{kind}"] = None
+for agent in (PATH, COMMAND):
+    chosen(agent)
+chosen(PATH, executor="pool")
+try:
+    chosen(COMMAND, executor="container", container={"image": "an-image"})
+except ImportError as error:
+    print(error)
+"""
+    asked = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=True)
+    assert "agentrl.runners.executors.container" in asked.stdout
 
 
 async def test_an_executor_from_outside_runs_agents(

@@ -9,15 +9,11 @@ import msgspec
 import pytest
 
 from agentrl.runners.dialects import Dialect
-from agentrl.runners.dialects.base import CHAT, TEXT, ConversationMemory
-from agentrl.runners.gateway.capture import (
-    ModelRequest,
-    ModelResponse,
-    ResponseChunk,
-    read_chunk,
-    read_request,
-)
-from agentrl.runners.gateway.routing import Route
+from agentrl.runners.dialects.base import CHAT, TEXT
+from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.gateway.request import ModelRequest, read_request
+from agentrl.runners.gateway.response import ModelResponse, ResponseChunk, read_chunk
+from agentrl.runners.gateway.upstream import Route
 from agentrl.types import Sampling
 
 TRAINED = Route("policy", 1, "http://x/v1", "tiny")
@@ -120,7 +116,7 @@ def answer_body(**extra: Any) -> dict[str, Any]:
 
 
 def test_the_agent_sees_only_what_it_asked_for() -> None:
-    plain = json.loads(call(model="gpt").restore_fields(part(answer_body())))
+    plain = json.loads(part(answer_body()).encode_for(call(model="gpt")))
     assert plain == {
         "model": "gpt",
         "choices": [
@@ -133,7 +129,7 @@ def test_the_agent_sees_only_what_it_asked_for() -> None:
         ],
     }
     asked = call(model="gpt", logprobs=True, return_token_ids=True)
-    assert json.loads(asked.restore_fields(part(answer_body()))) == answer_body() | {"model": "gpt"}
+    assert json.loads(part(answer_body()).encode_for(asked)) == answer_body() | {"model": "gpt"}
 
 
 def test_a_whole_answer_is_read_exactly() -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.runners.gateway import endpoints, upstream
+from agentrl.runners.gateway import endpoints, response, upstream
 from agentrl.runners.gateway.server import Gateway
 
 USER = {"role": "user", "content": "hello"}
@@ -223,8 +223,8 @@ async def test_an_upstream_that_answers_nonsense(
 async def test_an_upstream_that_answers_too_much(
     bench: Any, active: Any, http: Any, api: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream, "LARGEST_ANSWER", 2**16)
-    monkeypatch.setattr(upstream, "LARGEST_STREAM", 2**17)
+    monkeypatch.setattr(response, "LARGEST_ANSWER", 2**16)
+    monkeypatch.setattr(response, "LARGEST_STREAM", 2**17)
     bench.model.answer = lambda body: {"role": "assistant", "content": "x" * 2**17}
     bench.model.chunks = lambda body: [{"choices": [], "padding": "x" * 2**17}]
     answer = await http.post(f"/{api}", json=ASK[api] | {"stream": stream}, headers=key(active))
@@ -238,7 +238,7 @@ async def test_a_stream_of_too_many_events(
     bench: Any, active: Any, http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent has read some of it by then: the connection is cut."""
-    monkeypatch.setattr(upstream, "LARGEST_STREAM", 2**17)
+    monkeypatch.setattr(response, "LARGEST_STREAM", 2**17)
     bench.model.answer = lambda body: {"role": "assistant", "content": "x" * 1000}
     body = ASK["chat/completions"] | {"stream": True}
     with pytest.raises(httpx.RemoteProtocolError):

@@ -17,8 +17,9 @@ from aiohttp import web
 
 from agentrl.config import UpstreamConfig
 from agentrl.runners.executors.contract import environment
-from agentrl.runners.gateway.routing import Router
+from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.gateway.upstream import Router
 from agentrl.runners.tracing.roles import NAMES
 from agentrl.types import PolicyVersion
 
@@ -46,6 +47,7 @@ async def gateway(
         "test",
         upstreams={"judge": config, "mute": UpstreamConfig(text="no comment")},
         roles={"critic": "judge", "me": "policy", "guest": "mute"},
+        features=run_features(bench.store),
     )
     gateway.start()
     yield gateway
@@ -447,7 +449,13 @@ async def test_a_verifier_cannot_ask_what_is_trained(bench: Any, gateway: Gatewa
 async def team(bench: Any) -> AsyncIterator[Gateway]:
     """A gateway of two policies, each for a role."""
     claimed = {"critic": "solver", "planner": "planner"}
-    gateway = Gateway(bench.store, "test", roles=claimed, policies=["planner", "solver"])
+    gateway = Gateway(
+        bench.store,
+        "test",
+        roles=claimed,
+        policies=["planner", "solver"],
+        features=run_features(bench.store),
+    )
     for name in ("planner", "solver"):
         url = bench.model.base_url
         await bench.store.publish(
@@ -487,7 +495,14 @@ async def test_a_run_without_a_policy_waits_for_none(bench: Any) -> None:
     """Who is mapped to an endpoint is answered, and everybody else refused, not held."""
     upstreams = {"far": UpstreamConfig(base_url=bench.model.base_url, model="m")}
     roles = {"critic": "far"}
-    gateway = Gateway(bench.store, "alone", upstreams=upstreams, roles=roles, remote=True)
+    gateway = Gateway(
+        bench.store,
+        "alone",
+        upstreams=upstreams,
+        roles=roles,
+        remote=True,
+        features=run_features(bench.store),
+    )
     gateway.start()
     try:
         active = gateway.register(await bench.attempt())

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from agentrl.config import UpstreamConfig
+from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from tests.runners.conftest import ids
 from tests.runners.dialects.test_tool_calls import STREAMS
@@ -32,7 +33,9 @@ REFUSED = {"error": {"message": "prompt too long", "type": "BadRequestError", "c
 @pytest.fixture
 async def gateway(bench: Any) -> AsyncIterator[Gateway]:
     judge = UpstreamConfig(base_url=bench.model.base_url, model="big")
-    gateway = Gateway(bench.store, "test", upstreams={"judge": judge})
+    gateway = Gateway(
+        bench.store, "test", upstreams={"judge": judge}, features=run_features(bench.store)
+    )
     gateway.start()
     yield gateway
     gateway.close()

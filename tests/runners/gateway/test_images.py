@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from agentrl.config import UpstreamConfig
+from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 
 URL = "data:image/png;base64,AAAA"
@@ -79,7 +80,7 @@ async def test_a_frozen_endpoint_gets_it(
     bench: Any, sent: tuple[str, dict[str, Any]], kind: str
 ) -> None:
     upstreams = {"eyes": UpstreamConfig(base_url=bench.model.base_url, model="m")}
-    gateway = Gateway(bench.store, "test", upstreams=upstreams)
+    gateway = Gateway(bench.store, "test", upstreams=upstreams, features=run_features(bench.store))
     gateway.start()
     try:
         active = gateway.register(await bench.attempt())
@@ -95,7 +96,7 @@ async def test_a_frozen_endpoint_gets_it(
 
 
 async def test_a_failed_look_says_so_beside_its_image(bench: Any) -> None:
-    from agentrl.runners.dialects.base import ConversationMemory
+    from agentrl.runners.dialects.conversation import ConversationMemory
     from agentrl.runners.dialects.messages import chat_request
 
     _, body = messages(USE, {"role": "user", "content": [RESULT]})

@@ -9,8 +9,9 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.runners.dialects.base import CHAT, TEXT, ConversationMemory
-from agentrl.runners.gateway.capture import read_request
+from agentrl.runners.dialects.base import CHAT, TEXT
+from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.gateway.request import read_request
 
 USER = {"role": "user", "content": "q"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}

@@ -12,10 +12,11 @@ import openai
 import pytest
 
 from agentrl.prompts import Candidate
-from agentrl.runners.dialects.base import CHAT, ConversationMemory
+from agentrl.runners.dialects.base import CHAT
 from agentrl.runners.dialects.base import TEXT as COMPLETIONS
-from agentrl.runners.gateway.capture import read_request
+from agentrl.runners.dialects.conversation import ConversationMemory
 from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
+from agentrl.runners.gateway.request import read_request
 from agentrl.types import ErrorKind, PromptText
 
 SEED, NEW, TODAY = "Be brief.", "Answer in one word.", "\nToday is Monday."

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from agentrl.runners.dialects.base import CHAT
-from agentrl.runners.gateway.capture import ModelRequest
 from agentrl.runners.gateway.replay import Recording, recorded_calls
+from agentrl.runners.gateway.request import ModelRequest
 from agentrl.team_rewards import difference
 from agentrl.types import Branch, Transition, float32, int32
 

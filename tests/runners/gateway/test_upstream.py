@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentrl.runners.gateway.upstream import events
+from agentrl.runners.gateway.response import events
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.runners import dialects
-from agentrl.runners.dialects.base import ConversationMemory
-from agentrl.runners.gateway.capture import ModelRequest, read_request
+from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.runners.gateway.request import ModelRequest, read_request
 
 REQUESTS = Path(__file__).parent / "requests"
 HARNESSES = sorted(file.stem for file in REQUESTS.glob("*.json"))

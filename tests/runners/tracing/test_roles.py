@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
@@ -53,15 +53,26 @@ async def roles_of(bench: Any, agent: Any, value: Any = "x") -> list[str]:
     return [call.role for call in (await bench.store.trace(rollout.id)).transitions]
 
 
+def role_of(model: str, known: Collection[str] = KNOWN, **given: str) -> str:
+    """The role of a call that states what is given: a role in its path or baggage, or names."""
+    said = {roles.ROLE: given.get("said", ""), roles.NAMES: quote(given.get("names", ""))}
+    items = ",".join(f"{key}={value}" for key, value in said.items() if value)
+    headers = {"authorization": f"Bearer {ATTEMPT.id}", "baggage": items}
+    attempts = AttemptRegistry(roles=known)
+    attempts.register(ATTEMPT)
+    path = {"role": given["path"]} if "path" in given else {}
+    return attempts.caller(headers, path).role_of(model)
+
+
 def test_the_order_of_the_rule() -> None:
-    names = ["model", "team", "critic"]
-    assert roles.resolve(KNOWN, path="a", said="b", names=names) == "a"
-    assert roles.resolve(KNOWN, path=None, said="b", names=names) == "b"
-    assert roles.resolve(KNOWN, path=None, said=None, names=names) == "team"
-    assert roles.resolve((), path=None, said=None, names=names) is None
-    assert roles.role_of_model("b", "critic", KNOWN) == "b"
-    assert roles.role_of_model(None, "critic", KNOWN) == "critic"
-    assert roles.role_of_model(None, "gpt", KNOWN) == "agent"
+    names = "model,team,critic"
+    assert role_of("critic", path="a", said="b", names=names) == "a"
+    assert role_of("critic", said="b", names=names) == "b"
+    assert role_of("critic", names=names) == "team"
+    assert role_of("gpt", (), names=names) == "agent"
+    assert role_of("critic", said="b") == "b"
+    assert role_of("critic") == "critic"
+    assert role_of("gpt") == "agent"
 
 
 def test_names_survive_the_header() -> None:

@@ -1,0 +1,22 @@
+"""The features of a run's gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.config import RoleRule
+from agentrl.runners.gateway.features import Feature
+from agentrl.runners.gateway.prompt_rule import ChatTemplates
+from agentrl.runners.gateway.prompts import CandidatePrompts
+from agentrl.runners.gateway.replay import Replays
+from agentrl.runners.gateway.role_rules import RoleRules
+from agentrl.store.base import Store
+
+
+def run_features(
+    store: Store, *, rules: Sequence[RoleRule] = (), as_sent: bool = False
+) -> list[Feature]:
+    """Return them in the order in which they change a call: a candidate's texts depend on its role.
+    as_sent: whether `policy.messages` is "as_sent"."""
+    features: list[Feature] = [RoleRules(rules), CandidatePrompts(), Replays(store)]
+    return features if as_sent else [*features, ChatTemplates()]

@@ -1,0 +1,379 @@
+"""A model call as the agent asks for it: what is sent for it, and what of it a learner can compute.
+
+It is sent with `return_token_ids` and `logprobs`, and with the rollout's sampling parameters that
+the agent does not set. The agent's own fields are passed on byte for byte, except the arguments of
+tool calls, which are restored to the model's own text.
+
+A text model is trained. Instead of an image it would see placeholder tokens, and two prompts with
+other images but the same placeholders would be equal, so such a call is refused unless it goes to a
+model that is not trained.
+
+A learner computes log-probs at a temperature. Penalties, biases, grammars and forced tool calls are
+logits processors: under them, a server's log-probs are not the policy's, or those of no
+distribution that was sampled from, depending on the server (vLLM: `--logprobs-mode`). Such a call
+is recorded with `Transition.processors`, and the learner scores its tokens itself
+(`algorithms/README.md`).
+
+Invariant: an unknown field may be a processor of a server that is not known here, so it counts as
+one; a field in `PLAIN` determines the prompt, the form of the response or when sampling ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from multidict import CIMultiDict
+
+from agentrl.base.http_server import KEY_HEADERS
+from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
+from agentrl.runners.dialects.base import TEXT, typed
+from agentrl.runners.dialects.conversation import ConversationMemory
+from agentrl.types import Json, Sampling
+
+if TYPE_CHECKING:
+    from agentrl.runners.gateway.attribution import CallOrigin
+    from agentrl.runners.gateway.upstream import Route, Upstream
+
+Fields = dict[str, Any]
+"""A JSON object. Its values are `msgspec.Raw`, the received bytes, or set by the gateway."""
+
+# Headers of a single connection; all others are passed on.
+HOP_BY_HOP = {"accept-encoding", "authorization", "connection", "content-length"}
+HOP_BY_HOP |= {"content-encoding", "date", "host", "keep-alive", "proxy-authorization", "server"}
+HOP_BY_HOP |= {"te", "trailer", "transfer-encoding", "upgrade"}
+HOP_BY_HOP |= {*KEY_HEADERS, "x-policy-version", "x-processors"}
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+TEXTS = {"text", "input_text", "output_text", "refusal", "thinking", "reasoning"}  # types of parts
+MEDIA = ("image", "images", "multi_modal_data", "prompt_embeds", "video", "videos")  # fields
+EMPTY = {b"null", b"[]", b"{}", b'""', b"false"}
+LONGEST = 200  # characters of a value that is recorded
+
+PLAIN = {"model", "messages", "prompt", "suffix", "tools", "functions", "documents", "echo", "n"}
+PLAIN |= {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
+PLAIN |= {"stream", "stream_options", "stream_interval", "user", "metadata", "store", "modalities"}
+PLAIN |= {"logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "service_tier"}
+PLAIN |= {"parallel_tool_calls", "reasoning_effort", "include_reasoning", "verbosity", "request_id"}
+PLAIN |= {"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_salt"}
+PLAIN |= {"priority", "session_id", "kv_transfer_params", "ec_transfer_params"}
+PLAIN |= {"chat_template", "chat_template_kwargs", "add_generation_prompt", "add_special_tokens"}
+PLAIN |= {"continue_final_message", "truncate_prompt_tokens", "truncation_side", "detokenize"}
+PLAIN |= {"media_io_kwargs", "mm_processor_kwargs", "skip_special_tokens", "return_token_ids"}
+PLAIN |= {"spaces_between_special_tokens", "include_stop_str_in_output", "return_prompt_text"}
+PLAIN |= {"return_tokens_as_token_ids", "return_token_offsets", "return_mm_kwargs"}
+PLAIN |= {"routed_experts_prompt_start", "web_search_options", "prediction"}
+PLAIN |= {"prompt_cache_options"}
+
+NEUTRAL: dict[str, tuple[Json, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "typical_p": (1,),
+}
+"""Values with which a processor does nothing; so do null, false and all that is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """A request of the agent, independent of the server that will answer it."""
+
+    dialect: Dialect
+    fields: Fields  # body for the policy server; `model` as the agent named it
+    translation: Translation | None
+    index: int  # within its attempt
+    model: str
+    stream: bool
+    asks_token_ids: bool  # the agent asked for token ids itself
+    asks_logprobs: bool
+    messages: list[dict[str, Json]]  # the conversation; a text prompt is one user message
+    tools: list[dict[str, Json]]
+
+    @property
+    def doubt(self) -> str:
+        """Why no response can be recorded exactly; empty if it can."""
+        echo = self.dialect is TEXT and value(self.fields, "echo")
+        return "its response repeats the prompt (echo)" if echo else ""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Options of the request that have no effect."""
+        return [] if self.translation is None else self.translation.left_out
+
+    @property
+    def processors(self) -> dict[str, str]:
+        """Options that change the distribution, see `Transition.processors`."""
+        return processors(self.fields, self.tools)
+
+    def encode(
+        self, route: Route, defaults: Sampling, *, capture: bool, room: int | None = None
+    ) -> tuple[bytes, Sampling]:
+        """Return the body for the route's server and the effective sampling parameters.
+
+        `defaults`: those of the rollout, with a seed for this call; frozen endpoints keep their
+        own. `room`: tokens that fit after the prompt, if the agent asks for more."""
+        body = self.fields | {"model": route.model or self.model}
+        if capture:
+            body["return_token_ids"] = True
+            if not self.asks_logprobs:
+                body["logprobs"] = 1 if self.dialect is TEXT else True
+        sampling = _fill_sampling(body, None if route.frozen else defaults)
+        if room:
+            body.pop("max_completion_tokens", None)
+            body["max_tokens"] = room
+            sampling = msgspec.structs.replace(sampling, max_tokens=room)
+        return msgspec.json.encode(body), sampling
+
+
+def read_request(
+    dialect: Dialect, raw: bytes, memory: ConversationMemory, index: int
+) -> ModelRequest:
+    """Parse a request.
+
+    Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError unless it is a JSON object,
+    UntranslatableError if it cannot be translated for the policy server."""
+    translation = None
+    if dialect.translate is None:
+        fields: Fields = _fields.decode(raw)
+    else:
+        body = msgspec.json.decode(raw, type=dict[str, Any])
+        with typed():
+            translation = dialect.translate(body, memory)
+        fields = dict(translation.chat)  # a copy: `restore` below may change it
+    stream = value(fields, "stream")
+    if stream is not None and not isinstance(stream, bool):
+        why = f"{stream!r:.80} is neither true nor false"
+        raise UntranslatableError("stream", why, code="invalid_type")
+    logprobs, messages, prompt = (value(fields, k) for k in ("logprobs", "messages", "prompt"))
+    if memory.arguments and memory.restore(messages):  # in place, if translated
+        fields["messages"] = messages
+    if "messages" not in fields and isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    return ModelRequest(
+        dialect,
+        fields,
+        translation,
+        index=index,
+        model=str(value(fields, "model") or ""),
+        stream=stream is True,
+        asks_token_ids=value(fields, "return_token_ids") is True,
+        asks_logprobs=logprobs is not None and logprobs is not False,
+        messages=_dicts(messages),
+        tools=_dicts(value(fields, "tools")),
+    )
+
+
+def _dicts(found: Json) -> list[dict[str, Json]]:
+    """Return the objects of a list, for storing; the policy server refuses anything else."""
+    items = [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+    return list(storable(items))
+
+
+def _fill_sampling(body: Fields, defaults: Sampling | None) -> Sampling:
+    """Set the parameters that the agent does not set, or that are forced, if there are `defaults`;
+    return the effective ones."""
+    asked = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    limit = value(body, "max_completion_tokens")
+    limit = value(body, "max_tokens") if limit is None else limit
+    if defaults is not None:
+        if limit is None and defaults.max_tokens is not None:
+            limit = body["max_tokens"] = defaults.max_tokens
+        filling = {"temperature": defaults.temperature, "top_p": defaults.top_p}
+        filling |= {"top_k": defaults.top_k} if defaults.top_k else {}
+        if defaults.force:
+            for name in ("temperature", "top_p", "top_k"):
+                body.pop(name, None)
+                asked[name] = None
+        filling |= {"seed": defaults.seed} if defaults.seed is not None else {}
+        for name, default in filling.items():
+            if asked[name] is None:
+                asked[name] = body[name] = default
+    return Sampling(  # the policy server refuses values that are not numbers
+        temperature=_number(asked["temperature"], float, 1.0),
+        top_p=_number(asked["top_p"], float, 1.0),
+        top_k=_number(asked["top_k"], int, 0),
+        max_tokens=_number(limit, int, None),
+        seed=_number(asked["seed"], int, None),
+    )
+
+
+def _number(given: Json, kind: type, default: Any) -> Any:
+    if isinstance(given, bool) or not isinstance(given, int | kind):
+        return default
+    wide = isinstance(given, int) and given.bit_length() > 63
+    return default if wide else kind(given)
+
+
+def value(fields: Fields, name: str) -> Json:
+    """Return the decoded value of a field; None if it is missing."""
+    found = fields.get(name)
+    return _decoded(found) if isinstance(found, msgspec.Raw) else found
+
+
+def _decoded(raw: msgspec.Raw) -> Json:
+    """Decode JSON; numbers that Python cannot read, such as 1e400, as text."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.ValidationError:
+        return json.loads(bytes(raw), parse_int=_number_or_text, parse_float=_number_or_text)
+
+
+def _number_or_text(written: str) -> Json:
+    try:
+        return msgspec.json.decode(written)
+    except msgspec.ValidationError:
+        return written
+
+
+def storable(found: Json) -> Json:
+    """Return JSON with integers of more than 64 bits, which the store refuses, as text."""
+    try:
+        msgspec.msgpack.encode(found)
+    except OverflowError:
+        return _with_texts(found)
+    return found
+
+
+def _with_texts(found: Json) -> Json:
+    if isinstance(found, dict):
+        return {name: _with_texts(item) for name, item in found.items()}
+    if isinstance(found, list):
+        return [_with_texts(item) for item in found]
+    wide = isinstance(found, int) and not -(2**63) <= found < 2**64
+    return str(found) if wide else found
+
+
+def processors(fields: Mapping[str, Json], tools: Sequence[Mapping[str, Json]]) -> dict[str, str]:
+    """Return the processors of a chat completion or completion, as the JSON that was sent."""
+    found = {}
+    for name in fields.keys() - PLAIN:
+        sent = fields[name]
+        text = bytes(sent) if isinstance(sent, msgspec.Raw) else msgspec.json.encode(sent)
+        if not _is_neutral(name, text):
+            found[name] = text[: 4 * LONGEST].decode(errors="replace")[:LONGEST]
+    functions = (tool.get("function") for tool in tools)
+    if any(isinstance(one, dict) and one.get("strict") is True for one in functions):
+        found["tools.strict"] = "true"  # vLLM 0.24 and later: a grammar for the arguments
+    return dict(sorted(found.items()))
+
+
+def _is_neutral(name: str, text: bytes) -> bool:
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):  # too large a number, or too deep
+        return False
+    return value in (None, "", [], {}) or value is False or value in NEUTRAL.get(name, ())
+
+
+def why_not_text(
+    fields: Mapping[str, Json], messages: Sequence[Mapping[str, Json]], policy: str, role: str
+) -> str:
+    """Explain why `policy` cannot be trained on a prompt; empty if it is text."""
+    given = (name for name in MEDIA if not _is_empty(fields.get(name)))
+    found = next(given, "") or _not_text(messages)
+    if not found:
+        return ""
+    return (
+        f"the policy {policy!r} is trained on text, and this call has {found}, which training would"
+        f" not see: describe it in words, or map the role {role!r} in [roles] to an endpoint of"
+        " [upstreams], which is not trained"
+    )
+
+
+def _not_text(messages: Sequence[Mapping[str, Json]]) -> str:
+    """Describe the first part of chat messages that is not text, such as an image; empty if all
+    are."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content or ""]
+        for index, part in enumerate(parts):
+            kind = "text" if isinstance(part, str) else _kind(part)
+            if kind not in TEXTS:
+                return f"{kind or 'a part without a type'} in messages[{number}].content[{index}]"
+        if name := next((name for name in ("audio", *MEDIA) if message.get(name)), ""):
+            return f"{name} in messages[{number}]"
+    return ""
+
+
+def _is_empty(sent: Json) -> bool:
+    return bytes(sent) in EMPTY if isinstance(sent, msgspec.Raw) else not sent
+
+
+def _kind(part: Json) -> str:
+    """Return the type of a part; vLLM takes it from the other fields if it is missing."""
+    found = part if isinstance(part, dict) else {}
+    untyped = sorted(found.keys() - {"type", "uuid"}, key=lambda name: name in TEXTS)
+    return str(found.get("type") or next(iter(untyped), ""))
+
+
+def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """Return the headers without those of a single connection."""
+    return CIMultiDict((k, _text(v)) for k, v in headers.items() if k.lower() not in HOP_BY_HOP)
+
+
+def _text(value: str) -> str:
+    """Convert a header's value that is not UTF-8, which aiohttp requires, from Latin-1."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode(errors="surrogateescape").decode("latin-1")
+    return value
+
+
+# -- lines on the console about calls that a policy answers, each said once ------------------------
+
+
+def warn_of_name(upstream: Upstream, route: Route, caller: CallOrigin, model: str) -> None:
+    """Say that a policy answers for a model that the run file does not name, once for each name."""
+    role, active = caller.role_of(model), caller.attempt
+    if model in active.roles or upstream.router.is_chosen(model, role, active.seats):
+        return
+    name = repr(model[:80]).replace("%", "%%")
+    table = msgspec.json.encode(model[:80]).decode().replace("%", "%%")
+    upstream.warn_once(
+        f"the policy %r answers for the model {name}, which neither a policy nor an endpoint has as"
+        " its name, and is trained on these calls. If they are not the agent's own work, but a"
+        f" judge's or a simulated user's, add their model as [upstreams.{table}], or map their"
+        " role, now %r, to an endpoint of [upstreams] in [roles]",
+        *(route.policy, role),
+    )
+
+
+def warn_of_processors(upstream: Upstream, route: Route, found: Collection[str]) -> None:
+    """Say that calls are not sampled from the policy's own distribution."""
+    if found:
+        upstream.warn_once(
+            f"policy {route.policy}: calls with {', '.join(found)} are not sampled from the"
+            " policy's own distribution; the learner scores their tokens itself, as if they were"
+            " (calls/processed)"
+        )
+
+
+def warn_of_doubt(upstream: Upstream, route: Route, doubts: Iterable[str]) -> None:
+    """Say why a response is recorded as inexact."""
+    if doubt := next(filter(None, doubts), ""):
+        upstream.warn_once("policy %s: a call is inexact, as %s", route.policy, doubt)
+
+
+def warn_of_sampling(upstream: Upstream, route: Route, used: Sampling, defaults: Sampling) -> None:
+    """Say that the agent's sampling is not the run file's."""
+    names = ("temperature", "top_p", "top_k", "max_tokens")
+    wanted = ((name, getattr(defaults, name)) for name in names)
+    other = [name for name, value in wanted if value not in (None, getattr(used, name))]
+    if other:
+        upstream.warn_once(
+            "policy %s: the agent overrules the run file's sampling with %s; sampling.force = true"
+            " would keep the run file's temperature, top_p and top_k",
+            *(route.policy, ", ".join(f"{name} = {getattr(used, name)}" for name in other)),
+        )
