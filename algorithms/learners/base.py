@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import msgspec
@@ -62,6 +63,12 @@ class Learner(Protocol):
     supplies: frozenset[Supply]
     """The streams that it can compute, values (v), the most probable tokens (k), and the gradient
     of the entropy (e)."""
+    undoable: bool
+    """Whether `algorithm.max_kl` can undo its steps, by `mark` and `shrink`."""
+
+    @property
+    def frozen(self) -> Mapping[Frozen, FrozenModel]:
+        """The frozen models that it holds."""
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
@@ -98,12 +105,6 @@ class Learner(Protocol):
         """Restore a checkpoint of `save`. Raises PolicyError, with nothing changed, if it is
         incomplete or of another model."""
 
-
-class Undoable(Protocol):
-    """What `algorithm.max_kl` asks of a learner, too. One without it undoes no step."""
-
-    undoable: bool
-
     def mark(self) -> None:
         """Keep the trained weights of the policy as they are, for `shrink`."""
 
@@ -111,8 +112,38 @@ class Undoable(Protocol):
         """Leave the policy this share of its way from where it was marked; 0: exactly there. The
         optimizer's first moments shrink by the square of it, the second ones stay."""
 
+    def rest(self) -> None:
+        """Called after the updates of a training step: gives memory to other processes."""
 
-class PolicyWeights:
+    def close(self) -> None:
+        """Stop what the learner has started. May be called again."""
+
+
+class FrozenModel(Protocol):
+    """A model of a learner that does not learn."""
+
+    def finish(self, step: int) -> None:
+        """Called after training step number `step`: copies the policy if it is time."""
+
+
+class LearnerDefaults:
+    """The members of a learner that has nothing to undo, to free and to stop."""
+
+    undoable: bool = False
+    frozen: Mapping[Frozen, FrozenModel] = MappingProxyType({})
+
+    def mark(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} undoes no step")
+
+    def shrink(self, share: float) -> None:
+        self.mark()
+
+    def rest(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PolicyWeights(LearnerDefaults):
     """The trained weights: a model, or one of its adapters. Owns their files in a checkpoint."""
 
     def __init__(

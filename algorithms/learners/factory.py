@@ -19,6 +19,7 @@ from agentrl.algorithms.learners.auxiliary import (
     load_auxiliary,
 )
 from agentrl.algorithms.learners.base import Frozen, Learner
+from agentrl.algorithms.learners.older import current_form
 from agentrl.algorithms.learners.reward_models import (
     ImplicitScorer,
     ImplicitTrainer,
@@ -62,20 +63,21 @@ def make_learner(
     policy: str = POLICY,
 ) -> Learner:
     """Build the learner of `model`, loaded from `start`, or of its adapter `policy`. The caller
-    closes it if it has a method `close`.
+    closes it.
 
     Raises PolicyError for models that cannot be loaded, ConfigError for unsupported settings, a
     missing verl, and a plug-in that is no learner or lacks a stream."""
     own = config.learner
     if factory := learner_factory(config):
         _check_no_reward_model_learns(config)
-        learner: Learner = factory(config, algo, model, tokenizer, adapters, policy)
+        made = factory(config, algo, model, tokenizer, adapters, policy)
+        learner: Learner = current_form(made, by=factory)
         check_protocol(learner, Learner, by=factory, key="learner.kind")
         _check_streams(own.kind, algo, learner, {"t"} if config.teacher.upstream else set())
-        if config.algorithm.max_kl and not getattr(learner, "undoable", False):
+        if config.algorithm.max_kl and not learner.undoable:
             raise ConfigError(
-                f"algorithm.max_kl: learner.kind = {own.kind!r} undoes no step; leave it out, "
-                "or make the learner `Undoable` (agentrl.algorithms.learners.base)"
+                f"algorithm.max_kl: learner.kind = {own.kind!r} undoes no step; leave it out, or "
+                "give it `undoable`, `mark` and `shrink` (agentrl.algorithms.learners.base)"
             )
         return learner
     if own.kind == "verl":

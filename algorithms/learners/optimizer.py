@@ -76,7 +76,7 @@ class Optimizer:
         self._round()
 
     def shrink(self, share: float) -> None:
-        """As `Undoable.shrink`, from the weights that `marked` has taken."""
+        """As `Learner.shrink`, from the weights that `marked` has taken."""
         self.marked.shrink(self.masters.values(), share)
         shrink_momentum(self.inner, share)
         self._round()

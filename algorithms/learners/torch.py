@@ -58,6 +58,7 @@ class TorchLearner(PolicyWeights):
     """AdamW on one model, which the embedded policy server may share."""
 
     undoable = True
+    frozen: dict[Frozen, Reference]
 
     def __init__(
         self,
@@ -174,7 +175,6 @@ class TorchLearner(PolicyWeights):
         self.optimizer.shrink(share)
 
     def rest(self) -> None:
-        """Called after the updates of a training step: gives memory to other processes."""
         if self._offload:
             self.optimizer.move(torch.device("cpu"))
         if self._release and self.model.device.type == "cuda":

@@ -20,8 +20,11 @@ class PromptSchedule:
     """Sets the prompts of each step. The store has the results of earlier searches, so a restart
     repeats them quickly and every start of a step has the same prompts."""
 
-    def __init__(self, store: Store, config: RunConfig, state: RunState) -> None:
-        self.in_use = CandidateInUse()
+    def __init__(
+        self, store: Store, config: RunConfig, state: RunState, in_use: CandidateInUse | None = None
+    ) -> None:
+        """in_use: what the schedule sets; default: its own."""
+        self.in_use = CandidateInUse() if in_use is None else in_use
         self._store, self._config, self._state = store, config, state
         self._texts: list[PromptText] = []
 

@@ -13,10 +13,11 @@ count.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, isfinite, isnan
 from statistics import fmean
+from typing import Protocol
 
 from agentrl.algorithms.credit.core import SPREAD
 from agentrl.algorithms.data.merge import valid_for_any
@@ -52,6 +53,17 @@ class Collected:
     stored: bool = True  # whether they are in the store, so that the step's commit names them
 
 
+class GroupSource(Protocol):
+    """Where the groups of a step come from."""
+
+    async def collect(self, step: int) -> Collected:
+        """The groups of a step; the same ones if the step is repeated."""
+
+
+Observer = Callable[[Sequence[Group]], Mapping[str, float]]
+"""Learns from all readable groups that a step has claimed; returns metrics."""
+
+
 @dataclass(frozen=True, slots=True)
 class Collector:
     """Requests and claims groups. resample: the reward that must differ within a trained group;
@@ -63,6 +75,7 @@ class Collector:
     tasks: TaskSampler
     resample: str | None = None
     vocabulary: Vocabulary = field(default_factory=dict)
+    observer: Observer | None = None
 
     async def collect(self, step: int) -> Collected:
         """Collect the `algorithm.groups` groups of a step.
@@ -73,10 +86,8 @@ class Collector:
         claimed, replaced = await close_groups_during(work, self.store, self.config)
         played = cancelled_metrics(self.config, claimed, step)
         claimed, unreadable = split_unreadable(claimed, self.vocabulary)
-        if self.tasks.difficulty is not None:
-            self.tasks.difficulty.record_outcomes(claimed)
-        if self.tasks.pool is not None:
-            played |= self.tasks.pool.record_games(claimed)
+        if self.observer is not None:
+            played |= self.observer(claimed)
         if unreadable:
             played["groups/unreadable"] = len(unreadable)
         if not self.replaces:

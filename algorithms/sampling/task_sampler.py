@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
+from typing import Protocol
 
 import msgspec
 import torch
@@ -16,7 +17,6 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.state import CountedMeans
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
-from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.config import RunConfig
 from agentrl.prompts import CandidateInUse
 from agentrl.types import Branch, Group, Json, NewRollout, Rollout, Task
@@ -26,12 +26,31 @@ DIFFICULTY = "difficulty"  # key of TaskDifficulty in the state of the run
 
 @dataclass(frozen=True, slots=True)
 class TaskDifficulty:
-    """A curriculum: draws tasks by their mean outcome so far.
+    """A curriculum: draws tasks by their mean outcome so far, or with `solved` leaves out those
+    whose mean outcome is as high.
 
     Tasks of medium difficulty give the strongest signal, because the outcomes that a group compares
     have variance p (1 - p) (arXiv 2502.12272)."""
 
     means: CountedMeans = field(default_factory=CountedMeans)
+    solved: float | None = None
+
+    def choose(
+        self,
+        tasks: Sequence[dict[str, Json]],
+        usual: Sequence[dict[str, Json]],
+        numbers: range,
+        seed: str,
+        candidate: str | None,
+    ) -> list[dict[str, Json]]:
+        """As `TaskOrder`: draws tasks, or replaces the usual ones that are solved by others."""
+        if self.solved is None:
+            return self.draw(tasks, seed, len(usual), candidate)
+        left = [task for task in tasks if self.mean(task, candidate) < self.solved]
+        return [
+            left[number % len(left)] if left and self.mean(task, candidate) >= self.solved else task
+            for task, number in zip(usual, numbers, strict=True)
+        ]
 
     def record_outcomes(self, groups: Sequence[Group]) -> None:
         """Record the outcomes of sampled rollouts, trained or not. Ignores missing rewards, and
@@ -41,6 +60,11 @@ class TaskDifficulty:
         outcomes = torch.tensor([row.reward() for row in rollouts], dtype=torch.float64)
         names = [_key(row.task, row.candidate) for row in rollouts]
         _, self.means.values = self.means.read(names, outcomes)
+
+    def observe(self, groups: Sequence[Group]) -> dict[str, float]:
+        """As `collect.Observer`: `record_outcomes`."""
+        self.record_outcomes(groups)
+        return {}
 
     def mean(self, task: Task, candidate: str | None = None) -> float:
         """The mean outcome of a task so far; 0 for a new task."""
@@ -79,32 +103,44 @@ def task_name(task: Task) -> str:
     return hashlib.blake2b(whole, digest_size=12).hexdigest()
 
 
+class TaskOrder(Protocol):
+    """Another order than the usual one."""
+
+    def choose(
+        self,
+        tasks: Sequence[dict[str, Json]],
+        usual: Sequence[dict[str, Json]],
+        numbers: range,
+        seed: str,
+        candidate: str | None,
+    ) -> list[dict[str, Json]]:
+        """A task for each of the `usual` ones, which have these numbers. tasks: all of them. The
+        choice is a function of the arguments and of what is in checkpoints, and for a larger number
+        begins the same. candidate: of the agent's prompts."""
+
+
+Seats = Callable[[str, int], Mapping[str, str]]
+"""(group, index of the rollout) -> the policy in each role that is not its own policy's."""
+
+
 @dataclass(frozen=True, slots=True)
 class TaskSampler:
-    """Training tasks in a shuffled order that changes every epoch, or drawn by `difficulty`.
+    """Training tasks in a shuffled order that changes every epoch, or in another `order`.
 
-    greedy: sample the first rollout of each group at temperature 0, as a baseline. pool: assigns
-    the seats of games."""
+    greedy: sample the first rollout of each group at temperature 0, as a baseline. seats: of every
+    rollout; None: each role is played by its policy."""
 
     config: RunConfig
     tasks: list[dict[str, Json]]
     greedy: bool = False
-    difficulty: TaskDifficulty | None = None
-    pool: OpponentPool | None = None
+    order: TaskOrder | None = None
+    seats: Seats | None = None
     prompts: CandidateInUse = field(default_factory=CandidateInUse)
 
     def task(self, index: int) -> dict[str, Json]:
         """The `index`-th task of the run, counted over all epochs."""
         epoch, position = divmod(index, len(self.tasks))
         return self.tasks[shuffled(f"{self.config.seed}/{epoch}", len(self.tasks))[position]]
-
-    def unsolved(self, task: dict[str, Json], number: int) -> dict[str, Json]:
-        """The task, or if it is solved (`tasks.solved`) an unsolved one, if there is any."""
-        solved, difficulty = self.config.tasks.solved, self.difficulty
-        if solved is None or difficulty is None or difficulty.mean(task, self.prompts.id) < solved:
-            return task
-        left = [other for other in self.tasks if difficulty.mean(other, self.prompts.id) < solved]
-        return left[number % len(left)] if left else task
 
     def rollouts(self, step: int) -> list[NewRollout]:
         """The `groups` x `group_size` rollouts of a training step."""
@@ -141,10 +177,10 @@ class TaskSampler:
     def _chosen(
         self, seed: str, numbers: range, usual: Iterable[dict[str, Json]]
     ) -> list[dict[str, Json]]:
-        """Tasks by difficulty, or the `usual` task of each number, replaced if it is solved."""
-        if self.difficulty is not None and self.config.tasks.solved is None:
-            return self.difficulty.draw(self.tasks, seed, len(numbers), self.prompts.id)
-        return [self.unsolved(task, n) for n, task in zip(numbers, usual, strict=True)]
+        """The `usual` task of each number, or the order's."""
+        if self.order is None:
+            return list(usual)
+        return self.order.choose(self.tasks, list(usual), numbers, seed, self.prompts.id)
 
     def _group(
         self, name: str, task: dict[str, Json], step: int, priority: int = 0
@@ -162,7 +198,7 @@ class TaskSampler:
                     cold if self.greedy and index == 0 else sampling,
                 ),
                 priority=priority,
-                seats=self.pool.seats(group, index) if self.pool is not None else {},
+                seats=dict(self.seats(group, index)) if self.seats is not None else {},
                 candidate=self.prompts.id,
             )
             for index in range(self.config.algorithm.group_size)

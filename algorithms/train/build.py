@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from math import ceil
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -23,54 +22,42 @@ from agentrl.algorithms.objective.kl_control import (
 )
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group, check_staleness
-from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import resampling_reward
-from agentrl.algorithms.sampling.counterfactuals import RoleRewards, coalition_formula
-from agentrl.algorithms.sampling.selfplay import SELFPLAY, OpponentPool, check_seat_comparison
-from agentrl.algorithms.sampling.task_sampler import DIFFICULTY, TaskDifficulty
+from agentrl.algorithms.train.builtin_parts import parts_of
 from agentrl.algorithms.train.dump import BadSteps
 from agentrl.algorithms.train.load_policies import LoadedModel
-from agentrl.algorithms.train.offline import on_dataset
+from agentrl.algorithms.train.parts import Part
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.prepare import Completer, Preprocessor, ProcessedScorer, Retokenizer
 from agentrl.algorithms.train.step import Updater
-from agentrl.algorithms.train.teacher import make_teacher
 from agentrl.config import RunConfig
-from agentrl.config.policies import (
-    INITIAL,
-    FrozenPolicy,
-    initial_version,
-    policy_of_role,
-    trained_policies,
-    view,
-)
-from agentrl.config.schema import TasksConfig
-from agentrl.config.selfplay import learning_policy
+from agentrl.config.policies import trained_policies, view
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import POLICY
 
 log = logging.getLogger("agentrl.algorithm")
 
 
-def load_algorithms(config: RunConfig) -> dict[str, Algo]:
-    """Build the algorithm of each trained policy. Raises ConfigError for invalid settings."""
-    algos = {}
+def load_algorithms(config: RunConfig, parts: Part | None = None) -> dict[str, Algo]:
+    """Build the algorithm of each trained policy. parts: default, those of the run. Raises
+    ConfigError for invalid settings."""
+    algos, parts = {}, parts or parts_of(config)
     for name in trained_policies(config):
         try:
-            algos[name] = load_algorithm(view(config, name))
+            algos[name] = load_algorithm(view(config, name), parts)
         except ConfigError as error:
             where = f"policies.{name}: " if config.policies else ""
             raise ConfigError(f"{where}{error}") from None
-    if config.selfplay.seats:
-        check_seat_comparison(algos[learning_policy(config)])
     return algos
 
 
-def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str | None]:
+def group_requirements(
+    config: RunConfig, algos: Mapping[str, Algo], parts: Part | None = None
+) -> tuple[bool, str | None]:
     """The algorithms' requirements on groups, which all policies share: whether the first rollout
     is greedy, and the reward that must differ within a group, or None.
 
-    Raises ConfigError if they disagree, and for counterfactual rollouts that none of them reads."""
+    Raises ConfigError if they disagree, or do not fit the parts of the run."""
     required = {
         name: (algo.greedy, resampling_reward(view(config, name).algorithm, algo))
         for name, algo in algos.items()
@@ -84,23 +71,22 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
                 "greedy rollout, or dynamic sampling); choose presets that agree, or set "
                 "algorithm.dynamic_sampling = false"
             )
-    counterfactuals.check_counterfactuals(config, algos, wanted[1])
+    (parts or parts_of(config)).check(algos, wanted[1])
     return wanted
 
 
-def load_algorithm(config: RunConfig) -> Algo:
+def load_algorithm(config: RunConfig, parts: Part | None = None) -> Algo:
     """Build the algorithm of the run file. Raises ConfigError for settings that do not fit it."""
     streams = factory.available_streams(config)
     settings = config.algorithm
     algo = catalogue.make(
         settings.preset, settings.options, streams=streams, root=Path(config.root)
     )
-    if config.data.name:
-        algo = on_dataset(config, algo)
+    algo = (parts or parts_of(config)).algorithm(config, algo)
     check_group(settings, algo)
     check_staleness(settings, algo)
     factory.refuse_unused_settings(config, algo)
-    return counterfactuals.with_optional_reward(settings.counterfactual, algo)
+    return algo
 
 
 def make_policies(
@@ -108,16 +94,18 @@ def make_policies(
     algos: Mapping[str, Algo],
     models: Sequence[LoadedModel],
     stack: AsyncExitStack,
+    parts: Part | None = None,
 ) -> PolicySet:
-    """Build the trained policies. `stack` closes their learners."""
-    updaters = {}
+    """Build the trained policies, with the state of the run. `stack` closes their learners."""
+    updaters, parts = {}, parts or parts_of(config)
     for name, algo in algos.items():
         model = next(model for model in models if name in model.policies)
         dumps = Path(config.output, "dumps", name if config.policies else "")
-        updaters[name] = make_updater(view(config, name), name, algo, model, dumps)
-        if close := getattr(updaters[name].learner, "close", None):
-            stack.callback(close)
+        made = make_updater(view(config, name), name, algo, model, dumps)
+        stack.callback(made.learner.close)
+        updaters[name] = parts.updater(made, model)
     state = AlgorithmState() if config.policies else updaters[POLICY].state
+    state.parts |= parts.state()
     return PolicySet(config, updaters, state)
 
 
@@ -139,36 +127,6 @@ def with_proven_packing(config: RunConfig, models: Sequence[LoadedModel]) -> Run
     return config
 
 
-def make_difficulty(tasks: TasksConfig, policies: PolicySet) -> TaskDifficulty | None:
-    """The difficulty of tasks, if they are sampled by it, as a part of the run's state."""
-    if tasks.order != "difficulty" and tasks.solved is None:
-        return None
-    difficulty = TaskDifficulty()
-    policies.memory.parts[DIFFICULTY] = difficulty.means
-    return difficulty
-
-
-def first_versions(config: RunConfig) -> dict[str, FrozenPolicy]:
-    """The untrained versions of policies that stand in for roles of counterfactual rollouts. Empty
-    if the run trains nothing."""
-    named = config.algorithm.counterfactual.stand_ins if config.steps else {}
-    roles = [role for role, player in named.items() if player == INITIAL]
-    return dict(initial_version(config, policy_of_role(config, role)) for role in roles)
-
-
-def make_pool(config: RunConfig, policies: PolicySet) -> OpponentPool | None:
-    """The opponents of self-play, if there are seats. A pool of snapshots is part of the run's
-    state."""
-    settings = config.selfplay
-    if not settings.seats:
-        return None
-    ahead = ceil(config.algorithm.max_staleness)
-    pool = OpponentPool(settings, learning_policy(config), config.seed, ahead=ahead)
-    if settings.opponents != "self":
-        policies.memory.parts[SELFPLAY] = pool
-    return pool
-
-
 def make_updater(
     config: RunConfig, name: str, algo: Algo, model: LoadedModel, dumps: Path
 ) -> Updater:
@@ -178,12 +136,9 @@ def make_updater(
     loaded = model.model, tokenizer, model.source
     scorers, trainers = factory.make_reward_models(config, *loaded)
     learner = factory.make_learner(config, algo, *loaded, model.adapters, trainers, name)
-    state, anchor = make_state(config, algo, getattr(learner, "frozen", {}).get("q"))
+    state, anchor = make_state(config, algo, learner.frozen.get("q"))
     context = context_length(model.model)
-    completers: list[Completer] = []
-    if counterfactuals.uses_counterfactuals(settings.counterfactual, algo):
-        completers.append(RoleRewards(coalition_formula(config), name))
-    completers.append(ProcessedScorer(learner, context, name, algo.rewards))
+    completers: list[Completer] = [ProcessedScorer(learner, context, name, algo.rewards)]
     if settings.inexact == "retokenize":  # before reward models, which need the token ids
         completers.append(Retokenizer(tokenizer, learner, context, name, algo.rewards))
     completers += scorers
@@ -196,9 +151,7 @@ def make_updater(
             tuple(completers), tuple(trainers), context, name, tokenizer=tokenizer
         ),
         anchor=anchor,
-        recorder=CreditRecorder(name) if settings.store_credit and not config.data.name else None,
-        cached={} if factory.caches_reference(config, algo) else None,
-        teacher=make_teacher(config, algo, model.model, tokenizer),
+        recorder=CreditRecorder(name) if settings.store_credit else None,
         bad_steps=BadSteps(dumps, settings.max_bad_steps),
         policy=name,
     )

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.algorithms.sampling.scores import has_stalled
 from agentrl.algorithms.train.checkpoint import export_checkpoint, mark_best
@@ -20,6 +19,7 @@ from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.base.files import PARTIAL, atomic_directory, delete_directory
 from agentrl.config import RunConfig
+from agentrl.prompts import CandidateInUse
 from agentrl.store.base import Store
 from agentrl.types import Json
 
@@ -35,7 +35,7 @@ class HeldoutEvaluator:
     policies: PolicySet
     serving: PolicyServers
     tasks: list[dict[str, Json]]
-    prompts: PromptSchedule
+    candidate: CandidateInUse  # whose prompts the agent uses
     running: tuple[asyncio.Task[None], Path, Mapping[str, str]] | None = None  # see `_begin`
 
     @property
@@ -91,7 +91,7 @@ class HeldoutEvaluator:
         """served: policy -> the name under which the version to score is served."""
         settings, outer = self.config.eval, step in (0, self.config.steps)
         limit = settings.tasks if outer else settings.curve_tasks
-        tasks, candidate = self.tasks[: limit or None], self.prompts.in_use.id
+        tasks, candidate = self.tasks[: limit or None], self.candidate.id
         await evaluate_heldout(self.store, self.config, self.epoch, step, tasks, candidate, served)
 
     async def _save(self, path: Path) -> bool:

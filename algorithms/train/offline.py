@@ -23,7 +23,8 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.auxiliary import load_auxiliary
 from agentrl.algorithms.learners.base import Learner, Scored
-from agentrl.algorithms.learners.score import score_batch
+from agentrl.algorithms.learners.factory import caches_reference
+from agentrl.algorithms.learners.score import ReferenceElsewhere, score_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import vocabulary_size
 from agentrl.algorithms.objective.core import Algo, loss_terms
@@ -39,6 +40,7 @@ from agentrl.store.base import Store
 from agentrl.store.records import Item
 from agentrl.types import (
     POLICY,
+    Float32,
     Group,
     Purpose,
     Reward,
@@ -70,6 +72,21 @@ def on_dataset(config: RunConfig, algo: Algo) -> Algo:
     return dataclasses.replace(algo, rewards=(LABEL,), side=side)
 
 
+def from_dataset(updater: Updater, reference: ReferenceElsewhere) -> Updater:
+    """The updater for items, whose groups are as large as they have sides, and which are in no
+    store. reference: its log-probs, if they are in the store."""
+    config, algo = updater.config, updater.algo
+    sides = 2 if algo.side is not None and algo.side.paired else 1
+    settings = replace(config.algorithm, min_group=sides)
+    return dataclasses.replace(
+        updater,
+        config=replace(config, algorithm=settings),
+        recorder=None,
+        reference=reference if caches_reference(config, algo) else None,
+        sampled=False,
+    )
+
+
 def step_items(count: int, seed: int, step: int, size: int) -> list[int]:
     """The indices of a step's items. Each epoch has another random order of all `count` items."""
     positions = (divmod(n, count) for n in range(step * size, (step + 1) * size))
@@ -78,8 +95,7 @@ def step_items(count: int, seed: int, step: int, size: int) -> list[int]:
 
 @dataclass(slots=True)
 class DatasetCollector:
-    """Provides the items of each step as groups, and sets `updater.cached` to the reference's
-    log-probs for them."""
+    """Provides the items of each step as groups, and the reference's log-probs for them."""
 
     config: RunConfig
     store: Store
@@ -88,6 +104,7 @@ class DatasetCollector:
     loaded: LoadedModel
     reference: str = ""  # digest of its weights
     items: dict[str, list[Item]] = field(default_factory=dict)  # usable ones, by split
+    logprobs: dict[str, Float32] = field(default_factory=dict)  # of the reference, by rollout
     tokenizer: Retokenizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +116,7 @@ class DatasetCollector:
         compute missing log-probs of the reference. Raises ConfigError if no item is usable."""
         data, side = self.config.data, self.updater.algo.side
         kind = "demonstration" if side is None else "pair" if side.paired else "label"
-        scorer = self._reference() if self.updater.cached is not None else None
+        scorer = self._reference() if self.updater.reference is not None else None
         for split in (data.split, data.heldout):
             every = await self.store.items(data.name, data.version, split=split)
             items, lost = [item for item in every if item.kind == kind], Counter[str]()
@@ -144,7 +161,7 @@ class DatasetCollector:
         groups = await self._groups(self.config.data.heldout, range(len(items)), step)
         await self._read_reference(groups)
         batch = updater.batch(groups)
-        batch, streams = score_batch(updater.algo, updater.learner, batch, updater.cached)
+        batch, streams = score_batch(updater.algo, updater.learner, batch, updater.reference)
         terms = loss_terms(updater.algo, batch, streams, fresh=True)
         assert terms.sides is not None
         p = updater.learner.logprobs(batch).double()
@@ -169,12 +186,16 @@ class DatasetCollector:
         self.reference = state.hexdigest()
         return partial(scorer.logprobs, of=of)
 
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """Of the items that were collected, or evaluated, last: float64 [N]."""
+        every = [torch.tensor(self.logprobs[id], dtype=torch.float64) for id in batch.rollouts]
+        return torch.cat(every) if every else torch.empty(0)
+
     async def _read_reference(self, groups: Sequence[Group]) -> None:
-        """Set the updater's cache to the reference's log-probs of these sides."""
-        if (cached := self.updater.cached) is not None:
+        """Read the reference's log-probs of these sides."""
+        if self.updater.reference is not None:
             names = [row.id for group in groups for row in group.rollouts]
-            cached.clear()
-            cached.update(await self.store.logprobs(self.reference, names))
+            self.logprobs = dict(await self.store.logprobs(self.reference, names))
 
     async def _score(self, scorer: Callable[[Batch], Tensor], groups: Sequence[Group]) -> None:
         """Compute and store the reference's log-probs of sides that have none."""

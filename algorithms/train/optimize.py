@@ -66,7 +66,7 @@ class OptimizerSteps:
 
     config: RunConfig
     learner: Learner
-    limit: KlLimit
+    limit: KlLimit | None  # None: how far they move the policy is not measured
     recorder: CreditRecorder | None
     bad_steps: BadSteps | None
     unchanged: Iterator[int]
@@ -150,7 +150,7 @@ class OptimizerSteps:
     def movement(self, step: TrainingStep) -> Movement | None:
         """What measures how far the step moves the policy; None where that sampled no token."""
         batch = step.batch
-        if not batch.n_tokens or self.config.data.name:
+        if not batch.n_tokens or self.limit is None:
             return None
         live = ~step.advantage.isnan()
         if MISMATCHED in batch.rewards:  # sampled for another prompt

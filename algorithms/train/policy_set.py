@@ -43,8 +43,7 @@ class PolicySet:
             for name, updater in self.learning(step)
         }
         for updater in self.updaters.values():
-            if rest := getattr(updater.learner, "rest", None):
-                rest()
+            updater.learner.rest()
         if not self.several:
             return next(iter(measured.values()))
         return metrics.merge_policies(metrics.group_metrics(groups), measured)

@@ -18,7 +18,7 @@ from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.diagnostics.report import report
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.learners.score import Scored, score_batch
+from agentrl.algorithms.learners.score import ReferenceElsewhere, Scored, Teacher, score_batch
 from agentrl.algorithms.objective.core import Algo, compute_advantages
 from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.objective.prepare import TrainedPolicy
@@ -29,10 +29,9 @@ from agentrl.algorithms.presets.registry import check_supplies
 from agentrl.algorithms.train.dump import BadSteps
 from agentrl.algorithms.train.optimize import OptimizerSteps, TrainingStep, with_loss_terms
 from agentrl.algorithms.train.prepare import Preprocessor
-from agentrl.algorithms.train.teacher import RemoteTeacher
 from agentrl.algorithms.train.trust import KlLimit, largest_kl
 from agentrl.config import RunConfig
-from agentrl.types import POLICY, Float32, Group
+from agentrl.types import POLICY, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,9 @@ class Updater:
     recorder: CreditRecorder | None = None  # None: credit is not stored
     bad_steps: BadSteps | None = None  # None: failed steps are only counted
     policy: str = POLICY
-    cached: dict[str, Float32] | None = None  # log-probs of the reference by rollout; None: compute
-    teacher: RemoteTeacher | None = None  # None: the learner's
+    reference: ReferenceElsewhere | None = None  # None: the learner's
+    teacher: Teacher | None = None  # None: the learner's
+    sampled: bool = True  # whether policies sampled what it trains on, so that it limits the KL
     unchanged: Iterator[int] = field(default_factory=lambda: count(1))  # steps without a change
     trained: TrainedPolicy = field(init=False)  # the learner, as preparation sees it
     optimizer: OptimizerSteps = field(init=False)
@@ -71,7 +71,8 @@ class Updater:
         trained = TrainedPolicy(learner.logprobs, tokenizer, context, policy)
         limit = KlLimit(learner, largest_kl(config.algorithm), config.seed, policy)
         recorded = self.recorder, self.bad_steps, self.unchanged
-        optimizer = OptimizerSteps(config, learner, limit, *recorded, policy)
+        measured = limit if self.sampled else None
+        optimizer = OptimizerSteps(config, learner, measured, *recorded, policy)
         object.__setattr__(self, "trained", trained)
         object.__setattr__(self, "optimizer", optimizer)
 
@@ -118,18 +119,15 @@ class Updater:
 
     def score(self, built: Built, version: int) -> Scored:
         """What the models make of the batch that the algorithm reads."""
-        taught = self.teacher.top if self.teacher else None
         return score_batch(
-            built.algo, self.learner, built.batch, self.cached, taught,
+            built.algo, self.learner, built.batch, self.reference, self.teacher,
             version=version, current=self.config.algorithm.lr_ess is not None,
         )  # fmt: skip
 
     def batch(self, groups: list[Group], min_group: int | None = None) -> Batch:
         """The trainable tokens of the groups, with the rewards that the algorithm reads. min_group:
-        default `algorithm.min_group`, or for a data set the number of sides of an item."""
+        default `algorithm.min_group`."""
         least = self.config.algorithm.min_group if min_group is None else min_group
-        if self.config.data.name and min_group is None:
-            least = 2 if self.algo.side is not None and self.algo.side.paired else 1
         names, side = self.algo.rewards, self.algo.side
         names += () if side is None else (WEIGHT, MISMATCHED)
         batch = build_batch(groups, reward_names=names, min_group=least, policy=self.policy)

@@ -49,7 +49,7 @@ class KlLimit:
     told: bool = False  # whether the console knows that steps are undone
 
     def __post_init__(self) -> None:
-        if not getattr(self.learner, "undoable", False):
+        if not self.learner.undoable:
             self.limit = 0.0
 
     def begin(self, batch: Batch, weight: Tensor, minibatches: int) -> Movement:
@@ -91,7 +91,7 @@ class Movement:
         if self.before is None and not only:
             self.before = self.owner.learner.logprobs(self.batch)
         if self.owner.limit:
-            self.owner.learner.mark()  # type: ignore[attr-defined]
+            self.owner.learner.mark()
 
     def finish(self, logprobs: Tensor) -> bool:
         """After an optimizer step that saw these log-probs [N] of its minibatch: shorten it until
@@ -104,7 +104,7 @@ class Movement:
             self.undone += 1
             kept = 0.5 if self.undone <= HALVINGS else 0.0
             self.share *= kept
-            self.owner.learner.shrink(kept)  # type: ignore[attr-defined]
+            self.owner.learner.shrink(kept)
             self.kl = self.measure() if kept else earlier
             if not kept:
                 break

@@ -67,7 +67,7 @@ def warm_up(config: RunConfig, start: str) -> tuple[str, bool]:
             losses.append(report.loss)
         save_policy(directory, learner)
     finally:
-        getattr(learner, "close", lambda: None)()
+        learner.close()
     first, last = fmean(losses[:10]), fmean(losses[-10:])
     log.log(PHASE, f"imitated: {first:.3f} to {last:.3f} nats per token")
     return str(directory), True

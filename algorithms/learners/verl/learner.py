@@ -70,6 +70,8 @@ class FrozenOnWorkers:
 class VerlLearner(PolicyWeights):
     """AdamW on the weights of one model, or on an adapter, sharded over the workers."""
 
+    frozen: dict[Frozen, FrozenOnWorkers]
+
     def __init__(
         self,
         model: PreTrainedModel,

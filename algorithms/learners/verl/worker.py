@@ -161,11 +161,11 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         return ShardReport(policy, value, applied, metrics)
 
     def mark(self) -> None:
-        """As `Undoable.mark`, of this rank's shards."""
+        """As `Learner.mark`, of this rank's shards."""
         self.marked.take(self._trained())
 
     def shrink(self, share: float) -> None:
-        """As `Undoable.shrink`."""
+        """As `Learner.shrink`."""
         self.marked.shrink(self._trained(), share)
         shrink_momentum(self.engine.optimizer, share)
 

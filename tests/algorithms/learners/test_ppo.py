@@ -13,7 +13,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
-from agentrl.algorithms.learners.base import Psi, Scored, StepReport
+from agentrl.algorithms.learners.base import LearnerDefaults, Psi, Scored, StepReport
 from agentrl.algorithms.learners.reward_models import RewardModel
 from agentrl.algorithms.learners.score import score_batch
 from agentrl.algorithms.learners.torch import TorchLearner
@@ -48,7 +48,7 @@ EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
 
 
 @dataclasses.dataclass
-class Recorder:
+class Recorder(LearnerDefaults):
     """A learner with values given by token, which records the critic's terms."""
 
     supplies = frozenset({"o", "b", "q", "v"})

@@ -30,7 +30,7 @@ TASKS = [{"input": word} for word in ("easy", "good", "hard")]
 def stream(difficulty: TaskDifficulty, **algorithm: object) -> TaskSampler:
     settings = {"groups": 4, "group_size": 2, **algorithm}
     config = resolve({"name": "r", "algorithm": settings, "steps": 9}, source="test")
-    return TaskSampler(config, TASKS, difficulty=difficulty)
+    return TaskSampler(config, TASKS, order=difficulty)
 
 
 def test_a_history_is_the_mean_outcome_of_what_is_known() -> None:
@@ -42,9 +42,9 @@ def test_a_history_is_the_mean_outcome_of_what_is_known() -> None:
 
 
 def test_a_solved_task_is_drawn_no_more_while_others_are_left() -> None:
-    difficulty = TaskDifficulty()
+    difficulty = TaskDifficulty(solved=0.9)
     tables = {"algorithm": {"groups": 6}, "tasks": {"solved": 0.9}, "steps": 9}
-    sampler = TaskSampler(resolve(tables, source="test"), TASKS, difficulty=difficulty)
+    sampler = TaskSampler(resolve(tables, source="test"), TASKS, order=difficulty)
 
     def drawn() -> set[str]:
         rows = [*sampler.rollouts(0), *sampler.replacements(0, 0, 6)]
@@ -125,7 +125,9 @@ async def test_what_was_asked_for_ahead_stays_what_it_was_after_a_restart(tmp_pa
                     difficulty.means.restore(json.loads(checkpoint))
                     epoch = (await store.open_run("r", {})).epoch
                     tasks = stream(difficulty, max_staleness=2)
-                    collector = Collector(tasks.config, store, epoch, tasks)
+                    collector = Collector(
+                        tasks.config, store, epoch, tasks, observer=difficulty.observe
+                    )
                     collected = await collector.collect(step)
                 await store.commit_step(
                     StepCommit(

@@ -14,6 +14,7 @@ from agentrl.algorithms.train import heldout
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
 from agentrl.base.files import PARTIAL
 from agentrl.config import resolve
+from agentrl.prompts import CandidateInUse
 
 
 async def nothing(*given: Any) -> dict[str, Any]:
@@ -47,10 +48,9 @@ def make_evaluator(output: Path) -> HeldoutEvaluator:
     asked = {"name": "r", "output": str(output), "steps": 4, "eval": settings}
     config = resolve(asked | {"tasks": {"heldout": "t.jsonl"}}, source="test")
     policies: Any = SimpleNamespace(versions=lambda step: {"policy": step})
-    prompts: Any = SimpleNamespace(in_use=SimpleNamespace(id=None))
     tasks: Any = [{"id": n} for n in range(9)]
     serving: Any = Serving()
-    return HeldoutEvaluator(config, serving, 1, "r", policies, serving, tasks, prompts)
+    return HeldoutEvaluator(config, serving, 1, "r", policies, serving, tasks, CandidateInUse())
 
 
 async def test_the_last_policy_is_scored_on_all_tasks_whoever_began(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train import loop as module
 from agentrl.algorithms.train.loop import TrainingLoop
+from agentrl.algorithms.train.parts import Part, ServedRun
 from agentrl.config import resolve
 from agentrl.types import EMPTY, StepCommit
 
@@ -52,8 +53,6 @@ class Parts:
         return []
 
     step_rewards = judgements = credits
-
-    async def before_step(self, step: int) -> None: ...
 
     async def collect(self, step: int) -> Collected:
         self.loop_lives.clear()
@@ -105,7 +104,11 @@ async def test_no_version_is_served_that_is_not_committed(
     monkeypatch.setattr(module, "save_checkpoint", lambda *given: parts.call())
     monkeypatch.setattr(module, "prune", lambda *given, **more: parts.call())
     config = resolve({"name": "r", "steps": STEPS, "output": str(tmp_path)}, source="test")
-    loop = TrainingLoop(config, parts, parts, parts, parts, parts, parts, parts, prompts=parts)
+    live = ServedRun(
+        config=config, store=parts, state=parts, lock=parts, closing=AsyncExitStack(), models=[],
+        policies=parts, serving=parts,
+    )  # fmt: skip
+    loop = TrainingLoop(live, parts, parts, Part())
     try:
         await loop.run()
     except Killed:

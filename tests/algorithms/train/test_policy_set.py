@@ -21,7 +21,6 @@ from agentrl.algorithms.train import serving as module
 from agentrl.algorithms.train.build import (
     group_requirements,
     load_algorithms,
-    make_difficulty,
     make_policies,
 )
 from agentrl.algorithms.train.checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
@@ -251,9 +250,7 @@ def learner_of(whole: PolicySet, name: str) -> Any:
 
 
 def build(made: RunConfig) -> PolicySet:
-    whole = make_policies(made, load_algorithms(made), load_policies(made), AsyncExitStack())
-    make_difficulty(made.tasks, whole)
-    return whole
+    return make_policies(made, load_algorithms(made), load_policies(made), AsyncExitStack())
 
 
 def test_a_checkpoint_holds_every_policy_in_its_folder(

@@ -76,7 +76,7 @@ async def test_a_snapshot_is_served_until_the_last_game_against_it_has_ended(
         await made.start(0)
         await store.open_run("run", {})
         # Asked for at the start, and not ended four steps later.
-        asked = TaskSampler(config, [{"input": 1}], pool=made.pool).rollouts(1)
+        asked = TaskSampler(config, [{"input": 1}], seats=made.pool.seats).rollouts(1)
         await store.enqueue(asked)
         for steps in range(1, 5):
             await made.save_due(steps)

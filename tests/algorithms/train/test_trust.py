@@ -15,13 +15,14 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.learners.auxiliary import ValueModel
-from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.algorithms.learners.base import LearnerDefaults, Psi, StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.learners.verl.settings import settings as verl_settings
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train import trust
+from agentrl.algorithms.train.offline import from_dataset
 from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.trust import MAX_KL, measured_rows
 from agentrl.config import AlgorithmConfig, RunConfig, load, resolve
@@ -32,7 +33,7 @@ from tests import factories
 
 
 @dataclasses.dataclass
-class Line:
+class Line(LearnerDefaults):
     """A learner whose log-probs are the sampler's plus a place, which a step moves by its rate."""
 
     supplies = frozenset({"o", "b"})
@@ -331,6 +332,7 @@ def test_a_data_set_s_tokens_are_not_the_policy_s() -> None:
     learner = Line()
     step = updater(learner)
     config = replace(step.config, data=DataConfig(name="pairs"))
-    metrics = dataclasses.replace(step, config=config).update(0, [group("a", 1.0, 0.0)])
+    made = from_dataset(dataclasses.replace(step, config=config), learner.logprobs)
+    metrics = made.update(0, [group("a", 1.0, 0.0)])
     assert learner.place == 1.0
     assert "update/kl" not in metrics

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.algorithms.learners.base import LearnerDefaults, Psi, StepReport
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.build import load_algorithm
@@ -35,7 +35,7 @@ from tests import factories
 
 
 @dataclasses.dataclass
-class Recorder:
+class Recorder(LearnerDefaults):
     """A learner whose log-probs are the sampler's plus `shift` after each step."""
 
     supplies = frozenset({"o", "b", "e"})

@@ -1,0 +1,185 @@
+"""The seam between a training run and what is optional in it.
+
+A run is built in stages. Each is a record of what lives from then on: `OpenRun` has the store,
+`LoadedRun` also the policies, `ServedRun` also their servers. A part, such as self-play or judges,
+joins through the hooks of `Part`; the record that a hook gets says what exists when it is called.
+Always true: hooks are called in the order of their definition here, and of several parts in the
+order of the run's list; the loop and its builders know no part by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from agentrl.algorithms.data.state import StatePart
+from agentrl.algorithms.diagnostics.metrics import Metrics
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.sampling.collect import GroupSource
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
+from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.serving import PolicyServers
+from agentrl.algorithms.train.step import Updater
+from agentrl.base.folder_lock import FolderLock
+from agentrl.config import RunConfig
+from agentrl.prompts import CandidateInUse
+from agentrl.store.base import Store
+from agentrl.types import Group, RunState, StepReward
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRun:
+    """A run that this process owns."""
+
+    config: RunConfig
+    store: Store
+    state: RunState  # after the last committed step
+    lock: FolderLock
+    closing: AsyncExitStack  # what it closes lives as long as the run's process
+    candidate: CandidateInUse = field(default_factory=CandidateInUse)  # of new rollouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRun(OpenRun):
+    """With the policies in memory: the initial ones, or from `Part.start` on those of `state`."""
+
+    models: Sequence[LoadedModel]
+    policies: PolicySet
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRun(LoadedRun):
+    """With policy servers, which run. A run without rollouts of its own has none."""
+
+    serving: PolicyServers
+
+
+class Part:
+    """What is optional in a run. A part overrides the hooks that it needs.
+
+    The first three and `sampling` return what they are given, or a changed copy."""
+
+    def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
+        """The algorithm of one policy, before it is checked. config: the policy's view of the run.
+        For rewards that a part adds or takes away."""
+        return algo
+
+    def check(self, algos: Mapping[str, Algo], resample: str | None) -> None:
+        """Raise ConfigError for algorithms that do not fit the part, before a model is loaded.
+        resample: the reward of dynamic sampling."""
+
+    def updater(self, updater: Updater, model: LoadedModel) -> Updater:
+        """The updater of one policy. For what a part adds to a step: completions of the groups,
+        log-probs from elsewhere."""
+        return updater
+
+    def state(self) -> Mapping[str, StatePart]:
+        """What the part keeps in checkpoints, by name."""
+        return {}
+
+    async def prepare(self, run: LoadedRun) -> None:
+        """Called while the policies are the initial ones, before the checkpoint is loaded."""
+
+    def source(self, run: LoadedRun) -> GroupSource | None:
+        """Where groups come from, if not from rollouts of the agent. At most one part has such a
+        source; with it no policy is served."""
+        return None
+
+    def sampling(self, tasks: TaskSampler) -> TaskSampler:
+        """What rollouts a step requests: their tasks and who plays which role."""
+        return tasks
+
+    async def start(self, run: ServedRun) -> None:
+        """Called once the checkpoint is loaded and the servers run, before the first step."""
+
+    async def before_step(self, step: int) -> None:
+        """Called before the groups of a step are requested."""
+
+    def claimed(self, groups: Sequence[Group]) -> Metrics:
+        """Learn from all readable groups that a step has claimed, also those that it replaces."""
+        return {}
+
+    async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
+        """The groups that a step trains, with rewards that it takes to wait for."""
+        return groups, {}
+
+    async def before_commit(self, steps: int) -> list[StepReward]:
+        """Called before the checkpoint after `steps` steps is written; returns rewards to commit
+        with the step."""
+        return []
+
+    async def published(self) -> None:
+        """Called after a commit, once the new versions are served and while no call is in flight:
+        other policies may be served or dropped."""
+
+    async def evaluate(self, step: int, limit: int) -> None:
+        """Measure more at an evaluation after `step` steps. limit: most tasks; 0: all."""
+
+
+class Parts(Part):
+    """Several parts as one."""
+
+    def __init__(self, *parts: Part) -> None:
+        self.each = parts
+
+    def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
+        for part in self.each:
+            algo = part.algorithm(config, algo)
+        return algo
+
+    def check(self, algos: Mapping[str, Algo], resample: str | None) -> None:
+        for part in self.each:
+            part.check(algos, resample)
+
+    def updater(self, updater: Updater, model: LoadedModel) -> Updater:
+        for part in self.each:
+            updater = part.updater(updater, model)
+        return updater
+
+    def state(self) -> Mapping[str, StatePart]:
+        return {name: kept for part in self.each for name, kept in part.state().items()}
+
+    async def prepare(self, run: LoadedRun) -> None:
+        for part in self.each:
+            await part.prepare(run)
+
+    def source(self, run: LoadedRun) -> GroupSource | None:
+        found = [source for part in self.each if (source := part.source(run)) is not None]
+        assert len(found) <= 1, "settings that need two sources of groups are refused"
+        return found[0] if found else None
+
+    def sampling(self, tasks: TaskSampler) -> TaskSampler:
+        for part in self.each:
+            tasks = part.sampling(tasks)
+        return tasks
+
+    async def start(self, run: ServedRun) -> None:
+        for part in self.each:
+            await part.start(run)
+
+    async def before_step(self, step: int) -> None:
+        for part in self.each:
+            await part.before_step(step)
+
+    def claimed(self, groups: Sequence[Group]) -> Metrics:
+        return {name: x for part in self.each for name, x in part.claimed(groups).items()}
+
+    async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
+        metrics: Metrics = {}
+        for part in self.each:
+            groups, added = await part.complete(groups)
+            metrics |= added
+        return groups, metrics
+
+    async def before_commit(self, steps: int) -> list[StepReward]:
+        return [row for part in self.each for row in await part.before_commit(steps)]
+
+    async def published(self) -> None:
+        for part in self.each:
+            await part.published()
+
+    async def evaluate(self, step: int, limit: int) -> None:
+        for part in self.each:
+            await part.evaluate(step, limit)

@@ -1,0 +1,100 @@
+"""A run in stages: opened, with its policies in memory, with their servers. See `parts`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from agentrl import run_owner
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.train import build
+from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
+from agentrl.algorithms.train.estimate import announce
+from agentrl.algorithms.train.load_policies import LoadedModel, evaluated_steps, load_policies
+from agentrl.algorithms.train.parts import LoadedRun, OpenRun, Part, ServedRun
+from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.serving import PolicyServers
+from agentrl.base import folder_lock
+from agentrl.base.processes import PHASE
+from agentrl.config import RunConfig
+from agentrl.errors import DamagedError
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import RunState
+
+log = logging.getLogger("agentrl.algorithm")
+
+
+async def open_run(config: RunConfig, closing: AsyncExitStack) -> OpenRun:
+    lock = closing.enter_context(folder_lock.shared(Path(config.output)))
+    store = await closing.enter_async_context(open_store(config.store))
+    # Opened before the policies are built, so runners can load their agents meanwhile.
+    state = await run_owner.open_as_child(store, config)
+    return OpenRun(config=config, store=store, state=state, lock=lock, closing=closing)
+
+
+async def load_run(opened: OpenRun, algos: Mapping[str, Algo], parts: Part) -> LoadedRun:
+    """With the policies of the last committed step in memory."""
+    config, started = opened.config, time.monotonic()
+    models = load_policies(config)
+    if any(model.built for model in models):
+        took = {"time/build": time.monotonic() - started}
+        await opened.store.log(config.name, 0, took)
+    announce(config, models)
+    config = build.with_proven_packing(config, models)
+    policies = build.make_policies(config, algos, models, opened.closing, parts)
+    now = {**vars(opened), "config": config}
+    loaded = LoadedRun(**now, models=models, policies=policies)
+    await parts.prepare(loaded)
+    state = await resume_run(loaded.store, config, loaded.state, policies)
+    return dataclasses.replace(loaded, state=state)
+
+
+async def serve_run(loaded: LoadedRun, models: Sequence[LoadedModel]) -> ServedRun:
+    """With servers of these models, which serve the current versions."""
+    config, serving = loaded.config, PolicyServers(loaded.config, models)
+    if models:
+        log.log(PHASE, f"starting the policy server ({config.engine.kind})")
+    await serving.start()
+    loaded.closing.push_async_callback(serving.close)
+    versions = loaded.policies.versions(loaded.state.step or evaluated_steps(config))
+    await serving.publish(versions)
+    return ServedRun(**vars(loaded), serving=serving)
+
+
+async def resume_run(
+    store: Store, config: RunConfig, state: RunState, policies: PolicySet
+) -> RunState:
+    """Load the newest undamaged checkpoint, then rewind later steps in the store; returns the run's
+    state. Raises DamagedError if every checkpoint is damaged."""
+    if state.checkpoint is None:
+        return state
+    last = config.checkpoint(state.checkpoint)
+    folder = Path(config.output, "checkpoints")
+    earlier = earlier_checkpoints(folder, last, state.identity)
+    damage: DamagedError | None = None
+    for path in (last, *earlier):
+        try:
+            policies.restore(load_checkpoint(path, policies))
+        except DamagedError as error:
+            log.warning("%s", error)
+            damage = damage or error
+            continue
+        if path is last:
+            return state
+        steps, name = (parse_name(path) or (0, 0))[0], f"checkpoints/{path.name}"
+        log.warning("Going on from %s: %d steps are trained again.", path, state.step - steps)
+        await store.rewind(state.run, state.epoch, steps, name)
+        rewound = {"steps/taken_back": float(state.step - steps)}
+        await store.log(state.run, steps, rewound, epoch=state.epoch)
+        return replace(state, step=steps, checkpoint=name)
+    raise DamagedError(
+        f"{damage}. No earlier one is whole: restore a copy, name one with `agentrl train --from "
+        "PATH`, or train from the start with --from 0"
+    )

@@ -1,0 +1,214 @@
+"""The seam of a run: what is optional joins by hooks, and nothing else knows it by name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl.algorithms
+from agentrl.algorithms.data.state import CountedMeans, StatePart
+from agentrl.algorithms.diagnostics.metrics import Metrics
+from agentrl.algorithms.learners.base import Learner, LearnerDefaults
+from agentrl.algorithms.learners.older import current_form
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.sampling.collect import Collected
+from agentrl.algorithms.train import loop as module
+from agentrl.algorithms.train.builtin_parts import parts_of
+from agentrl.algorithms.train.loop import TrainingLoop
+from agentrl.algorithms.train.parts import Part, Parts, ServedRun
+from agentrl.config import RunConfig, resolve
+from agentrl.plugins import check_protocol
+from agentrl.types import Group, Reward, StepReward
+
+OPTIONAL = {
+    "judges", "prompts", "offline", "snapshots", "selfplay", "teacher", "counterfactuals",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["main", "stages", "build", "loop", "step", "heldout", "policy_set", "parts"]
+)
+def test_what_builds_and_runs_a_step_knows_no_part(name: str) -> None:
+    folder = Path(agentrl.algorithms.__file__).parent / "train"
+    tree = ast.parse((folder / f"{name}.py").read_text())
+    imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    words = {word for path in imported if path != "agentrl.prompts" for word in path.split(".")}
+    assert not (words | names) & OPTIONAL
+
+
+class Noted(Part):
+    """Writes down when it is called."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self.name, self.seen = name, seen
+
+    def note(self, what: str) -> None:
+        self.seen.append(f"{what} {self.name}")
+
+    def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
+        return Algo(algo.credit, rewards=(*algo.rewards, self.name))
+
+    def state(self) -> Mapping[str, StatePart]:
+        return {self.name: CountedMeans()}
+
+    async def before_step(self, step: int) -> None:
+        self.note(f"before {step}")
+
+    def claimed(self, groups: Sequence[Group]) -> Metrics:
+        return {self.name: float(len(groups))}
+
+    async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
+        self.note("complete")
+        return [*groups, Group(id=self.name, run="r", step=0, rollouts=[])], {
+            f"complete/{self.name}": 1.0
+        }
+
+    async def before_commit(self, steps: int) -> list[StepReward]:
+        self.note(f"commit {steps}")
+        return [StepReward(rollout=self.name, reward=Reward(value=1.0))]
+
+    async def published(self) -> None:
+        self.note("published")
+
+    async def evaluate(self, step: int, limit: int) -> None:
+        self.note(f"evaluate {step} {limit}")
+
+
+class Run:
+    """Stands in for all that a loop calls but its parts."""
+
+    epoch, step, identity = 1, 0, ("r", 1)
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def update(self, step: int, groups: list[Any]) -> Metrics:
+        self.seen.append("update " + " ".join(group.id for group in groups))
+        return {"rollouts/usable": 1.0, "rollouts": 1.0, "tokens": 1.0, "tokens/action": 1.0}
+
+    def versions(self, steps: int) -> dict[str, int]:
+        return {"policy": steps}
+
+    def dump(self) -> dict[str, Any]:
+        return {}
+
+    def credits(self, step: int) -> list[Any]:
+        return []
+
+    step_rewards = credits
+
+    async def collect(self, step: int) -> Collected:
+        return Collected([], [], {})
+
+    async def commit_step(self, commit: Any) -> None:
+        rewarded = " ".join(row.rollout for row in commit.rewards)
+        self.seen.append(f"committed {rewarded} {commit.metrics['complete/b']:g}")
+
+    @asynccontextmanager
+    async def updating(self) -> Any:
+        yield
+
+    def idle_seconds(self) -> float:
+        return 0.0
+
+    async def nothing(self, *given: Any) -> Any:
+        return []
+
+    publish = announce = steps = finish = nothing
+
+    async def score(self, step: int) -> bool:
+        return False
+
+    def check(self) -> None: ...
+
+
+async def test_the_loop_calls_every_part_in_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+    run: Any = Run(seen)
+    monkeypatch.setattr(module, "save_checkpoint", lambda *given: seen.append("saved"))
+    monkeypatch.setattr(module, "prune", lambda *given, **more: None)
+    tables = {"name": "r", "steps": 1, "output": str(tmp_path), "eval": {"tasks": 7}}
+    live = ServedRun(
+        config=resolve(tables, source="test"), store=run, state=run, lock=run,
+        closing=AsyncExitStack(), models=[], policies=run, serving=run,
+    )  # fmt: skip
+    await TrainingLoop(live, run, run, Parts(Noted("a", seen), Noted("b", seen))).run()
+    assert seen == [
+        "evaluate 0 7 a", "evaluate 0 7 b", "before 0 a", "before 0 b", "complete a", "complete b",
+        "update a b", "commit 1 a", "commit 1 b", "saved", "committed a b 1",
+        "published a", "published b", "evaluate 1 7 a", "evaluate 1 7 b",
+    ]  # fmt: skip
+
+
+def test_several_parts_are_one() -> None:
+    parts = Parts(Noted("a", []), Noted("b", []))
+    algo = parts.algorithm(resolve({}, source="test"), catalogue.make("grpo", {}))
+    assert algo.rewards == ("outcome", "a", "b")
+    assert parts.state().keys() == {"a", "b"}
+    assert parts.claimed([]) == {"a": 0.0, "b": 0.0}
+
+
+JUDGE = {"kind": "pointwise", "upstream": "u", "rubric": "r"}
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        ({}, []),
+        ({"data": {"name": "pairs"}, "algorithm": {"preset": "dpo"}}, ["DataSet"]),
+        ({"tasks": {"order": "difficulty"}}, ["Curriculum"]),
+        ({"tasks": {"solved": 0.9}}, ["Curriculum"]),
+        ({"selfplay": {"seats": ["x", "o"]}, "algorithm": {"preset": "spiral"}}, ["SelfPlay"]),
+        ({"algorithm": {"counterfactual": {"stand_ins": {"x": "first"}}}}, ["Counterfactuals"]),
+        ({"teacher": {"upstream": "u"}, "algorithm": {"preset": "distill"}}, ["Teachers"]),
+        ({"judges": {"j": JUDGE}, "tasks": {"solved": 0.9}}, ["Curriculum", "Judged"]),
+    ],
+)
+def test_a_run_has_the_parts_that_its_settings_ask_for(
+    tables: dict[str, Any], expected: list[str]
+) -> None:
+    base: dict[str, Any] = {"policy": {"model": "m"}}
+    if "data" not in tables:
+        base["upstreams"] = {"u": {"base_url": "http://u/v1", "model": "m"}}
+    config = resolve(base | tables, source="test")
+    assert [type(part).__name__ for part in parts_of(config).each] == expected
+
+
+def test_a_learner_of_an_earlier_version_gets_what_it_lacks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Earlier:
+        """The members that a learner had to have."""
+
+        supplies = frozenset({"o", "b"})
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+        logprobs = values = top = symbol_logprobs = step = save = load = lambda *given: None
+
+    learner = current_form(Earlier(), by=Earlier)
+    check_protocol(learner, Learner, by=Earlier, key="learner.kind")
+    learner.rest()
+    learner.close()
+    assert learner.closed
+    assert (learner.undoable, dict(learner.frozen)) == (False, {})
+    (said,) = caplog.messages
+    assert "has no undoable, frozen, mark, shrink, rest, which learners have now" in said
+    assert current_form(LearnerDefaults(), by=Earlier) is not None
+    assert len(caplog.messages) == 1
