@@ -9,7 +9,7 @@ missing value adds nothing; a token is missing if all streams are missing for it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated, ClassVar, Literal
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
-from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum, column
+from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, known_mean, lift, next_same, reduce_by
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo
@@ -37,67 +37,106 @@ class SumOfCalls(WeightedSum):
     level: ClassVar[Level] = "transition"
 
 
-@column("transition")
-def DiscountedAdvantages(batch: Batch, rel: GroupRelative, gamma: float = 1.0) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class DiscountedAdvantages:
     """Advantages of calls, roles or rollouts times gamma ** (number of later calls), [S]."""
-    x = lift(batch, rel.of_units(batch), rel.level, "transition")
-    return x * turns.turn_discounts(batch, gamma)
+
+    rel: GroupRelative
+    gamma: float = 1.0
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = lift(batch, self.rel.of_units(batch), self.rel.level, "transition")
+        return x * turns.turn_discounts(batch, self.gamma)
 
 
-@column("transition")
-def ScaledByLargestReturn(batch: Batch, reward: str | Column) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ScaledByLargestReturn:
     """Rewards of calls divided by the batch's largest |return|, [S]. PRIME, arXiv 2502.01456."""
-    x = turns.call_rewards(batch, reward)
-    returns = turns.discounted_return(x, 1.0, next_same(batch.transition_rollout)).abs()
-    largest = returns.nan_to_num(nan=0.0).max() if returns.numel() else torch.ones(())
-    return x / largest if largest > 0 else x
+
+    reward: str | Column
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = turns.call_rewards(batch, self.reward)
+        returns = turns.discounted_return(x, 1.0, next_same(batch.transition_rollout)).abs()
+        largest = returns.nan_to_num(nan=0.0).max() if returns.numel() else torch.ones(())
+        return x / largest if largest > 0 else x
 
 
-@column("transition")
-def CentredOnOthers(batch: Batch, reward: str | Column) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class CentredOnOthers:
     """Rewards of calls minus the mean reward per call of the group's other rollouts, [S]; 0 if
     there is no other. PRIME, arXiv 2502.01456."""
-    x = turns.call_rewards(batch, reward)
-    rollout, group = batch.transition_rollout, batch.rollout_group
-    mean = known_mean(x, rollout, len(batch.rollouts))
-    base = core.standardise(mean, group, base="loo").baseline
-    others = reduce_by(~mean.isnan(), group, len(batch.groups))[group] > 1
-    return torch.where(others[rollout], x - base[rollout], 0.0 * x)
+
+    reward: str | Column
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = turns.call_rewards(batch, self.reward)
+        rollout, group = batch.transition_rollout, batch.rollout_group
+        mean = known_mean(x, rollout, len(batch.rollouts))
+        base = core.standardise(mean, group, base="loo").baseline
+        others = reduce_by(~mean.isnan(), group, len(batch.groups))[group] > 1
+        return torch.where(others[rollout], x - base[rollout], 0.0 * x)
 
 
-@column()
-def ClampedAdvantage(batch: Batch, credit: Credit, limit: float) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ClampedAdvantage:
     """A credit clamped to +- limit, [N]."""
-    return credit(batch).clamp(-limit, limit)
+
+    credit: Credit
+    limit: float
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.credit(batch).clamp(-self.limit, self.limit)
 
 
-@column()
-def GatedByOutcome(batch: Batch, credit: Credit, outcome: Credit, how: Agreement) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class GatedByOutcome:
     """A credit where the outcome's advantage agrees, else 0, [N]; missing where the outcome's is.
 
     how: "agree": both must have the same sign; "positive": a positive advantage counts only if the
     outcome's is positive; "negative": a negative one counts only if the outcome's is negative."""
-    a, result = credit(batch), outcome(batch)
-    agrees = a * result > 0
-    if how != "agree":
-        agrees |= (a <= 0) if how == "positive" else (a >= 0)
-    return torch.where(result.isnan() | a.isnan(), torch.nan, torch.where(agrees, a, 0.0))
+
+    credit: Credit
+    outcome: Credit
+    how: Agreement
+
+    def __call__(self, batch: Batch) -> Tensor:
+        a, result = self.credit(batch), self.outcome(batch)
+        agrees = a * result > 0
+        if self.how != "agree":
+            agrees |= (a <= 0) if self.how == "positive" else (a >= 0)
+        return torch.where(result.isnan() | a.isnan(), torch.nan, torch.where(agrees, a, 0.0))
 
 
-@column()
-def OutcomePlusCalls(batch: Batch, reward: str | Column, calls: str, weight: float = 1.0) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class OutcomePlusCalls:
     """The reward of each rollout plus `weight` times the sum of its calls' rewards, [U]."""
-    x = turns.call_rewards(batch, calls).nan_to_num(nan=0.0)
-    total = reduce_by(x, batch.transition_rollout, len(batch.rollouts))
-    return core.rollout_rewards(batch, reward) + weight * total
+
+    reward: str | Column
+    calls: str
+    weight: float = 1.0
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = turns.call_rewards(batch, self.calls).nan_to_num(nan=0.0)
+        total = reduce_by(x, batch.transition_rollout, len(batch.rollouts))
+        return core.rollout_rewards(batch, self.reward) + self.weight * total
 
 
-@column()
-def CallsOrOutcome(batch: Batch, credit: Credit, outcome: Credit, reward: str) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class CallsOrOutcome:
     """`credit` for rollouts in which a call received the reward, `outcome` for the others, [N]."""
-    known = ~turns.call_rewards(batch, reward).isnan()
-    has = reduce_by(known, batch.transition_rollout, len(batch.rollouts)) > 0
-    return torch.where(has[batch.token_rollout], credit(batch), outcome(batch))
+
+    credit: Credit
+    outcome: Credit
+    reward: str
+
+    def __call__(self, batch: Batch) -> Tensor:
+        known = ~turns.call_rewards(batch, self.reward).isnan()
+        has = reduce_by(known, batch.transition_rollout, len(batch.rollouts)) > 0
+        return torch.where(has[batch.token_rollout], self.credit(batch), self.outcome(batch))
 
 
 class RewardStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,7 +13,6 @@ from agentrl.algorithms.credit.core import (
     Column,
     GroupRelative,
     Whiten,
-    column,
     rewards,
     rollout_rewards,
 )
@@ -65,31 +64,49 @@ def agl_v1(reward: str) -> Algo:
     return Algo(GroupRelative(reward, norm="std"), agg=Average(("rollout",)))
 
 
-@column()
-def NonzeroVariance(batch: Batch, reward: str = "outcome") -> Tensor:
+@dataclass(frozen=True, slots=True)
+class NonzeroVariance:
     """Filter for tokens of groups whose rewards differ, bool [N]. DAPO, arXiv 2503.14476."""
-    return core.has_variance(batch, reward)[owner(batch, core.level_of(reward))]
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return core.has_variance(batch, self.reward)[owner(batch, core.level_of(self.reward))]
 
 
-@column()
-def NonzeroVarianceReward(batch: Batch, reward: str = "outcome") -> Tensor:
+@dataclass(frozen=True, slots=True)
+class NonzeroVarianceReward:
     """The reward; missing if the rewards of the group do not differ."""
-    return torch.where(core.has_variance(batch, reward), rewards(batch, reward), torch.nan)
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.where(
+            core.has_variance(batch, self.reward), rewards(batch, self.reward), torch.nan
+        )
 
 
-@column()
-def OverlongPenalty(batch: Batch, reward: str | Column, limit: int, cache: int) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
     """The reward minus a penalty that rises from 0 at `limit` - `cache` action tokens to 1 at
     `limit`; cache is capped at the limit. DAPO, arXiv 2503.14476."""
-    cache = min(cache, limit)
-    over = (core.response_lengths(batch) - (limit - cache)) / cache
-    return rollout_rewards(batch, reward) - over.clamp(0, 1)
+
+    reward: str | Column
+    limit: int
+    cache: int
+
+    def __call__(self, batch: Batch) -> Tensor:
+        cache = min(self.cache, self.limit)
+        over = (core.response_lengths(batch) - (self.limit - cache)) / cache
+        return rollout_rewards(batch, self.reward) - over.clamp(0, 1)
 
 
-@column()
-def NotTruncated(batch: Batch) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class NotTruncated:
     """Filter for tokens of rollouts that were not truncated, bool [N]. DAPO, arXiv 2503.14476."""
-    return ~core.was_truncated(batch)[batch.token_rollout]
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return ~core.was_truncated(batch)[batch.token_rollout]
 
 
 @preset("dapo", clip=(0.2, 0.28))
@@ -104,7 +121,7 @@ def dapo(
     `overlong_cache` of `overlong_limit` tokens, or no truncated rollouts. arXiv 2503.14476."""
     shaped = OverlongPenalty(reward, overlong_limit, overlong_cache) if overlong_limit else reward
     # Filter by the raw reward: with a length penalty the rewards of every group would differ.
-    keep = NonzeroVariance(reward)
+    keep: Column = NonzeroVariance(reward)
     if drop_truncated:
         keep = core.AllFilters((keep, NotTruncated()))
     return Algo(GroupRelative(shaped, norm="std"), agg=TOKENS, keep=keep, resample=reward)
@@ -119,21 +136,26 @@ def scalerl(reward: str, *, cap: Cap = 5.0) -> Algo:
     return Algo(credit, (Gate(Truncate(0.0, cap), den="b"),), agg=Average(("group",)))
 
 
-@column()
-def BestOverSecond(batch: Batch, reward: str = "outcome", std: bool = True) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class BestOverSecond:
     """The gap of the group's best rollout to the second, 0 for the others and if two are best;
     `std`: divided by the standard deviation of the group. Pass@k, arXiv 2503.19595."""
-    x, group, n = rollout_rewards(batch, reward), batch.rollout_group, len(batch.groups)
-    known = ~x.isnan()
-    best = known & (x == reduce_by(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group])
-    second = reduce_by(torch.where(known & ~best, x, -torch.inf), group, n, "amax")[group]
-    size, winners = (reduce_by(y, group, n)[group] for y in (known, best))
-    single = best & (size > 1) & (winners == 1)
-    gap = torch.where(single, x - second, torch.where(known, 0.0, torch.nan))
-    if not std:
-        return gap
-    scale = core.standardise(x, group, norm="std").scale  # 0 where rewards differ by rounding
-    return torch.where(single, torch.where(scale > 0, gap / scale, 0.0), gap)
+
+    reward: str = "outcome"
+    std: bool = True
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, group, n = rollout_rewards(batch, self.reward), batch.rollout_group, len(batch.groups)
+        known = ~x.isnan()
+        best = known & (x == reduce_by(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group])
+        second = reduce_by(torch.where(known & ~best, x, -torch.inf), group, n, "amax")[group]
+        size, winners = (reduce_by(y, group, n)[group] for y in (known, best))
+        single = best & (size > 1) & (winners == 1)
+        gap = torch.where(single, x - second, torch.where(known, 0.0, torch.nan))
+        if not self.std:
+            return gap
+        scale = core.standardise(x, group, norm="std").scale  # 0 where rewards differ by rounding
+        return torch.where(single, torch.where(scale > 0, gap / scale, 0.0), gap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +178,20 @@ class PassAtKReward:
         return torch.where(x.isnan() | (n <= self.k), torch.nan, value)
 
 
-@column()
-def PassAtKBaseline(batch: Batch, reward: str = "outcome", k: int = 2) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class PassAtKBaseline:
     """k / n times the fraction of k-subsets without the rollout that contain a success, [U]. As a
     baseline it leaves the gradient of pass@k unchanged, because it does not depend on the rollout.
     PKPO's s^(loo), arXiv 2505.15201, has 1 / (n - 1) instead of 1 / n, which would punish every
     rollout of a group without failures."""
-    x, n, c = _successes(batch, reward)
-    value = k / n * (1 - _all_fail(n - 1, c - (x > 0).double(), k))
-    return torch.where(n <= k, torch.nan, value)
+
+    reward: str = "outcome"
+    k: int = 2
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, n, c = _successes(batch, self.reward)
+        value = self.k / n * (1 - _all_fail(n - 1, c - (x > 0).double(), self.k))
+        return torch.where(n <= self.k, torch.nan, value)
 
 
 def _successes(batch: Batch, reward: str) -> tuple[Tensor, Tensor, Tensor]:

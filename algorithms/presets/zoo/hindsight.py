@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isnan
+from typing import ClassVar
 
 import torch
 from msgspec import structs
 from torch import Tensor
 
 from agentrl.algorithms.credit import turns
-from agentrl.algorithms.credit.core import Column, GroupRelative, column, weighted_sum
+from agentrl.algorithms.credit.core import Column, GroupRelative, weighted_sum
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import known_mean, reduce_by
+from agentrl.algorithms.data.ids import Level, known_mean, reduce_by
 from agentrl.algorithms.data.merge import build_batch, map_calls, trainable
 from agentrl.algorithms.data.rewards import split_reference
 from agentrl.algorithms.model.chat import RequestError
@@ -78,25 +79,27 @@ def _told(rollout: Rollout, policy: TrainedPolicy) -> Iterator[Transition]:
             yield structs.replace(call, prompt=int32(prompt))
 
 
-@column("transition")
-def HindsightReturns(
-    batch: Batch,
-    hindsight: Column,
-    reward: str | Column = "outcome",
-    gamma: float = 0.95,
-    temperature: float = 5.0,
-    low: float = 0.8,
-    high: float = 1.2,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class HindsightReturns:
     """HCAPO, arXiv 2603.08754: the return of each call times its hindsight probability relative to
     the mean of its rollout's calls, clamped to [low, high]; [S].
 
     hindsight: mean log-prob of each call's tokens given a prompt with the outcome, [S]; a call
     without it keeps its return. temperature divides it."""
-    p = (hindsight(batch) / temperature).exp()
-    rollout = batch.transition_rollout
-    ratio = (p / known_mean(p, rollout)[rollout]).clamp(low, high)
-    return torch.where(p.isnan(), 1.0, ratio) * turns.Returns(reward, gamma)(batch)
+
+    hindsight: Column
+    reward: str | Column = "outcome"
+    gamma: float = 0.95
+    temperature: float = 5.0
+    low: float = 0.8
+    high: float = 1.2
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        p = (self.hindsight(batch) / self.temperature).exp()
+        rollout = batch.transition_rollout
+        ratio = (p / known_mean(p, rollout)[rollout]).clamp(self.low, self.high)
+        return torch.where(p.isnan(), 1.0, ratio) * turns.Returns(self.reward, self.gamma)(batch)
 
 
 @modifier("hcapo", prefix="hcapo_")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -10,7 +13,6 @@ from agentrl.algorithms.credit.core import (
     GroupRelative,
     TokenKLPenalty,
     Whiten,
-    column,
     rewards,
     rollout_rewards,
 )
@@ -21,41 +23,56 @@ from agentrl.algorithms.presets.registry import PPO_CLIP, Num, preset
 from agentrl.errors import TrainingError
 
 
-@column()
-def RescaledByValid(batch: Batch, reward: str = "outcome") -> Tensor:
+@dataclass(frozen=True, slots=True)
+class RescaledByValid:
     """The reward times (known rollouts / rollouts in groups whose rewards differ), to compensate
     for groups with zero gradient. GPG, arXiv 2504.02546."""
-    x = rewards(batch, reward)
-    known = ~x.isnan()
-    return x * known.sum() / (core.has_variance(batch, reward) & known).sum().clamp(1)
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = rewards(batch, self.reward)
+        known = ~x.isnan()
+        return x * known.sum() / (core.has_variance(batch, self.reward) & known).sum().clamp(1)
 
 
-@column(needs_greedy=True)
-def GreedyBaseline(batch: Batch, reward: str = "outcome") -> Tensor:
+@dataclass(frozen=True, slots=True)
+class GreedyBaseline:
     """The mean reward of the group's greedy rollouts, missing if it has none. ReMax, arXiv
     2310.10505. A rollout is greedy if all its calls were sampled at temperature 0.
 
     Raises TrainingError if no group has one."""
-    greedy, group = batch.rollout_greedy, batch.rollout_group
-    if batch.n_tokens and not greedy.any():
-        raise TrainingError(
-            f"step {batch.step}: none of the {len(batch.groups)} groups has a greedy rollout "
-            "to compare with; do not set the temperature in the agent: the run requests one "
-            "rollout per group at temperature 0"
-        )
-    x = rollout_rewards(batch, reward)
-    if not greedy.numel():
-        return torch.full_like(x, torch.nan)
-    return known_mean(torch.where(greedy, x, torch.nan), group)[group]
+
+    reward: str = "outcome"
+    needs_greedy: ClassVar[bool] = True
+
+    def __call__(self, batch: Batch) -> Tensor:
+        greedy, group = batch.rollout_greedy, batch.rollout_group
+        if batch.n_tokens and not greedy.any():
+            raise TrainingError(
+                f"step {batch.step}: none of the {len(batch.groups)} groups has a greedy rollout "
+                "to compare with; do not set the temperature in the agent: the run requests one "
+                "rollout per group at temperature 0"
+            )
+        x = rollout_rewards(batch, self.reward)
+        if not greedy.numel():
+            return torch.full_like(x, torch.nan)
+        return known_mean(torch.where(greedy, x, torch.nan), group)[group]
 
 
-@column()
-def SampledRewards(batch: Batch, reward: str = "outcome") -> Tensor:
+@dataclass(frozen=True, slots=True)
+class SampledRewards:
     """The reward; missing for greedy rollouts (never trained) and for groups without one."""
-    base = GreedyBaseline(reward)(batch)
-    if not batch.rollout_greedy.numel():
-        return base
-    return torch.where(batch.rollout_greedy | base.isnan(), torch.nan, rewards(batch, reward))
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        base = GreedyBaseline(self.reward)(batch)
+        if not batch.rollout_greedy.numel():
+            return base
+        return torch.where(
+            batch.rollout_greedy | base.isnan(), torch.nan, rewards(batch, self.reward)
+        )
 
 
 @preset("reinforce")

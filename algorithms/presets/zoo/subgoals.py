@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import turns
-from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, column, weighted_sum
+from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, weighted_sum
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, next_same, scan
 from agentrl.algorithms.objective.core import Algo
@@ -66,13 +66,20 @@ class HiperGae:
         return torch.where(begins & known, advantage, torch.nan)
 
 
-@column("transition")
-def OfRole(batch: Batch, value: Column, role: str, others: bool = False) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class OfRole:
     """`value` [S] of the calls of the role, or of those of all others; NaN elsewhere. Raises
     TrainingError for a role without calls."""
-    turns.need_roles(batch, (role,))
-    chosen = turns.made_by(batch, (role,)) != others
-    return torch.where(chosen, value(batch), torch.nan)
+
+    value: Column
+    role: str
+    others: bool = False
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        turns.need_roles(batch, (self.role,))
+        chosen = turns.made_by(batch, (self.role,)) != self.others
+        return torch.where(chosen, self.value(batch), torch.nan)
 
 
 @registry.as_modifier("hiper", prefix="hiper_")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.baselines import Ema
-from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, Whiten, column, rewards
+from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, Whiten, rewards
 from agentrl.algorithms.credit.parts import map_parts, parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, lift, reduce_by, units
@@ -31,26 +31,42 @@ Equal = Annotated[
 ]
 
 
-@column()
-def GroupMaximum(batch: Batch, reward: str, by: tuple[Unit, ...]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class GroupMaximum:
     """The highest reward of each comparison group, [U]. MAREMAX of comlrl, arXiv 2508.04652."""
-    x, ids = rewards(batch, reward), units(batch, core.level_of(reward), *by)
-    return reduce_by(x.nan_to_num(nan=-torch.inf), ids, how="amax")[ids]
+
+    reward: str
+    by: tuple[Unit, ...]
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, ids = rewards(batch, self.reward), units(batch, core.level_of(self.reward), *self.by)
+        return reduce_by(x.nan_to_num(nan=-torch.inf), ids, how="amax")[ids]
 
 
-@column("transition")
-def EvenRolloutWeights(batch: Batch, reward: str) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class EvenRolloutWeights:
     """1 / number of calls of the same role and rollout that have the reward, [S]: each rollout
     counts once per role, however many calls it made."""
-    pair = units(batch, "transition", "rollout", "role")
-    return 1 / reduce_by(~rewards(batch, reward).isnan(), pair)[pair].clamp(min=1)
+
+    reward: str
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        pair = units(batch, "transition", "rollout", "role")
+        return 1 / reduce_by(~rewards(batch, self.reward).isnan(), pair)[pair].clamp(min=1)
 
 
-@column()
-def MainAndSubCredit(batch: Batch, role: str, credit: Credit, others: Credit) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class MainAndSubCredit:
     """`credit` for the calls of `role`, `others` for all other calls, [N]."""
-    main = turns.made_by(batch, (role,))[batch.token_transition]
-    return torch.where(main, credit(batch), others(batch))
+
+    role: str
+    credit: Credit
+    others: Credit
+
+    def __call__(self, batch: Batch) -> Tensor:
+        main = turns.made_by(batch, (self.role,))[batch.token_transition]
+        return torch.where(main, self.credit(batch), self.others(batch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +89,25 @@ class SingleCallAdvantage:
         return lift(batch, x, core.level_of(self.reward), "transition")
 
 
-@column()
-def RoleFilter(batch: Batch, roles: tuple[str, ...]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class RoleFilter:
     """Filter for tokens of these roles, bool [N]. Raises TrainingError for a role without calls."""
-    turns.need_roles(batch, roles)
-    return turns.made_by(batch, roles)[batch.token_transition]
+
+    roles: tuple[str, ...]
+
+    def __call__(self, batch: Batch) -> Tensor:
+        turns.need_roles(batch, self.roles)
+        return turns.made_by(batch, self.roles)[batch.token_transition]
 
 
-@column()
-def NonzeroAdvantage(batch: Batch, credit: Credit) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class NonzeroAdvantage:
     """Filter for tokens whose credit is not 0, bool [N]."""
-    return credit(batch) != 0
+
+    credit: Credit
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.credit(batch) != 0
 
 
 @preset("dr-mas", clip=PPO_CLIP)

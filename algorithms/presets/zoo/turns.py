@@ -4,19 +4,19 @@ batch TD."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
-from agentrl.algorithms.credit.core import Column, GroupRelative, column, weighted_sum
+from agentrl.algorithms.credit.core import Column, GroupRelative, weighted_sum
 from agentrl.algorithms.credit.peers import LAMBDA, GrpoScale, PeerAdvantages
 from agentrl.algorithms.credit.shrinkage import mean_by, reliability, variance_components
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Unit, key, next_same, previous, units
+from agentrl.algorithms.data.ids import Level, Unit, key, next_same, previous, units
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import registry
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Scale, Share, modifier, preset
@@ -25,31 +25,32 @@ from agentrl.config import Natural
 ERRORS = 3.0  # standard errors above which the effect of actions is significant
 
 
-@column()
-def SameStateRelative(
-    batch: Batch,
-    reward: str | Column = "outcome",
-    gamma: float = 0.95,
-    depth: int = 0,
-    alpha: float = 1.0,
-    norm: Literal["none", "std"] = "none",
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class SameStateRelative:
     """HGPO, arXiv 2602.22817: calls compared with those in the same state and with the same k
     previous states, for k = 0 .. depth; mean over the k with an advantage other than 0, weighted
     by (k + 1) ** alpha, [N]. depth 0 is the step credit of GiGPO (arXiv 2505.10978)."""
-    x = turns.Returns(reward, gamma)(batch)
-    before = previous(next_same(batch.transition_rollout))
-    state = units(batch, "transition", "state")
-    same, back = units(batch, "transition", "group", "state"), before
-    total, weights = torch.zeros_like(x), torch.zeros_like(x)
-    for k in range(depth + 1):
-        advantage = core.standardise(x, same, norm=norm).advantage
-        weight = (k + 1) ** alpha * (advantage != 0)
-        total, weights = total + weight * advantage, weights + weight
-        same = key(same, torch.where(back >= 0, state[back], -1))
-        back = torch.where(back >= 0, before[back], -1)
-    advantage = torch.where(weights > 0, total / weights, 0.0)
-    return torch.where(x.isnan(), torch.nan, advantage)[batch.token_transition]
+
+    reward: str | Column = "outcome"
+    gamma: float = 0.95
+    depth: int = 0
+    alpha: float = 1.0
+    norm: Literal["none", "std"] = "none"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = turns.Returns(self.reward, self.gamma)(batch)
+        before = previous(next_same(batch.transition_rollout))
+        state = units(batch, "transition", "state")
+        same, back = units(batch, "transition", "group", "state"), before
+        total, weights = torch.zeros_like(x), torch.zeros_like(x)
+        for k in range(self.depth + 1):
+            advantage = core.standardise(x, same, norm=self.norm).advantage
+            weight = (k + 1) ** self.alpha * (advantage != 0)
+            total, weights = total + weight * advantage, weights + weight
+            same = key(same, torch.where(back >= 0, state[back], -1))
+            back = torch.where(back >= 0, before[back], -1)
+        advantage = torch.where(weights > 0, total / weights, 0.0)
+        return torch.where(x.isnan(), torch.nan, advantage)[batch.token_transition]
 
 
 @modifier("gigpo", prefix="gigpo_")
@@ -89,22 +90,24 @@ def hgpo(
     return Algo(SameStateRelative(reward, gamma, depth, alpha, norm))
 
 
-@column("transition")
-def PeerValues(
-    batch: Batch,
-    reward: str | Column = "outcome",
-    gamma: float = 1.0,
-    by: tuple[Unit, ...] = ("group", "state"),
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class PeerValues:
     """Value of the state before each call: the mean return of the calls that the group's other
     rollouts made in the same state, [S]; missing if there are none. With `StepGae` it is a critic
     without parameters, unbiased if equal ids mean equal states."""
-    x = turns.Returns(reward, gamma)(batch)
-    same, known = units(batch, "transition", *by), (~x.isnan()).double()
-    mean, share = (
-        mean_by(y, same, batch.transition_rollout)[0] for y in (x.nan_to_num(nan=0.0), known)
-    )
-    return torch.where(share > 0, mean / share, torch.nan)
+
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    by: tuple[Unit, ...] = ("group", "state")
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = turns.Returns(self.reward, self.gamma)(batch)
+        same, known = units(batch, "transition", *self.by), (~x.isnan()).double()
+        mean, share = (
+            mean_by(y, same, batch.transition_rollout)[0] for y in (x.nan_to_num(nan=0.0), known)
+        )
+        return torch.where(share > 0, mean / share, torch.nan)
 
 
 @registry.as_modifier("peers", prefix="peers_")
@@ -136,8 +139,8 @@ def histories(batch: Batch) -> Tensor:
     return found
 
 
-@column("transition")
-def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class BatchTd:
     """The reward of a call plus the value of the next state (its TD target), minus the targets of
     other rollouts in the same state, [S]: see "Batch TD" in CREDIT.md.
 
@@ -147,43 +150,49 @@ def BatchTd(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) 
     histories matter. A target is shrunk towards the mean return of the calls with the same state
     and action if actions have a significant effect beyond it. The baseline is the mean target of
     other rollouts in the same state, shrunk towards the same turn by how little states differ."""
-    returns = turns.Returns(reward, gamma)(batch)
-    known = (~returns.isnan()).nonzero().squeeze(1)
-    advantage = torch.full_like(returns, torch.nan)
-    if not known.numel():
+
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        returns = turns.Returns(self.reward, self.gamma)(batch)
+        known = (~returns.isnan()).nonzero().squeeze(1)
+        advantage = torch.full_like(returns, torch.nan)
+        if not known.numel():
+            return advantage
+        x, rollout = returns[known], batch.transition_rollout[known]
+        group, turn, state = (
+            units(batch, "transition", "group", *more)[known]
+            for more in ((), ("role", "turn"), ("role", "state"))
+        )
+        past, following = key(histories(batch)[known]), next_same(rollout)
+        after, count = mean_by(x, past)
+        # Noise averages out over the groups of the batch, the bias of a wrong value does not.
+        trust = reliability(count, *_between_groups(x, state, past, batch))
+        apart = key(state, turn)
+        timed = reliability(mean_by(x, apart)[1], *_between_groups(x, state, apart, batch))
+        received = turns.call_rewards(batch, self.reward)[known].nan_to_num(nan=0.0)
+        value = x
+        for _ in range(int(batch.transition_turn.max()) + 1):
+            mean = mean_by(x, state)[0]
+            value = mean + timed * (mean_by(x, apart)[0] - mean)
+            value += trust * (after - value)
+            x = received + self.gamma * torch.where(following >= 0, value[following], 0.0)
+        # Effects of an action that the next state does not show are in the returns.
+        missed = returns[known] - x
+        action = key(state, ids.of_calls(batch, "action")[known])
+        more, count = mean_by(missed, action)
+        trust = reliability(count, *variance_components(missed, apart, action, turn, ERRORS))
+        x = x + trust * (more - mean_by(missed, state)[0])
+        # Targets at other turns may depend on this call; returns of other rollouts do not.
+        base, others = mean_by(returns[known], group, rollout)
+        same, count = mean_by(x, turn, rollout)
+        base = torch.where(count > 0, same, base)
+        same, count = mean_by(x, state, rollout)
+        base += reliability(count, *variance_components(x, turn, state)) * (same - base)
+        advantage[known] = torch.where(others > 0, x - base, 0.0)
         return advantage
-    x, rollout = returns[known], batch.transition_rollout[known]
-    group, turn, state = (
-        units(batch, "transition", "group", *more)[known]
-        for more in ((), ("role", "turn"), ("role", "state"))
-    )
-    past, following = key(histories(batch)[known]), next_same(rollout)
-    after, count = mean_by(x, past)
-    # Noise averages out over the groups of the batch, the bias of a wrong value does not.
-    trust = reliability(count, *_between_groups(x, state, past, batch))
-    apart = key(state, turn)
-    timed = reliability(mean_by(x, apart)[1], *_between_groups(x, state, apart, batch))
-    received = turns.call_rewards(batch, reward)[known].nan_to_num(nan=0.0)
-    value = x
-    for _ in range(int(batch.transition_turn.max()) + 1):
-        mean = mean_by(x, state)[0]
-        value = mean + timed * (mean_by(x, apart)[0] - mean)
-        value += trust * (after - value)
-        x = received + gamma * torch.where(following >= 0, value[following], 0.0)
-    # Effects of an action that the next state does not show are in the returns.
-    missed = returns[known] - x
-    action = key(state, ids.of_calls(batch, "action")[known])
-    more, count = mean_by(missed, action)
-    trust = reliability(count, *variance_components(missed, apart, action, turn, ERRORS))
-    x = x + trust * (more - mean_by(missed, state)[0])
-    # Targets at other turns may depend on this call; returns of other rollouts do not.
-    base, others = mean_by(returns[known], group, rollout)
-    same, count = mean_by(x, turn, rollout)
-    base = torch.where(count > 0, same, base)
-    same, count = mean_by(x, state, rollout)
-    base += reliability(count, *variance_components(x, turn, state)) * (same - base)
-    advantage[known] = torch.where(others > 0, x - base, 0.0)
-    return advantage
 
 
 def _between_groups(x: Tensor, state: Tensor, inner: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
