@@ -14,7 +14,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan, nan
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 import torch
@@ -225,6 +225,7 @@ class Counterfactual(RememberedColumn):
     stage: JointActionSpace
     training: CriticTraining
     reward: str = "outcome"
+    stored_as: ClassVar[str] = "team-critic"
 
     @property
     def level(self) -> Level:

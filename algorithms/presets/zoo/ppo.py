@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import msgspec
 import torch
@@ -61,6 +62,7 @@ class Tabular(RunningMean):
 
     reward: str | Column = "outcome"
     gamma: float = 1.0
+    stored_as: ClassVar[str] = "mean-return"
 
     @property
     def level(self) -> Level:
