@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
@@ -12,9 +11,11 @@ import msgspec
 from agentrl.algorithms.diagnostics.explain import brief, explain, report
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import catalogue as presets
-from agentrl.algorithms.presets.registry import EMPTY, Supply, options_of
+from agentrl.algorithms.presets.declare import EMPTY, Modifier, Preset
+from agentrl.algorithms.presets.registry import Supply, options_of
 from agentrl.config import RunConfig, from_store
 from agentrl.config import policies as team
+from agentrl.config.presets import preset_names
 from agentrl.errors import StoreError
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -24,10 +25,22 @@ ALL_STREAMS: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k", "e")
 
 
 def catalogue() -> list[str]:
-    """One line per preset and modifier: its name, docstring, and the fields that it sets."""
-    lines = ["presets", *(_line(name, made) for name, made in sorted(presets.presets.items()))]
-    lines.append("modifiers, of any preset")
-    return lines + [_line(f"+{name}", made) for name, made in sorted(presets.modifiers.items())]
+    """One line per preset and modifier: its name, docstring, and the fields that it sets. Those of
+    the families follow the short list, by folder."""
+    known, (found, changes) = preset_names(), presets.installed()
+    made = found | {f"+{name}": change for name, change in changes.items()}
+    lines = []
+    for home in ("presets", *sorted(known.parts)):
+        own = sorted((word for word in made if known.home(word) == home), key=_presets_first)
+        lines += [
+            f"algorithms/{home.replace('.', '/')}",
+            *(_line(word, made[word]) for word in own),
+        ]
+    return lines
+
+
+def _presets_first(word: str) -> tuple[bool, str]:
+    return word.startswith("+"), word
 
 
 def record(name: str) -> list[str]:
@@ -139,18 +152,16 @@ def _built(name: str) -> Algo:
     return presets.make(name, needed, streams=ALL_STREAMS)
 
 
-def _line(name: str, function: object) -> str:
+def _line(name: str, made: Preset | Modifier) -> str:
     """A line for a preset with the fields that it sets, or for a modifier with those it changes."""
-    modifier = name.startswith("+")
-    host = presets.hosts[name[1:]] if modifier else ""
+    host = made.host if isinstance(made, Modifier) else ""
     algo = _built(host + name)
-    base = _built(host) if modifier else Algo(algo.credit)
+    base = _built(host) if host else Algo(algo.credit)
     words = {"credit": "credit", "gates": "gates", "penalties": "penalties", "agg": "average",
              "keep": "filter", "side": "side loss"}  # fmt: skip
     fields = [word for key, word in words.items() if getattr(algo, key) != getattr(base, key)]
-    shown = ", ".join(fields if modifier else ["credit", *fields])
-    text = " ".join((inspect.getdoc(function) or "").split())
-    return f"  {name:<21} {text}{f'  [{shown}]' if shown else ''}"
+    shown = ", ".join(fields if host else ["credit", *fields])
+    return f"  {name:<21} {' '.join(made.doc.split())}{f'  [{shown}]' if shown else ''}"
 
 
 def _example(option: str) -> object:

@@ -21,13 +21,15 @@ from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, known_mean, lift, next_same, reduce_by
-from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo
-from agentrl.algorithms.presets import registry
-from agentrl.algorithms.presets.registry import PPO_CLIP, Cap, Discount, Share, modifier, preset
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.presets import declare
+from agentrl.algorithms.presets.declare import PPO_CLIP, Cap, Discount, Share, modifier, preset
 from agentrl.errors import ConfigError
 from agentrl.types import Scope
 
 Agreement = Literal["agree", "positive", "negative"]
+
+
 Way = Literal["advantages", "returns", "rewards"]
 
 
@@ -109,34 +111,6 @@ class GatedByOutcome:
         if self.how != "agree":
             agrees |= (a <= 0) if self.how == "positive" else (a >= 0)
         return torch.where(result.isnan() | a.isnan(), torch.nan, torch.where(agrees, a, 0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class OutcomePlusCalls:
-    """The reward of each rollout plus `weight` times the sum of its calls' rewards, [U]."""
-
-    reward: str | Column
-    calls: str
-    weight: float = 1.0
-
-    def __call__(self, batch: Batch) -> Tensor:
-        x = turns.call_rewards(batch, self.calls).nan_to_num(nan=0.0)
-        total = reduce_by(x, batch.transition_rollout, len(batch.rollouts))
-        return core.rollout_rewards(batch, self.reward) + self.weight * total
-
-
-@dataclass(frozen=True, slots=True)
-class CallsOrOutcome:
-    """`credit` for rollouts in which a call received the reward, `outcome` for the others, [N]."""
-
-    credit: Credit
-    outcome: Credit
-    reward: str
-
-    def __call__(self, batch: Batch) -> Tensor:
-        known = ~turns.call_rewards(batch, self.reward).isnan()
-        has = reduce_by(known, batch.transition_rollout, len(batch.rollouts)) > 0
-        return torch.where(has[batch.token_rollout], self.credit(batch), self.outcome(batch))
 
 
 class RewardStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -272,7 +246,7 @@ def streams(
     streams: Streams,
     mix: Way = "advantages",
     gamma: Discount = 1.0,
-    norm: registry.Scale = "none",
+    norm: declare.Scale = "none",
 ) -> Algo:
     """Any number of process and outcome rewards, each with its own options, mixed as advantages,
     returns or rewards. arXiv 2509.19199; see CREDIT.md."""
@@ -291,48 +265,8 @@ def with_process(algo: Algo, *, streams: Streams) -> Algo:
 
 
 @modifier("credit")
-def with_credit(algo: Algo, *, credit: registry.CreditFunction, credit_reward: str = "") -> Algo:
+def with_credit(algo: Algo, *, credit: declare.CreditFunction, credit_reward: str = "") -> Algo:
     """Replaces the host's credit by your function "file.py:name", which takes a batch and returns
     one advantage per token, NaN if missing (arXiv 2402.03300). credit_reward: the reward to put
     into the batch for it; default: the host's."""
-    return replace(algo, credit=credit, rewards=(credit_reward or registry.outcome_of(algo),))
-
-
-@preset("archer")
-def archer(reward: str, *, advantage: str = "", gamma: Discount = 0.9) -> Algo:
-    """REINFORCE with each call's temporal difference of a critic's values, r + gamma V' - V. Early
-    calls learn only as fast as the critic, which in the paper is off-policy. `advantage`: a reward
-    of calls, which needs no critic, `reward` or `gamma`. arXiv 2402.19446."""
-    credit = advantage or turns.StepGae(turns.value_of(""), reward, gamma, lam=0.0)
-    return Algo(GroupRelative(credit, base="none"), agg=ROW_SUMS)
-
-
-@preset("prime", clip=PPO_CLIP)
-def prime(
-    reward: str, *, process: str = "process", weight: Share = 1.0, scaled: bool = False
-) -> Algo:
-    """Outcome plus returns of a reward of calls, each minus the mean of the other rollouts,
-    whitened; `scaled` divides the process rewards by their largest return. arXiv 2502.01456."""
-    stream = RewardStream(scope=Scope.TRANSITION, base="prime", norm="prime" if scaled else "none")
-    steps = stream_advantage(process, {process: stream})
-    mixed = core.weighted_sum((GroupRelative(reward, base="loo"), 1.0), (steps, weight))
-    return Algo(core.Whiten(mixed), agg=TOKENS)
-
-
-@preset("istar", clip=PPO_CLIP)
-def istar(reward: str, *, process: str = "transition:process", weight: Share = 1.0) -> Algo:
-    """Outcome standardised over rollouts plus a reward of calls standardised over all calls of the
-    group. arXiv 2509.19199."""
-    steps = GroupRelative(process, norm="std")
-    return Algo(core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (steps, weight)))
-
-
-@preset("mt-grpo", clip=PPO_CLIP)
-def mt_grpo(reward: str, *, turn_reward: str = "transition:turn", weight: Share = 1.0) -> Algo:
-    """Outcome compared over rollouts plus a reward of calls compared within the same turn. A
-    rollout without such a reward (no tool call) is compared by the sum of both. arXiv 2505.11821.
-    """
-    same_turn = GroupRelative(turn_reward, by=("group", "turn"), norm="std")
-    both = core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (same_turn, weight))
-    combined = GroupRelative(OutcomePlusCalls(reward, turn_reward, weight), norm="std")
-    return Algo(CallsOrOutcome(both, combined, turn_reward))
+    return replace(algo, credit=credit, rewards=(credit_reward or declare.outcome_of(algo),))

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.algorithms.objective.core import Algo, compute_advantages
 from agentrl.algorithms.objective.ratios import Clip
-from agentrl.algorithms.presets import registry
+from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.worlds import Call, Play, world
@@ -21,7 +21,7 @@ HEAD = "from agentrl.algorithms import Algo, GroupRelative, preset\n"
 @pytest.fixture(autouse=True)
 def own_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers goes with it."""
-    monkeypatch.setattr(registry, "presets", dict(registry.presets))
+    monkeypatch.setattr(declare, "presets", dict(declare.presets))
 
 
 def built(folder: Path, code: str, suffix: str = "", **options: object) -> Algo:

@@ -22,7 +22,7 @@ from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, known_mean, reduce_by, units
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets.registry import PPO_CLIP, Share, modifier, outcome_of, preset
+from agentrl.algorithms.presets.declare import PPO_CLIP, Share, modifier, outcome_of, preset
 
 
 @dataclass(frozen=True, slots=True)

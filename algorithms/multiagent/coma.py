@@ -30,7 +30,7 @@ from agentrl.algorithms.data.state import RememberedColumn, StatePart
 from agentrl.algorithms.multiagent.episodes import Episode, Episodes, JointActionSpace, pad_episodes
 from agentrl.algorithms.multiagent.qmix import build_mixer, lambda_returns, of_action
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Names, preset
+from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Names, preset
 from agentrl.config import Count, Positive
 from agentrl.types import Json, Rollout
 

@@ -1,4 +1,4 @@
-"""REINFORCE variants, which differ in baseline and scale."""
+"""REINFORCE with other baselines and scales."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.core import (
     GroupRelative,
-    TokenKLPenalty,
     Whiten,
     rewards,
     rollout_rewards,
@@ -19,7 +18,7 @@ from agentrl.algorithms.credit.core import (
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import known_mean
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo
-from agentrl.algorithms.presets.registry import PPO_CLIP, Num, preset
+from agentrl.algorithms.presets.declare import PPO_CLIP, preset
 from agentrl.errors import TrainingError
 
 
@@ -75,30 +74,10 @@ class SampledRewards:
         )
 
 
-@preset("reinforce")
-def reinforce(reward: str) -> Algo:
-    """Reward times log-prob, no baseline. Williams 1992."""
-    return Algo(GroupRelative(reward, base="none"), agg=ROW_SUMS)
-
-
-@preset("reinforce++", clip=PPO_CLIP)
-def reinforce_pp(reward: str, *, gamma: Num = 1.0, kl_reward: Num = 0.0) -> Algo:
-    """Reward-to-go whitened over all tokens; needs no groups. `kl_reward`: coefficient of the KL
-    penalty to the reference in every token's reward. arXiv 2501.03262."""
-    penalty = TokenKLPenalty(kl_reward) if kl_reward else None
-    return Algo(Whiten(core.RewardToGo(reward, gamma, penalty)), agg=TOKENS)
-
-
 @preset("reinforce++-baseline", clip=PPO_CLIP)
 def baseline(reward: str) -> Algo:
     """Group mean as baseline, whitened over all tokens. arXiv 2501.03262."""
     return Algo(Whiten(GroupRelative(reward)), agg=TOKENS)
-
-
-@preset("rloo")
-def rloo(reward: str) -> Algo:
-    """Leave-one-out mean as baseline, no clip. arXiv 2402.14740."""
-    return Algo(GroupRelative(reward, base="loo"), agg=ROW_SUMS)
 
 
 @preset("opo")

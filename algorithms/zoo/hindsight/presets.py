@@ -20,12 +20,14 @@ from agentrl.algorithms.data.rewards import split_reference
 from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.prepare import TrainedPolicy
-from agentrl.algorithms.presets import registry
+from agentrl.algorithms.presets import declare
+from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Share, modifier, preset
 from agentrl.algorithms.presets.mixing import GatedByOutcome
-from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Share, modifier, preset
 from agentrl.types import Group, Reward, Rollout, Transition, int32
 
 HINDSIGHT = "transition:hindsight"  # the reward that `add_hindsight` adds
+
+
 TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
 
 
@@ -56,9 +58,6 @@ def add_hindsight(groups: list[Group], policy: TrainedPolicy) -> list[Group]:
         return structs.replace(rollout, rewards=[*rollout.rewards, *more])
 
     return [structs.replace(g, rollouts=list(map(scored, g.rollouts))) for g in groups]
-
-
-registry.added_rewards[HINDSIGHT] = add_hindsight
 
 
 def _told(rollout: Rollout, policy: TrainedPolicy) -> Iterator[Transition]:
@@ -108,7 +107,7 @@ def with_hcapo(
 ) -> Algo:
     """Adds HCAPO's hindsight credit of calls to the host's; negative only where the host's is
     negative. arXiv 2603.08754."""
-    returns = HindsightReturns(turns.CallRewards(reward), registry.outcome_of(algo), gamma)
+    returns = HindsightReturns(turns.CallRewards(reward), declare.outcome_of(algo), gamma)
     calls = GatedByOutcome(GroupRelative(returns, norm="std"), algo.credit, "negative")
     credit = weighted_sum((algo.credit, 1.0), (calls, weight))
     return replace(algo, credit=credit, optional=(*algo.optional, HINDSIGHT))
