@@ -11,7 +11,7 @@ import msgspec
 from agentrl.algorithms.diagnostics.explain import brief, explain, report
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import catalogue as presets
-from agentrl.algorithms.presets.declare import EMPTY, Modifier, Preset
+from agentrl.algorithms.presets.declare import EMPTY, AlgoModifier, AlgoPreset
 from agentrl.algorithms.presets.registry import Supply, options_of
 from agentrl.config import RunConfig, from_store
 from agentrl.config import policies as team
@@ -152,9 +152,9 @@ def _built(name: str) -> Algo:
     return presets.make(name, needed, streams=ALL_STREAMS)
 
 
-def _line(name: str, made: Preset | Modifier) -> str:
+def _line(name: str, made: AlgoPreset | AlgoModifier) -> str:
     """A line for a preset with the fields that it sets, or for a modifier with those it changes."""
-    host = made.host if isinstance(made, Modifier) else ""
+    host = made.host if isinstance(made, AlgoModifier) else ""
     algo = _built(host + name)
     base = _built(host) if host else Algo(algo.credit)
     words = {"credit": "credit", "gates": "gates", "penalties": "penalties", "agg": "average",

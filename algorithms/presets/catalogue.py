@@ -16,7 +16,7 @@ from agentrl.algorithms.presets import (  # noqa: F401
     states,
     teams,
 )
-from agentrl.algorithms.presets.declare import Modifier, Preset, modifiers, presets
+from agentrl.algorithms.presets.declare import AlgoModifier, AlgoPreset, modifiers, presets
 from agentrl.algorithms.presets.registry import make, modifier_named, preset_named
 from agentrl.config.base import installed_plugins
 from agentrl.config.presets import preset_names
@@ -24,7 +24,7 @@ from agentrl.config.presets import preset_names
 __all__ = ["installed", "make", "modifiers", "presets"]
 
 
-def installed() -> tuple[dict[str, Preset], dict[str, Modifier]]:
+def installed() -> tuple[dict[str, AlgoPreset], dict[str, AlgoModifier]]:
     """The library's presets and modifiers that this installation has, by name: those of `presets/`
     and of all families. Loads the families."""
     known, there = preset_names(), installed_plugins("presets").names

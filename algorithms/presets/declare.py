@@ -53,7 +53,7 @@ def options_of_function(function: Callable[..., Any]) -> dict[str, Option]:
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
+class AlgoPreset:
     """A function of keyword options, and the shared options that it asks for: see `preset`."""
 
     name: str
@@ -115,7 +115,7 @@ class Preset:
 
 
 @dataclass(frozen=True, slots=True)
-class Modifier:
+class AlgoModifier:
     """A function of an Algo and keyword options. prefix: of its options in a run file. host: the
     preset to show it with. credit_only: the function is a preset's, of a reward and options; its
     credit replaces the host's."""
@@ -142,8 +142,8 @@ class Modifier:
         return self.function(algo, **given)
 
 
-presets: dict[str, Preset] = {}
-modifiers: dict[str, Modifier] = {}
+presets: dict[str, AlgoPreset] = {}
+modifiers: dict[str, AlgoModifier] = {}
 
 
 def preset(
@@ -165,7 +165,7 @@ def preset(
     Raises ConfigError for the name of one of the library's own presets."""
 
     def register(function: Build) -> Build:
-        add_preset(Preset(name, function, reward, clip, clip_by, kl))
+        add_preset(AlgoPreset(name, function, reward, clip, clip_by, kl))
         return function
 
     return register
@@ -178,7 +178,7 @@ def modifier(name: str, *, prefix: str = "", host: str = "grpo") -> Callable[[Bu
     to show it with. Raises ConfigError for the name of one of the library's own modifiers."""
 
     def register(function: Build) -> Build:
-        _add_modifier(Modifier(name, function, prefix, host))
+        _add_modifier(AlgoModifier(name, function, prefix, host))
         return function
 
     return register
@@ -189,18 +189,18 @@ def as_modifier(name: str, *, prefix: str) -> Callable[[Build], Build]:
     preset's, computed from the host's reward. Its options are the preset's own, with a prefix."""
 
     def register(function: Build) -> Build:
-        _add_modifier(Modifier(name, function, prefix, credit_only=True))
+        _add_modifier(AlgoModifier(name, function, prefix, credit_only=True))
         return function
 
     return register
 
 
-def add_preset(made: Preset) -> None:
+def add_preset(made: AlgoPreset) -> None:
     _check_free(made.name, made.name in preset_names().presets, made.function)
     presets[made.name] = made
 
 
-def _add_modifier(made: Modifier) -> None:
+def _add_modifier(made: AlgoModifier) -> None:
     _check_free(made.name, made.name in preset_names().modifiers, made.function)
     modifiers[made.name] = made
 

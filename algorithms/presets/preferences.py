@@ -19,10 +19,10 @@ from agentrl.algorithms.credit.core import ZeroAdvantage
 from agentrl.algorithms.objective.core import TOKENS, Algo
 from agentrl.algorithms.objective.sides import SideLoss, Sums, with_mismatched
 from agentrl.algorithms.presets.declare import (
+    AlgoPreset,
     Build,
     Num,
     Option,
-    Preset,
     add_preset,
     modifier,
     options_of_function,
@@ -37,7 +37,7 @@ Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5)]  # fraction of wrong la
 
 
 @dataclass(frozen=True, slots=True)
-class PairsPreset(Preset):
+class PairsPreset(AlgoPreset):
     """A preset whose function is the loss of two sides with options of its own. It also has the
     options of `SideLoss` about pairs. nll: if not 0, it also imitates the better sides, with an
     option `nll` for the weight."""

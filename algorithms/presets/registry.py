@@ -19,7 +19,14 @@ from agentrl.algorithms.credit.parts import rewards_read
 from agentrl.algorithms.objective.core import STREAMS, Algo, Stream
 from agentrl.algorithms.objective.prepare import Prepare
 from agentrl.algorithms.presets import declare
-from agentrl.algorithms.presets.declare import EMPTY, CreditFunction, Modifier, Num, Option, Preset
+from agentrl.algorithms.presets.declare import (
+    EMPTY,
+    AlgoModifier,
+    AlgoPreset,
+    CreditFunction,
+    Num,
+    Option,
+)
 from agentrl.base.loading import import_error, load_attribute
 from agentrl.config.base import installed_plugins
 from agentrl.config.presets import current_name, find_preset, preset_names
@@ -76,13 +83,13 @@ def options_of(name: str) -> dict[str, Any]:
     return {option: default for own in accepted for option, (_, default) in own.items()}
 
 
-def parts_of_name(name: str, root: Path) -> tuple[Preset, list[Modifier]]:
+def parts_of_name(name: str, root: Path) -> tuple[AlgoPreset, list[AlgoModifier]]:
     """The preset and modifiers in a name like "grpo+tis", and `with_entropy`."""
     host, added = find_preset(name, declare.presets, declare.modifiers)
     return preset_named(host, root), [*map(modifier_named, added), ENTROPY]
 
 
-def preset_named(name: str, root: Path = Path()) -> Preset:
+def preset_named(name: str, root: Path = Path()) -> AlgoPreset:
     """Raises ConfigError for a function that cannot be loaded or is no preset."""
     installed, names = installed_plugins("presets").names, preset_names()
     own = {known for known in names.presets if names.home(known) == "presets"}
@@ -96,15 +103,15 @@ def preset_named(name: str, root: Path = Path()) -> Preset:
         return next((made for made in known if made.name == name), known[0])
     if not callable(thing):
         check_call(thing, key=KEY)
-    return Preset(name, thing)
+    return AlgoPreset(name, thing)
 
 
-def modifier_named(name: str) -> Modifier:
+def modifier_named(name: str) -> AlgoModifier:
     """Raises ConfigError for a function that cannot be loaded."""
     if name in declare.modifiers:
         return declare.modifiers[name]
     function = load_plugin("presets", f"+{name}", (), Path(), key=KEY)
-    return declare.modifiers.get(name) or Modifier(name, function)
+    return declare.modifiers.get(name) or AlgoModifier(name, function)
 
 
 def _adding(read: Collection[str]) -> list[Prepare]:
@@ -112,7 +119,7 @@ def _adding(read: Collection[str]) -> list[Prepare]:
     return [point.load() for point in installed_plugins("added_rewards") if point.name in read]
 
 
-def _built(host: Preset, options: Mapping[str, Any]) -> Algo:
+def _built(host: AlgoPreset, options: Mapping[str, Any]) -> Algo:
     try:
         return host.build(**options)
     except ConfigError:
@@ -127,7 +134,7 @@ def with_entropy(algo: Algo, *, entropy: Num = 0.0) -> Algo:
     return replace(algo, entropy=entropy) if entropy else algo
 
 
-ENTROPY = Modifier("entropy", with_entropy)
+ENTROPY = AlgoModifier("entropy", with_entropy)
 
 
 def _value(name: str, option: str, value: Any, valid: Mapping[str, Option], root: Path) -> Any:

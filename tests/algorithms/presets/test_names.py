@@ -5,7 +5,7 @@ from collections import defaultdict
 import msgspec
 
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.presets.declare import Modifier, Preset
+from agentrl.algorithms.presets.declare import AlgoModifier, AlgoPreset
 from agentrl.algorithms.presets.registry import ENTROPY
 from agentrl.config.base import installed_plugins
 from agentrl.config.presets import PARTS, TABLE, PresetNames, preset_names
@@ -29,7 +29,7 @@ def names() -> PresetNames:
     )
 
 
-def part_of(made: Preset | Modifier) -> str:
+def part_of(made: AlgoPreset | AlgoModifier) -> str:
     """The package below `agentrl.algorithms`; empty: from outside the library."""
     package, _, _ = made.function.__module__.rpartition(".")
     return package.removeprefix(f"{PARTS}.") if package.startswith(f"{PARTS}.") else ""
