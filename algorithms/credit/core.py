@@ -266,6 +266,14 @@ class ZeroAdvantage:
         return torch.zeros(batch.n_tokens, dtype=torch.float64)
 
 
+@dataclass(frozen=True, slots=True)
+class Imitated:
+    """Ones [N]: psi is the token's weight, and the loss its negative log-likelihood."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.ones(batch.n_tokens, dtype=torch.float64)
+
+
 def level_of(reward: str | Column) -> Level:
     """The scope of a reward reference, or a function's `level` (default: rollout)."""
     if isinstance(reward, str):

@@ -8,21 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import ZeroAdvantage, rollout_rewards
+from agentrl.algorithms.credit.core import Imitated, ZeroAdvantage, rollout_rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import TOKENS, Algo, KLPenalty
 from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.presets.declare import Share, modifier, preset
 from agentrl.config import Natural, Positive
 from agentrl.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Imitated:
-    """Ones [N]: psi is the token's weight, and the loss its negative log-likelihood."""
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return torch.ones(batch.n_tokens, dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
