@@ -27,6 +27,11 @@ def load_plugin(kind: Kind, name: str, own: Collection[str], root: Path, *, key:
     if ":" in name:
         return load_attribute(name, root, key=key)
     registered = {point.name: point for point in installed_plugins(kind)}
+    if len(several := sorted({x.value for x in installed_plugins(kind) if x.name == name})) > 1:
+        raise ConfigError(
+            f"{key} = {name!r}: the entry points {' and '.join(several)} of the group"
+            f" agentrl.{kind} have one name; one of their packages must choose another"
+        )
     if hidden := sorted(registered.keys() & set(own)):
         raise ConfigError(
             f"{key}: the entry point {registered[hidden[0]].value} of the group agentrl.{kind}"

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from agentrl.algorithms.objective.ratios import Truncate as Truncate
     from agentrl.algorithms.objective.ratios import TrustRegion as TrustRegion
     from agentrl.algorithms.presets.catalogue import make as make
-    from agentrl.algorithms.presets.registry import modifier as modifier
-    from agentrl.algorithms.presets.registry import preset as preset
+    from agentrl.algorithms.presets.declare import modifier as modifier
+    from agentrl.algorithms.presets.declare import preset as preset
 
 # Imported lazily: torch takes seconds to import, and most commands do not need it.
 LATE = {
@@ -50,7 +50,7 @@ LATE = {
     "objective.core": "Algo Average Gate KLPenalty",
     "objective.ratios": "Clip InRange Ratio RatioInRange Truncate TrustRegion",
     "presets.catalogue": "make",
-    "presets.registry": "modifier preset",
+    "presets.declare": "modifier preset",
 }
 HOME = {name: module for module, names in LATE.items() for name in names.split()}
 

@@ -10,7 +10,7 @@ import sqlite3
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,35 +150,50 @@ def preset_parts() -> str:
     return "".join(f"::: agentrl.algorithms.{home}.{name}\n" for name, home in HOME.items())
 
 
-def family_of(function: Any) -> str:
-    return str(inspect.unwrap(function).__module__)
+def family_of(made: Any) -> str:
+    """The module of a preset of the short list, or the package of another's family."""
+    module = str(made.function.__module__)
+    package = module.rpartition(".")[0]
+    return module if package.endswith(".presets") else package
+
+
+def page_of(family: str) -> str:
+    """The name of a family's page: `grpo`, `zoo-trees`."""
+    return family.removeprefix("agentrl.algorithms.").removeprefix("presets.").replace(".", "-")
+
+
+def words() -> dict[str, Any]:
+    """All presets and, with "+", modifiers; those of the short list first."""
+    presets, modifiers = catalogue.installed()
+    known = presets | {f"+{name}": made for name, made in modifiers.items()}
+    return dict(
+        sorted(known.items(), key=lambda item: (".presets." not in family_of(item[1]), item[0]))
+    )
 
 
 def presets() -> str:
     """A row per preset and modifier, with a link to its family's page."""
     lines = ["| | |", "|---|---|"]
-    for sign, known in (("", catalogue.presets), ("+", catalogue.modifiers)):
-        for name, function in sorted(known.items()):
-            family = family_of(function).rpartition(".")[2]
-            text = line(inspect.getdoc(function) or "").partition(". ")[0]
-            lines.append(row(f"[`{sign}{name}`]({family}.md#{slug(sign + name)})", text))
+    for name, made in words().items():
+        link = f"{page_of(family_of(made))}.md#{slug(name)}"
+        lines.append(row(f"[`{name}`]({link})", line(made.doc).partition(". ")[0]))
     return "\n".join(lines) + "\n"
 
 
 def families() -> dict[str, str]:
     """File name -> page, for each family of presets and modifiers."""
     pages: dict[str, str] = {}
-    homes, used = {}, defaultdict(list)
-    known = {**catalogue.presets, **{f"+{k}": v for k, v in catalogue.modifiers.items()}}
-    for name, function in sorted(known.items()):
-        home = family_of(function)
-        short = home.rpartition(".")[2]
-        homes[short] = module = sys.modules[home]
-        file = home.removeprefix("agentrl.").replace(".", "/") + ".py"
+    homes, used = defaultdict(set), defaultdict(list)
+    for name, preset in words().items():
+        family = family_of(preset)
+        short, module = page_of(family), sys.modules[family]
+        homes[short].add(sys.modules[preset.function.__module__])
+        file = family.removeprefix("agentrl.").replace(".", "/")
+        file += "" if hasattr(module, "__path__") else ".py"
         head = f"# {short}\n\n{inspect.getdoc(module)}\n\nSource: [`{file}`](../../../{file}).\n"
-        made = record(name if not name.startswith("+") else catalogue.hosts[name[1:]] + name)
+        made = record(preset.host + name if name.startswith("+") else name)
         used[short] += made
-        text = f"\n## `{name}`\n\n{papers(inspect.getdoc(function) or '')}\n"
+        text = f"\n## `{name}`\n\n{papers(preset.doc)}\n"
         pages[short] = pages.get(short, head) + text + "\n```text\n" + "\n".join(made) + "\n```\n"
     for short, text in pages.items():
         parts = parts_of(used[short], homes[short])
@@ -188,11 +203,11 @@ def families() -> dict[str, str]:
     return pages
 
 
-def parts_of(made: list[str], module: Any) -> Iterator[tuple[str, str]]:
+def parts_of(made: list[str], modules: Collection[Any]) -> Iterator[tuple[str, str]]:
     """Name and description of the classes in a preset's record."""
     for part in dict.fromkeys(re.findall(r"\b([A-Z]\w+)\(", "\n".join(made))):
         homes = [
-            module,
+            *modules,
             *(importlib.import_module(f"agentrl.algorithms.{m}") for m in set(HOME.values())),
         ]
         doc = next((inspect.getdoc(vars(m)[part]) for m in homes if part in vars(m)), None)

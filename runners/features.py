@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentrl.base.parts import installed_plugins
 from agentrl.config import RoleRule
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.prompt_rule import ChatTemplates
@@ -19,4 +20,5 @@ def run_features(
     """Return them in the order in which they change a call: a candidate's texts depend on its role.
     as_sent: whether `policy.messages` is "as_sent"."""
     features: list[Feature] = [RoleRules(rules), CandidatePrompts(), Replays(store)]
+    features += [point.load()(store) for point in installed_plugins("gateway")]
     return features if as_sent else [*features, ChatTemplates()]

@@ -269,5 +269,6 @@ def test_every_metric_is_in_the_reference() -> None:
 
 def test_every_preset_has_a_page(reference: Any) -> None:
     pages = "".join(reference.families().values())
-    known = [*reference.catalogue.presets, *(f"+{name}" for name in reference.catalogue.modifiers)]
+    presets, modifiers = reference.catalogue.installed()
+    known = [*presets, *(f"+{name}" for name in modifiers)]
     assert [name for name in known if f"\n## `{name}`\n" not in pages] == []

@@ -40,7 +40,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     executors: Objects = {}
     harnesses: Objects = {}
     rewards: Objects = {}
+    added_rewards: Objects = {}  # by the reference of a reward that is added to groups
     sinks: Objects = {}
+    training: Objects = {}  # of a training run: config -> `algorithms.train.hooks.Hooks`, or None
+    gateway: Objects = {}  # of a gateway: store -> `runners.gateway.features.Feature`
     stores: Objects = {}  # by the scheme of their URLs
 
 
@@ -75,10 +78,16 @@ def index() -> dict[str, dict[str, str]]:
 
 def missing(kind: str, name: str) -> str | None:
     """A sentence about the library's part that contributes this and is not installed, if so."""
-    part = json.loads(KNOWN.read_bytes()).get(kind, {}).get(name)
+    part = known(kind).get(name)
     if part is None or any(one.name == part for one in parts()):
         return None
     return f"it belongs to the part {part!r}, which is not installed here"
+
+
+def known(kind: str) -> dict[str, str]:
+    """The library's part, installed or not, that contributes each thing of a kind."""
+    names: dict[str, str] = json.loads(KNOWN.read_bytes()).get(kind, {})
+    return names
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
@@ -12,7 +11,9 @@ import msgspec
 from agentrl.algorithms.diagnostics.explain import brief, explain, report
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import catalogue as presets
-from agentrl.algorithms.presets.registry import EMPTY, Supply, options_of
+from agentrl.algorithms.presets.declare import EMPTY, AlgoModifier, AlgoPreset
+from agentrl.algorithms.presets.registry import Supply, options_of
+from agentrl.base.parts import known
 from agentrl.config import RunConfig, from_store
 from agentrl.config import policies as team
 from agentrl.errors import StoreError
@@ -24,10 +25,19 @@ ALL_STREAMS: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k", "e")
 
 
 def catalogue() -> list[str]:
-    """One line per preset and modifier: its name, docstring, and the fields that it sets."""
-    lines = ["presets", *(_line(name, made) for name, made in sorted(presets.presets.items()))]
-    lines.append("modifiers, of any preset")
-    return lines + [_line(f"+{name}", made) for name, made in sorted(presets.modifiers.items())]
+    """One line per preset and modifier: its name, docstring, and the fields that it sets. Those of
+    parts follow the short list, by part."""
+    homes, (found, changes) = known("presets"), presets.installed()
+    made = found | {f"+{name}": change for name, change in changes.items()}
+    lines = []
+    for home in ("presets", *sorted(set(homes.values()))):
+        own = (word for word in made if homes.get(word, "presets") == home)
+        lines += [home, *(_line(word, made[word]) for word in sorted(own, key=_presets_first))]
+    return lines
+
+
+def _presets_first(word: str) -> tuple[bool, str]:
+    return word.startswith("+"), word
 
 
 def record(name: str) -> list[str]:
@@ -139,18 +149,16 @@ def _built(name: str) -> Algo:
     return presets.make(name, needed, streams=ALL_STREAMS)
 
 
-def _line(name: str, function: object) -> str:
+def _line(name: str, made: AlgoPreset | AlgoModifier) -> str:
     """A line for a preset with the fields that it sets, or for a modifier with those it changes."""
-    modifier = name.startswith("+")
-    host = presets.hosts[name[1:]] if modifier else ""
+    host = made.host if isinstance(made, AlgoModifier) else ""
     algo = _built(host + name)
-    base = _built(host) if modifier else Algo(algo.credit)
+    base = _built(host) if host else Algo(algo.credit)
     words = {"credit": "credit", "gates": "gates", "penalties": "penalties", "agg": "average",
              "keep": "filter", "side": "side loss"}  # fmt: skip
     fields = [word for key, word in words.items() if getattr(algo, key) != getattr(base, key)]
-    shown = ", ".join(fields if modifier else ["credit", *fields])
-    text = " ".join((inspect.getdoc(function) or "").split())
-    return f"  {name:<21} {text}{f'  [{shown}]' if shown else ''}"
+    shown = ", ".join(fields if host else ["credit", *fields])
+    return f"  {name:<21} {' '.join(made.doc.split())}{f'  [{shown}]' if shown else ''}"
 
 
 def _example(option: str) -> object:

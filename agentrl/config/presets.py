@@ -1,4 +1,4 @@
-"""Names and options of the built-in presets, so the front can check them without torch.
+"""Names and options of the library's presets, so the front can check them without torch.
 
 The algorithm process also checks the values of options. `python -m
 tests.algorithms.presets.test_names` writes `presets.json`; a test compares it with the presets.
@@ -6,18 +6,23 @@ tests.algorithms.presets.test_names` writes `presets.json`; a test compares it w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
 import msgspec
 
-from agentrl.base.parts import installed_plugins
+from agentrl.base.parts import installed_plugins, missing
 from agentrl.config.policies import trained_policies, view
 from agentrl.config.schema import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, nearest
 
 TABLE = Path(__file__).with_name("presets.json")
+
+
+ALIASES = {"dro": "kimi", "gspo-token": "gspo"}  # names up to 0.1 of equal presets
+log = logging.getLogger(__name__)
 
 
 class PresetNames(msgspec.Struct, frozen=True):
@@ -45,11 +50,11 @@ def check_presets(config: RunConfig) -> None:
 
 def _check(algorithm: AlgorithmConfig) -> None:
     name, known = algorithm.preset, preset_names()
-    if ":" in name or name.split("+")[0] in installed_plugins("presets").names:
+    if ":" in name:
         return
-    host, modifiers = split_preset(name, known.presets, known.modifiers)
-    if host not in known.presets:
-        raise ConfigError(f"algorithm.preset: no preset {host!r}; {nearest(host, known.presets)}")
+    host, modifiers = find_preset(current_name(name))
+    if host not in known.presets or not known.modifiers.keys() >= set(modifiers):
+        return
     options = [*known.presets[host], *(o for word in modifiers for o in known.modifiers[word])]
     for option in algorithm.options:
         if option not in options:
@@ -57,18 +62,40 @@ def _check(algorithm: AlgorithmConfig) -> None:
             raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {hint}")
 
 
-def split_preset(
-    name: str, presets: Iterable[str], modifiers: Collection[str]
+@cache
+def current_name(name: str) -> str:
+    """The name of an algorithm with the current name of its preset; logs a change."""
+    host, *added = name.split("+")
+    if host not in ALIASES:
+        return name
+    log.warning(
+        "algorithm.preset: %s is now called %s; its old name ends with the next version",
+        host, ALIASES[host],
+    )  # fmt: skip
+    return "+".join([ALIASES[host], *added])
+
+
+def find_preset(
+    name: str, presets: Collection[str] = (), modifiers: Collection[str] = ()
 ) -> tuple[str, list[str]]:
     """Split "grpo+tis" or "mine.py:lenient+tis" into preset and modifiers; a preset's own name may
-    contain "+". Raises ConfigError for an unknown modifier."""
+    contain "+". presets, modifiers: registered names besides the library's and those of packages.
+    Raises ConfigError for an unknown name, and for one of a part that is not installed."""
+    known, installed = preset_names(), installed_plugins("presets").names
+    own = {*known.presets, *presets, *(word for word in installed if word[0] != "+")}
+    words = {*known.modifiers, *modifiers, *(word[1:] for word in installed if word[0] == "+")}
     source, colon, rest = name.rpartition(":")
-    own = [host for host in presets if f"{name}+".startswith(f"{host}+")]
-    host = max(own, key=len, default=source + colon + rest.split("+")[0])
+    hosts = [host for host in own if f"{name}+".startswith(f"{host}+")]
+    host = max(hosts, key=len, default=source + colon + rest.split("+")[0])
+    if ":" not in name and host not in own:
+        raise ConfigError(f"algorithm.preset: no preset {host!r}; {nearest(host, own)}")
     added = name.removeprefix(host).split("+")[1:]
     for word in added:
-        if word not in modifiers:
+        if word not in words:
             raise ConfigError(
-                f"algorithm.preset: no modifier +{word} for {host!r}; {nearest(word, modifiers)}"
+                f"algorithm.preset: no modifier +{word} for {host!r}; {nearest(word, words)}"
             )
+    for word in (host, *(f"+{word}" for word in added)):
+        if why := missing("presets", word):
+            raise ConfigError(f"algorithm.preset = {word!r}: {why}")
     return host, added

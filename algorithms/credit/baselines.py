@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import msgspec
 from torch import Tensor
@@ -52,6 +53,7 @@ class Ema(RunningMean):
     decay: float = 0.95
     key: str = ""
     at: Level | None = None
+    stored_as: ClassVar[str] = "running-mean"
 
     @property
     def level(self) -> Level:

@@ -7,10 +7,9 @@ no others to be compared with; it counts in the denominators of the loss.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, make_dataclass
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, cast
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,40 +25,9 @@ Column = Callable[[Batch], Tensor]
 """Batch -> one number per unit of a level [U]."""
 Base = Literal["none", "mean", "loo"]
 Norm = Literal["none", "std", "mean"]
-Options = ParamSpec("Options")
 
 ORDINARY = 0.01  # standard deviation from which eps is as published
 SPREAD = 1e-6  # differences below this fraction of the largest reward are rounding errors
-
-
-def column(
-    level: Level = "rollout", **constants: object
-) -> Callable[[Callable[Concatenate[Batch, Options], Tensor]], Callable[Options, Column]]:
-    """Turn a function of a batch and options into a frozen dataclass of the options. With
-    `def Returns(batch, reward, gamma)`, `Returns("outcome", 0.9)` is a function of the batch alone
-    that can be compared, printed and searched by `parts_of`.
-
-    level: the level of the returned values. constants: further class attributes."""
-
-    def build(function: Callable[Concatenate[Batch, Options], Tensor]) -> Callable[Options, Column]:
-        run = cast(Callable[..., Tensor], function)
-        options = list(inspect.signature(function).parameters.values())[1:]
-        defaults = {x.name: x.default for x in options if x.default is not x.empty}
-
-        def call(self: object, batch: Batch) -> Tensor:
-            return run(batch, *(getattr(self, option.name) for option in options))
-
-        record: Any = make_dataclass(
-            function.__name__,
-            [(option.name, option.annotation) for option in options],
-            namespace={"__call__": call, "level": level, **constants, **defaults},
-            frozen=True,
-            slots=True,
-        )
-        record.__doc__, record.__module__ = function.__doc__, function.__module__
-        return cast(Callable[Options, Column], record)
-
-    return build
 
 
 class Standardised(NamedTuple):
@@ -195,19 +163,22 @@ class GroupRelative:
         return self.of_units(batch)[owner(batch, self.level)]
 
 
-@column()
-def RewardToGo(
-    batch: Batch,
-    reward: str | Column = "outcome",
-    gamma: float = 1.0,
-    token_cost: Column | None = None,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class RewardToGo:
     """Discounted reward-to-go per token; the rollout's reward is at its last action token.
 
     gamma discounts per action token, not for tool results in between. token_cost [N]: subtracted
     from every token's reward."""
-    following = next_action(batch)
-    return scan(terminal_rewards(batch, reward, following, token_cost), gamma, following)
+
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    token_cost: Column | None = None
+
+    def __call__(self, batch: Batch) -> Tensor:
+        following = next_action(batch)
+        return scan(
+            terminal_rewards(batch, self.reward, following, self.token_cost), self.gamma, following
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,10 +258,20 @@ def weighted_sum(*terms: tuple[Credit, float | Column]) -> WeightedSum:
     return WeightedSum(terms)
 
 
-@column()
-def ZeroAdvantage(batch: Batch) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ZeroAdvantage:
     """Zero advantages: the algorithm learns from its penalties alone."""
-    return torch.zeros(batch.n_tokens, dtype=torch.float64)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.zeros(batch.n_tokens, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Imitated:
+    """Ones [N]: psi is the token's weight, and the loss its negative log-likelihood."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.ones(batch.n_tokens, dtype=torch.float64)
 
 
 def level_of(reward: str | Column) -> Level:
@@ -367,10 +348,14 @@ def has_variance(batch: Batch, reward: str | Column = "outcome") -> Tensor:
     return (high - low > SPREAD * largest)[group]
 
 
-@column()
-def AllFilters(batch: Batch, keep: tuple[Column, ...]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class AllFilters:
     """Tokens that all filters keep, bool [N]."""
-    return torch.stack([filter_(batch) for filter_ in keep]).all(0)
+
+    keep: tuple[Column, ...]
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.stack([filter_(batch) for filter_ in self.keep]).all(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,17 @@ Means are over other rollouts than the call's own, so that they do not depend on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
-from agentrl.algorithms.credit.core import Column, Credit, column
+from agentrl.algorithms.credit.core import Column, Credit
 from agentrl.algorithms.credit.shrinkage import mean_by
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import key, next_same, reduce_by, scan, units
+from agentrl.algorithms.data.ids import Level, key, next_same, reduce_by, scan, units
 
 SHOWN = (0.15, 0.5)  # share of the outcome that is visible before the end: no trust, full trust
 EFFECT = (1.25, 2.5)  # squared effect that values miss, over its noise: full trust, no trust
@@ -256,21 +256,26 @@ def squared_scores(calls: Calls, x: Tensor, unit: Tensor, context: Tensor) -> Te
     return square
 
 
-@column("transition")
-def PeerAdvantages(
-    batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0, lam: float = LAMBDA
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class PeerAdvantages:
     """The return of each call, without what later calls did to it as far as values of states can be
     trusted (`lambda_returns`), minus `baselines`, [S]; 0 without others to compare with. A constant
     that is added to all outcomes changes nothing; a factor is one of the advantages."""
-    total = turns.Returns(reward, 1.0)(batch)
-    calls, index = calls_of(batch, reward, gamma, total)
-    advantage = torch.where(total.isnan(), total, 0.0)
-    if index.numel():
-        missed = missed_by_values(calls, lam)
-        x = calls.returns - trust(calls, missed) * missed
-        advantage[index] = core.standardise(x, calls.group, base=baselines(calls, x)).advantage
-    return advantage
+
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    lam: float = LAMBDA
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        total = turns.Returns(self.reward, 1.0)(batch)
+        calls, index = calls_of(batch, self.reward, self.gamma, total)
+        advantage = torch.where(total.isnan(), total, 0.0)
+        if index.numel():
+            missed = missed_by_values(calls, self.lam)
+            x = calls.returns - trust(calls, missed) * missed
+            advantage[index] = core.standardise(x, calls.group, base=baselines(calls, x)).advantage
+        return advantage
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import core
-from agentrl.algorithms.credit.core import Column, Credit, column, rewards, was_truncated
+from agentrl.algorithms.credit.core import Column, Credit, rewards, was_truncated
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, key, lift, next_same, rollout_of, scan
 from agentrl.errors import TrainingError, nearest
@@ -39,21 +39,32 @@ def discounted_return(x: Tensor, decay: Tensor | float, following: Tensor) -> Te
     return torch.where(known, scan(x.nan_to_num(nan=0.0), decay, following), torch.nan)
 
 
-@column("transition")
-def CallRewards(batch: Batch, reward: str | Column = "outcome") -> Tensor:
+@dataclass(frozen=True, slots=True)
+class CallRewards:
     """`call_rewards` as a column, [S]."""
-    return call_rewards(batch, reward)
+
+    reward: str | Column = "outcome"
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return call_rewards(batch, self.reward)
 
 
-@column("transition")
-def Returns(batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Returns:
     """Discounted return of each call, from its own and the rollout's later rewards, [S]."""
-    following = next_same(batch.transition_rollout)
-    return discounted_return(call_rewards(batch, reward), gamma, following)
+
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        following = next_same(batch.transition_rollout)
+        return discounted_return(call_rewards(batch, self.reward), self.gamma, following)
 
 
-@column("transition")
-def PotentialShaping(batch: Batch, reward: str, gamma: float = 1.0) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class PotentialShaping:
     """Potential-based shaping: gamma * phi(next state) - phi(state) per call, [S]. `reward` is the
     potential phi of the state before each call. Ng et al. 1999.
 
@@ -61,12 +72,18 @@ def PotentialShaping(batch: Batch, reward: str, gamma: float = 1.0) -> Tensor:
     the shaping then adds a function of the first state alone and leaves the policy gradient
     unchanged. A truncated rollout without an outcome uses its last known phi as the phi after the
     end. Calls without phi are skipped."""
-    phi = call_rewards(batch, reward)
-    known = ~phi.isnan()
-    following = next_same(torch.where(known, batch.transition_rollout, len(batch.rollouts)))
-    unfinished = was_truncated(batch) & ~has_outcome(batch)
-    end = torch.where(unfinished[batch.transition_rollout], phi, 0.0)
-    return gamma * torch.where(following >= 0, phi[following], end) - phi
+
+    reward: str
+    gamma: float = 1.0
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        phi = call_rewards(batch, self.reward)
+        known = ~phi.isnan()
+        following = next_same(torch.where(known, batch.transition_rollout, len(batch.rollouts)))
+        unfinished = was_truncated(batch) & ~has_outcome(batch)
+        end = torch.where(unfinished[batch.transition_rollout], phi, 0.0)
+        return self.gamma * torch.where(following >= 0, phi[following], end) - phi
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,31 +134,46 @@ class StepGae:
         return at_first_tokens(batch, self(batch) + self.value(batch))
 
 
-@column("transition")
-def ValuesFromReward(batch: Batch, reward: str) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ValuesFromReward:
     """The value of the state before each call, [S], from a reward that every call must have."""
-    v = call_rewards(batch, reward)
-    if missing := int(v.isnan().sum()):
-        raise TrainingError(
-            f"step {batch.step}: {missing} of {v.numel()} calls have no value {reward!r}, "
-            "which the algorithm needs for every call"
-        )
-    return v
+
+    reward: str
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        v = call_rewards(batch, self.reward)
+        if missing := int(v.isnan().sum()):
+            raise TrainingError(
+                f"step {batch.step}: {missing} of {v.numel()} calls have no value {self.reward!r}, "
+                "which the algorithm needs for every call"
+            )
+        return v
 
 
-@column("transition")
-def FirstTokenValues(batch: Batch, value: Column) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class FirstTokenValues:
     """`value` [N] at the first token of each call, [S]; missing for calls without tokens."""
-    starts = is_first_token(batch)
-    out = torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64)
-    out[batch.token_transition[starts]] = value(batch)[starts].double()
-    return out
+
+    value: Column
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        starts = is_first_token(batch)
+        out = torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64)
+        out[batch.token_transition[starts]] = self.value(batch)[starts].double()
+        return out
 
 
-@column()
-def TurnDiscount(batch: Batch, credit: Credit, gamma: float) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class TurnDiscount:
     """A credit [N] times gamma ** (number of later calls). SPIRAL, arXiv 2506.24119."""
-    return credit(batch) * turn_discounts(batch, gamma)[batch.token_transition]
+
+    credit: Credit
+    gamma: float
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.credit(batch) * turn_discounts(batch, self.gamma)[batch.token_transition]
 
 
 def has_outcome(batch: Batch) -> Tensor:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import ClassVar, Protocol
 
 import msgspec
 import torch
@@ -24,31 +24,7 @@ from agentrl.errors import PolicyError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
-# Part names contain class names, and older checkpoints contain the old ones.
-RENAMED = {
-    "BiLevel": "BiLevelGae",
-    "Centred": "DiscountedAdvantages",
-    "Combined": "OutcomePlusCalls",
-    "Compensated": "RescaledByValid",
-    "Best": "BestOverSecond",
-    "Hindsight": "HindsightReturns",
-    "Hiper": "HiperGae",
-    "Histories": "SameStateRelative",
-    "Largest": "ScaledByLargestReturn",
-    "Others": "CentredOnOthers",
-    "Overlong": "OverlongPenalty",
-    "PassAtK": "PassAtKReward",
-    "Peers": "PeerValues",
-    "Received": "CallRewards",
-    "Rel": "GroupRelative",
-    "Sampled": "SampledRewards",
-    "Shaped": "PotentialShaping",
-    "Stage": "JointActionSpace",
-    "Sum": "SumOfCalls",
-    "Survivors": "NonzeroVarianceReward",
-    "Training": "CriticTraining",
-    "Tree": "BranchAdvantage",
-}
+CLASS = re.compile(r"\b[A-Z]\w*(?=\()")
 
 
 class StatePart(Protocol):
@@ -123,14 +99,18 @@ def _numbered(names: Sequence[str]) -> tuple[dict[str, int], Tensor]:
 
 
 class RememberedColumn:
-    """A column of a credit whose values come from earlier steps."""
+    """A column of a credit whose values come from earlier steps: a frozen dataclass.
+
+    stored_as: the word for its state in checkpoints, which stays when the class is renamed."""
 
     __slots__ = ()
+    stored_as: ClassVar[str]
 
     @property
     def name(self) -> str:
-        """Name of its state part; equal columns share one."""
-        return repr(self)
+        """Name of its state part, such as "running-mean('outcome',0.9)"; equal columns share one.
+        It has the column's settings, because other settings would make other numbers."""
+        return self.stored_as + settings(self)
 
     @property
     def level(self) -> Level:
@@ -152,10 +132,23 @@ class RememberedColumn:
         """The values that `recall` put into the batch. Raises TrainingError without them."""
         if self.name not in batch.memory:
             raise TrainingError(
-                f"step {batch.step}: {self.name} reads values of earlier steps, and this batch has "
+                f"step {batch.step}: {self} reads values of earlier steps, and this batch has "
                 "none; set its `memory` to the `columns` that `AlgorithmState.recall` returns"
             )
         return batch.memory[self.name]
+
+
+def settings(value: object) -> str:
+    """The fields of a record in their order, without names of classes and fields, so that renaming
+    them changes nothing; without defaults at the end, so that adding an option changes nothing."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(settings, value))}]"
+    if not is_dataclass(value):
+        return getattr(value, "__qualname__", repr(value))
+    items = [(getattr(value, item.name), item.default) for item in fields(value)]
+    while items and items[-1][0] == items[-1][1]:
+        items.pop()
+    return f"({','.join(settings(item) for item, _ in items)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +169,13 @@ class AlgorithmState:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        names = {memory.name: memory for memory in self.memories}
         for memory in self.memories:
+            if names[memory.name] != memory:
+                raise TrainingError(
+                    f"{memory} and {names[memory.name]} would share the state {memory.name}; give "
+                    "one of them another `stored_as`"
+                )
             self.parts.setdefault(memory.name, memory.part(self.seed))
 
     def recall(self, batch: Batch, groups: Sequence[Group]) -> Recalled:
@@ -197,7 +196,7 @@ class AlgorithmState:
     def restore(self, data: Mapping[str, Json]) -> None:
         """Restore the state of a checkpoint. A part missing from an older checkpoint keeps its
         initial state, with a warning. Raises PolicyError for a part of another algorithm."""
-        data = {_current_name(name): saved for name, saved in data.items()}
+        data = self._with_current_names(data)
         for name in data:
             if name not in self.parts:
                 hint = nearest(name, self.parts) if self.parts else "this algorithm has no state"
@@ -205,9 +204,12 @@ class AlgorithmState:
                     f"the checkpoint has state {name!r} of another algorithm; {hint}. Continue "
                     "with the algorithm that wrote it, or start a new run from its weights"
                 )
+        shown = {memory.name: repr(memory) for memory in self.memories}
         for name, part in self.parts.items():
             if name not in data:
-                log.warning("The checkpoint has no state of %s; starting it anew.", name)
+                log.warning(
+                    "The checkpoint has no state of %s; starting it anew.", shown.get(name, name)
+                )
                 continue
             try:
                 part.restore(data[name])
@@ -216,10 +218,13 @@ class AlgorithmState:
                     f"the checkpoint's state {name!r} is damaged ({error}); resume from another one"
                 ) from error
 
-
-def _current_name(name: str) -> str:
-    """A part's name with current class names; logs a change."""
-    current = re.sub(r"\b([A-Z]\w*)(?=\()", lambda found: RENAMED.get(found[1], found[1]), name)
-    if current != name:
-        log.warning("The checkpoint's %s is now called %s.", name, current)
-    return current
+    def _with_current_names(self, data: Mapping[str, Json]) -> dict[str, Json]:
+        """Checkpoints up to 0.1 name a column's state by its repr, with older names of classes."""
+        current = {CLASS.sub("", repr(memory)): memory.name for memory in self.memories}
+        found = dict[str, Json]()
+        for written, saved in data.items():
+            name = current.get(CLASS.sub("", written), written)
+            if name != written:
+                log.warning("The checkpoint's %s is now called %s.", written, name)
+            found[name] = saved
+        return found

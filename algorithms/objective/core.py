@@ -139,7 +139,7 @@ class Algo:
     def memories(self) -> tuple[RememberedColumn, ...]:
         """The columns that it remembers between steps."""
         parts = parts_of((self.credit, self.keep))
-        return tuple({p.name: p for p in parts if isinstance(p, RememberedColumn)}.values())
+        return tuple(dict.fromkeys(p for p in parts if isinstance(p, RememberedColumn)))
 
     @property
     def greedy(self) -> bool:

@@ -9,7 +9,7 @@ missing value adds nothing; a token is missing if all streams are missing for it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated, ClassVar, Literal
 
@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
-from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum, column
+from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, known_mean, lift, next_same, reduce_by
-from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo
-from agentrl.algorithms.presets import registry
-from agentrl.algorithms.presets.registry import PPO_CLIP, Cap, Discount, Share, modifier, preset
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.presets import declare
+from agentrl.algorithms.presets.declare import PPO_CLIP, Cap, Discount, Share, modifier, preset
 from agentrl.errors import ConfigError
 from agentrl.types import Scope
 
 Agreement = Literal["agree", "positive", "negative"]
+
+
 Way = Literal["advantages", "returns", "rewards"]
 
 
@@ -37,67 +39,78 @@ class SumOfCalls(WeightedSum):
     level: ClassVar[Level] = "transition"
 
 
-@column("transition")
-def DiscountedAdvantages(batch: Batch, rel: GroupRelative, gamma: float = 1.0) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class DiscountedAdvantages:
     """Advantages of calls, roles or rollouts times gamma ** (number of later calls), [S]."""
-    x = lift(batch, rel.of_units(batch), rel.level, "transition")
-    return x * turns.turn_discounts(batch, gamma)
+
+    rel: GroupRelative
+    gamma: float = 1.0
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = lift(batch, self.rel.of_units(batch), self.rel.level, "transition")
+        return x * turns.turn_discounts(batch, self.gamma)
 
 
-@column("transition")
-def ScaledByLargestReturn(batch: Batch, reward: str | Column) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ScaledByLargestReturn:
     """Rewards of calls divided by the batch's largest |return|, [S]. PRIME, arXiv 2502.01456."""
-    x = turns.call_rewards(batch, reward)
-    returns = turns.discounted_return(x, 1.0, next_same(batch.transition_rollout)).abs()
-    largest = returns.nan_to_num(nan=0.0).max() if returns.numel() else torch.ones(())
-    return x / largest if largest > 0 else x
+
+    reward: str | Column
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = turns.call_rewards(batch, self.reward)
+        returns = turns.discounted_return(x, 1.0, next_same(batch.transition_rollout)).abs()
+        largest = returns.nan_to_num(nan=0.0).max() if returns.numel() else torch.ones(())
+        return x / largest if largest > 0 else x
 
 
-@column("transition")
-def CentredOnOthers(batch: Batch, reward: str | Column) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class CentredOnOthers:
     """Rewards of calls minus the mean reward per call of the group's other rollouts, [S]; 0 if
     there is no other. PRIME, arXiv 2502.01456."""
-    x = turns.call_rewards(batch, reward)
-    rollout, group = batch.transition_rollout, batch.rollout_group
-    mean = known_mean(x, rollout, len(batch.rollouts))
-    base = core.standardise(mean, group, base="loo").baseline
-    others = reduce_by(~mean.isnan(), group, len(batch.groups))[group] > 1
-    return torch.where(others[rollout], x - base[rollout], 0.0 * x)
+
+    reward: str | Column
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = turns.call_rewards(batch, self.reward)
+        rollout, group = batch.transition_rollout, batch.rollout_group
+        mean = known_mean(x, rollout, len(batch.rollouts))
+        base = core.standardise(mean, group, base="loo").baseline
+        others = reduce_by(~mean.isnan(), group, len(batch.groups))[group] > 1
+        return torch.where(others[rollout], x - base[rollout], 0.0 * x)
 
 
-@column()
-def ClampedAdvantage(batch: Batch, credit: Credit, limit: float) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ClampedAdvantage:
     """A credit clamped to +- limit, [N]."""
-    return credit(batch).clamp(-limit, limit)
+
+    credit: Credit
+    limit: float
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.credit(batch).clamp(-self.limit, self.limit)
 
 
-@column()
-def GatedByOutcome(batch: Batch, credit: Credit, outcome: Credit, how: Agreement) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class GatedByOutcome:
     """A credit where the outcome's advantage agrees, else 0, [N]; missing where the outcome's is.
 
     how: "agree": both must have the same sign; "positive": a positive advantage counts only if the
     outcome's is positive; "negative": a negative one counts only if the outcome's is negative."""
-    a, result = credit(batch), outcome(batch)
-    agrees = a * result > 0
-    if how != "agree":
-        agrees |= (a <= 0) if how == "positive" else (a >= 0)
-    return torch.where(result.isnan() | a.isnan(), torch.nan, torch.where(agrees, a, 0.0))
 
+    credit: Credit
+    outcome: Credit
+    how: Agreement
 
-@column()
-def OutcomePlusCalls(batch: Batch, reward: str | Column, calls: str, weight: float = 1.0) -> Tensor:
-    """The reward of each rollout plus `weight` times the sum of its calls' rewards, [U]."""
-    x = turns.call_rewards(batch, calls).nan_to_num(nan=0.0)
-    total = reduce_by(x, batch.transition_rollout, len(batch.rollouts))
-    return core.rollout_rewards(batch, reward) + weight * total
-
-
-@column()
-def CallsOrOutcome(batch: Batch, credit: Credit, outcome: Credit, reward: str) -> Tensor:
-    """`credit` for rollouts in which a call received the reward, `outcome` for the others, [N]."""
-    known = ~turns.call_rewards(batch, reward).isnan()
-    has = reduce_by(known, batch.transition_rollout, len(batch.rollouts)) > 0
-    return torch.where(has[batch.token_rollout], credit(batch), outcome(batch))
+    def __call__(self, batch: Batch) -> Tensor:
+        a, result = self.credit(batch), self.outcome(batch)
+        agrees = a * result > 0
+        if self.how != "agree":
+            agrees |= (a <= 0) if self.how == "positive" else (a >= 0)
+        return torch.where(result.isnan() | a.isnan(), torch.nan, torch.where(agrees, a, 0.0))
 
 
 class RewardStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -233,7 +246,7 @@ def streams(
     streams: Streams,
     mix: Way = "advantages",
     gamma: Discount = 1.0,
-    norm: registry.Scale = "none",
+    norm: declare.Scale = "none",
 ) -> Algo:
     """Any number of process and outcome rewards, each with its own options, mixed as advantages,
     returns or rewards. arXiv 2509.19199; see CREDIT.md."""
@@ -252,48 +265,8 @@ def with_process(algo: Algo, *, streams: Streams) -> Algo:
 
 
 @modifier("credit")
-def with_credit(algo: Algo, *, credit: registry.CreditFunction, credit_reward: str = "") -> Algo:
+def with_credit(algo: Algo, *, credit: declare.CreditFunction, credit_reward: str = "") -> Algo:
     """Replaces the host's credit by your function "file.py:name", which takes a batch and returns
     one advantage per token, NaN if missing (arXiv 2402.03300). credit_reward: the reward to put
     into the batch for it; default: the host's."""
-    return replace(algo, credit=credit, rewards=(credit_reward or registry.outcome_of(algo),))
-
-
-@preset("archer")
-def archer(reward: str, *, advantage: str = "", gamma: Discount = 0.9) -> Algo:
-    """REINFORCE with each call's temporal difference of a critic's values, r + gamma V' - V. Early
-    calls learn only as fast as the critic, which in the paper is off-policy. `advantage`: a reward
-    of calls, which needs no critic, `reward` or `gamma`. arXiv 2402.19446."""
-    credit = advantage or turns.StepGae(turns.value_of(""), reward, gamma, lam=0.0)
-    return Algo(GroupRelative(credit, base="none"), agg=ROW_SUMS)
-
-
-@preset("prime", clip=PPO_CLIP)
-def prime(
-    reward: str, *, process: str = "process", weight: Share = 1.0, scaled: bool = False
-) -> Algo:
-    """Outcome plus returns of a reward of calls, each minus the mean of the other rollouts,
-    whitened; `scaled` divides the process rewards by their largest return. arXiv 2502.01456."""
-    stream = RewardStream(scope=Scope.TRANSITION, base="prime", norm="prime" if scaled else "none")
-    steps = stream_advantage(process, {process: stream})
-    mixed = core.weighted_sum((GroupRelative(reward, base="loo"), 1.0), (steps, weight))
-    return Algo(core.Whiten(mixed), agg=TOKENS)
-
-
-@preset("istar", clip=PPO_CLIP)
-def istar(reward: str, *, process: str = "transition:process", weight: Share = 1.0) -> Algo:
-    """Outcome standardised over rollouts plus a reward of calls standardised over all calls of the
-    group. arXiv 2509.19199."""
-    steps = GroupRelative(process, norm="std")
-    return Algo(core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (steps, weight)))
-
-
-@preset("mt-grpo", clip=PPO_CLIP)
-def mt_grpo(reward: str, *, turn_reward: str = "transition:turn", weight: Share = 1.0) -> Algo:
-    """Outcome compared over rollouts plus a reward of calls compared within the same turn. A
-    rollout without such a reward (no tool call) is compared by the sum of both. arXiv 2505.11821.
-    """
-    same_turn = GroupRelative(turn_reward, by=("group", "turn"), norm="std")
-    both = core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (same_turn, weight))
-    combined = GroupRelative(OutcomePlusCalls(reward, turn_reward, weight), norm="std")
-    return Algo(CallsOrOutcome(both, combined, turn_reward))
+    return replace(algo, credit=credit, rewards=(credit_reward or declare.outcome_of(algo),))

@@ -1,180 +1,41 @@
 """Build an algorithm from a name and options.
 
-A preset is a function of keyword options that returns an `Algo`. A modifier takes an Algo first and
-applies to any preset as "+name". An option that none of the named functions has is an error.
+`make("grpo+tis", {"clip_high": 0.28, "tis_cap": 3.0})` builds an algorithm from a preset, any
+modifiers, and the keyword options of all of them. An option that none of them has is an error.
+Names that are not in `presets/` are entry points of the group `agentrl.presets`, "+name" for a
+modifier: those of the library's own families, and other packages'.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 import msgspec
 
-from agentrl.algorithms.credit.core import Credit
 from agentrl.algorithms.credit.parts import rewards_read
-from agentrl.algorithms.objective.core import STREAMS, Algo, Gate, KLPenalty, Stream
+from agentrl.algorithms.objective.core import STREAMS, Algo, Stream
 from agentrl.algorithms.objective.prepare import Prepare
-from agentrl.algorithms.objective.ratios import Clip
+from agentrl.algorithms.presets import declare
+from agentrl.algorithms.presets.declare import (
+    EMPTY,
+    AlgoModifier,
+    AlgoPreset,
+    CreditFunction,
+    Num,
+    Option,
+)
 from agentrl.base.loading import import_error, load_attribute
-from agentrl.base.parts import installed_plugins
-from agentrl.config.presets import split_preset
+from agentrl.base.parts import installed_plugins, known
+from agentrl.config.presets import current_name, find_preset, preset_names
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest
 from agentrl.plugins import check_call, load_plugin, where
 
-# Types of options.
-Num = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-Discount = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Cap = Annotated[float, msgspec.Meta(gt=0)]  # inf: no cap
-Share = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
-Mix = Annotated[dict[str, Share], msgspec.Meta(min_length=1)]  # reward name to weight
-CreditFunction = Annotated[Credit, "file.py:name"]  # from a batch to advantages [N]
-Names = Annotated[list[str], msgspec.Meta(min_length=1)]
-Scale = Literal["none", "std"]
-
 Supply = Stream | Literal["v", "k", "e"]
-Preset = Callable[..., Algo]
-EMPTY = inspect.Parameter.empty
-ONLY = inspect.Parameter.KEYWORD_ONLY
-PPO_CLIP = (0.2, 0.2)
-# Options that many presets have: `preset` declares and implements them.
-SHARED: dict[str, Any] = {
-    "reward": str, "clip_low": Num, "clip_high": Num, "clip_dual": Cap, "kl": Num,
-}  # fmt: skip
-presets: dict[str, Preset] = {}
-modifiers: dict[str, Preset] = {}
-hosts: dict[str, str] = {}  # per modifier, the preset to show it with
-# By reference of a reward, what adds it to groups if an algorithm reads it.
-added_rewards: dict[str, Prepare] = {}
-
-
-def preset(
-    name: str,
-    *,
-    reward: str = "outcome",
-    clip: tuple[float, ...] = (),
-    clip_by: Literal["transition", "row"] | None = None,
-    kl: bool = False,
-) -> Callable[[Preset], Preset]:
-    """Register a function of keyword options under a name.
-
-    reward: default of the option `reward`, if the function has a parameter of that name. clip:
-    defaults of the options clip_low, clip_high and (optionally) clip_dual of PPO's clip on the
-    ratio of current to old policy, pooled over each `clip_by`. kl: add the option kl, the
-    coefficient of a k3 KL penalty to the reference.
-
-    Raises ConfigError for the name of one of the library's own presets."""
-
-    def register(function: Preset) -> Preset:
-        _check_free(name, presets, function)
-        presets[name] = _with_shared_options(function, reward, clip, clip_by, kl)
-        return presets[name]
-
-    return register
-
-
-def _check_free(name: str, taken: Mapping[str, Preset], function: Preset) -> None:
-    own = taken.get(name)
-    if own is not None and own.__module__.startswith("agentrl.algorithms."):
-        raise ConfigError(
-            f"algorithm.preset: {where(function)} hides the library's own {name!r}; choose "
-            "another name"
-        )
-
-
-def _with_shared_options(
-    function: Preset,
-    reward: str = "outcome",
-    clip: tuple[float, ...] = (),
-    clip_by: Literal["transition", "row"] | None = None,
-    kl: bool = False,
-) -> Preset:
-    """The function with the requested options of `SHARED`: see `preset`."""
-    own = inspect.signature(function).parameters
-    takes_reward = "reward" in own and own["reward"].kind is not ONLY
-    bounds = dict(zip(("clip_low", "clip_high", "clip_dual"), clip, strict=False))
-    defaults: dict[str, Any] = {"reward": reward} if takes_reward else {}
-    defaults |= bounds | ({"kl": 0.0} if kl else {})
-
-    def build(**options: Any) -> Algo:
-        given = defaults | options
-        limits = [given.pop(option) for option in bounds]
-        beta = given.pop("kl") if kl else 0.0
-        algo = function(**given)
-        if not isinstance(algo, Algo):
-            raise ConfigError(
-                f"algorithm.preset: {where(function)} returned {type(algo).__name__}, which is no "
-                "Algo; return Algo(...) instead"
-            )
-        if limits:
-            algo = replace(algo, gates=(Gate(Clip(*limits), by=clip_by), *algo.gates))
-        return replace(algo, penalties=(KLPenalty("k3", beta), *algo.penalties)) if beta else algo
-
-    shared = [
-        inspect.Parameter(option, ONLY, default=x, annotation=SHARED[option])
-        for option, x in defaults.items()
-    ]
-    others = [parameter for option, parameter in own.items() if option not in defaults]
-    first = int(takes_reward)
-    return declared(build, function, [*shared[:first], *others, *shared[first:]])
-
-
-def modifier(name: str, *, prefix: str = "", host: str = "grpo") -> Callable[[Preset], Preset]:
-    """Register a function of an Algo and keyword options that applies to any preset as "+name".
-
-    prefix: prepended to its options in a run file, to tell them from the preset's. host: the preset
-    to show it with. Raises ConfigError for the name of one of the library's own modifiers."""
-
-    def register(function: Preset) -> Preset:
-        def change(algo: Algo, **options: Any) -> Algo:
-            return function(algo, **{key.removeprefix(prefix): x for key, x in options.items()})
-
-        algo, *options = inspect.signature(function).parameters.values()
-        renamed = [option.replace(name=prefix + option.name) for option in options]
-        _check_free(name, modifiers, function)
-        modifiers[name] = declared(change, function, [algo, *renamed])
-        hosts[name] = host
-        return function
-
-    return register
-
-
-def as_modifier(name: str, *, prefix: str) -> Callable[[Preset], Preset]:
-    """Also register a preset as a modifier that replaces the host's credit by the preset's credit,
-    computed from the host's reward. Its options are the preset's own, with a prefix."""
-
-    def register(built: Preset) -> Preset:
-        function = inspect.unwrap(built)
-
-        @functools.wraps(function)
-        def change(algo: Algo, **options: Any) -> Algo:
-            return replace(algo, credit=function(outcome_of(algo), **options).credit)
-
-        change.__doc__ = f"Instead of the host's credit: {inspect.getdoc(function)}"
-        modifier(name, prefix=prefix)(change)
-        return built
-
-    return register
-
-
-def declared(
-    build: Preset, function: Callable[..., Any], parameters: list[inspect.Parameter]
-) -> Preset:
-    """`build` with the name and docstring of `function`, and these parameters."""
-    functools.update_wrapper(build, function)
-    build.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    build.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not EMPTY}
-    return build
-
-
-def outcome_of(algo: Algo) -> str:
-    """The first reward that an algorithm reads."""
-    return next(iter(rewards_read(algo.credit)), "outcome")
+KEY = "algorithm.preset"
 
 
 def make(
@@ -195,74 +56,75 @@ def make(
     Raises ConfigError for an unknown preset, modifier or option, a missing option, one of the wrong
     type or out of range, a stream that the run does not have, two corrections of one mismatch, and
     a user's preset that is no function of options, raises, or does not return an Algo."""
-    parts = _functions(name, root)
-    accepted = [_options(part) for part in parts]
+    name = current_name(name)
+    host, added = parts_of_name(name, root)
+    accepted = [host.options(), *(modifier.options() for modifier in added)]
     valid = {option: kind for own in accepted for option, kind in own.items()}
     chosen = {option: _value(name, option, options[option], valid, root) for option in options}
     for option, (_, default) in sorted(valid.items()):
         if default is EMPTY and option not in chosen:
             raise ConfigError(f"algorithm.options.{option}: required by {name!r}; set it")
     given = [{option: chosen[option] for option in own if option in chosen} for own in accepted]
-    algo = _built(parts[0], given[0])
-    for part, own_options in zip(parts[1:], given[1:], strict=True):
-        algo = part(algo, **own_options)
+    algo = _built(host, given[0])
+    for modifier, own_options in zip(added, given[1:], strict=True):
+        algo = modifier.build(algo, **own_options)
     read = rewards_read(algo.credit, algo.keep, algo.side)
     # The rewards of plain functions are unknown; they are in `algo.rewards`, default the outcome.
     if not read or not is_dataclass(algo.credit):
         read = tuple(dict.fromkeys(algo.rewards + read))
-    adding = tuple(added_rewards[reward] for reward in read if reward in added_rewards)
-    prepare = (*algo.prepare, *adding)
+    prepare = (*algo.prepare, *_adding(read))
     return _checked(replace(algo, rewards=read, prepare=prepare, name=name), streams)
 
 
 def options_of(name: str) -> dict[str, Any]:
     """Options of a preset with modifiers, with defaults (`EMPTY`: required). Raises as `make`."""
-    accepted = [_options(part) for part in _functions(name, Path())]
+    host, added = parts_of_name(current_name(name), Path())
+    accepted = [host.options(), *(modifier.options() for modifier in added)]
     return {option: default for own in accepted for option, (_, default) in own.items()}
 
 
-def _options(part: Preset) -> dict[str, tuple[Any, Any]]:
-    """Type and default of each option of a preset or modifier."""
-    hints = get_type_hints(part, include_extras=True)
-    parameters = inspect.signature(part).parameters.values()
-    return {p.name: (hints[p.name], p.default) for p in parameters if p.kind is ONLY}
+def parts_of_name(name: str, root: Path) -> tuple[AlgoPreset, list[AlgoModifier]]:
+    """The preset and modifiers in a name like "grpo+tis", and `with_entropy`."""
+    host, added = find_preset(name, declare.presets, declare.modifiers)
+    return preset_named(host, root), [*map(modifier_named, added), ENTROPY]
 
 
-def _functions(name: str, root: Path) -> list[Preset]:
-    """The preset and modifiers in a name like "grpo+tis"."""
-    host, added = split_preset(name, presets, modifiers)
-    return [_preset(host, root), *(modifiers[word] for word in added), with_entropy]
-
-
-def _preset(name: str, root: Path) -> Preset:
-    registered = installed_plugins("presets").names
-    if ":" not in name and name not in presets and name not in registered:
-        raise ConfigError(
-            f"algorithm.preset: no preset {name!r}; {nearest(name, [*presets, *registered])}"
-        )
-    thing = load_plugin("presets", name, presets, root, key="algorithm.preset")
+def preset_named(name: str, root: Path = Path()) -> AlgoPreset:
+    """Raises ConfigError for a function that cannot be loaded or is no preset."""
+    installed, names = installed_plugins("presets").names, preset_names()
+    own = (names.presets.keys() - known("presets")) | (declare.presets.keys() - installed)
+    thing = load_plugin("presets", name, own, root, key=KEY)
     if thing is None:
-        return presets[name]
+        return declare.presets[name]
+    # A decorated function has written its record; any other is a preset with its own options only.
+    alike = [made for made in declare.presets.values() if thing in (made, made.function)]
+    if alike:
+        return next((made for made in alike if made.name == name), alike[0])
     if not callable(thing):
-        check_call(thing, key="algorithm.preset")
-    function: Preset = thing if hasattr(thing, "__signature__") else _with_shared_options(thing)
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is not ONLY or parameter.annotation is EMPTY:
-            raise ConfigError(
-                f"algorithm.preset: the parameter {parameter.name!r} of "
-                f"{where(inspect.unwrap(function))} is no keyword-only option with a type; write "
-                "def name(*, option: float = 0.5) -> Algo"
-            )
-    return function
+        check_call(thing, key=KEY)
+    return AlgoPreset(name, thing)
 
 
-def _built(host: Preset, options: Mapping[str, Any]) -> Algo:
+def modifier_named(name: str) -> AlgoModifier:
+    """Raises ConfigError for a function that cannot be loaded."""
+    if name in declare.modifiers:
+        return declare.modifiers[name]
+    function = load_plugin("presets", f"+{name}", (), Path(), key=KEY)
+    return declare.modifiers.get(name) or AlgoModifier(name, function)
+
+
+def _adding(read: Collection[str]) -> list[Prepare]:
+    """What adds the rewards that an algorithm reads to groups, where a package knows how."""
+    return [point.load() for point in installed_plugins("added_rewards") if point.name in read]
+
+
+def _built(host: AlgoPreset, options: Mapping[str, Any]) -> Algo:
     try:
-        return host(**options)
+        return host.build(**options)
     except ConfigError:
         raise
     except Exception as error:  # user code can raise anything
-        raise import_error(f"algorithm.preset: {where(inspect.unwrap(host))}", error) from error
+        raise import_error(f"{KEY}: {where(host.function)}", error) from error
 
 
 def with_entropy(algo: Algo, *, entropy: Num = 0.0) -> Algo:
@@ -271,9 +133,10 @@ def with_entropy(algo: Algo, *, entropy: Num = 0.0) -> Algo:
     return replace(algo, entropy=entropy) if entropy else algo
 
 
-def _value(
-    name: str, option: str, value: Any, valid: Mapping[str, tuple[Any, Any]], root: Path
-) -> Any:
+ENTROPY = AlgoModifier("entropy", with_entropy)
+
+
+def _value(name: str, option: str, value: Any, valid: Mapping[str, Option], root: Path) -> Any:
     if option not in valid:
         hint = nearest(option, valid) if valid else "it has no options"
         raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {hint}")

@@ -23,10 +23,10 @@ from agentrl.algorithms.objective.kl_control import (
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group, check_staleness
 from agentrl.algorithms.sampling.collect import resampling_reward
-from agentrl.algorithms.train.builtin_parts import parts_of
+from agentrl.algorithms.train.builtin_hooks import hooks_of
 from agentrl.algorithms.train.dump import BadSteps
+from agentrl.algorithms.train.hooks import Hooks
 from agentrl.algorithms.train.load_policies import LoadedModel
-from agentrl.algorithms.train.parts import Part
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.prepare import Completer, Preprocessor, ProcessedScorer, Retokenizer
 from agentrl.algorithms.train.step import Updater
@@ -38,10 +38,10 @@ from agentrl.types import POLICY
 log = logging.getLogger("agentrl.algorithm")
 
 
-def load_algorithms(config: RunConfig, parts: Part | None = None) -> dict[str, Algo]:
+def load_algorithms(config: RunConfig, parts: Hooks | None = None) -> dict[str, Algo]:
     """Build the algorithm of each trained policy. parts: default, those of the run. Raises
     ConfigError for invalid settings."""
-    algos, parts = {}, parts or parts_of(config)
+    algos, parts = {}, parts or hooks_of(config)
     for name in trained_policies(config):
         try:
             algos[name] = load_algorithm(view(config, name), parts)
@@ -52,7 +52,7 @@ def load_algorithms(config: RunConfig, parts: Part | None = None) -> dict[str, A
 
 
 def group_requirements(
-    config: RunConfig, algos: Mapping[str, Algo], parts: Part | None = None
+    config: RunConfig, algos: Mapping[str, Algo], parts: Hooks | None = None
 ) -> tuple[bool, str | None]:
     """The algorithms' requirements on groups, which all policies share: whether the first rollout
     is greedy, and the reward that must differ within a group, or None.
@@ -71,18 +71,18 @@ def group_requirements(
                 "greedy rollout, or dynamic sampling); choose presets that agree, or set "
                 "algorithm.dynamic_sampling = false"
             )
-    (parts or parts_of(config)).check(algos, wanted[1])
+    (parts or hooks_of(config)).check(algos, wanted[1])
     return wanted
 
 
-def load_algorithm(config: RunConfig, parts: Part | None = None) -> Algo:
+def load_algorithm(config: RunConfig, parts: Hooks | None = None) -> Algo:
     """Build the algorithm of the run file. Raises ConfigError for settings that do not fit it."""
     streams = factory.available_streams(config)
     settings = config.algorithm
     algo = catalogue.make(
         settings.preset, settings.options, streams=streams, root=Path(config.root)
     )
-    algo = (parts or parts_of(config)).algorithm(config, algo)
+    algo = (parts or hooks_of(config)).algorithm(config, algo)
     check_group(settings, algo)
     check_staleness(settings, algo)
     factory.refuse_unused_settings(config, algo)
@@ -94,10 +94,10 @@ def make_policies(
     algos: Mapping[str, Algo],
     models: Sequence[LoadedModel],
     stack: AsyncExitStack,
-    parts: Part | None = None,
+    parts: Hooks | None = None,
 ) -> PolicySet:
     """Build the trained policies, with the state of the run. `stack` closes their learners."""
-    updaters, parts = {}, parts or parts_of(config)
+    updaters, parts = {}, parts or hooks_of(config)
     for name, algo in algos.items():
         model = next(model for model in models if name in model.policies)
         dumps = Path(config.output, "dumps", name if config.policies else "")

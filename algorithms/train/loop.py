@@ -19,7 +19,7 @@ from agentrl.algorithms.sampling.stragglers import settle_groups_ahead
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.train.empty_steps import check_empty_steps, empty_commit, is_empty
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
-from agentrl.algorithms.train.parts import Part, ServedRun
+from agentrl.algorithms.train.hooks import Hooks, ServedRun
 from agentrl.types import StepCommit
 
 
@@ -30,7 +30,7 @@ class TrainingLoop:
     live: ServedRun
     source: GroupSource
     heldout: HeldoutEvaluator
-    parts: Part
+    parts: Hooks
 
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""

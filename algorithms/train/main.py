@@ -25,7 +25,7 @@ from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import build
-from agentrl.algorithms.train.builtin_parts import parts_of
+from agentrl.algorithms.train.builtin_hooks import hooks_of
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
 from agentrl.algorithms.train.load_policies import (
     load_policies,
@@ -54,7 +54,7 @@ def main(config: RunConfig) -> None:
 async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) -> None:
     """Open the run, load the policies of its last committed step, and train to the last step.
     ready: called when everything is loaded."""
-    parts = parts_of(config)
+    parts = hooks_of(config)
     algos = build.load_algorithms(config, parts)
     greedy, resample = build.group_requirements(config, algos, parts)
     log.log(PHASE, "reading the tasks")

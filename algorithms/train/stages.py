@@ -16,8 +16,8 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
 from agentrl.algorithms.train.estimate import announce
+from agentrl.algorithms.train.hooks import Hooks, LoadedRun, OpenRun, ServedRun
 from agentrl.algorithms.train.load_policies import LoadedModel, evaluated_steps, load_policies
-from agentrl.algorithms.train.parts import LoadedRun, OpenRun, Part, ServedRun
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.base import folder_lock
@@ -39,7 +39,7 @@ async def open_run(config: RunConfig, closing: AsyncExitStack) -> OpenRun:
     return OpenRun(config=config, store=store, state=state, lock=lock, closing=closing)
 
 
-async def load_run(opened: OpenRun, algos: Mapping[str, Algo], parts: Part) -> LoadedRun:
+async def load_run(opened: OpenRun, algos: Mapping[str, Algo], parts: Hooks) -> LoadedRun:
     """With the policies of the last committed step in memory."""
     config, started = opened.config, time.monotonic()
     models = load_policies(config)

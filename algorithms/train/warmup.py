@@ -16,13 +16,13 @@ from statistics import fmean
 import torch
 from msgspec.structs import replace
 
+from agentrl.algorithms.credit.core import Imitated
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.chat import template_message
 from agentrl.algorithms.model.load import Tokenizer, load_model
 from agentrl.algorithms.model.tiny import rows_of
 from agentrl.algorithms.objective import core as objective
-from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.optimize import learning_rate
 from agentrl.base.loading import load_tasks
@@ -50,7 +50,7 @@ def warm_up(config: RunConfig, start: str) -> tuple[str, bool]:
     data = load_tasks(settings.data, Path(config.root), key="warmup.data", needs="messages")
     model, tokenizer = load_model(start, config.policy.dtype, config.policy.device)
     rows = [row for demonstration in data for row in _rows(tokenizer, demonstration)]
-    algo = catalogue.make("sft", {})
+    algo = objective.Algo(Imitated(), agg=objective.TOKENS, rewards=(), name="warmup")
     learner = factory.make_learner(
         replace(config, critic=CriticConfig()), algo, model, tokenizer, start
     )

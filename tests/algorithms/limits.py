@@ -13,9 +13,9 @@ from math import prod
 
 import torch
 
+from agentrl.algorithms.multiagent.coma import CriticTraining, Kind, TeamCritic, TeamShape
 from agentrl.algorithms.multiagent.episodes import Episode
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.zoo.coma import CriticTraining, Kind, TeamCritic, TeamShape
 from agentrl.team_rewards import Coalition, shapley
 
 from .worlds import Call, Play, world

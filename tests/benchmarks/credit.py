@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from agentrl.algorithms.credit.core import Credit, GroupRelative
+from agentrl.algorithms.credit.peers import PeerAdvantages
 from agentrl.algorithms.credit.turns import Returns, StepGae, ValuesFromReward
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.zoo.turns import BatchTd, PeerAdvantages
+from agentrl.algorithms.zoo.states.presets import BatchTd
 
 from . import world_figures
 from .team_variance import team_variance

@@ -26,12 +26,9 @@ from agentrl.algorithms.credit.core import (
     weighted_sum,
 )
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.presets.zoo.grpo import (
-    BestOverSecond,
-    NonzeroVariance,
-    NonzeroVarianceReward,
-)
-from agentrl.algorithms.presets.zoo.reinforce import RescaledByValid
+from agentrl.algorithms.presets.grpo import NonzeroVariance, NonzeroVarianceReward
+from agentrl.algorithms.zoo.baselines.grpo import BestOverSecond
+from agentrl.algorithms.zoo.baselines.reinforce import RescaledByValid
 from agentrl.errors import TrainingError
 
 NAN = math.nan

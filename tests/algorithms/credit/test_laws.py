@@ -36,14 +36,10 @@ from agentrl.algorithms.objective.ratios import (
     Truncate,
     TrustRegion,
 )
-from agentrl.algorithms.presets.catalogue import make, presets
+from agentrl.algorithms.presets.catalogue import installed, make
 from agentrl.algorithms.presets.registry import Supply
-from agentrl.algorithms.presets.zoo.gates import (
-    DivergenceGate,
-    OffPolicyMask,
-    SoftGate,
-    VespoWeight,
-)
+from agentrl.algorithms.zoo.gates.corrections import OffPolicyMask
+from agentrl.algorithms.zoo.gates.presets import DivergenceGate, SoftGate, VespoWeight
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -64,7 +60,7 @@ SUPPLY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
 # Those that read nothing but the outcome of rollouts, each for itself.
 PRESETS = [
     name
-    for name in sorted(presets.keys() - {"streams", "coma"})
+    for name in sorted(installed()[0].keys() - {"streams", "coma"})
     if (algo := make(name, {}, streams=SUPPLY)).rewards == ("outcome",)
     and not (algo.critic or algo.greedy or algo.side)
 ]

@@ -13,15 +13,11 @@ import pytest
 from agentrl.algorithms.credit.core import AllFilters, GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.zoo.grpo import (
-    BestOverSecond,
-    NotTruncated,
-    OverlongPenalty,
-    PassAtKReward,
-)
-from agentrl.algorithms.presets.zoo.reinforce import GreedyBaseline, SampledRewards
-from agentrl.algorithms.presets.zoo.teams import RoleFilter
+from agentrl.algorithms.presets.grpo import NotTruncated, OverlongPenalty
+from agentrl.algorithms.presets.teams import RoleFilter
 from agentrl.algorithms.train.build import load_algorithm
+from agentrl.algorithms.zoo.baselines.grpo import BestOverSecond, PassAtKReward
+from agentrl.algorithms.zoo.baselines.reinforce import GreedyBaseline, SampledRewards
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.worlds import NAN, Call, Play, world

@@ -25,12 +25,13 @@ from agentrl.algorithms.credit.turns import (
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.zoo.hindsight import HindsightReturns
-from agentrl.algorithms.presets.zoo.ppo import BiLevelGae
-from agentrl.algorithms.presets.zoo.subgoals import HiperGae
-from agentrl.algorithms.presets.zoo.teams import RoleFilter
-from agentrl.algorithms.presets.zoo.trees import BranchAdvantage
-from agentrl.algorithms.presets.zoo.turns import PeerValues, SameStateRelative
+from agentrl.algorithms.presets.hierarchy import HiperGae
+from agentrl.algorithms.presets.states import SameStateRelative
+from agentrl.algorithms.presets.teams import RoleFilter
+from agentrl.algorithms.zoo.critics.presets import BiLevelGae
+from agentrl.algorithms.zoo.hindsight.presets import HindsightReturns
+from agentrl.algorithms.zoo.states.presets import PeerValues
+from agentrl.algorithms.zoo.trees.presets import BranchAdvantage
 from agentrl.errors import TrainingError
 from tests.algorithms.naive import (
     naive_bi_level,

@@ -23,7 +23,7 @@ from agentrl.algorithms.diagnostics.explain import brief, explain, links, report
 from agentrl.algorithms.learners.reward_models import RewardModel
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.kl_control import KlController, ReferenceControl
-from agentrl.algorithms.presets.catalogue import hosts, make, modifiers, presets
+from agentrl.algorithms.presets.catalogue import installed, make
 from agentrl.algorithms.train.prepare import Completer, Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.cli.main import cli
@@ -108,7 +108,8 @@ def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
     needed["process"] = {"process_streams": OPTIONS["streams"]}
     needed |= {"equal": {"equal_units": ["role"]}, "coma": {"roles": ["a"], "actions": ["b"]}}
     needed["credit"] = {"credit": f"{__name__}:nothing"}
-    names = [*presets, *(f"{hosts[name]}+{name}" for name in modifiers)]
+    presets, modifiers = installed()
+    names = [*presets, *(f"{made.host}+{name}" for name, made in modifiers.items())]
     for name in names:
         options = needed.get(name.split("+")[-1], {})
         algo = make(name, options, streams=("o", "b", "q", "t", "v", "k"))
@@ -176,6 +177,7 @@ def output(*arguments: str) -> str:
 def test_the_catalogue_has_a_line_for_everything() -> None:
     lines = output("algorithms").splitlines()
     said = {line.split()[0] for line in lines}
+    presets, modifiers = installed()
     assert {*presets, *(f"+{name}" for name in modifiers)} <= said
     gspo = next(line for line in lines if line.startswith("  gspo "))
     assert "arXiv 2507.18071" in gspo

@@ -17,11 +17,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
-from agentrl.algorithms.multiagent.episodes import Episode, JointActionSpace, pad_episodes
-from agentrl.algorithms.objective import core as objective
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.zoo.coma import (
+from agentrl.algorithms.multiagent.coma import (
     CentralCritic,
     CriticTraining,
     Kind,
@@ -30,6 +26,10 @@ from agentrl.algorithms.presets.zoo.coma import (
     TeamShape,
     counterfactual_advantage,
 )
+from agentrl.algorithms.multiagent.episodes import Episode, JointActionSpace, pad_episodes
+from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.build import make_state
 from agentrl.config import resolve
 from agentrl.errors import PolicyError, TrainingError

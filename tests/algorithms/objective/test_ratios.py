@@ -19,9 +19,9 @@ from agentrl.algorithms.objective.ratios import (
     Truncate,
     TrustRegion,
 )
-from agentrl.algorithms.presets.zoo.gates import (
+from agentrl.algorithms.zoo.gates.corrections import OffPolicyMask
+from agentrl.algorithms.zoo.gates.presets import (
     DivergenceGate,
-    OffPolicyMask,
     SoftGate,
     TopKDivergenceGate,
     VespoWeight,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import random
@@ -21,7 +20,7 @@ from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo, compute_advantages, loss_terms, psi
 from agentrl.algorithms.objective.ratios import Clip
-from agentrl.algorithms.presets.catalogue import make, modifiers, presets
+from agentrl.algorithms.presets.catalogue import installed, make
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.credit.test_baselines import CASES as MEMORY_CASES
 from tests.algorithms.multiagent.test_critics import CASES as CRITIC_CASES
@@ -29,6 +28,8 @@ from tests.algorithms.objective.test_sides import PUBLISHED as SIDE_CASES
 from tests.algorithms.objective.test_symbols import CASES as SYMBOL_CASES
 from tests.algorithms.presets.test_turns import CASES as AGENT_CASES
 from tests.algorithms.worlds import Call, Play, world
+
+presets, modifiers = installed()
 
 
 @dataclass(frozen=True)
@@ -594,9 +595,9 @@ def test_every_preset_builds_with_its_defaults_and_says_where_it_is_from() -> No
         "credit": {"credit": f"{__name__}:group_mean"},
         "coma": {"roles": ["agent"], "actions": ["yes"]},
     }
-    for name, function in presets.items():
+    for name, preset in presets.items():
         assert make(name, needed.get(name, {}), streams=streams).name == name
-        said = str(function.__doc__)
+        said = preset.doc
         assert any(source in said for source in ("arXiv", "OpenReview", "Williams"))
     for name in modifiers:
         host = "dpo" if name == "nll" else "grpo"
@@ -605,13 +606,9 @@ def test_every_preset_builds_with_its_defaults_and_says_where_it_is_from() -> No
 
 
 def test_options_of_presets_and_modifiers_never_share_a_name() -> None:
-    def options(function: Any) -> set[str]:
-        kinds = inspect.signature(function).parameters.values()
-        return {p.name for p in kinds if p.kind is p.KEYWORD_ONLY}
-
-    of_modifiers = [name for function in modifiers.values() for name in options(function)]
+    of_modifiers = [name for modifier in modifiers.values() for name in modifier.options()]
     assert len(of_modifiers) == len(set(of_modifiers))
-    assert not set(of_modifiers).intersection(*map(options, presets.values()))
+    assert not set(of_modifiers).intersection(*(preset.options() for preset in presets.values()))
 
 
 def test_options_reach_the_preset_and_its_modifiers() -> None:

@@ -1,26 +1,17 @@
 """The names of presets and options that the front knows are those that there are."""
 
-import inspect
-
 import msgspec
 
-from agentrl.algorithms.presets.catalogue import modifiers, presets
-from agentrl.algorithms.presets.registry import options_of
+from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets.registry import ENTROPY
 from agentrl.config.presets import TABLE, PresetNames, preset_names
 
 
 def names() -> PresetNames:
-    own = {name: f for name, f in presets.items() if f.__module__.startswith("agentrl.")}
+    found, changes = catalogue.installed()
     return PresetNames(
-        {name: sorted(options_of(name)) for name in sorted(own)},
-        {
-            name: sorted(
-                p.name
-                for p in inspect.signature(modifiers[name]).parameters.values()
-                if p.kind is p.KEYWORD_ONLY
-            )
-            for name in sorted(modifiers)
-        },
+        {name: sorted({*found[name].options(), *ENTROPY.options()}) for name in sorted(found)},
+        {name: sorted(changes[name].options()) for name in sorted(changes)},
     )
 
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 from math import inf
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.objective.core import Algo, compute_advantages
 from agentrl.algorithms.objective.ratios import Clip
-from agentrl.algorithms.presets import registry
-from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets import declare
+from agentrl.algorithms.presets.catalogue import installed, make
+from agentrl.algorithms.presets.declare import modifier, preset
+from agentrl.algorithms.presets.registry import Supply
+from agentrl.base.parts import known
+from agentrl.cli.main import cli
+from agentrl.config import AlgorithmConfig, RunConfig
+from agentrl.config.presets import check_presets, current_name, preset_names
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.worlds import Call, Play, world
 
@@ -21,7 +33,8 @@ HEAD = "from agentrl.algorithms import Algo, GroupRelative, preset\n"
 @pytest.fixture(autouse=True)
 def own_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers goes with it."""
-    monkeypatch.setattr(registry, "presets", dict(registry.presets))
+    monkeypatch.setattr(declare, "presets", dict(declare.presets))
+    monkeypatch.setattr(declare, "modifiers", dict(declare.modifiers))
 
 
 def built(folder: Path, code: str, suffix: str = "", **options: object) -> Algo:
@@ -51,16 +64,23 @@ def p(reward: str) -> Algo:
         built(tmp_path, code, clip_hi=inf)
 
 
-def test_an_installed_package_registers_presets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "their_presets.py").write_text(HEAD + "def p(): return Algo(GroupRelative())")
-    monkeypatch.syspath_prepend(tmp_path)
-    points = [EntryPoint("theirs", "their_presets:p", "agentrl.presets")]
+@pytest.fixture
+def points(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
+    """The entry points of all packages: none, until a test adds some."""
+    points: list[EntryPoint] = []
     monkeypatch.setattr(
         "agentrl.base.parts._entry_points",
         lambda group, path: EntryPoints(points).select(group=group),
     )
+    return points
+
+
+def test_an_installed_package_registers_presets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: list[EntryPoint]
+) -> None:
+    (tmp_path / "their_presets.py").write_text(HEAD + "def p(): return Algo(GroupRelative())")
+    monkeypatch.syspath_prepend(tmp_path)
+    points.append(EntryPoint("theirs", "their_presets:p", "agentrl.presets"))
     assert make("theirs+tis", {}).name == "theirs+tis"
     with pytest.raises(ConfigError, match=r"no preset 'theris'; did you mean 'theirs'"):
         make("theris", {})
@@ -118,3 +138,123 @@ def test_a_credit_function_takes_the_place_of_a_presets_own(tmp_path: Path) -> N
         algo("two")
     with pytest.raises(ConfigError, match=r"options\.credit = .*it has no 'thrice'; did you mean"):
         algo("thrice")
+
+
+def test_an_installed_package_registers_modifiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: list[EntryPoint]
+) -> None:
+    (tmp_path / "their_modifiers.py").write_text(
+        HEAD + "from dataclasses import replace\n"
+        "def m(algo: Algo, *, theirs_bonus: float = 0.5) -> Algo:\n"
+        "    return replace(algo, entropy=theirs_bonus)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    points.append(EntryPoint("+theirs", "their_modifiers:m", "agentrl.presets"))
+    assert make("grpo+theirs", {}, streams=("o", "b", "e")).entropy == 0.5
+    assert make("gspo+theirs", {"theirs_bonus": 2.0}, streams=("o", "b", "e")).entropy == 2.0
+    check_presets(run_with("grpo+theirs"))
+    with pytest.raises(ConfigError, match=r"no modifier \+thiers .*did you mean 'theirs'"):
+        make("grpo+thiers", {})
+
+
+def test_two_packages_with_one_name_are_refused(points: list[EntryPoint]) -> None:
+    points += [EntryPoint("treerl", f"{x}:treerl", "agentrl.presets") for x in ("ours", "theirs")]
+    with pytest.raises(ConfigError, match=r"ours:treerl and theirs:treerl .* have one name"):
+        make("treerl", {})
+
+
+def test_a_decorated_function_stays_a_function() -> None:
+    def one(reward: str, *, std: bool = True) -> Algo:
+        return Algo(GroupRelative(reward))
+
+    assert preset("one", clip=(0.1, 0.2))(one) is one
+    assert modifier("other")(one) is one
+    assert make("one", {"clip_low": 0.0}).gates[0].fn == Clip(0.0, 0.2)
+    assert one("style").gates == ()
+
+
+# -- families --------------------------------------------------------------------------------------
+
+NAMES = preset_names()
+OF_FAMILIES = known("presets")  # their parts
+
+
+@pytest.fixture
+def without_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.base.parts.parts", lambda: ())
+
+
+def run_with(name: str, **options: object) -> RunConfig:
+    return RunConfig(steps=1, algorithm=AlgorithmConfig(preset=name, options=options))
+
+
+def test_the_short_list_is_short() -> None:
+    assert 20 <= len(NAMES.presets.keys() - OF_FAMILIES) <= 28
+    assert all(issubclass(type(made), declare.AlgoPreset) for made in declare.presets.values())
+
+
+@pytest.mark.parametrize("name", sorted(OF_FAMILIES))
+def test_without_its_part_a_preset_is_refused_by_the_name_of_the_part(
+    name: str, without_parts: None
+) -> None:
+    whole = f"grpo{name}" if name[0] == "+" else name
+    message = rf"'{re.escape(name)}': it belongs to the part '{OF_FAMILIES[name]}', which"
+    with pytest.raises(ConfigError, match=message):
+        make(whole, {})
+    with pytest.raises(ConfigError, match=message):
+        check_presets(run_with(whole))
+
+
+def test_without_all_parts_the_short_list_works(without_parts: None) -> None:
+    needed = {
+        "streams": {"streams": {"outcome": {}}},
+        "process": {"process_streams": {"p": {"scope": "transition"}}},
+        "only": {"only_roles": ["agent"]},
+        "credit": {"credit": "agentrl.algorithms.credit.core:response_lengths"},
+    }
+    here, changes = installed()
+    assert here.keys() == NAMES.presets.keys() - OF_FAMILIES
+    assert {f"+{name}" for name in changes} == {
+        f"+{name}" for name in NAMES.modifiers if f"+{name}" not in OF_FAMILIES
+    }
+    for name in (*here, *(made.host + f"+{name}" for name, made in changes.items())):
+        options = needed.get(name.split("+")[-1], {})
+        assert make(name, options, streams=("o", "b", "q", "t", "v", "k")).name == name
+    with pytest.raises(ConfigError, match=r"'simpo': it belongs to the part 'zoo pref"):
+        make("grpo+pairs", {"pairs_loss": "simpo"})
+    lines = CliRunner().invoke(cli, ["algorithms"], catch_exceptions=False).output
+    assert " grpo " in lines
+    assert "treerl" not in lines
+
+
+@pytest.mark.parametrize(("old", "new"), [("gspo-token", "gspo"), ("dro+tis", "kimi+tis")])
+def test_an_old_name_is_read_and_says_the_new_one(
+    old: str, new: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    current_name.cache_clear()
+    check_presets(run_with(old))
+    assert make(old, {}) == make(new, {})
+    assert f"{old.split('+')[0]} is now called {new.split('+')[0]}" in caplog.text
+
+
+def test_no_two_presets_are_the_same() -> None:
+    streams: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
+    names = installed()[0].keys() - {"streams", "coma"}
+    made = {name: repr(replace(make(name, {}, streams=streams), name="")) for name in names}
+    assert len(set(made.values())) == len(made)
+
+
+def test_training_needs_no_part() -> None:
+    code = """
+import sys
+for part in ("zoo", "multiagent"):
+    sys.modules[f"agentrl.algorithms.{part}"] = None  # importing it raises ImportError
+from importlib.metadata import EntryPoints
+from agentrl.base import parts
+parts._entry_points = lambda group, path: EntryPoints(())
+import agentrl.algorithms.train.main
+from agentrl.algorithms.presets.catalogue import installed, make
+print(make("auto+tis", {}).name, len(installed()[0]))
+"""
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert said.stdout.split() == ["auto+tis", str(len(NAMES.presets.keys() - OF_FAMILIES))]

@@ -14,9 +14,9 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.zoo.hindsight import HINDSIGHT, add_hindsight
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
+from agentrl.algorithms.zoo.hindsight.presets import HINDSIGHT, add_hindsight
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import (
     Group,

@@ -13,8 +13,8 @@ import pytest
 
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train import loop as module
+from agentrl.algorithms.train.hooks import Hooks, ServedRun
 from agentrl.algorithms.train.loop import TrainingLoop
-from agentrl.algorithms.train.parts import Part, ServedRun
 from agentrl.config import resolve
 from agentrl.types import EMPTY, StepCommit
 
@@ -108,7 +108,7 @@ async def test_no_version_is_served_that_is_not_committed(
         config=config, store=parts, state=parts, lock=parts, closing=AsyncExitStack(), models=[],
         policies=parts, serving=parts,
     )  # fmt: skip
-    loop = TrainingLoop(live, parts, parts, Part())
+    loop = TrainingLoop(live, parts, parts, Hooks())
     try:
         await loop.run()
     except Killed:

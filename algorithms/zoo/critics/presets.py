@@ -1,10 +1,11 @@
-"""PPO over tokens, calls, or both; with a critic, a reward or a table as values."""
+"""PPO over calls in other forms, and a table of states as a critic."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import msgspec
 import torch
@@ -12,15 +13,16 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.baselines import RunningMean
-from agentrl.algorithms.credit.core import Column, CriticValues, GroupRelative, Whiten
+from agentrl.algorithms.credit.core import Column, CriticValues, Whiten
 from agentrl.algorithms.credit.turns import Returns, StepGae, value_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, next_same
 from agentrl.algorithms.data.rewards import last_observation
 from agentrl.algorithms.data.state import CountedMeans
 from agentrl.algorithms.objective.core import TOKENS, Algo
-from agentrl.algorithms.presets import registry
-from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, modifier, preset
+from agentrl.algorithms.presets import declare
+from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, modifier, preset
+from agentrl.algorithms.presets.ppo import whitened_gae
 from agentrl.types import Rollout
 
 
@@ -61,6 +63,7 @@ class Tabular(RunningMean):
 
     reward: str | Column = "outcome"
     gamma: float = 1.0
+    stored_as: ClassVar[str] = "mean-return"
 
     @property
     def level(self) -> Level:
@@ -85,33 +88,12 @@ class Tabular(RunningMean):
         return Returns(self.reward, self.gamma)(batch)
 
 
-def whitened_gae(value: Column, reward: str, gamma: float, lam: float) -> GroupRelative:
-    """GAE over calls, whitened over calls."""
-    return GroupRelative(StepGae(value, reward, gamma, lam), by=("all",), norm="std")
-
-
-@preset("ppo", clip=PPO_CLIP, kl=True)
-def ppo(
-    reward: str, *, gamma: Discount = 1.0, lam: Discount = 0.95, kl_reward: registry.Num = 0.0
-) -> Algo:
-    """GAE over tokens with a critic, whitened, PPO clip. The KL penalty to the reference is in the
-    loss (`kl`) or in the rewards (`kl_reward`, arXiv 1909.08593). arXiv 1707.06347."""
-    penalty = core.TokenKLPenalty(kl_reward) if kl_reward else None
-    return Algo(Whiten(core.Gae(CriticValues(), reward, gamma, lam, penalty)), agg=TOKENS)
-
-
-@registry.as_modifier("step-gae", prefix="step_")
+@declare.as_modifier("step-gae", prefix="step_")
 @preset("agent-r1", clip=PPO_CLIP, kl=True)
 def agent_r1(reward: str, *, value: str = "", gamma: Discount = 1.0, lam: Discount = 0.95) -> Algo:
     """PPO with calls as actions: GAE over calls, whitened over calls. `value`: a reward that holds
     V of each call; default: the critic. arXiv 2511.14460."""
     return Algo(whitened_gae(value_of(value), reward, gamma, lam))
-
-
-@preset("turn-ppo", clip=PPO_CLIP)
-def turn_ppo(reward: str, *, value: str = "", gamma: Discount = 0.99, lam: Discount = 0.95) -> Algo:
-    """Agent-R1 with a discount per turn, token mean. arXiv 2512.17008."""
-    return Algo(whitened_gae(value_of(value), reward, gamma, lam), agg=TOKENS)
 
 
 @preset("pspo", clip=(3e-4, 4e-4, 10.0), clip_by="transition", kl=True)
@@ -124,7 +106,7 @@ def pspo(reward: str, *, value: str = "", gamma: Discount = 1.0, lam: Discount =
 def with_table(algo: Algo, *, gamma: Discount = 1.0, lam: Discount = 0.95) -> Algo:
     """Replaces the host's credit by GAE over calls; the value of a state is the mean return of
     earlier steps from it, for tasks with few states. arXiv 1506.02438."""
-    reward = registry.outcome_of(algo)
+    reward = declare.outcome_of(algo)
     return replace(algo, credit=whitened_gae(Tabular(reward, gamma), reward, gamma, lam))
 
 

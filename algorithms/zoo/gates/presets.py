@@ -1,29 +1,24 @@
-"""Presets with other gates than PPO's clip: truncated, smooth, one ratio per row, or on
-probabilities (DPPO); a squared penalty on the log-ratio (Kimi, DRO, distillation); and modifiers
-that correct the mismatch of sampler and trainer by detached weights and masks.
+"""Other gates than PPO's clip: smooth, on the product of a row's ratios, or on probabilities
+(DPPO); a squared penalty on the log-ratio (Kimi).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import GroupRelative, ZeroAdvantage
+from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.objective import ratios
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average, Gate, KLPenalty
-from agentrl.algorithms.objective.distill import TopKDistillation, with_rest
-from agentrl.algorithms.objective.ratios import InRange, Ratio, RatioInRange, Truncate, ratio
-from agentrl.algorithms.presets.registry import Cap, Num, modifier, preset
-from agentrl.config import Count, Natural, Positive
-from agentrl.errors import ConfigError
-
-Whose = Literal["teacher", "policy"]
-
-SEQUENCE_CLIP = (3e-4, 4e-4)  # for a mean ratio of a row
+from agentrl.algorithms.objective.distill import with_rest
+from agentrl.algorithms.objective.ratios import Ratio, ratio
+from agentrl.algorithms.presets.declare import Cap, Num, preset
+from agentrl.algorithms.presets.grpo import SEQUENCE_CLIP
+from agentrl.config import Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +59,6 @@ class ClipLog:
         return torch.where(advantage >= 0, lr.clamp(max=self.hi), lr.clamp(min=-self.lo))
 
 
-@dataclass(frozen=True, slots=True)
-class OffPolicyMask:
-    """0 if A < 0 and -lr > delta, else 1: masks failures that the policy has moved away from. Pool
-    lr as a row mean of p against b. DeepSeek-V3.2, arXiv 2512.02556."""
-
-    delta: float = 0.1
-    is_mask: ClassVar[bool] = True
-
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        return (~((advantage < 0) & (-lr > self.delta))).double()
-
-
-@preset("cispo")
-def cispo(reward: str, *, low: Num = 0.0, cap: Cap = 5.0) -> Algo:
-    """GRPO with ratios truncated instead of dropped; bounds are absolute. arXiv 2506.13585."""
-    gate = Gate(Truncate(low, cap))
-    return Algo(GroupRelative(reward, norm="std"), (gate,), agg=TOKENS)
-
-
 @preset("sapo")
 def sapo(reward: str, *, tau_up: Num = 1.0, tau_down: Num = 1.05) -> Algo:
     """GRPO with a smooth gate around ratio 1. arXiv 2511.20347."""
@@ -100,19 +76,6 @@ def minirl(reward: str, *, clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
     """Weight against the sampler, PPO's clip as a mask against the old policy. arXiv 2512.01374."""
     gates = (Gate(Ratio(), den="b"), Gate(ratios.TrustRegion(clip_low, clip_high)))
     return Algo(GroupRelative(reward), gates, agg=TOKENS)
-
-
-@preset("gspo", clip=SEQUENCE_CLIP, clip_by="row")
-def gspo(reward: str) -> Algo:
-    """GRPO with one ratio per row, the geometric mean of its tokens'. arXiv 2507.18071."""
-    return Algo(GroupRelative(reward, norm="std"))
-
-
-@preset("gspo-token", clip=SEQUENCE_CLIP, clip_by="row")
-def gspo_token(reward: str) -> Algo:
-    """GSPO's ratio with credit that can differ inside a row: calls compared by a reward of calls,
-    `reward = "transition:name"`. arXiv 2507.18071."""
-    return Algo(GroupRelative(reward, norm="std"))
 
 
 @preset("luspo", clip=SEQUENCE_CLIP, clip_by="row")
@@ -220,95 +183,3 @@ def dppo_topk(
 def kimi(reward: str, *, beta: Num = 0.1) -> Algo:
     """Group mean with a squared penalty on the log-ratio to the old policy. arXiv 2501.12599."""
     return Algo(GroupRelative(reward), penalties=(KLPenalty("k2", beta, "o"),), agg=TOKENS)
-
-
-@preset("dro")
-def dro(reward: str, *, beta: Num = 0.1) -> Algo:
-    """`kimi`, as verl names it: log-prob times advantage, squared penalty. arXiv 2501.12599."""
-    return kimi(reward=reward, beta=beta)
-
-
-@preset("distill")
-def distill(*, beta: Positive = 1.0, top: Natural = 0, of: Whose = "teacher") -> Algo:
-    """On-policy distillation: reverse KL to a teacher on the policy's own rollouts, no rewards.
-    top: 0: estimated from the sampled token; else over this many tokens and the rest: the most
-    probable ones of the teacher (forward KL) or of the policy (reverse KL). arXiv 2306.13649."""
-    return with_teacher(Algo(ZeroAdvantage(), agg=TOKENS, rewards=()), beta=beta, top=top, of=of)
-
-
-def _with(algo: Algo, *gates: Gate) -> Algo:
-    return replace(algo, gates=algo.gates + gates)
-
-
-@modifier("distill", prefix="distill_")
-def with_teacher(
-    algo: Algo, *, beta: Positive = 1.0, top: Natural = 0, of: Whose = "teacher"
-) -> Algo:
-    """Adds the KL to a teacher on the tokens of the host's policy gradient: see `distill`."""
-    if not top:
-        return replace(algo, penalties=(*algo.penalties, KLPenalty("k2", beta, "t")))
-    if algo.symbols or algo.side is not None:
-        raise ConfigError(
-            f"top = {top} imitates several tokens at every position, which cannot be combined with "
-            f"the preference loss or the top-k gate of {algo.name!r}; set top = 0"
-        )
-    return replace(algo, distill=TopKDistillation(top, beta, of))
-
-
-@modifier("tis")
-def tis(algo: Algo, *, tis_cap: Cap = 2.0) -> Algo:
-    """Truncated weight per token of trainer against sampler. fengyao.notion.site/off-policy-rl."""
-    return _with(algo, Gate(Truncate(0.0, tis_cap), "o", "b"))
-
-
-@modifier("seq-tis")
-def seq_tis(algo: Algo, *, seq_tis_cap: Cap = 2.0) -> Algo:
-    """Truncated product of a row's weights. verl `rollout_corr_helper`."""
-    return _with(algo, Gate(Truncate(0.0, seq_tis_cap), "o", "b", "row", "sum"))
-
-
-@modifier("icepop")
-def icepop(algo: Algo, *, icepop_low: Num = 0.5, icepop_high: Cap = 5.0) -> Algo:
-    """Drops tokens whose weight of trainer against sampler is out of range. arXiv 2510.18855."""
-    return _with(algo, Gate(RatioInRange(icepop_low, icepop_high), "o", "b"))
-
-
-@modifier("mis")
-def mis(algo: Algo, *, mis_cap: Cap = 3.0) -> Algo:
-    """Drops rows whose product of weights is above the cap. TRL `sequence_mask`."""
-    return _with(algo, Gate(RatioInRange(0.0, mis_cap), "o", "b", "row", "sum"))
-
-
-@modifier("seq-mask-tis", prefix="seq_mask_")
-def seq_mask_tis(algo: Algo, *, low: Num = 0.99, high: Cap = 1.01, cap: Cap = 2.0) -> Algo:
-    """TIS within rows whose geometric mean weight is near 1. OpenRLHF `seq-mask-tis`."""
-    mask = Gate(InRange(low, high), "o", "b", "row")
-    return _with(algo, Gate(Truncate(0.0, cap), "o", "b"), mask)
-
-
-@modifier("decoupled")
-def decoupled(algo: Algo, *, decoupled_old: Literal["exact", "versions"] = "exact") -> Algo:
-    """The uncapped weight of old policy against sampler. arXiv 2110.00641, 2505.24298. versions:
-    interpolates the old policy between sampler and current policy by the number of updates between
-    them instead of computing it (A-3PO, arXiv 2512.06547)."""
-    found = _with(algo, Gate(Ratio(), "o", "b"))
-    return replace(found, old_from_versions=decoupled_old == "versions")
-
-
-@modifier("behaviour")
-def behaviour(algo: Algo) -> Algo:
-    """Takes ratios against the sampler instead of the old policy, so that clips are relative to the
-    policy that sampled the tokens, however old it is (verl's bypass mode)."""
-    if algo.symbols or not any((g.num, g.den) == ("p", "o") for g in algo.gates):
-        raise ConfigError(
-            "algorithm.preset: +behaviour changes token ratios against the old policy, which this "
-            "preset does not have; remove it, or add +tis instead"
-        )
-    gates = (replace(g, den="b") if (g.num, g.den) == ("p", "o") else g for g in algo.gates)
-    return replace(algo, gates=tuple(gates))
-
-
-@modifier("opsm")
-def opsm(algo: Algo, *, opsm_delta: Num = 0.1) -> Algo:
-    """Drops failed rows that the policy has moved away from. arXiv 2512.02556."""
-    return _with(algo, Gate(OffPolicyMask(opsm_delta), "p", "b", "row"))

@@ -6,30 +6,27 @@ the calls that a branch replays from the rollout it branched from.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import (
     GroupRelative,
-    column,
     rollout_rewards,
     standardise,
     weighted_sum,
 )
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import known_mean, reduce_by, units
+from agentrl.algorithms.data.ids import Level, known_mean, reduce_by, units
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets.registry import PPO_CLIP, Share, modifier, outcome_of, preset
+from agentrl.algorithms.presets.declare import PPO_CLIP, Share, modifier, outcome_of, preset
 
 
-@column("transition")
-def BranchAdvantage(
-    batch: Batch, reward: str = "outcome", how: Literal["both", "parent", "siblings"] = "both"
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class BranchAdvantage:
     """V of each call, the mean reward of the rollouts that contain it, minus a baseline, [S].
 
     "siblings": minus the mean over the other samples of the same prompt; 0 without others. This is
@@ -37,18 +34,24 @@ def BranchAdvantage(
     (2603.06859). "parent": minus V of the previous call (at the root: of the group). "both":
     (V - V of the root + V - V of the parent) / sqrt(rollouts that contain the call), TreeRL, arXiv
     2506.11902."""
-    x, rollout = rollout_rewards(batch, reward), batch.transition_rollout
-    known, node = ~x.isnan()[rollout], units(batch, "transition", "group", "node")
-    v = known_mean(x[rollout], node)
-    if how == "siblings":
-        step = _siblings(batch, v, node)[node]
-    else:
-        before, group = ids.previous(ids.next_same(rollout)), batch.rollout_group
-        root = known_mean(x, group)[group[rollout]]
-        step = v[node] - torch.where(before >= 0, v[node[before]], root)
-        if how == "both":
-            step = (step + v[node] - root) / reduce_by(known, node)[node].sqrt()
-    return torch.where(known, step, torch.nan)
+
+    reward: str = "outcome"
+    how: Literal["both", "parent", "siblings"] = "both"
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, rollout = rollout_rewards(batch, self.reward), batch.transition_rollout
+        known, node = ~x.isnan()[rollout], units(batch, "transition", "group", "node")
+        v = known_mean(x[rollout], node)
+        if self.how == "siblings":
+            step = _siblings(batch, v, node)[node]
+        else:
+            before, group = ids.previous(ids.next_same(rollout)), batch.rollout_group
+            root = known_mean(x, group)[group[rollout]]
+            step = v[node] - torch.where(before >= 0, v[node[before]], root)
+            if self.how == "both":
+                step = (step + v[node] - root) / reduce_by(known, node)[node].sqrt()
+        return torch.where(known, step, torch.nan)
 
 
 def _siblings(batch: Batch, v: Tensor, node: Tensor) -> Tensor:
@@ -60,11 +63,13 @@ def _siblings(batch: Batch, v: Tensor, node: Tensor) -> Tensor:
     return standardise(v, prompt, base="loo", w=drawn).advantage
 
 
-@column()
-def OriginalRollouts(batch: Batch) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class OriginalRollouts:
     """Filter for tokens of rollouts without replayed calls, bool [N]."""
-    repeated, n = ids.of_calls(batch, "repeats"), len(batch.rollouts)
-    return (reduce_by(repeated, batch.transition_rollout, n) == 0)[batch.token_rollout]
+
+    def __call__(self, batch: Batch) -> Tensor:
+        repeated, n = ids.of_calls(batch, "repeats"), len(batch.rollouts)
+        return (reduce_by(repeated, batch.transition_rollout, n) == 0)[batch.token_rollout]
 
 
 @modifier("tree", prefix="tree_")

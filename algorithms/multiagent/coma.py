@@ -14,7 +14,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan, nan
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 import torch
@@ -30,7 +30,7 @@ from agentrl.algorithms.data.state import RememberedColumn, StatePart
 from agentrl.algorithms.multiagent.episodes import Episode, Episodes, JointActionSpace, pad_episodes
 from agentrl.algorithms.multiagent.qmix import build_mixer, lambda_returns, of_action
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Names, preset
+from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Names, preset
 from agentrl.config import Count, Positive
 from agentrl.types import Json, Rollout
 
@@ -225,6 +225,7 @@ class Counterfactual(RememberedColumn):
     stage: JointActionSpace
     training: CriticTraining
     reward: str = "outcome"
+    stored_as: ClassVar[str] = "team-critic"
 
     @property
     def level(self) -> Level:

@@ -1,77 +1,30 @@
-"""Preference losses, each a function of the sides of pairs: see `objective.sides`.
-
-a: the better sides, b: the worse; S: summed log-probs, h: S minus that of the reference, n: tokens.
-"""
+"""More losses of pairs: see `presets.preferences`."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from agentrl.algorithms.credit.core import ZeroAdvantage
-from agentrl.algorithms.objective.core import TOKENS, Algo
-from agentrl.algorithms.objective.sides import SideLoss, Sums, with_mismatched
-from agentrl.algorithms.presets.registry import Num, Preset, declared, modifier, preset
-from agentrl.config import Natural, Positive
-from agentrl.datasets.pairing import How
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.sides import Sums
+from agentrl.algorithms.presets.declare import (
+    Num,
+    modifier,
+)
+from agentrl.algorithms.presets.preferences import Smoothing, log_loss, pairs_preset
+from agentrl.config import Positive
 from agentrl.errors import ConfigError
-
-Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5)]  # fraction of wrong labels
-LOSSES: dict[str, SideLoss] = {}
-
-
-def pairs_preset(
-    name: str, *, reference: bool = True, whole: bool = False, nll: float = 0.0
-) -> Callable[[Callable[..., Tensor]], Preset]:
-    """Register a loss of pairs as a preset, with the options of the loss, those of `SideLoss` about
-    pairs, and kl, the coefficient of a k3 KL penalty to the reference. nll: if not 0, also imitate
-    the better sides, with an option `nll` for the weight."""
-
-    def register(loss: Callable[..., Tensor]) -> Preset:
-        own = list(inspect.signature(loss).parameters.values())[2:]
-        defaults = {option.name: option.default for option in own}
-        LOSSES[name] = SideLoss(loss, defaults, reference=reference, whole=whole)
-
-        def build(reward: str, **given: Any) -> Algo:
-            options = defaults | {key: x for key, x in given.items() if key in defaults}
-            rest = {key: x for key, x in given.items() if key not in defaults}
-            side = replace(LOSSES[name], options=options, reward=reward, **{"nll": nll} | rest)
-            return Algo(ZeroAdvantage(), agg=TOKENS, side=side)
-
-        first, imitation, *others = inspect.signature(_shared).parameters.values()
-        others += [imitation] if nll else []
-        return preset(name, kl=True)(declared(build, loss, [first, *own, *others]))
-
-    return register
-
-
-def _shared(
-    reward: str, *, nll: Num = 1.0, how: How = "extremes", least: Num = 0.0, per_group: Natural = 0
-) -> None:
-    """Declares the options that all losses of pairs have."""
-
-
-def _log_loss(x: Tensor, smoothing: float = 0.0) -> Tensor:
-    return -(1 - smoothing) * logsigmoid(x) - smoothing * logsigmoid(-x)
-
-
-@pairs_preset("dpo")
-def dpo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
-    """Direct preference optimization. arXiv 2305.18290."""
-    return _log_loss(beta * (a.h - b.h))
 
 
 @pairs_preset("cdpo")
 def cdpo(a: Sums, b: Sums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.1) -> Tensor:
     """DPO with smoothed labels, for noisy labels. ericmitchell.ai/cdpo.pdf, of arXiv 2305.18290."""
-    return _log_loss(beta * (a.h - b.h), label_smoothing)
+    return log_loss(beta * (a.h - b.h), label_smoothing)
 
 
 @pairs_preset("robust")
@@ -96,13 +49,13 @@ def hinge(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
 @pairs_preset("simpo", reference=False)
 def simpo(a: Sums, b: Sums, *, beta: Positive = 2.0, gamma: Num = 1.0) -> Tensor:
     """Mean log-probs per token with a margin gamma, no reference. arXiv 2405.14734."""
-    return _log_loss(beta * (a.S / a.n - b.S / b.n) - gamma)
+    return log_loss(beta * (a.S / a.n - b.S / b.n) - gamma)
 
 
 @pairs_preset("cpo", reference=False, nll=1.0)
 def cpo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
     """DPO without a reference, plus the likelihood of the better side. arXiv 2401.08417."""
-    return _log_loss(beta * (a.S - b.S))
+    return log_loss(beta * (a.S - b.S))
 
 
 @pairs_preset("orpo", reference=False, nll=1.0)
@@ -167,31 +120,7 @@ def sppo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
 def aot(a: Sums, b: Sums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Tensor:
     """Sorted margins of all pairs of the step, compared with the reference's. arXiv 2406.05882."""
     d = (a.S - b.S).sort().values - (a.q - b.q).sort().values
-    return _log_loss(beta * d, label_smoothing)
-
-
-def kto_loss(
-    s: Sums, label: Tensor, kl: Tensor, beta: float, desirable: float, undesirable: float
-) -> Tensor:
-    good = desirable * (1 - (beta * (s.h - kl)).sigmoid())
-    bad = undesirable * (1 - (beta * (kl - s.h)).sigmoid())
-    return torch.where(label > 0.5, good, bad)
-
-
-@preset("kto")
-def kto(
-    reward: str,
-    *,
-    beta: Positive = 0.1,
-    desirable: Positive = 1.0,
-    undesirable: Positive = 1.0,
-    threshold: float = 0.5,
-) -> Algo:
-    """Unpaired sides, desirable if the reward is at least `threshold`, compared with the mean KL to
-    the reference, estimated from completions of other prompts. arXiv 2402.01306."""
-    options = {"beta": beta, "desirable": desirable, "undesirable": undesirable}
-    side = SideLoss(kto_loss, options, reward, paired=False, whole=True, threshold=threshold)
-    return Algo(ZeroAdvantage(), agg=TOKENS, side=side, prepare=(with_mismatched,))
+    return log_loss(beta * d, label_smoothing)
 
 
 @modifier("nll", host="dpo")
@@ -201,23 +130,3 @@ def with_nll(algo: Algo, *, nll_share: Num = 1.0) -> Algo:
     if algo.side is None or not algo.side.paired:
         raise ConfigError("algorithm.preset: +nll is for losses of pairs, such as dpo+nll")
     return replace(algo, side=replace(algo.side, nll=nll_share))
-
-
-@modifier("pairs")
-def with_pairs(
-    algo: Algo,
-    *,
-    pairs_loss: str = "dpo",
-    pairs_share: Num = 1.0,
-    pairs_how: How = "extremes",
-    pairs_least: Num = 0.0,
-) -> Algo:
-    """Adds a loss of pairs over each group's rollouts, with its default options, to the policy
-    gradient of the host."""
-    if algo.side is not None or pairs_loss not in LOSSES:
-        raise ConfigError(
-            f"algorithm.options.pairs_loss = {pairs_loss!r}: +pairs adds one of "
-            f"{', '.join(LOSSES)} to a preset without such a loss"
-        )
-    found = replace(LOSSES[pairs_loss], share=pairs_share, how=pairs_how, least=pairs_least)
-    return replace(algo, side=found)

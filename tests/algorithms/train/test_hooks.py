@@ -19,9 +19,9 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train import loop as module
-from agentrl.algorithms.train.builtin_parts import parts_of
+from agentrl.algorithms.train.builtin_hooks import hooks_of
+from agentrl.algorithms.train.hooks import AllHooks, Hooks, ServedRun
 from agentrl.algorithms.train.loop import TrainingLoop
-from agentrl.algorithms.train.parts import Part, Parts, ServedRun
 from agentrl.config import RunConfig, resolve
 from agentrl.plugins import check_protocol
 from agentrl.types import Group, Reward, StepReward
@@ -48,7 +48,7 @@ def test_what_builds_and_runs_a_step_knows_no_part(name: str) -> None:
     assert not (words | names) & OPTIONAL
 
 
-class Noted(Part):
+class Noted(Hooks):
     """Writes down when it is called."""
 
     def __init__(self, name: str, seen: list[str]) -> None:
@@ -146,7 +146,7 @@ async def test_the_loop_calls_every_part_in_order(
         config=resolve(tables, source="test"), store=run, state=run, lock=run,
         closing=AsyncExitStack(), models=[], policies=run, serving=run,
     )  # fmt: skip
-    await TrainingLoop(live, run, run, Parts(Noted("a", seen), Noted("b", seen))).run()
+    await TrainingLoop(live, run, run, AllHooks(Noted("a", seen), Noted("b", seen))).run()
     assert seen == [
         "evaluate 0 7 a", "evaluate 0 7 b", "before 0 a", "before 0 b", "complete a", "complete b",
         "update a b", "commit 1 a", "commit 1 b", "saved", "committed a b 1",
@@ -155,7 +155,7 @@ async def test_the_loop_calls_every_part_in_order(
 
 
 def test_several_parts_are_one() -> None:
-    parts = Parts(Noted("a", []), Noted("b", []))
+    parts = AllHooks(Noted("a", []), Noted("b", []))
     algo = parts.algorithm(resolve({}, source="test"), catalogue.make("grpo", {}))
     assert algo.rewards == ("outcome", "a", "b")
     assert parts.state().keys() == {"a", "b"}
@@ -185,7 +185,7 @@ def test_a_run_has_the_parts_that_its_settings_ask_for(
     if "data" not in tables:
         base["upstreams"] = {"u": {"base_url": "http://u/v1", "model": "m"}}
     config = resolve(base | tables, source="test")
-    assert [type(part).__name__ for part in parts_of(config).each] == expected
+    assert [type(part).__name__ for part in hooks_of(config).each] == expected
 
 
 def test_a_learner_of_an_earlier_version_gets_what_it_lacks(

@@ -18,12 +18,13 @@ from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import GroupSource
 from agentrl.algorithms.sampling.selfplay import SELFPLAY, OpponentPool, check_seat_comparison
 from agentrl.algorithms.sampling.task_sampler import DIFFICULTY, TaskDifficulty, TaskSampler
+from agentrl.algorithms.train.hooks import AllHooks, Hooks, LoadedRun, ServedRun
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.offline import DatasetCollector, from_dataset, on_dataset
-from agentrl.algorithms.train.parts import LoadedRun, Part, Parts, ServedRun
 from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.teacher import RemoteTeacher, make_teacher
+from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
 from agentrl.config.policies import (
     INITIAL,
@@ -37,7 +38,7 @@ from agentrl.config.selfplay import learning_policy
 from agentrl.types import POLICY, Group, StepReward
 
 
-class DataSet(Part):
+class DataSet(Hooks):
     """Training on a data set (`[data]`)."""
 
     collector: DatasetCollector
@@ -60,7 +61,7 @@ class DataSet(Part):
         await self.collector.evaluate(step, limit)
 
 
-class Curriculum(Part):
+class Curriculum(Hooks):
     """Tasks by difficulty (`tasks.order`, `tasks.solved`)."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -76,7 +77,7 @@ class Curriculum(Part):
         return self.difficulty.observe(groups)
 
 
-class SelfPlay(Part):
+class SelfPlay(Hooks):
     """Games against itself or a pool of snapshots (`[selfplay]`)."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -116,7 +117,7 @@ class SelfPlay(Part):
             await self.snapshots.serve_pool()
 
 
-class Counterfactuals(Part):
+class Counterfactuals(Hooks):
     """Repetitions of rollouts with stand-ins (`algorithm.counterfactual`)."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -148,7 +149,7 @@ class Counterfactuals(Part):
                 await run.serving.serve_frozen(players)
 
 
-class Teachers(Part):
+class Teachers(Hooks):
     """Teachers at a server (`teacher.upstream`)."""
 
     def __init__(self) -> None:
@@ -166,7 +167,7 @@ class Teachers(Part):
             await teacher.check()
 
 
-class Prompts(Part):
+class Prompts(Hooks):
     """Prompts of the agent, searched for before or between steps (`[prompts]`)."""
 
     schedule: PromptSchedule
@@ -179,7 +180,7 @@ class Prompts(Part):
         await self.schedule.before_step(step)
 
 
-class Judged(Part):
+class Judged(Hooks):
     """Rewards of judges (`[judges]`)."""
 
     judges: Judges
@@ -195,7 +196,7 @@ class Judged(Part):
         return self.judges.rewards
 
 
-PARTS: tuple[tuple[Callable[[RunConfig], object], Callable[[RunConfig], Part]], ...] = (
+PARTS: tuple[tuple[Callable[[RunConfig], object], Callable[[RunConfig], Hooks]], ...] = (
     (lambda config: config.data.name, lambda _: DataSet()),
     (lambda config: by_difficulty(config.tasks), Curriculum),
     (lambda config: config.selfplay.seats, SelfPlay),
@@ -207,9 +208,11 @@ PARTS: tuple[tuple[Callable[[RunConfig], object], Callable[[RunConfig], Part]], 
 """Whether the settings ask for a part, and the part."""
 
 
-def parts_of(config: RunConfig) -> Parts:
-    """The parts of a run, new."""
-    return Parts(*(make(config) for is_asked_for, make in PARTS if is_asked_for(config)))
+def hooks_of(config: RunConfig) -> AllHooks:
+    """What joins a run, new."""
+    own = [make(config) for is_asked_for, make in PARTS if is_asked_for(config)]
+    made = [point.load()(config) for point in installed_plugins("training")]
+    return AllHooks(*own, *(hooks for hooks in made if hooks is not None))
 
 
 def views(config: RunConfig) -> Iterator[RunConfig]:

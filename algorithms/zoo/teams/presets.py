@@ -1,8 +1,7 @@
-"""Presets and modifiers for teams and self-play, which compare the calls of a role.
+"""More presets and modifiers for teams and self-play.
 
 A batch has the calls of one policy only. Credit that depends on other roles' calls is therefore a
-reward from the verifier, which sees the whole rollout (`agentrl.team_rewards` has the formulas), or
-comes from a critic that reads whole rollouts (`coma`).
+reward from the verifier, which sees the whole rollout (`agentrl.team_rewards` has the formulas).
 """
 
 from __future__ import annotations
@@ -16,41 +15,30 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.baselines import Ema
-from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, Whiten, column, rewards
+from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, Whiten, rewards
 from agentrl.algorithms.credit.parts import map_parts, parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, lift, reduce_by, units
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average
-from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Names, modifier, preset
+from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, modifier, preset
 from agentrl.config import Count
 from agentrl.errors import ConfigError
 
-PAIRS = Average(("rollout", "role"), parts=("row",))
 Equal = Annotated[
     list[Literal["role", "rollout", "transition", "row", "group"]], msgspec.Meta(min_length=1)
 ]
 
 
-@column()
-def GroupMaximum(batch: Batch, reward: str, by: tuple[Unit, ...]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class GroupMaximum:
     """The highest reward of each comparison group, [U]. MAREMAX of comlrl, arXiv 2508.04652."""
-    x, ids = rewards(batch, reward), units(batch, core.level_of(reward), *by)
-    return reduce_by(x.nan_to_num(nan=-torch.inf), ids, how="amax")[ids]
 
+    reward: str
+    by: tuple[Unit, ...]
 
-@column("transition")
-def EvenRolloutWeights(batch: Batch, reward: str) -> Tensor:
-    """1 / number of calls of the same role and rollout that have the reward, [S]: each rollout
-    counts once per role, however many calls it made."""
-    pair = units(batch, "transition", "rollout", "role")
-    return 1 / reduce_by(~rewards(batch, reward).isnan(), pair)[pair].clamp(min=1)
-
-
-@column()
-def MainAndSubCredit(batch: Batch, role: str, credit: Credit, others: Credit) -> Tensor:
-    """`credit` for the calls of `role`, `others` for all other calls, [N]."""
-    main = turns.made_by(batch, (role,))[batch.token_transition]
-    return torch.where(main, credit(batch), others(batch))
+    def __call__(self, batch: Batch) -> Tensor:
+        x, ids = rewards(batch, self.reward), units(batch, core.level_of(self.reward), *self.by)
+        return reduce_by(x.nan_to_num(nan=-torch.inf), ids, how="amax")[ids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +61,14 @@ class SingleCallAdvantage:
         return lift(batch, x, core.level_of(self.reward), "transition")
 
 
-@column()
-def RoleFilter(batch: Batch, roles: tuple[str, ...]) -> Tensor:
-    """Filter for tokens of these roles, bool [N]. Raises TrainingError for a role without calls."""
-    turns.need_roles(batch, roles)
-    return turns.made_by(batch, roles)[batch.token_transition]
-
-
-@column()
-def NonzeroAdvantage(batch: Batch, credit: Credit) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class NonzeroAdvantage:
     """Filter for tokens whose credit is not 0, bool [N]."""
-    return credit(batch) != 0
 
+    credit: Credit
 
-@preset("dr-mas", clip=PPO_CLIP)
-def dr_mas(reward: str) -> Algo:
-    """Calls compared with those of the same role. arXiv 2602.08847."""
-    return Algo(GroupRelative(reward, at="transition", by=("group", "role"), norm="std"))
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.credit(batch) != 0
 
 
 @preset("at-grpo", clip=PPO_CLIP)
@@ -124,22 +103,6 @@ def magrpo(
     base = GroupMaximum(reward, by) if baseline == "max" else baseline
     credit = GroupRelative(reward, by=by, base=base, norm="std" if std else "none", ddof=0)
     return Algo(credit, agg=ROW_SUMS)
-
-
-@preset("m-grpo", clip=PPO_CLIP, kl=True)
-def m_grpo(reward: str, *, main: str = "main", sub_reward: str = "transition:sub") -> Algo:
-    """The main role compared by the outcome, each sub-agent's calls by a reward of their own over
-    the group. Each call weighs 1 / number of its rollout's calls in statistics and loss; the paper
-    copies calls until all rollouts have the same number. arXiv 2511.13288."""
-    if core.level_of(sub_reward) != "transition":
-        raise ConfigError(
-            f"algorithm.options.sub_reward = {sub_reward!r}: must be a reward of calls; write "
-            "'transition:name'"
-        )
-    by: tuple[Unit, ...] = ("group", "role")
-    lead = GroupRelative(reward, at="role", by=by, norm="std")
-    calls = GroupRelative(sub_reward, by=by, norm="std", w=EvenRolloutWeights(sub_reward), ddof=0)
-    return Algo(MainAndSubCredit(main, lead, calls), agg=PAIRS, optional=(sub_reward,))
 
 
 @preset("sage", reward="role:outcome", clip=PPO_CLIP, kl=True)
@@ -238,34 +201,3 @@ def equal(algo: Algo, *, units: Equal) -> Algo:
     ["role"] gives each role a loss of its own (MAGRPO, arXiv 2508.04652), ["rollout", "role"] each
     role of every rollout."""
     return replace(algo, agg=replace(algo.agg, unit=tuple(units)))
-
-
-@modifier("per-role")
-def per_role(algo: Algo) -> Algo:
-    """Restricts every comparison and scale of the host to one role; rollouts count once per role.
-    arXiv 2602.08847."""
-
-    def change(part: Any) -> Any:
-        if isinstance(part, Whiten):
-            return replace(part, by=(*part.by, "role"))
-        if not isinstance(part, GroupRelative) or "role" in part.by:
-            return part
-        level = part.level
-        if level == "rollout" and any(map(callable, (part.base, part.w, part.bw))):
-            raise ConfigError(
-                "algorithm.preset: +per-role cannot split a baseline or weight of whole rollouts; "
-                "remove +per-role or choose another preset"
-            )
-        norm_by = None if part.norm_by is None else (*part.norm_by, "role")
-        at = "role" if level == "rollout" else level
-        return replace(part, at=at, by=(*part.by, "role"), norm_by=norm_by)
-
-    return replace(algo, credit=map_parts(algo.credit, change))
-
-
-@modifier("only", prefix="only_")
-def only(algo: Algo, *, roles: Names) -> Algo:
-    """Trains only the calls of these roles. arXiv 2508.03680."""
-    chosen = RoleFilter(tuple(roles))
-    keep = chosen if algo.keep is None else core.AllFilters((algo.keep, chosen))
-    return replace(algo, keep=keep)

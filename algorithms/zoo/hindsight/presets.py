@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isnan
+from typing import ClassVar
 
 import torch
 from msgspec import structs
 from torch import Tensor
 
 from agentrl.algorithms.credit import turns
-from agentrl.algorithms.credit.core import Column, GroupRelative, column, weighted_sum
+from agentrl.algorithms.credit.core import Column, GroupRelative, weighted_sum
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import known_mean, reduce_by
+from agentrl.algorithms.data.ids import Level, known_mean, reduce_by
 from agentrl.algorithms.data.merge import build_batch, map_calls, trainable
 from agentrl.algorithms.data.rewards import split_reference
 from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.prepare import TrainedPolicy
-from agentrl.algorithms.presets import registry
+from agentrl.algorithms.presets import declare
+from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Share, modifier, preset
 from agentrl.algorithms.presets.mixing import GatedByOutcome
-from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Share, modifier, preset
 from agentrl.types import Group, Reward, Rollout, Transition, int32
 
 HINDSIGHT = "transition:hindsight"  # the reward that `add_hindsight` adds
+
+
 TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
 
 
@@ -57,9 +60,6 @@ def add_hindsight(groups: list[Group], policy: TrainedPolicy) -> list[Group]:
     return [structs.replace(g, rollouts=list(map(scored, g.rollouts))) for g in groups]
 
 
-registry.added_rewards[HINDSIGHT] = add_hindsight
-
-
 def _told(rollout: Rollout, policy: TrainedPolicy) -> Iterator[Transition]:
     """The calls of a rollout with prompts that tell its outcome, where that is possible."""
     outcome = rollout.reward()
@@ -78,25 +78,27 @@ def _told(rollout: Rollout, policy: TrainedPolicy) -> Iterator[Transition]:
             yield structs.replace(call, prompt=int32(prompt))
 
 
-@column("transition")
-def HindsightReturns(
-    batch: Batch,
-    hindsight: Column,
-    reward: str | Column = "outcome",
-    gamma: float = 0.95,
-    temperature: float = 5.0,
-    low: float = 0.8,
-    high: float = 1.2,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class HindsightReturns:
     """HCAPO, arXiv 2603.08754: the return of each call times its hindsight probability relative to
     the mean of its rollout's calls, clamped to [low, high]; [S].
 
     hindsight: mean log-prob of each call's tokens given a prompt with the outcome, [S]; a call
     without it keeps its return. temperature divides it."""
-    p = (hindsight(batch) / temperature).exp()
-    rollout = batch.transition_rollout
-    ratio = (p / known_mean(p, rollout)[rollout]).clamp(low, high)
-    return torch.where(p.isnan(), 1.0, ratio) * turns.Returns(reward, gamma)(batch)
+
+    hindsight: Column
+    reward: str | Column = "outcome"
+    gamma: float = 0.95
+    temperature: float = 5.0
+    low: float = 0.8
+    high: float = 1.2
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        p = (self.hindsight(batch) / self.temperature).exp()
+        rollout = batch.transition_rollout
+        ratio = (p / known_mean(p, rollout)[rollout]).clamp(self.low, self.high)
+        return torch.where(p.isnan(), 1.0, ratio) * turns.Returns(self.reward, self.gamma)(batch)
 
 
 @modifier("hcapo", prefix="hcapo_")
@@ -105,7 +107,7 @@ def with_hcapo(
 ) -> Algo:
     """Adds HCAPO's hindsight credit of calls to the host's; negative only where the host's is
     negative. arXiv 2603.08754."""
-    returns = HindsightReturns(turns.CallRewards(reward), registry.outcome_of(algo), gamma)
+    returns = HindsightReturns(turns.CallRewards(reward), declare.outcome_of(algo), gamma)
     calls = GatedByOutcome(GroupRelative(returns, norm="std"), algo.credit, "negative")
     credit = weighted_sum((algo.credit, 1.0), (calls, weight))
     return replace(algo, credit=credit, optional=(*algo.optional, HINDSIGHT))

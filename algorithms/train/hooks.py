@@ -2,7 +2,7 @@
 
 A run is built in stages. Each is a record of what lives from then on: `OpenRun` has the store,
 `LoadedRun` also the policies, `ServedRun` also their servers. A part, such as self-play or judges,
-joins through the hooks of `Part`; the record that a hook gets says what exists when it is called.
+joins through the hooks of `Hooks`; the record that a hook gets says what exists when it is called.
 Always true: hooks are called in the order of their definition here, and of several parts in the
 order of the run's list; the loop and its builders know no part by name.
 """
@@ -43,7 +43,7 @@ class OpenRun:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRun(OpenRun):
-    """With the policies in memory: the initial ones, or from `Part.start` on those of `state`."""
+    """With the policies in memory: the initial ones, or from `Hooks.start` on those of `state`."""
 
     models: Sequence[LoadedModel]
     policies: PolicySet
@@ -56,7 +56,7 @@ class ServedRun(LoadedRun):
     serving: PolicyServers
 
 
-class Part:
+class Hooks:
     """What is optional in a run. A part overrides the hooks that it needs.
 
     The first three and `sampling` return what they are given, or a changed copy."""
@@ -118,10 +118,10 @@ class Part:
         """Measure more at an evaluation after `step` steps. limit: most tasks; 0: all."""
 
 
-class Parts(Part):
+class AllHooks(Hooks):
     """Several parts as one."""
 
-    def __init__(self, *parts: Part) -> None:
+    def __init__(self, *parts: Hooks) -> None:
         self.each = parts
 
     def algorithm(self, config: RunConfig, algo: Algo) -> Algo:

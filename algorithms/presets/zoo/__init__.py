@@ -1,1 +1,0 @@
-"""Presets: one file per paper or family, with the classes that only it uses."""

@@ -1,0 +1,1 @@
+"""Algorithms beyond those of `presets/`, by family: parts, registered by entry points."""

@@ -1,0 +1,1 @@
+"""Other baselines, scales and rewards of groups."""

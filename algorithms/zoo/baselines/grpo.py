@@ -1,0 +1,127 @@
+"""GRPO with other statistics: of the batch, of calls, of several rewards, of the best rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit import core
+from agentrl.algorithms.credit.core import (
+    GroupRelative,
+    Whiten,
+    rollout_rewards,
+)
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import reduce_by
+from agentrl.algorithms.objective.core import TOKENS, Algo
+from agentrl.algorithms.presets.declare import PPO_CLIP, Mix, preset
+from agentrl.config import Count
+
+OUTCOME = {"outcome": 1.0}
+
+
+@preset("liteppo", clip=PPO_CLIP)
+def liteppo(reward: str) -> Algo:
+    """Group mean, standard deviation of the whole batch, token mean. arXiv 2508.08221."""
+    return Algo(GroupRelative(reward, norm="std", norm_by=("all",)), agg=TOKENS)
+
+
+@preset("gdpo", clip=PPO_CLIP)
+def gdpo(*, rewards: Mix = OUTCOME) -> Algo:
+    """Several rewards (name to weight), each compared separately, then mixed. arXiv 2601.05242."""
+    terms = ((GroupRelative(name, norm="std"), weight) for name, weight in rewards.items())
+    return Algo(Whiten(core.weighted_sum(*terms)))
+
+
+@preset("agl-v0", clip=PPO_CLIP)
+def agl_v0(reward: str) -> Algo:
+    """LightningRL as first released: every call has the final reward, compared over calls, token
+    mean. arXiv 2508.03680."""
+    return Algo(GroupRelative(reward, at="transition", norm="std"), agg=TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class BestOverSecond:
+    """The gap of the group's best rollout to the second, 0 for the others and if two are best;
+    `std`: divided by the standard deviation of the group. Pass@k, arXiv 2503.19595."""
+
+    reward: str = "outcome"
+    std: bool = True
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, group, n = rollout_rewards(batch, self.reward), batch.rollout_group, len(batch.groups)
+        known = ~x.isnan()
+        best = known & (x == reduce_by(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group])
+        second = reduce_by(torch.where(known & ~best, x, -torch.inf), group, n, "amax")[group]
+        size, winners = (reduce_by(y, group, n)[group] for y in (known, best))
+        single = best & (size > 1) & (winners == 1)
+        gap = torch.where(single, x - second, torch.where(known, 0.0, torch.nan))
+        if not self.std:
+            return gap
+        scale = core.standardise(x, group, norm="std").scale  # 0 where rewards differ by rounding
+        return torch.where(single, torch.where(scale > 0, gap / scale, 0.0), gap)
+
+
+@dataclass(frozen=True, slots=True)
+class PassAtKReward:
+    """k / n times the fraction of k-subsets with the rollout that contain a success: 1 for a
+    success, 1 - C(n-1-c, k-1) / C(n-1, k-1) for a failure, with n rollouts and c successes
+    (reward > 0). Missing in groups of k or fewer, whose baseline is undefined. PKPO, arXiv
+    2505.15201."""
+
+    reward: str = "outcome"
+    k: int = 2
+
+    @property
+    def min_group(self) -> int:
+        return self.k + 1
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, n, c = _successes(batch, self.reward)
+        value = self.k / n * torch.where(x > 0, 1.0, 1 - _all_fail(n - 1, c, self.k - 1))
+        return torch.where(x.isnan() | (n <= self.k), torch.nan, value)
+
+
+@dataclass(frozen=True, slots=True)
+class PassAtKBaseline:
+    """k / n times the fraction of k-subsets without the rollout that contain a success, [U]. As a
+    baseline it leaves the gradient of pass@k unchanged, because it does not depend on the rollout.
+    PKPO's s^(loo), arXiv 2505.15201, has 1 / (n - 1) instead of 1 / n, which would punish every
+    rollout of a group without failures."""
+
+    reward: str = "outcome"
+    k: int = 2
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, n, c = _successes(batch, self.reward)
+        value = self.k / n * (1 - _all_fail(n - 1, c - (x > 0).double(), self.k))
+        return torch.where(n <= self.k, torch.nan, value)
+
+
+def _successes(batch: Batch, reward: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards, and the numbers of known and of positive rewards in the group of each, [U] each."""
+    x, group, m = rollout_rewards(batch, reward), batch.rollout_group, len(batch.groups)
+    return x, reduce_by(~x.isnan(), group, m)[group], reduce_by(x > 0, group, m)[group]
+
+
+def _all_fail(n: Tensor, c: Tensor, k: int) -> Tensor:
+    """C(n - c, k) / C(n, k): fraction of k-subsets of n without any of c successes; 1 if c = 0."""
+    fraction = torch.ones_like(n)
+    for drawn in range(k):
+        fraction = fraction * (n - c - drawn).clamp(min=0) / (n - drawn)
+    return fraction
+
+
+@preset("best-of", clip=PPO_CLIP)
+def best_of(reward: str, *, std: bool = True) -> Algo:
+    """Pass@k by the gap of the best rollout to the second (verl's grpo_passk). arXiv 2503.19595."""
+    return Algo(GroupRelative(BestOverSecond(reward, std), base="none"))
+
+
+@preset("pass-at-k", clip=PPO_CLIP)
+def pass_at_k(reward: str, *, k: Count = 2) -> Algo:
+    """Unbiased pass@k of a reward that is positive on success (PKPO), for k below the group size.
+    arXiv 2505.15201."""
+    return Algo(GroupRelative(PassAtKReward(reward, k), base=PassAtKBaseline(reward, k)))

@@ -1,0 +1,1 @@
+"""Other critics of calls."""

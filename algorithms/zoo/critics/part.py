@@ -1,0 +1,15 @@
+from agentrl.base.parts import Part
+
+HERE = "agentrl.algorithms.zoo.critics"
+
+PART = Part(
+    name="zoo critics",
+    summary="Other critics of calls.",
+    presets={
+        "+step-gae": f"{HERE}.presets:agent_r1",
+        "+table": f"{HERE}.presets:with_table",
+        "agent-r1": f"{HERE}.presets:agent_r1",
+        "pspo": f"{HERE}.presets:pspo",
+        "ragen": f"{HERE}.presets:ragen",
+    },
+)

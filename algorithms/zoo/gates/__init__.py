@@ -1,0 +1,1 @@
+"""Other trust regions and corrections of ratios."""

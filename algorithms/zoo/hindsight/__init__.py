@@ -1,0 +1,1 @@
+"""Credit of calls in hindsight."""

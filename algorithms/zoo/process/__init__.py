@@ -1,0 +1,1 @@
+"""Process rewards beside outcomes."""

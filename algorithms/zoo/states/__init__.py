@@ -1,0 +1,1 @@
+"""Credit of calls from calls in the same state."""

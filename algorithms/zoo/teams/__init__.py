@@ -1,0 +1,1 @@
+"""Credit and averages for teams and self-play."""

@@ -1,0 +1,21 @@
+from agentrl.base.parts import Part
+
+HERE = "agentrl.algorithms.zoo.teams"
+
+PART = Part(
+    name="zoo teams",
+    summary="Credit and averages for teams and self-play.",
+    presets={
+        "+ema": f"{HERE}.presets:with_ema",
+        "+equal": f"{HERE}.presets:equal",
+        "+fade": f"{HERE}.presets:with_fade",
+        "at-grpo": f"{HERE}.presets:at_grpo",
+        "difference": f"{HERE}.presets:difference",
+        "magrpo": f"{HERE}.presets:magrpo",
+        "maporl": f"{HERE}.presets:maporl",
+        "marti": f"{HERE}.presets:marti",
+        "sage": f"{HERE}.presets:sage",
+        "shapley": f"{HERE}.presets:shapley",
+        "spiral": f"{HERE}.presets:spiral",
+    },
+)

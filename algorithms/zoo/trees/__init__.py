@@ -1,0 +1,1 @@
+"""Credit of branching rollouts."""
