@@ -63,7 +63,7 @@ def lines_of_parts() -> dict[str, int]:
 
 
 def rooms() -> tuple[int, int]:
-    """Imports between folders, and folders on a circle of them. The modules of `agentrl/` itself are
+    """Imports between folders, and folders on a circle of them. Modules of `agentrl/` itself are
     each alone; commands import what they like."""
     graph = grimp.build_graph("agentrl", exclude_type_checking_imports=True)
 
