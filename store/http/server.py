@@ -3,7 +3,7 @@
 Owns: the calls with an idempotency key and the long polls in progress. Invariant: a call is
 completed even if its caller disconnects, except a long poll, which is cancelled and can be
 repeated. A call with an idempotency key is executed once: a repeat waits for the one in progress
-here, or gets its stored reply (`store/repeats.py`) from any process of the server.
+here, or gets its stored reply (`store/sql/repeats.py`) from any process of the server.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from agentrl.store.http.keys import (
 )
 from agentrl.store.http.request_limits import BodyReader
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, KeyScope, Verb
-from agentrl.store.repeats import IdempotentCall, start_call
+from agentrl.store.sql.repeats import IdempotentCall, start_call
 
 log = logging.getLogger("agentrl.store")
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()

@@ -27,7 +27,7 @@ from agentrl.store import base, open_store
 from agentrl.store.http import request_limits, serve
 from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
 from agentrl.store.records import Pruned
-from agentrl.store.repeats import KEPT
+from agentrl.store.sql.repeats import KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
 
@@ -169,7 +169,7 @@ def test_a_fault_of_the_server_is_said_to_its_caller(admin, monkeypatch):
     async def counts(self, run):
         raise KeyError(run)
 
-    monkeypatch.setattr("agentrl.store.sqlstore.SqlStore.counts", counts)
+    monkeypatch.setattr("agentrl.store.sql.store.SqlStore.counts", counts)
     answer = admin.post("/v1/counts", json={"run": "run"})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (500, "error")
@@ -494,7 +494,7 @@ async def test_a_long_call_in_progress_is_joined_by_its_repeat(serving, tmp_path
         calls.append(1)
         await asyncio.to_thread(done.wait, 10)
 
-    monkeypatch.setattr("agentrl.store.sqlstore.SqlStore._vacuum", vacuum)
+    monkeypatch.setattr("agentrl.store.sql.store.SqlStore._vacuum", vacuum)
     with serving(f"sqlite:///{tmp_path / 'store.db'}") as address:
         headers = {"idempotency-key": "k"}
         async with httpx.AsyncClient(base_url=address, headers=headers) as client:

@@ -15,14 +15,15 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from agentrl import types
 from agentrl.errors import Forbidden, Invalid
-from agentrl.store import browse, limits, maintenance, prompts, records, rows, traces
-from agentrl.store import datasets as data
-from agentrl.store import rollouts as queue
-from agentrl.store import runs as training
-from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
-from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.repeats import answer_long_once, answer_once
-from agentrl.store.writer import Bulk, Transaction, Writer, WriteVerb
+from agentrl.store import limits, records, rows
+from agentrl.store.sql import browse, maintenance, prompts, traces
+from agentrl.store.sql import datasets as data
+from agentrl.store.sql import rollouts as queue
+from agentrl.store.sql import runs as training
+from agentrl.store.sql.database import Connection, ReaderThreads, ReadPool, Session, load_sql
+from agentrl.store.sql.feed import ANY, GROUPS, QUEUE, Feed
+from agentrl.store.sql.repeats import answer_long_once, answer_once
+from agentrl.store.sql.writer import Bulk, Transaction, Writer, WriteVerb
 
 SQL = load_sql("feed")
 P = ParamSpec("P")

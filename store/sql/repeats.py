@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentrl.errors import Conflict
-from agentrl.store.database import load_sql
-from agentrl.store.writer import Transaction, Writer, WriteVerb
+from agentrl.store.sql.database import load_sql
+from agentrl.store.sql.writer import Transaction, Writer, WriteVerb
 
 REQUESTS = load_sql("requests")
 KEPT = 86_400.0  # seconds for which replies are stored
