@@ -1,14 +1,14 @@
 """Calls that may be repeated: executed only once, with the same reply.
 
-A caller gives a call an id; its reply is stored under it, in the transaction of the call or, for a
-verb of several transactions, at its end. So every process of a server knows it, and the next one
-too. A claim needs no reply here: its attempts have its id.
+Most verbs are idempotent by the ids of their rows, claims too. Where that is not enough the caller
+gives the call an id, and its reply is stored under it, in the transaction of the call: every
+process of a server knows it, and the next one too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ import msgspec
 
 from agentrl.errors import Conflict
 from agentrl.store.sql.database import load_sql
-from agentrl.store.sql.writer import Transaction, Writer, WriteVerb
+from agentrl.store.sql.writer import Transaction, WriteVerb
 
 REQUESTS = load_sql("requests")
 KEPT = 86_400.0  # seconds for which replies are stored
@@ -51,37 +51,17 @@ def answer_once(verb: WriteVerb[T], reply: type[T]) -> WriteVerb[T]:
         return verb
 
     def execute(tx: Transaction) -> T:
-        if (known := _stored_reply(tx, request)) is not None:
-            return msgspec.json.decode(known, type=reply)
-        result = verb(tx)
-        tx.conn.execute(REQUESTS["forget_requests"], (tx.now - KEPT,))
-        text = msgspec.json.encode(result).decode()
-        columns = {"id": request.id, "digest": request.digest, "reply": text, "at": tx.now}
-        tx.conn.execute(REQUESTS["add_request"], columns)
-        return result
+        tx.conn.execute(REQUESTS["lock_request"], {"id": request.id})
+        known = tx.conn.execute(REQUESTS["request"], (request.id,)).fetchone()
+        if known is None:
+            result = verb(tx)
+            tx.conn.execute(REQUESTS["forget_requests"], (tx.now - KEPT,))
+            text = msgspec.json.encode(result).decode()
+            columns = {"id": request.id, "digest": request.digest, "reply": text, "at": tx.now}
+            tx.conn.execute(REQUESTS["add_request"], columns)
+            return result
+        if known["digest"] != request.digest:
+            raise Conflict("This idempotency-key was used for a call with other arguments.")
+        return msgspec.json.decode(known["reply"], type=reply)
 
     return execute
-
-
-async def answer_long_once(writer: Writer, verb: Callable[[], Awaitable[T]], reply: type[T]) -> T:
-    """Like `answer_once`, for a verb of several transactions. A repeat of a call that did not end
-    does what is left."""
-    request = CURRENT.get()
-    if request is None:
-        return await verb()
-    known = await writer.post(lambda tx: _stored_reply(tx, request))
-    if known is not None:
-        return msgspec.json.decode(known, type=reply)
-    result = await verb()
-    return await writer.post(answer_once(lambda _: result, reply))
-
-
-def _stored_reply(tx: Transaction, request: IdempotentCall) -> str | None:
-    """Return the reply in JSON, None for a new request, of which the id is then locked."""
-    tx.conn.execute(REQUESTS["lock_request"], {"id": request.id})
-    known = tx.conn.execute(REQUESTS["request"], (request.id,)).fetchone()
-    if known is None:
-        return None
-    if known["digest"] != request.digest:
-        raise Conflict("This idempotency-key was used for a call with other arguments.")
-    return str(known["reply"])
