@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, unquote_plus
 
 from aiohttp import web
+from msgspec import Struct
 
 from agentrl.base.http_server import bearer, given_key, read_body
 from agentrl.runners.dialects import Dialect
@@ -172,8 +173,7 @@ class CallOrigin(NamedTuple):
         return self.role or (model if model in self.attempt.roles else DEFAULT)
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedCall:
+class ReceivedCall(Struct, frozen=True):
     """A call as the agent made it."""
 
     caller: CallOrigin

@@ -18,13 +18,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from agentrl.base import threads
 from agentrl.errors import StoreError
@@ -109,13 +109,13 @@ class CallHandler:
             return await self._answer_recorded(call, unread, unread)
         if call.defaults.seed is not None:
             seed = active.seed_of(question_of(call.request, call.role))
-            call = replace(call, defaults=msgspec.structs.replace(call.defaults, seed=seed))
+            call = replace(call, defaults=replace(call.defaults, seed=seed))
         for answer in active.answers:
             if rows := await answer(call):
                 made = call.request
                 new: Any = {"messages": made.messages, "tools": made.tools, "started": time.time()}
                 own = [
-                    msgspec.structs.replace(
+                    replace(
                         row, **self._identity(), **new, repeats=row.repeats or row.id, seconds=0.0
                     )
                     for row in rows
