@@ -28,9 +28,10 @@ from msgspec.structs import replace
 
 from agentrl.base import threads
 from agentrl.errors import StoreError
+from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.base import CHAT, data_event
 from agentrl.runners.gateway import recorded, request
-from agentrl.runners.gateway.attribution import ReceivedCall, changed
+from agentrl.runners.gateway.attribution import CallOrigin, ReceivedCall, changed, receive
 from agentrl.runners.gateway.prompt_size import find_room
 from agentrl.runners.gateway.recorded import CUT, RECORD, question_of
 from agentrl.runners.gateway.refusals import (
@@ -60,6 +61,13 @@ from agentrl.store.base import Store
 from agentrl.types import SIDE, Transition
 
 REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
+
+
+async def answer_call(
+    upstream: Upstream, store: Store, dialect: Dialect, caller: CallOrigin, http: web.Request
+) -> web.StreamResponse:
+    """Answer an HTTP request that is a model call of `dialect`."""
+    return await CallHandler(upstream, store, await receive(caller, http, dialect)).run()
 
 
 class CallHandler:

@@ -8,7 +8,7 @@ from tests.benchmarks import call_trace, step_trace
 from tests.benchmarks.size import files, measure
 
 MOST_FILES = 27  # of a step up to its gradient; only falls
-MOST_CALL_FILES = 18  # of a model call up to its row; only falls
+MOST_CALL_FILES = 17  # of a model call up to its row; only falls
 
 
 def test_what_is_linked_counts_once(tmp_path: Path) -> None:
