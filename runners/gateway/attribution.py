@@ -222,7 +222,7 @@ class AttemptRegistry:
     def __init__(
         self, *, open: bool = True, roles: Collection[str] = (), features: Sequence[Feature] = ()
     ) -> None:
-        self.open, self.roles, self._features = open, frozenset(roles), features
+        self.open, self.roles, self.features = open, frozenset(roles), features
         self.unowned = 0  # calls so far that belonged to no attempt
         self._active: dict[str, ActiveAttempt] = {}
         self._keys: dict[str, ActiveAttempt] = {}
@@ -234,7 +234,7 @@ class AttemptRegistry:
         deadline = time.monotonic() + attempt.rollout.timeout
         roles = self.roles.union(attempt.rollout.seats)
         active = ActiveAttempt(attempt, deadline, sealed, scoring, roles=roles)
-        for feature in () if scoring else self._features:
+        for feature in () if scoring else self.features:
             feature.join(active)
         self._active[attempt.id] = self._keys[active.key] = active
         return active
