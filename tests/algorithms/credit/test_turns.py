@@ -27,14 +27,10 @@ from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.presets.hierarchy import HiperGae
 from agentrl.algorithms.presets.states import SameStateRelative
 from agentrl.algorithms.presets.teams import RoleFilter
-from agentrl.algorithms.zoo.critics.presets import BiLevelGae
-from agentrl.algorithms.zoo.states.presets import PeerValues
-from agentrl.algorithms.zoo.trees.presets import BranchAdvantage
 from agentrl.errors import TrainingError
 from tests.algorithms.naive import (
     naive_gae,
     naive_histories,
-    naive_tree,
     returns,
     rewards_of,
 )
@@ -270,20 +266,6 @@ def test_against_loops(seed: int) -> None:
             agree("hgpo", actual, naive_histories(plays, name, 0.9, 2, std))
         gae = StepGae(ValuesFromReward("transition:v"), reward, 0.9, 0.8)(batch).tolist()
         agree("gae", gae, naive_gae(plays, name, 0.9, 0.8))
-    for both in (True, False):
-        tree = BranchAdvantage(how="both" if both else "parent")(batch).tolist()
-        agree("tree", tree, naive_tree(plays, both))
-
-
-def test_a_cut_before_any_reward_is_worth_what_the_last_known_value_says() -> None:
-    """The second state was seen by the other rollout, which came to 1 from there; the third by
-    nobody."""
-    other = Play([Call("s"), Call("t")], outcome=1.0)
-    lost = Play([Call("s"), Call("t"), Call("u", truncated=True)])
-    credit = StepGae(PeerValues(), "outcome", 1.0, 1.0)
-    near(credit(world(lost, other))[:3], [0.0, 0.0, NAN])
-    won = Play(lost.calls, outcome=0.5)
-    near(credit(world(won, other))[:3], [-0.5, -0.5, 0.0])
 
 
 def test_a_role_receives_its_reward_at_its_last_call() -> None:
@@ -298,7 +280,6 @@ def test_a_rollout_without_its_reward_is_missing_not_zero() -> None:
     credits: list[Callable[[Batch], Tensor]] = [
         SameStateRelative(),
         GroupRelative(Returns()),
-        GroupRelative(BranchAdvantage(), base="none"),
         Whiten(TurnDiscount(GroupRelative(), 0.9)),
     ]
     for credit in credits:
@@ -336,11 +317,8 @@ def test_calls_without_tokens_are_no_decisions_of_a_critic() -> None:
         steps = StepGae(FirstTokenValues(CriticValues()), "transition:p", 1.0, lam)
         near(steps(worlds[0])[[0, 2, 3]], steps(worlds[1]).tolist())
         assert steps(worlds[0])[1].isnan()
-        for credit in (
-            GroupRelative(steps, by=("all",), norm="std"),
-            BiLevelGae(CriticValues(), "transition:p", 1.0),
-        ):
-            near(credit(worlds[0]), credit(worlds[1]).tolist())
+        credit = GroupRelative(steps, by=("all",), norm="std")
+        near(credit(worlds[0]), credit(worlds[1]).tolist())
         near(steps.returns(worlds[0]), steps.returns(worlds[1]).tolist())
 
 
@@ -354,7 +332,6 @@ def test_empty_batches_have_no_credit() -> None:
     for credit in (
         SameStateRelative(depth=2),
         GroupRelative(Returns()),
-        GroupRelative(BranchAdvantage()),
         TurnDiscount(GroupRelative(), 0.5),
     ):
         assert credit(empty).shape == (0,)

@@ -18,12 +18,6 @@ from agentrl.algorithms.objective.ratios import (
     Truncate,
     TrustRegion,
 )
-from agentrl.algorithms.zoo.gates.corrections import OffPolicyMask
-from agentrl.algorithms.zoo.gates.presets import (
-    DivergenceGate,
-    SoftGate,
-    VespoWeight,
-)
 
 RHO = torch.tensor([1.5, 0.5, 1.5, 0.5, 4.0, 1.0], dtype=torch.float64)
 SIGN = torch.tensor([1.0, 1, -1, -1, -1, 1], dtype=torch.float64)
@@ -46,8 +40,6 @@ def near(values: Tensor, expected: Sequence[float]) -> bool:
         (Truncate(0.8, 1.28), [1.28, 0.8, 1.28, 0.8, 1.28, 1]),
         (RatioInRange(0.5, 2), [1.5, 0.5, 1.5, 0.5, 0, 1]),
         (InRange(0.6, 2), [1, 0, 1, 0, 0, 1]),
-        (SoftGate(), [1.410022, 0.470007, 1.40121, 0.46707, 0.630445, 1]),
-        (OffPolicyMask(0.1), [1, 1, 1, 0, 1, 1]),
     ],
 )
 def test_factors(gate: GateFn, expected: list[float]) -> None:
@@ -65,13 +57,16 @@ def test_no_advantage_is_bounded_like_a_good_one() -> None:
 
 
 def test_extreme_ratios_stay_finite() -> None:
-    lr = torch.tensor([-1e6, 1e6]).double()
-    streams = {"b": torch.tensor([0.0, -1e6]).double(), "p": torch.tensor([-1e6, 0.0]).double()}
     gates: list[GateFn] = [
         Ratio(), Clip(), Clip(0.2, inf), TrustRegion(), Truncate(), RatioInRange(0, inf),
-        InRange(0, inf), SoftGate(), VespoWeight(), OffPolicyMask(), DivergenceGate("tv"),
-        DivergenceGate("kl"),
+        InRange(0, inf),
     ]  # fmt: skip
+    stay_finite(gates)
+
+
+def stay_finite(gates: Sequence[GateFn]) -> None:
+    lr = torch.tensor([-1e6, 1e6]).double()
+    streams = {"b": torch.tensor([0.0, -1e6]).double(), "p": torch.tensor([-1e6, 0.0]).double()}
     for gate in gates:
         for sign in (-1.0, 0.0, 1.0):
             assert gate(lr, torch.full((2,), sign), streams).isfinite().all(), gate

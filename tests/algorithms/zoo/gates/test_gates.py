@@ -7,14 +7,19 @@ from typing import Literal
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from agentrl.algorithms.zoo.gates.corrections import OffPolicyMask
 from agentrl.algorithms.zoo.gates.presets import (
     DivergenceGate,
+    SoftGate,
     TopKDivergenceGate,
     VespoWeight,
 )
-from tests.algorithms.objective.test_ratios import near, top
+from tests.algorithms.credit.test_laws import are_one_on_policy, law
+from tests.algorithms.objective.test_ratios import RHO, SIGN, near, stay_finite, top
 
 
 def test_vespo_shapes() -> None:
@@ -101,3 +106,21 @@ def test_fewer_symbols_never_see_a_larger_divergence() -> None:
             dropped = gate(lr, lr, {"o_K": o_K[:, :k], "p_K": p_K[:, :k]}) == 0
             assert not (before & ~dropped).any()
             before = dropped
+
+
+def test_factors() -> None:
+    soft = SoftGate()(RHO.log(), SIGN, {})
+    assert near(soft, [1.410022, 0.470007, 1.40121, 0.46707, 0.630445, 1])
+    assert near(OffPolicyMask(0.1)(RHO.log(), SIGN, {}), [1, 1, 1, 0, 1, 1])
+
+
+def test_extreme_ratios_stay_finite() -> None:
+    divergence = DivergenceGate("tv"), DivergenceGate("kl")
+    stay_finite([SoftGate(), VespoWeight(), OffPolicyMask(), *divergence])
+
+
+@law
+@given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-3, 3)), min_size=1, max_size=8))
+def test_every_gate_is_one_on_policy(tokens: list[tuple[float, float]]) -> None:
+    divergence = DivergenceGate("tv", 0, 0, 1), DivergenceGate("kl", 0, 0, 1)
+    are_one_on_policy([SoftGate(), VespoWeight(), OffPolicyMask(0), *divergence], tokens)

@@ -11,6 +11,7 @@ from agentrl.algorithms.zoo.trees.presets import BranchAdvantage
 from tests.algorithms.credit.test_turns import SEEDS, agree, near
 from tests.algorithms.naive import (
     naive_siblings,
+    naive_tree,
 )
 from tests.algorithms.worlds import Call, Play, random_plays, world
 
@@ -78,3 +79,27 @@ def test_siblings_against_loops(seed: int) -> None:
                 known.add(str(call.node))
     siblings = BranchAdvantage(how="siblings")(world(*plays)).tolist()
     agree("siblings", siblings, naive_siblings(plays))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_trees_against_loops(seed: int) -> None:
+    plays = random_plays(seed)
+    for play in plays:  # tree nodes belong to a group
+        for call in play.calls:
+            call.node = call.node and f"{play.group}:{call.node}"
+    batch = world(*plays)
+    for both in (True, False):
+        tree = BranchAdvantage(how="both" if both else "parent")(batch).tolist()
+        agree("tree", tree, naive_tree(plays, both))
+
+
+def test_a_rollout_without_its_reward_is_missing_not_zero() -> None:
+    lost, whole = Play([Call("s")] * 2), [Play([Call("s")], outcome=o) for o in (1.0, 0.0)]
+    credit = GroupRelative(BranchAdvantage(), base="none")
+    assert credit(world(lost, *whole))[:2].isnan().all()
+    near(credit(world(lost, *whole))[2:], credit(world(*whole)).tolist())
+
+
+def test_empty_batches_have_no_credit() -> None:
+    empty = world(Play([], outcome=1.0), Play([Call(tokens=0)], outcome=0.0))
+    assert GroupRelative(BranchAdvantage())(empty).shape == (0,)
