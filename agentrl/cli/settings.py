@@ -67,9 +67,11 @@ def show_settings(config: RunConfig) -> None:
     ConfigError for settings that contradict each other."""
     lines: list[str] = []
     if find_spec("torch") and find_spec("transformers"):  # the extra `train`
+        from agentrl.algorithms.builtin_parts import parts_of
         from agentrl.algorithms.train.build import group_requirements, load_algorithms
 
-        group_requirements(config, load_algorithms(config))
+        parts = parts_of(config)
+        group_requirements(config, load_algorithms(config, parts), parts)
         if config.learner.kind == "torch":
             lines = _estimates(config)
     click.echo("".join(f"# {line}\n" for line in lines) + to_toml(config), nl=False)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
+from agentrl.algorithms.diagnostics.dump import BadSteps
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.model.proof import trie_gap
@@ -23,8 +24,6 @@ from agentrl.algorithms.objective.kl_control import (
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group, check_staleness
 from agentrl.algorithms.sampling.collect import resampling_reward
-from agentrl.algorithms.train.builtin_parts import parts_of
-from agentrl.algorithms.train.dump import BadSteps
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.parts import Part
 from agentrl.algorithms.train.policy_set import PolicySet
@@ -36,12 +35,13 @@ from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import POLICY
 
 log = logging.getLogger("agentrl.algorithm")
+NONE = Part()
 
 
-def load_algorithms(config: RunConfig, parts: Part | None = None) -> dict[str, Algo]:
-    """Build the algorithm of each trained policy. parts: default, those of the run. Raises
-    ConfigError for invalid settings."""
-    algos, parts = {}, parts or parts_of(config)
+def load_algorithms(config: RunConfig, parts: Part = NONE) -> dict[str, Algo]:
+    """Build the algorithm of each trained policy. parts: of the run. Raises ConfigError for invalid
+    settings."""
+    algos = {}
     for name in trained_policies(config):
         try:
             algos[name] = load_algorithm(view(config, name), parts)
@@ -52,7 +52,7 @@ def load_algorithms(config: RunConfig, parts: Part | None = None) -> dict[str, A
 
 
 def group_requirements(
-    config: RunConfig, algos: Mapping[str, Algo], parts: Part | None = None
+    config: RunConfig, algos: Mapping[str, Algo], parts: Part = NONE
 ) -> tuple[bool, str | None]:
     """The algorithms' requirements on groups, which all policies share: whether the first rollout
     is greedy, and the reward that must differ within a group, or None.
@@ -71,18 +71,18 @@ def group_requirements(
                 "greedy rollout, or dynamic sampling); choose presets that agree, or set "
                 "algorithm.dynamic_sampling = false"
             )
-    (parts or parts_of(config)).check(algos, wanted[1])
+    parts.check(algos, wanted[1])
     return wanted
 
 
-def load_algorithm(config: RunConfig, parts: Part | None = None) -> Algo:
+def load_algorithm(config: RunConfig, parts: Part = NONE) -> Algo:
     """Build the algorithm of the run file. Raises ConfigError for settings that do not fit it."""
     streams = factory.available_streams(config)
     settings = config.algorithm
     algo = catalogue.make(
         settings.preset, settings.options, streams=streams, root=Path(config.root)
     )
-    algo = (parts or parts_of(config)).algorithm(config, algo)
+    algo = parts.algorithm(config, algo)
     check_group(settings, algo)
     check_staleness(settings, algo)
     factory.refuse_unused_settings(config, algo)
@@ -94,10 +94,10 @@ def make_policies(
     algos: Mapping[str, Algo],
     models: Sequence[LoadedModel],
     stack: AsyncExitStack,
-    parts: Part | None = None,
+    parts: Part = NONE,
 ) -> PolicySet:
     """Build the trained policies, with the state of the run. `stack` closes their learners."""
-    updaters, parts = {}, parts or parts_of(config)
+    updaters = {}
     for name, algo in algos.items():
         model = next(model for model in models if name in model.policies)
         dumps = Path(config.output, "dumps", name if config.policies else "")
@@ -136,7 +136,7 @@ def make_updater(
     loaded = model.model, tokenizer, model.source
     scorers, trainers = factory.make_reward_models(config, *loaded)
     learner = factory.make_learner(config, algo, *loaded, model.adapters, trainers, name)
-    state, anchor = make_state(config, algo, learner.frozen.get("q"))
+    state, anchor = make_state(config, algo, learner.frozen.get("reference"))
     context = context_length(model.model)
     completers: list[Completer] = [ProcessedScorer(learner, context, name, algo.rewards)]
     if settings.inexact == "retokenize":  # before reward models, which need the token ids

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -19,15 +19,15 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.diagnostics import metrics
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
+from agentrl.algorithms.diagnostics.dump import BadSteps, Dump
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner, StepReport
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import staleness
 from agentrl.algorithms.objective.core import Algo, Terms
-from agentrl.algorithms.objective.ratios import ratio
+from agentrl.algorithms.objective.ratios import GivenLogProbs, ratio
 from agentrl.algorithms.objective.sides import MISMATCHED
 from agentrl.algorithms.objective.values import ValueTerms, select_tokens
-from agentrl.algorithms.train.dump import BadSteps, Dump
 from agentrl.algorithms.train.trust import KlLimit, Movement, mean_kl
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import Group
@@ -45,7 +45,7 @@ class TrainingStep:
     algo: Algo
     groups: list[Group]
     batch: Batch  # of all groups
-    streams: Mapping[str, Tensor]  # log-probs [N] by stream
+    given: GivenLogProbs  # [N]
     values: ValueTerms | None  # targets of the critic, if there is one
     advantage: Tensor  # float64 [N]
     cut: Callable[[list[Group]], Batch]  # the batch of some of the groups
@@ -133,7 +133,7 @@ class OptimizerSteps:
 
     def beyond_target(self, terms: Terms, report: StepReport) -> bool:
         """Whether the policy had moved further than `target_kl` before the optimizer step."""
-        target, old = self.config.algorithm.target_kl, terms.streams.get("o")
+        target, old = self.config.algorithm.target_kl, terms.given.old
         if target is None or old is None:
             return False
         return mean_kl(old, report.logprobs, (terms.weight > 0).double()) > target
@@ -141,7 +141,7 @@ class OptimizerSteps:
     def lr(self, step: TrainingStep) -> float:
         """The learning rate of a step: the schedule's, scaled by the effective sample size."""
         full = learning_rate(self.config.algorithm, step.version, self.config.steps)
-        enough, old = self.config.algorithm.lr_ess, step.streams.get("o")
+        enough, old = self.config.algorithm.lr_ess, step.given.old
         if enough is None or old is None:
             return full
         weights = ratio(old.double().cpu() - step.batch.behaviour.double())
@@ -172,18 +172,19 @@ def with_loss_terms(step: TrainingStep, config: RunConfig, learner: Learner) -> 
     """The minibatch of each optimizer step: whole groups, shuffled anew in every epoch. Credit and
     the critic's targets are computed on the whole batch before the split."""
     settings, algo, batch, values = config.algorithm, step.algo, step.batch, step.values
-    advantage, streams = step.advantage, dict(step.streams)
+    advantage, given = step.advantage, step.given
     count = min(settings.minibatches, len(step.groups))
     if count * settings.epochs == 1 or not batch.n_tokens:
-        terms = objective.loss_terms(algo, batch, streams, fresh=True, advantage=advantage)
+        terms = objective.loss_terms(algo, batch, given, fresh=True, advantage=advantage)
         yield Minibatch(batch, terms, values)
         return
-    symbols = batch.symbols if "t_K" in streams else None
+    symbols = None if given.teacher_candidates is None else batch.symbols
     if algo.symbols and symbols is None:
-        symbols, o_NK = learner.top(batch, algo.symbols)
-        streams = {"o": o_NK[:, 0], "o_K": o_NK, **streams}
-    elif not {"o", "share"} & streams.keys():
-        streams["o"] = learner.logprobs(batch)
+        symbols, old_NK = learner.top(batch, algo.symbols)
+        old_N = old_NK[:, 0] if given.old is None else given.old
+        given = replace(given, old=old_N, old_candidates=old_NK)
+    elif given.old is None and given.current_in_old is None:
+        given = replace(given, old=learner.logprobs(batch))
     counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
     ranges = torch.split(torch.arange(batch.n_tokens), counts)
     tokens_of = dict(zip(batch.groups, ranges, strict=True))
@@ -195,9 +196,9 @@ def with_loss_terms(step: TrainingStep, config: RunConfig, learner: Learner) -> 
             tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
             if symbols is not None:
                 part = replace(part, symbols=symbols[tokens])
-            own = {letter: column[tokens] for letter, column in streams.items()}
+            interpolated = given.current_in_old is not None
             terms = objective.loss_terms(
-                algo, part, own, fresh="share" in own, advantage=advantage[tokens]
+                algo, part, given.at(tokens), fresh=interpolated, advantage=advantage[tokens]
             )
             yield Minibatch(part, terms, values and select_tokens(values, tokens))
 

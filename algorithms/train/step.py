@@ -15,6 +15,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState, Recalled
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
+from agentrl.algorithms.diagnostics.dump import BadSteps
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.diagnostics.report import report
 from agentrl.algorithms.learners.base import Learner
@@ -26,7 +27,6 @@ from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit
 from agentrl.algorithms.objective.staleness import token_lag, withhold
 from agentrl.algorithms.objective.values import critic_terms
 from agentrl.algorithms.presets.registry import check_supplies
-from agentrl.algorithms.train.dump import BadSteps
 from agentrl.algorithms.train.optimize import OptimizerSteps, TrainingStep, with_loss_terms
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.trust import KlLimit, largest_kl
@@ -98,7 +98,7 @@ class Updater:
         optimized = self.optimizer.run(training, minibatches)
         self.state.adopt(built.recalled)
         rollouts = sum(len(group.rollouts) for group in prepared.groups)
-        reference = scored.batch if "q" in scored.streams else None
+        reference = scored.batch if scored.given.reference is not None else None
         controlled = self.anchor.finish(now, reference, rollouts)
         return {
             **prepared.metrics,

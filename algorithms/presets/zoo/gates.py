@@ -5,7 +5,6 @@ that correct the mismatch of sampler and trainer by detached weights and masks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -16,7 +15,14 @@ from agentrl.algorithms.credit.core import GroupRelative, ZeroAdvantage
 from agentrl.algorithms.objective import ratios
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average, Gate, KLPenalty
 from agentrl.algorithms.objective.distill import TopKDistillation, with_rest
-from agentrl.algorithms.objective.ratios import InRange, Ratio, RatioInRange, Truncate, ratio
+from agentrl.algorithms.objective.ratios import (
+    InRange,
+    LogProbs,
+    Ratio,
+    RatioInRange,
+    Truncate,
+    ratio,
+)
 from agentrl.algorithms.presets.registry import Cap, Num, modifier, preset
 from agentrl.config import Count, Natural, Positive
 from agentrl.errors import ConfigError
@@ -33,7 +39,7 @@ class SoftGate:
     tp: float = 1.0
     tn: float = 1.05
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
         r = ratio(lr)
         s = torch.where(advantage > 0, self.tp * (r - 1), self.tn * (r - 1)).sigmoid()
         return 4 * s * (1 - s) * r
@@ -46,7 +52,7 @@ class VespoWeight:
     positive: tuple[float, float] = (2.0, 3.0)
     negative: tuple[float, float] = (3.0, 2.0)
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
         lr = lr.clamp(-ratios.LOG_LIMIT, ratios.LOG_LIMIT)
         up, down = (c * (1 - lr.exp()) + k * lr for k, c in (self.positive, self.negative))
         return torch.where(advantage >= 0, up, down).exp()
@@ -60,7 +66,7 @@ class ClipLog:
     lo: float = 0.4
     hi: float = 0.4
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
         return torch.where(advantage >= 0, lr.clamp(max=self.hi), lr.clamp(min=-self.lo))
 
 
@@ -72,7 +78,7 @@ class OffPolicyMask:
     delta: float = 0.1
     is_mask: ClassVar[bool] = True
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
         return (~((advantage < 0) & (-lr > self.delta))).double()
 
 
@@ -98,7 +104,7 @@ def vespo(reward: str) -> Algo:
 @preset("minirl")
 def minirl(reward: str, *, clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
     """Weight against the sampler, PPO's clip as a mask against the old policy. arXiv 2512.01374."""
-    gates = (Gate(Ratio(), den="b"), Gate(ratios.TrustRegion(clip_low, clip_high)))
+    gates = (Gate(Ratio(), den="sampler"), Gate(ratios.TrustRegion(clip_low, clip_high)))
     return Algo(GroupRelative(reward), gates, agg=TOKENS)
 
 
@@ -131,16 +137,16 @@ def gmpo(reward: str, *, log_low: Num = 0.4, log_high: Num = 0.4) -> Algo:
 @dataclass(frozen=True, slots=True)
 class DivergenceGate:
     """min(r, cap), but 0 if the probability is already more than `hi` above or `lo` below the
-    sampler's and the update would move it further away. For num "p", den "b". DPPO, arXiv
-    2602.04879."""
+    sampler's and the update would move it further away. For num "current", den "sampler". DPPO,
+    arXiv 2602.04879."""
 
     kind: Literal["tv", "kl"] = "tv"
     lo: float = 0.15
     hi: float = 0.15
     cap: float = 20.0
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        mu, pi = streams["b"].exp(), streams["p"].exp()
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
+        mu, pi = logprobs.sampler.exp(), logprobs.current.exp()
         distance = (pi - mu).abs()
         if self.kind == "kl":
             rest_mu, rest_pi = (1 - mu).clamp(min=1e-8), (1 - pi).clamp(min=1e-8)
@@ -157,9 +163,9 @@ class DivergenceGate:
 @dataclass(frozen=True, slots=True)
 class TopKDivergenceGate(DivergenceGate):
     """As `DivergenceGate`, with the distance between distributions over k tokens (the sampled one
-    and the most probable others before the first update) and one symbol for the rest. For num "p",
-    den "o", with these log-probs in the streams p_K and o_K. In the first step o is p and the
-    factor is 1. DPPO, arXiv 2602.04879."""
+    and the most probable others before the first update) and one symbol for the rest. For num
+    "current", den "old", with these log-probs as candidates. In the first step these two are one
+    and the factor is 1. DPPO, arXiv 2602.04879."""
 
     k: int = 20
 
@@ -167,10 +173,11 @@ class TopKDivergenceGate(DivergenceGate):
     def symbols(self) -> int:
         return self.k
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        if "o_K" not in streams:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
+        old, now = logprobs.candidates.old, logprobs.candidates.current
+        if old is None or now is None:
             return ratio(lr).clamp(max=self.cap)
-        mu_K, pi_K = (with_rest(streams[name]) for name in ("o_K", "p_K"))
+        mu_K, pi_K = with_rest(old), with_rest(now)
         distance = (mu_K.exp() - pi_K.exp()).abs().sum(-1) / 2
         if self.kind == "kl":
             distance = (mu_K.exp() * (mu_K - pi_K)).sum(-1)
@@ -186,7 +193,7 @@ def dppo_tv(
     reward: str, *, low: Num = 0.15, high: Num = 0.15, cap: Cap = 20.0, length: Count = 1024
 ) -> Algo:
     """Trust region on the change of probability instead of its ratio. arXiv 2602.04879."""
-    return _dppo(reward, Gate(DivergenceGate("tv", low, high, cap), den="b"), length)
+    return _dppo(reward, Gate(DivergenceGate("tv", low, high, cap), den="sampler"), length)
 
 
 @preset("dppo-kl")
@@ -194,7 +201,7 @@ def dppo_kl(
     reward: str, *, low: Num = 0.05, high: Num = 0.05, cap: Cap = 20.0, length: Count = 1024
 ) -> Algo:
     """Trust region on the KL divergence of a token's probability. arXiv 2602.04879."""
-    return _dppo(reward, Gate(DivergenceGate("kl", low, high, cap), den="b"), length)
+    return _dppo(reward, Gate(DivergenceGate("kl", low, high, cap), den="sampler"), length)
 
 
 @preset("dppo-topk")
@@ -219,7 +226,7 @@ def dppo_topk(
 @preset("kimi")
 def kimi(reward: str, *, beta: Num = 0.1) -> Algo:
     """Group mean with a squared penalty on the log-ratio to the old policy. arXiv 2501.12599."""
-    return Algo(GroupRelative(reward), penalties=(KLPenalty("k2", beta, "o"),), agg=TOKENS)
+    return Algo(GroupRelative(reward), penalties=(KLPenalty("k2", beta, "old"),), agg=TOKENS)
 
 
 @preset("dro")
@@ -246,7 +253,7 @@ def with_teacher(
 ) -> Algo:
     """Adds the KL to a teacher on the tokens of the host's policy gradient: see `distill`."""
     if not top:
-        return replace(algo, penalties=(*algo.penalties, KLPenalty("k2", beta, "t")))
+        return replace(algo, penalties=(*algo.penalties, KLPenalty("k2", beta, "teacher")))
     if algo.symbols or algo.side is not None:
         raise ConfigError(
             f"top = {top} imitates several tokens at every position, which cannot be combined with "
@@ -258,32 +265,32 @@ def with_teacher(
 @modifier("tis")
 def tis(algo: Algo, *, tis_cap: Cap = 2.0) -> Algo:
     """Truncated weight per token of trainer against sampler. fengyao.notion.site/off-policy-rl."""
-    return _with(algo, Gate(Truncate(0.0, tis_cap), "o", "b"))
+    return _with(algo, Gate(Truncate(0.0, tis_cap), "old", "sampler"))
 
 
 @modifier("seq-tis")
 def seq_tis(algo: Algo, *, seq_tis_cap: Cap = 2.0) -> Algo:
     """Truncated product of a row's weights. verl `rollout_corr_helper`."""
-    return _with(algo, Gate(Truncate(0.0, seq_tis_cap), "o", "b", "row", "sum"))
+    return _with(algo, Gate(Truncate(0.0, seq_tis_cap), "old", "sampler", "row", "sum"))
 
 
 @modifier("icepop")
 def icepop(algo: Algo, *, icepop_low: Num = 0.5, icepop_high: Cap = 5.0) -> Algo:
     """Drops tokens whose weight of trainer against sampler is out of range. arXiv 2510.18855."""
-    return _with(algo, Gate(RatioInRange(icepop_low, icepop_high), "o", "b"))
+    return _with(algo, Gate(RatioInRange(icepop_low, icepop_high), "old", "sampler"))
 
 
 @modifier("mis")
 def mis(algo: Algo, *, mis_cap: Cap = 3.0) -> Algo:
     """Drops rows whose product of weights is above the cap. TRL `sequence_mask`."""
-    return _with(algo, Gate(RatioInRange(0.0, mis_cap), "o", "b", "row", "sum"))
+    return _with(algo, Gate(RatioInRange(0.0, mis_cap), "old", "sampler", "row", "sum"))
 
 
 @modifier("seq-mask-tis", prefix="seq_mask_")
 def seq_mask_tis(algo: Algo, *, low: Num = 0.99, high: Cap = 1.01, cap: Cap = 2.0) -> Algo:
     """TIS within rows whose geometric mean weight is near 1. OpenRLHF `seq-mask-tis`."""
-    mask = Gate(InRange(low, high), "o", "b", "row")
-    return _with(algo, Gate(Truncate(0.0, cap), "o", "b"), mask)
+    mask = Gate(InRange(low, high), "old", "sampler", "row")
+    return _with(algo, Gate(Truncate(0.0, cap), "old", "sampler"), mask)
 
 
 @modifier("decoupled")
@@ -291,7 +298,7 @@ def decoupled(algo: Algo, *, decoupled_old: Literal["exact", "versions"] = "exac
     """The uncapped weight of old policy against sampler. arXiv 2110.00641, 2505.24298. versions:
     interpolates the old policy between sampler and current policy by the number of updates between
     them instead of computing it (A-3PO, arXiv 2512.06547)."""
-    found = _with(algo, Gate(Ratio(), "o", "b"))
+    found = _with(algo, Gate(Ratio(), "old", "sampler"))
     return replace(found, old_from_versions=decoupled_old == "versions")
 
 
@@ -299,16 +306,17 @@ def decoupled(algo: Algo, *, decoupled_old: Literal["exact", "versions"] = "exac
 def behaviour(algo: Algo) -> Algo:
     """Takes ratios against the sampler instead of the old policy, so that clips are relative to the
     policy that sampled the tokens, however old it is (verl's bypass mode)."""
-    if algo.symbols or not any((g.num, g.den) == ("p", "o") for g in algo.gates):
+    if algo.symbols or not any((g.num, g.den) == ("current", "old") for g in algo.gates):
         raise ConfigError(
             "algorithm.preset: +behaviour changes token ratios against the old policy, which this "
             "preset does not have; remove it, or add +tis instead"
         )
-    gates = (replace(g, den="b") if (g.num, g.den) == ("p", "o") else g for g in algo.gates)
+    clips = ("current", "old")
+    gates = (replace(g, den="sampler") if (g.num, g.den) == clips else g for g in algo.gates)
     return replace(algo, gates=tuple(gates))
 
 
 @modifier("opsm")
 def opsm(algo: Algo, *, opsm_delta: Num = 0.1) -> Algo:
     """Drops failed rows that the policy has moved away from. arXiv 2512.02556."""
-    return _with(algo, Gate(OffPolicyMask(opsm_delta), "p", "b", "row"))
+    return _with(algo, Gate(OffPolicyMask(opsm_delta), "current", "sampler", "row"))

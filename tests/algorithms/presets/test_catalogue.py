@@ -20,7 +20,7 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo, compute_advantages, loss_terms, psi
-from agentrl.algorithms.objective.ratios import Clip
+from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make, modifiers, presets
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.credit.test_baselines import CASES as MEMORY_CASES
@@ -504,14 +504,14 @@ CASES: dict[str, tuple[Any, Surrogate, Any, dict[str, Any]]] = {
 
 
 def build(case: str) -> Algo:
-    return make(case.split()[0], CASES[case][3], streams=("o", "b", "q", "t"))
+    return make(case.split()[0], CASES[case][3], streams=("old", "sampler", "reference", "teacher"))
 
 
 def current(algo: Algo, data: Padded) -> Tensor:
     """psi in token order."""
     batch = flat(data)
     o = data.o[data.mask]
-    terms = loss_terms(algo, batch, {"o": o, "q": o - 0.1, "t": o - 0.2})
+    terms = loss_terms(algo, batch, GivenLogProbs(old=o, reference=o - 0.1, teacher=o - 0.2))
     return psi(algo, terms, data.p[data.mask], torch.arange(batch.n_tokens))
 
 
@@ -551,7 +551,7 @@ def test_the_first_step_is_reinforce_with_the_same_weights(case: str) -> None:
     batch = flat(data)
     algo = build(case)
     b = batch.behaviour.double()
-    terms = loss_terms(algo, batch, {"o": b, "q": b, "t": b})
+    terms = loss_terms(algo, batch, GivenLogProbs(old=b, reference=b, teacher=b))
     assert torch.equal(
         psi(algo, terms, b, torch.arange(batch.n_tokens)), terms.weight * terms.advantage
     )
@@ -563,7 +563,7 @@ def test_micro_batches_of_rows_in_any_order_add_up(case: str) -> None:
     batch = flat(data)
     algo = build(case)
     o = data.o[data.mask]
-    terms = loss_terms(algo, batch, {"o": o, "q": o - 0.1, "t": o - 0.2})
+    terms = loss_terms(algo, batch, GivenLogProbs(old=o, reference=o - 0.1, teacher=o - 0.2))
     p = data.p[data.mask]
     whole = psi(algo, terms, p, torch.arange(batch.n_tokens))
     rows = list(range(len(data.rollout)))
@@ -585,7 +585,7 @@ def test_hopeless_batches_give_no_nan(case: str) -> None:
 
 
 def test_every_preset_builds_with_its_defaults_and_says_where_it_is_from() -> None:
-    streams = ("o", "b", "q", "t", "v", "k")
+    streams = ("old", "sampler", "reference", "teacher", "values", "top_tokens")
     needed = {
         "streams": {"streams": {"outcome": {}}},
         "process": {"process_streams": {"p": {"scope": "transition"}}},
@@ -685,13 +685,13 @@ def test_rewards_of_roles_and_calls_are_not_taken_for_those_of_rollouts(
     name: str, reward: str
 ) -> None:
     """They were read at the places of rollouts: the number of another role or call."""
-    algo = make(name, {"reward": reward}, streams=("o", "b", "q", "v"))
+    algo = make(name, {"reward": reward}, streams=("old", "sampler", "reference", "values"))
     calls = [Call(role=role, rewards={"score": 1.0, "turn": 0.0}) for role in ("a", "b")]
     plays = [Play(calls, tact={"a": x, "b": -x}, greedy=x > 0) for x in (1.0, 0.0)]
     batch = world(*plays, values=[0.0] * 4)
     zeros = torch.zeros(4)
     with pytest.raises(TrainingError, match=f"one reward per rollout, and '{reward}' has 4 values"):
-        loss_terms(algo, batch, {"o": zeros, "q": zeros})
+        loss_terms(algo, batch, GivenLogProbs(old=zeros, reference=zeros))
 
 
 def test_a_reward_of_the_only_role_is_one_of_rollouts() -> None:
@@ -711,7 +711,7 @@ def test_a_plain_credit_function_keeps_its_reward_beside_that_of_a_filter(tmp_pa
 
 
 def test_an_episode_of_one_answer_may_have_the_reward_of_its_rollout() -> None:
-    algo = make("maporl", {"reward": "outcome"}, streams=("o", "b", "v"))
+    algo = make("maporl", {"reward": "outcome"}, streams=("old", "sampler", "values"))
     calls = [Call(role="a"), Call(role="b")]
     batch = world(Play(calls, outcome=1.0), Play(calls, outcome=0.0), values=[0.0] * 4)
     up = 0.5**0.5

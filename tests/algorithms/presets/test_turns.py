@@ -13,6 +13,7 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.config import AlgorithmConfig
 from agentrl.errors import ConfigError
@@ -527,7 +528,7 @@ def test_peers_credits_every_call_where_no_state_is_seen_twice() -> None:
         Play([Call((u, i)) for i in range(n)], float(u % 2)) for u, n in enumerate((2, 9, 3, 4))
     ]
     a, discounted = (
-        compute_advantages(make("peers", {"gamma": gamma}, streams=("o",)), world(*plays))
+        compute_advantages(make("peers", {"gamma": gamma}, streams=("old",)), world(*plays))
         for gamma in (1.0, 0.5)
     )
     for u, rollout in enumerate(a.split([2, 9, 3, 4])):
@@ -546,7 +547,7 @@ def test_the_default_is_grpo_where_no_state_comes_again(several: int) -> None:
         for n, outcome in outcomes
     ]
     default, grpo = (
-        compute_advantages(make(name, {}, streams=("o",)), world(*plays))
+        compute_advantages(make(name, {}, streams=("old",)), world(*plays))
         for name in (AlgorithmConfig().preset, "grpo")
     )
     assert torch.allclose(default, grpo, rtol=1e-12, atol=0)
@@ -593,10 +594,10 @@ def published(case: Case, plays: Plays, batch: Batch, p: Tensor, o: Tensor) -> T
 @pytest.mark.parametrize("seed", range(3))
 def test_psi_is_minus_the_gradient_of_the_published_loss(name: str, seed: int) -> None:
     plays, batch = sample(seed)
-    algo = make(name.split()[0], CASES[name][3], streams=("o", "b", "q", "v"))
+    algo = make(name.split()[0], CASES[name][3], streams=("old", "sampler", "reference", "values"))
     draw = torch.Generator().manual_seed(seed)
     p, o = -torch.rand(2, batch.n_tokens, generator=draw, dtype=torch.float64)
-    terms = loss_terms(algo, batch, {"o": o})
+    terms = loss_terms(algo, batch, GivenLogProbs(old=o))
     actual = psi(algo, terms, p, torch.arange(batch.n_tokens))
     expected = published(CASES[name], plays, batch, p, o)
     assert torch.allclose(actual, expected, rtol=1e-10, atol=1e-10)
@@ -612,8 +613,10 @@ def test_hopeless_batches_give_no_nan(name: str) -> None:
             for key, x in batch.rewards.items()
         }
         batch.rewards.update(flat)
-        algo = make(name.split()[0], CASES[name][3], streams=("o", "b", "q", "v"))
-        terms = loss_terms(algo, batch, {}, fresh=True)
+        algo = make(
+            name.split()[0], CASES[name][3], streams=("old", "sampler", "reference", "values")
+        )
+        terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
         p = batch.behaviour.double()
         assert psi(algo, terms, p, torch.arange(batch.n_tokens)).isfinite().all()
 
@@ -621,7 +624,7 @@ def test_hopeless_batches_give_no_nan(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("ppo", {}, r"'ppo' needs the values of a critic \(stream v\), which this run does not"),
+        ("ppo", {}, r"'ppo' needs the values of a critic, which this run does not"),
         ("agent-r1", {"gamma": 1.5}, r"options\.gamma = 1\.5: .*<= 1"),
         ("streams", {}, r"algorithm\.options\.streams: required by 'streams'; set it"),
         ("magrpo", {"reward": "transition:p"}, r"in aligned mode .* is a reward of rollouts"),
@@ -675,5 +678,5 @@ def test_a_stream_may_be_one_that_a_step_lacks() -> None:
 def test_what_an_algorithm_needs_of_a_run_is_read_off_its_record() -> None:
     assert make("remax", {}).greedy
     assert not make("grpo", {}).greedy
-    assert make("ppo", {}, streams=("o", "b", "v")).critic
+    assert make("ppo", {}, streams=("old", "sampler", "values")).critic
     assert not make("agent-r1", {"value": "transition:v"}).critic

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from agentrl.algorithms.builtin_parts import parts_of
 from agentrl.algorithms.data import rewards as columns
 from agentrl.algorithms.data.merge import build_batch, valid
 from agentrl.algorithms.diagnostics import metrics
@@ -285,7 +286,7 @@ def test_replays_are_counted() -> None:
 def test_replays_that_nobody_reads_are_refused() -> None:
     config, algo = run_file(), make("grpo", {})
     with pytest.raises(ConfigError, match=r"no preset reads its reward 'role:difference'"):
-        group_requirements(config, {"policy": algo})
+        group_requirements(config, {"policy": algo}, parts_of(config))
     other = make("grpo", {"reward": "role:difference"})
     check_counterfactuals(config, {"reader": algo, "writer": other}, None)
     check_counterfactuals(resolve({}, source="test"), {"policy": algo}, None)

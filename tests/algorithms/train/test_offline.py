@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agentrl.algorithms.builtin_parts import parts_of
 from agentrl.algorithms.train import main
 from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.offline import step_items
@@ -195,5 +196,6 @@ def test_settings_of_rollouts_are_refused(tmp_path, more, message) -> None:
     ],
 )
 def test_algorithms_of_rollouts_are_refused(tmp_path, algorithm, message) -> None:
+    config = settings(tmp_path, tmp_path, algorithm=algorithm)
     with pytest.raises(ConfigError, match=message):
-        load_algorithm(settings(tmp_path, tmp_path, algorithm=algorithm))
+        load_algorithm(config, parts_of(config))

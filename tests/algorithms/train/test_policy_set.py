@@ -13,6 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from agentrl.algorithms.builtin_parts import parts_of
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.metrics import merge_policies
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
@@ -250,7 +251,8 @@ def learner_of(whole: PolicySet, name: str) -> Any:
 
 
 def build(made: RunConfig) -> PolicySet:
-    return make_policies(made, load_algorithms(made), load_policies(made), AsyncExitStack())
+    algos, models = load_algorithms(made), load_policies(made)
+    return make_policies(made, algos, models, AsyncExitStack(), parts_of(made))
 
 
 def test_a_checkpoint_holds_every_policy_in_its_folder(

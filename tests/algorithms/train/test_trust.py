@@ -36,7 +36,7 @@ from tests import factories
 class Line(LearnerDefaults):
     """A learner whose log-probs are the sampler's plus a place, which a step moves by its rate."""
 
-    supplies = frozenset({"o", "b"})
+    supplies = frozenset({"old", "sampler"})
 
     undoable: bool = True
     place: float = 0.0
@@ -82,7 +82,7 @@ def group(name: str, *rewards: float, length: int = 2, logprob: float = -6.0) ->
 
 def updater(learner: Any, preset: str = "grpo", **settings: Any) -> Updater:
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(**{"lr": 1.0, **settings}))
-    streams = frozenset({"o", "b", "v"})
+    streams = frozenset({"old", "sampler", "values"})
     return Updater(config, catalogue.make(preset, {}, streams=streams), learner)
 
 
@@ -260,7 +260,7 @@ def test_the_critic_beside_keeps_its_step(tiny_model_dir: Path) -> None:
     for limit in (0.0, 1e-6):
         learner = torch_learner(tiny_model_dir)
         learner.critic = ValueModel(learner.model, lr=1e-2)
-        learner.supplies |= {"v"}
+        learner.supplies |= {"values"}
         step = updater(learner, "ppo", lr=1e-2, max_kl=limit, min_group=1)
         metrics = step.update(0, [group("a", 1.0, 0.0)])
         assert (metrics["update/undone"] > 0) is bool(limit)
