@@ -21,6 +21,7 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import has_variance, level_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import reduce_by, units
+from agentrl.algorithms.data.merge import own_calls
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import (
@@ -92,14 +93,6 @@ def batch_metrics(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -
         **comparisons(batch),
         **completions(calls),
     }
-
-
-def own_calls(groups: Iterable[Group], policy: str = POLICY) -> list[Transition]:
-    """Calls that `policy` sampled, without those that a branch replays, which count where they were
-    sampled, and those of counterfactual rollouts."""
-    rows = [row for group in groups for row in group.rollouts if not row.counterfactual]
-    calls = [call for row in rows for call in row.transitions]
-    return [call for call in calls if call.policy == policy and call.repeats is None]
 
 
 def rewards(rollouts: Sequence[Rollout]) -> Metrics:
@@ -235,7 +228,7 @@ def optimizer_step(
     sizes: Mapping[str, int],
     lag: Tensor | None = None,
 ) -> Metrics:
-    """Metrics of one optimizer step. sizes: from `call_tokens`. lag: from `token_lag`, [N].
+    """Metrics of one optimizer step. sizes: from `call_tokens`. lag: `Batch.lag`, [N].
     policy/entropy: mean over tokens in the loss. policy/entropy_bonus: subtracted from the loss."""
     metrics = {
         "loss": report.loss,

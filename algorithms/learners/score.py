@@ -13,7 +13,7 @@ from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.objective.staleness import old_policy_share, token_lag
+from agentrl.algorithms.objective.staleness import old_policy_share
 
 ReferenceElsewhere = Callable[[Batch], Tensor]
 """Log-probs [N] of the reference, if the learner does not hold it."""
@@ -62,7 +62,7 @@ def score_batch(
         teacher_N = taught_N.double()
     weight_N = None
     if algo.old_from_versions and version is not None:
-        weight_N = old_policy_share(token_lag(batch, version))
+        weight_N = old_policy_share(batch.lag(version))
     given = GivenLogProbs(
         old=learner.logprobs(batch) if current and batch.n_tokens else None,
         reference=reference_N,

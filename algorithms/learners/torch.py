@@ -147,7 +147,8 @@ class TorchLearner(PolicyWeights):
         device, budget = self.model.device, self.token_budget
         if self._offload:
             self.optimizer.move(None)
-        memory.start_measuring(device)
+        if device.type == "cuda":
+            memory.start_measuring(device)
         with self.threads.working(batch.n_tokens), self._adapted():
             try:
                 report = self._within_memory(lambda: self._backward(batch, psi, critic, eta))
@@ -276,7 +277,7 @@ class TorchLearner(PolicyWeights):
             packs = pack_rows(batch.rows, self.packing, self.token_budget)
             psi = self._psi_before(packs, psi, batch.n_tokens)
         for pack in packs:
-            with memory.recomputing(self.recomputed):
+            with self._recomputing():
                 p, entropy, hidden = self._forward(pack, self.model, eta is not None)
             current = p.detach().cpu()
             logprobs_N[pack.index] = current.float()
@@ -306,7 +307,7 @@ class TorchLearner(PolicyWeights):
                     # The critic has a graph of its own, so the policy's can be freed first.
                     torch.autograd.backward(roots, gradients)
                     roots, gradients = [], []
-                with memory.recomputing(self.recomputed):
+                with self._recomputing():
                     value = self.critic.loss(pack, hidden, terms)
                 roots.append(value.values)
                 gradients.append(value.gradient)
@@ -324,6 +325,9 @@ class TorchLearner(PolicyWeights):
             for pack in packs:
                 p_N[pack.index] = self._forward(pack, self.model)[0].double().cpu()
         return partial(fixed_psi, psi(p_N, torch.arange(n)))
+
+    def _recomputing(self) -> AbstractContextManager[None]:
+        return memory.recomputing(self.recomputed) if self.recomputed else nullcontext()
 
     def _critic(self) -> ValueModel:
         self.check_supply("values")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -93,7 +94,7 @@ TOKENS = Average(("all",))
 ROW_SUMS = Average(("row",), "sum")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Algo:
     """An algorithm.
 
@@ -118,7 +119,7 @@ class Algo:
     old_from_versions: bool = False  # interpolate the old policy: see `staleness`
     name: str = "custom"
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[Model]:
         """The models whose log-probs it reads, without the current policy."""
         read: set[Model] = {s for gate in self.gates for s in (gate.num, gate.den)}
@@ -131,7 +132,7 @@ class Algo:
             read.add("teacher")
         return frozenset(read) - {"current"}
 
-    @property
+    @cached_property
     def symbols(self) -> int:
         """Number of tokens whose log-probs it reads per position; 0: only the sampled one."""
         of_gates = max((getattr(gate.fn, "symbols", 0) for gate in self.gates), default=0)
@@ -142,7 +143,7 @@ class Algo:
         """The smallest group size that it can learn from."""
         return max(getattr(part, "min_group", 1) for part in (None, *parts_of(self.credit)))
 
-    @property
+    @cached_property
     def critic(self) -> bool:
         """Whether it reads the values of a critic."""
         return any(isinstance(part, CriticValues) for part in parts_of(self.credit))

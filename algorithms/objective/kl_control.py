@@ -80,10 +80,6 @@ class ReferenceControl:
     reference: UpdatableReference | None = None  # None: not read, or the model without its adapter
     kl: KlController | None = None  # None: constant coefficient
 
-    def tuned(self, algo: Algo) -> Algo:
-        """The algorithm with the current coefficient of its penalty."""
-        return algo if self.kl is None else self.kl.tuned(algo)
-
     def finish(self, step: int, batch: Batch | None, rollouts: int) -> dict[str, float]:
         """Update coefficient and reference after training step `step` on `rollouts` rollouts.
 

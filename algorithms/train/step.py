@@ -24,12 +24,17 @@ from agentrl.algorithms.objective.core import Algo, compute_advantages
 from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit
-from agentrl.algorithms.objective.staleness import token_lag, withhold
+from agentrl.algorithms.objective.staleness import withhold
 from agentrl.algorithms.objective.values import critic_terms
 from agentrl.algorithms.presets.registry import check_supplies
-from agentrl.algorithms.train.optimize import OptimizerSteps, TrainingStep, with_loss_terms
+from agentrl.algorithms.train.optimize import (
+    KlLimit,
+    OptimizerSteps,
+    TrainingStep,
+    largest_kl,
+    with_loss_terms,
+)
 from agentrl.algorithms.train.prepare import Preprocessor
-from agentrl.algorithms.train.trust import KlLimit, largest_kl
 from agentrl.config import RunConfig
 from agentrl.types import POLICY, Group
 
@@ -84,7 +89,7 @@ class Updater:
         critic) no weight changes, `update/skipped` counts it and the log has the reason.
         Raises TrainingError for a reward that no rollout has."""
         now = step if version is None else version
-        algo = self.anchor.tuned(self.algo)
+        algo = self.anchor.kl.tuned(self.algo) if self.anchor.kl else self.algo
         prepared = self.preprocessor.prepare(groups, algo, self.trained)
         built = self.build(algo, prepared.groups, now)
         scored = self.score(built, now)
@@ -111,11 +116,12 @@ class Updater:
     def build(self, algo: Algo, groups: list[Group], version: int) -> Built:
         """The batch of prepared groups, with what the algorithm remembers of earlier steps."""
         batch = self.batch(groups)
-        recalled = self.state.recall(batch, groups)
+        recalled = self.state.recall(batch, groups) if self.state.memories else Recalled({}, {})
         oldest = version - ceil(self.config.algorithm.max_staleness)
-        withheld = int((token_lag(batch, oldest) > 0).sum())
+        withheld = int((batch.lag(oldest) > 0).sum())
         batch = replace(batch, memory=recalled.columns)
-        return Built(withhold(algo, batch, oldest), batch, recalled, withheld)
+        algo = withhold(algo, batch, oldest) if withheld else algo
+        return Built(algo, batch, recalled, withheld)
 
     def score(self, built: Built, version: int) -> Scored:
         """What the models make of the batch that the algorithm reads."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.benchmarks import step_trace
 from tests.benchmarks.size import measure
 
-MOST_FILES = 27  # of a step up to its gradient; only falls
+MOST_FILES = 19  # of a step up to its gradient; only falls
 
 
 def test_what_is_linked_counts_once(tmp_path: Path) -> None:

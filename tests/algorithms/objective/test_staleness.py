@@ -13,7 +13,7 @@ from agentrl.algorithms.diagnostics.explain import explain
 from agentrl.algorithms.diagnostics.metrics import ratio_metrics
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.objective.staleness import effective_share, old_policy_share, token_lag
+from agentrl.algorithms.objective.staleness import effective_share, old_policy_share
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.step import Updater
@@ -110,7 +110,7 @@ def test_the_behaviour_ratio_is_clipped_against_the_sampler() -> None:
 
 def test_the_old_policy_lies_between_sampler_and_present_one_by_versions() -> None:
     batch = build_batch([aged(group("a", 1.0, 0.0), 4, 1, spans=[(0, 1), (1, 3)])])
-    share = old_policy_share(token_lag(batch, 4))
+    share = old_policy_share(batch.lag(4))
     assert share.tolist() == pytest.approx([1, 1, 2 / 3, 0])
     algo = make("grpo+decoupled", {"decoupled_old": "versions"})
     terms = objective.loss_terms(algo, batch, GivenLogProbs(current_in_old=share), fresh=True)
@@ -146,9 +146,9 @@ def test_metrics_by_lag() -> None:
     batch, algo = build_batch([aged(group("a", 1.0, 0.0), 4, 0)]), make("grpo+tis", {})
     terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     p = batch.behaviour + torch.tensor([0.0, 0.0, 0.5, 0.0])
-    found = ratio_metrics(algo, terms, p, token_lag(batch, 5))
+    found = ratio_metrics(algo, terms, p, batch.lag(5))
     assert found["sampler/lag_1/ess"] == 1
     assert found["sampler/lag_4/ess"] < 1
     assert found["sampler/lag_4/ratio_max"] == pytest.approx(torch.tensor(0.5).exp().item())
     assert "sampler/lag_0/ess" not in found
-    assert not any("lag" in name for name in ratio_metrics(algo, terms, p, token_lag(batch, 4) * 0))
+    assert not any("lag" in name for name in ratio_metrics(algo, terms, p, batch.lag(4) * 0))
