@@ -21,7 +21,9 @@ from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Group, Purpose, Rollout
 
-ALL_STREAMS: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k", "e")
+ALL_STREAMS: tuple[Supply, ...] = (
+    "old", "sampler", "reference", "teacher", "values", "top_tokens", "entropy",
+)  # fmt: skip
 
 
 def catalogue() -> list[str]:
@@ -43,7 +45,7 @@ def _presets_first(word: str) -> tuple[bool, str]:
 def record(name: str) -> list[str]:
     """The components of an algorithm, and its options with their defaults."""
     algo = _built(name)
-    supply = sorted(algo.needs) + (["v"] if algo.critic else []) + (["k"] if algo.symbols else [])
+    supply = sorted(algo.needs) + ["values"] * algo.critic + ["top_tokens"] * bool(algo.symbols)
     answers = {
         "credit": brief(algo.credit),
         "gates": ", ".join(map(brief, algo.gates)),

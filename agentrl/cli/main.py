@@ -326,14 +326,10 @@ def search_prompts(config: RunConfig) -> None:
     die_with_parent()
     log_to_stderr()
     if has_no_own_policy(config):
-        from agentrl.algorithms.prompts.main import search_upstreams
-
-        asyncio.run(search_upstreams(config))
+        from agentrl.algorithms.prompts.main import search_upstreams as search
     else:
-        from agentrl.algorithms.prompts.main import search
-        from agentrl.algorithms.train.main import with_served_policies
-
-        asyncio.run(with_served_policies(config, search))
+        from agentrl.algorithms.train.builtin_hooks import search_prompts as search
+    asyncio.run(search(config))
 
 
 @algorithm.command("play")

@@ -62,8 +62,10 @@ def show_settings(config: RunConfig) -> None:
     lines: list[str] = []
     if find_spec("torch") and find_spec("transformers"):  # the extra `train`
         from agentrl.algorithms.train.build import group_requirements, load_algorithms
+        from agentrl.algorithms.train.builtin_hooks import hooks_of
 
-        group_requirements(config, load_algorithms(config))
+        parts = hooks_of(config)
+        group_requirements(config, load_algorithms(config, parts), parts)
         if config.learner.kind == "torch":
             lines = _estimates(config)
     click.echo("".join(f"# {line}\n" for line in lines) + to_toml(config), nl=False)

@@ -214,7 +214,7 @@ class CriticValues:
         if batch.values.numel() != batch.n_tokens:
             raise TrainingError(
                 f"step {batch.step}: the algorithm needs the values of a critic for "
-                f"{batch.n_tokens} tokens (stream v), and there are none; choose a preset without "
+                f"{batch.n_tokens} tokens, and there are none; choose a preset without "
                 "a critic, or set its `value` to a reward that holds the values of calls"
             )
         if bad := int((~batch.values.isfinite()).sum()):
@@ -369,6 +369,6 @@ class TokenKLPenalty:
         if batch.reference.numel() != batch.n_tokens:
             raise TrainingError(
                 f"step {batch.step}: the algorithm needs the log-probs of a reference model for "
-                f"{batch.n_tokens} tokens (stream q), and there are none; set its coefficient to 0"
+                f"{batch.n_tokens} tokens, and there are none; set its coefficient to 0"
             )
         return self.beta * (batch.behaviour.double() - batch.reference.double())

@@ -85,6 +85,11 @@ class Batch:
     def token_group(self) -> Tensor:
         return self.rollout_group[self.token_rollout]
 
+    def lag(self, version: int) -> Tensor:
+        """Number of updates from the version of each token to `version`, int64 [N]; 0 if its
+        version is unknown."""
+        return torch.where(self.token_version < 0, 0, version - self.token_version)
+
     @property
     def transition_turn(self) -> Tensor:
         """Number of earlier calls in the rollout, int64 [S]."""

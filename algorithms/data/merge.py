@@ -214,3 +214,11 @@ def _ids(values: Iterable[int]) -> Tensor:
 
 def _cat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+
+
+def own_calls(groups: Iterable[Group], policy: str = POLICY) -> list[Transition]:
+    """Calls that `policy` sampled, without those that a branch replays, which count where they were
+    sampled, and those of counterfactual rollouts."""
+    rows = [row for group in groups for row in group.rollouts if not row.counterfactual]
+    calls = [call for row in rows for call in row.transitions]
+    return [call for call in calls if call.policy == policy and call.repeats is None]

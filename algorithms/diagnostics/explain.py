@@ -25,6 +25,7 @@ from agentrl.algorithms.data.rewards import check_rewards, reward_reference
 from agentrl.algorithms.diagnostics.credit_records import Stored, read, replayed
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.objective.staleness import withhold
 from agentrl.errors import TrainingError
 from agentrl.types import POLICY, Credit, Group
@@ -68,7 +69,8 @@ def explain(
     stored = read(algo, batch, credits)
     batch = replayed(algo, batch, stored)
     same = batch.behaviour.double()
-    terms = objective.loss_terms(algo, batch, dict.fromkeys(algo.needs, same), fresh=True)
+    given = GivenLogProbs(**dict.fromkeys(algo.needs - {"sampler"}, same))
+    terms = objective.loss_terms(algo, batch, given, fresh=True)
     index = torch.arange(batch.n_tokens)
     return Explanation(
         algo=algo,
@@ -228,9 +230,12 @@ def _gates(explanation: Explanation) -> list[str]:
     if explanation.stored.known.any():
         note = "  as they applied in the first optimizer step that the token was in"
         return [title, *parts, note]
-    start = [": factor 1 where p = o = b" for _ in algo.gates]
-    start += [f": 0 where p = {penalty.den}" for penalty in algo.penalties]
-    note = "  psi is that of p = o = b: later log-probs are neither stored nor recomputable"
+    start = [": factor 1 where current = old = sampler" for _ in algo.gates]
+    start += [f": 0 where current = {penalty.den}" for penalty in algo.penalties]
+    note = (
+        "  psi is that of current = old = sampler: later log-probs are neither stored nor "
+        "recomputable"
+    )
     return [title, *(part + s for part, s in zip(parts, start, strict=True)), note]
 
 

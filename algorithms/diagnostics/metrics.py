@@ -21,10 +21,18 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import has_variance, level_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import reduce_by, units
+from agentrl.algorithms.data.merge import own_calls
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.learners.base import StepReport
-from agentrl.algorithms.objective.core import Algo, Terms, eta, gate_factors, kl_value, streams_at
-from agentrl.algorithms.objective.ratios import ratio
+from agentrl.algorithms.objective.core import (
+    Algo,
+    Terms,
+    eta,
+    gate_factors,
+    kl_value,
+    logprobs_at,
+)
+from agentrl.algorithms.objective.ratios import LogProbs, ratio
 from agentrl.algorithms.objective.sides import side_metrics
 from agentrl.algorithms.objective.staleness import effective_share
 from agentrl.types import POLICY, Group, Rollout, RolloutState, Scope, Transition
@@ -85,14 +93,6 @@ def batch_metrics(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -
         **comparisons(batch),
         **completions(calls),
     }
-
-
-def own_calls(groups: Iterable[Group], policy: str = POLICY) -> list[Transition]:
-    """Calls that `policy` sampled, without those that a branch replays, which count where they were
-    sampled, and those of counterfactual rollouts."""
-    rows = [row for group in groups for row in group.rollouts if not row.counterfactual]
-    calls = [call for row in rows for call in row.transitions]
-    return [call for call in calls if call.policy == policy and call.repeats is None]
 
 
 def rewards(rollouts: Sequence[Rollout]) -> Metrics:
@@ -228,7 +228,7 @@ def optimizer_step(
     sizes: Mapping[str, int],
     lag: Tensor | None = None,
 ) -> Metrics:
-    """Metrics of one optimizer step. sizes: from `call_tokens`. lag: from `token_lag`, [N].
+    """Metrics of one optimizer step. sizes: from `call_tokens`. lag: `Batch.lag`, [N].
     policy/entropy: mean over tokens in the loss. policy/entropy_bonus: subtracted from the loss."""
     metrics = {
         "loss": report.loss,
@@ -250,7 +250,8 @@ def optimizer_step(
 
 
 def ratio_metrics(algo: Algo, terms: Terms, p: Tensor, lag: Tensor | None = None) -> Metrics:
-    """Ratios and KL between the streams of log-probs. p: before the update, [N] or [N, K].
+    """Ratios and KL between the log-probs of models. p: of the policy before the update, [N] or
+    [N, K].
 
     policy/clip_fraction: share of the tokens in the loss with an advantage other than 0 and a gate
     that is neither 1 nor the plain ratio; _low, _high: those with a ratio below, and above, 1.
@@ -263,48 +264,48 @@ def ratio_metrics(algo: Algo, terms: Terms, p: Tensor, lag: Tensor | None = None
     is above 0. logprob_difference/*: |trainer - sampler| over all tokens, before the first update.
     """
     live, every = terms.weight > 0, torch.arange(len(p))
-    streams = streams_at(terms, p.detach().double().cpu(), every)
-    now = streams["p"]
+    logprobs = logprobs_at(terms, p.detach().double().cpu(), every)
+    now = logprobs.current
     metrics: Metrics = {}
     low, high = torch.zeros_like(live), torch.zeros_like(live)
-    correction = ratio(streams["o"] - streams["b"])
+    correction = ratio(logprobs.old - logprobs.sampler)
     corrected = torch.ones_like(correction)
-    for gate, lr, factor in gate_factors(algo, terms, streams, every):
+    for gate, lr, factor in gate_factors(algo, terms, logprobs, every):
         plain = torch.isclose(factor, ratio(lr), rtol=1e-9, atol=0.0)
         clipped = (factor != 1) & ~plain & (terms.advantage != 0)
         low, high = low | (clipped & (lr < 0)), high | (clipped & (lr >= 0))
-        if (gate.num, gate.den) == ("o", "b"):
+        if (gate.num, gate.den) == ("old", "sampler"):
             corrected = correction = corrected * factor
     if live.any():
         metrics["policy/clip_fraction"] = _mean((low | high)[live])
         metrics["policy/clip_fraction_low"] = _mean(low[live])
         metrics["policy/clip_fraction_high"] = _mean(high[live])
-    metrics |= _distance("old", now, terms.streams.get("o"), live)
-    metrics |= _sampler(streams, correction, live)
+    metrics |= _distance("old", now, terms.given.old, live)
+    metrics |= _sampler(logprobs, correction, live)
     if lag is not None and (lag > 0).any():
-        metrics |= _by_lag(streams, correction, low | high, live, lag)
-    metrics |= _distance("reference", now, terms.streams.get("q"), live, sampled=False)
+        metrics |= _by_lag(logprobs, correction, low | high, live, lag)
+    metrics |= _distance("reference", now, logprobs.reference, live, sampled=False)
     return metrics
 
 
 def _by_lag(
-    streams: Mapping[str, Tensor], correction: Tensor, clipped: Tensor, live: Tensor, lag: Tensor
+    logprobs: LogProbs, correction: Tensor, clipped: Tensor, live: Tensor, lag: Tensor
 ) -> Metrics:
     metrics: Metrics = {}
     for first, end in pairwise((*LAGS, inf)):
         some, name = live & (lag >= first) & (lag < end), f"sampler/lag_{first}"
         if some.any():
-            metrics |= _distance(name, streams["o"], streams["b"], some)
+            metrics |= _distance(name, logprobs.old, logprobs.sampler, some)
             metrics[f"{name}/ess"] = effective_share(correction[some])
             metrics[f"{name}/clip_fraction"] = _mean(clipped[some])
     return metrics
 
 
-def _sampler(streams: Mapping[str, Tensor], correction: Tensor, live: Tensor) -> Metrics:
-    metrics = _distance("sampler", streams["o"], streams["b"], live)
+def _sampler(logprobs: LogProbs, correction: Tensor, live: Tensor) -> Metrics:
+    metrics = _distance("sampler", logprobs.old, logprobs.sampler, live)
     if (weights := correction[live]).any():
         metrics["sampler/ess"] = effective_share(weights)
-    if (gap := (streams["o"] - streams["b"]).abs()).numel():
+    if (gap := (logprobs.old - logprobs.sampler).abs()).numel():
         metrics["logprob_difference/mean"] = _mean(gap)
         metrics["logprob_difference/max"] = float(gap.max())
     return metrics
@@ -313,7 +314,7 @@ def _sampler(streams: Mapping[str, Tensor], correction: Tensor, live: Tensor) ->
 def _distance(
     word: str, p: Tensor, other: Tensor | None, live: Tensor, *, sampled: bool = True
 ) -> Metrics:
-    """Ratio and KL of p to another stream over live tokens. sampled: `other`, or a policy close to
+    """Ratio and KL of p to another model over live tokens. sampled: `other`, or a policy close to
     it, sampled the tokens; else p did, and the KL is KL(p || other)."""
     if other is None or not live.any():
         return {}

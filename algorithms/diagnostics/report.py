@@ -9,8 +9,8 @@ from statistics import fmean
 import torch
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.merge import token_versions
-from agentrl.algorithms.diagnostics.metrics import Metrics, batch_metrics, own_calls
+from agentrl.algorithms.data.merge import own_calls, token_versions
+from agentrl.algorithms.diagnostics.metrics import Metrics, batch_metrics
 from agentrl.algorithms.objective.values import ValueTerms, value_metrics
 from agentrl.types import POLICY, Group
 

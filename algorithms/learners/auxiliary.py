@@ -1,5 +1,4 @@
-"""Auxiliary models: the critic (stream v), and two frozen scorers, the reference (q) and the
-teacher (t).
+"""Auxiliary models: the critic, and two frozen scorers, the reference and the teacher.
 
 The critic is a linear head on the policy's hidden states, which costs no extra forward pass and
 trains the policy's layers too, or on those of a separate decoder. Always true: a new head returns 0

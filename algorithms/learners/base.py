@@ -34,9 +34,9 @@ Called once per micro-batch of whole rows and whole units of `Batch.row_unit`, d
 point into the batch's token level. If the batch has `symbols`, the log-probs are those of the
 symbols, [n, K], the sampled token first; psi is [n] for the sampled tokens, or [n, K]."""
 
-Frozen = Literal["q", "t"]
-Scored = Literal["o"] | Frozen
-"""The model whose log-probs are computed: current policy (o), reference (q) or teacher (t)."""
+Frozen = Literal["reference", "teacher"]
+Scored = Literal["current"] | Frozen
+"""The model whose log-probs are computed."""
 
 
 class StepReport(msgspec.Struct, kw_only=True):
@@ -61,8 +61,8 @@ class Learner(Protocol):
     """Owns weights, optimizer and their random state. One caller at a time."""
 
     supplies: frozenset[Supply]
-    """The streams that it can compute, values (v), the most probable tokens (k), and the gradient
-    of the entropy (e)."""
+    """The models whose log-probs it can compute, and whether it can compute values, the most
+    probable tokens, and the gradient of the entropy."""
     undoable: bool
     """Whether `algorithm.max_kl` can undo its steps, by `mark` and `shrink`."""
 
@@ -70,17 +70,17 @@ class Learner(Protocol):
     def frozen(self) -> Mapping[Frozen, FrozenModel]:
         """The frozen models that it holds."""
 
-    def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
+    def logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
 
     def values(self, batch: Batch) -> Tensor:
         """The critic's value of the state before every action token, float64 [N], no graph."""
 
-    def top(self, batch: Batch, k: int, of: Scored = "o") -> tuple[Tensor, Tensor]:
+    def top(self, batch: Batch, k: int, of: Scored = "current") -> tuple[Tensor, Tensor]:
         """Every action token and the k - 1 most probable alternatives, int64 [N, K], and their
         log-probs at its temperature, float32 [N, K], no graph. K: k, or the vocabulary's size."""
 
-    def symbol_logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
+    def symbol_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
         """Log-probs of the batch's symbols, float32 [N, K], no graph."""
 
     def step(
@@ -154,12 +154,12 @@ class PolicyWeights(LearnerDefaults):
         policy: str,
         supplies: Iterable[Supply],
     ) -> None:
-        """policy: the name of the adapter. supplies: streams that the learner can compute besides
-        o and b, and q, which every adapter has in its base."""
+        """policy: the name of the adapter. supplies: what the learner can compute besides the
+        policy's log-probs, and the reference's, which every adapter has in its base."""
         self.model = model.eval()
         self.adapters, self.policy = adapters, policy
-        own_base: Iterable[Supply] = () if adapters is None else ("q",)
-        self.supplies = frozenset[Supply](("o", "b", *own_base, *supplies))
+        own_base: Iterable[Supply] = () if adapters is None else ("reference",)
+        self.supplies = frozenset[Supply](("old", "sampler", *own_base, *supplies))
         with TemporaryDirectory() as folder:  # once: it does not change during a run
             tokenizer.save_pretrained(folder)
             self._tokenizer = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
@@ -187,11 +187,10 @@ class PolicyWeights(LearnerDefaults):
             return self.adapters.read(self.policy, directory)
         return read_policy(self.model, directory)
 
-    def check_supply(self, stream: Supply) -> None:
-        """Raise PolicyError for a stream that the learner has no model for."""
-        if stream not in self.supplies:
-            what = "critic (stream v)" if stream == "v" else f"model for stream {stream}"
-            raise PolicyError(f"the learner has no {what}")
+    def check_supply(self, asked: Supply) -> None:
+        """Raise PolicyError for a model that the learner does not have."""
+        if asked not in self.supplies:
+            raise PolicyError(f"the learner has no {'critic' if asked == 'values' else asked}")
 
 
 def fixed_psi(psi_N: Tensor, p: Tensor, index: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def make_learner(
         made = factory(config, algo, model, tokenizer, adapters, policy)
         learner: Learner = current_form(made, by=factory)
         check_protocol(learner, Learner, by=factory, key="learner.kind")
-        _check_streams(own.kind, algo, learner, {"t"} if config.teacher.upstream else set())
+        _check_streams(own.kind, algo, learner, {"teacher"} if config.teacher.upstream else set())
         if config.algorithm.max_kl and not learner.undoable:
             raise ConfigError(
                 f"algorithm.max_kl: learner.kind = {own.kind!r} undoes no step; leave it out, or "
@@ -122,13 +122,13 @@ def make_learner(
 def available_streams(config: RunConfig) -> frozenset[Supply]:
     """The streams that a run can provide to its algorithm. A reference is always among them: the
     initial policy."""
-    streams: set[Supply] = {"o", "b", "q"}
+    streams: set[Supply] = {"old", "sampler", "reference"}
     if config.learner.kind != "verl":  # `_check_streams` checks a plug-in once it is built
-        streams |= {"k", "e"}
+        streams |= {"top_tokens", "entropy"}
     if config.critic.model:
-        streams.add("v")
+        streams.add("values")
     if config.teacher.model or config.teacher.upstream:
-        streams.add("t")
+        streams.add("teacher")
     return frozenset(streams)
 
 
@@ -164,17 +164,17 @@ def make_critic(
 
 def caches_reference(config: RunConfig, algo: Algo) -> bool:
     """Whether the reference's log-probs come from the store instead of a model in memory."""
-    return bool(config.data.name) and "q" in algo.needs and not config.reference.every
+    return bool(config.data.name) and "reference" in algo.needs and not config.reference.every
 
 
 def frozen_sources(config: RunConfig, algo: Algo, start: str) -> dict[Frozen, tuple[str, str]]:
     """The frozen models to load, by stream: the setting that names each, and its directory or hub
     name. An adapter's default reference is the model without it, which is loaded already."""
     sources: dict[Frozen, tuple[str, str]] = {}
-    if "q" in algo.needs and not caches_reference(config, algo):
-        sources["q"] = "reference.model", config.reference.model
-    if "t" in algo.needs and not config.teacher.upstream:
-        sources["t"] = "teacher.model", config.teacher.model
+    if "reference" in algo.needs and not caches_reference(config, algo):
+        sources["reference"] = "reference.model", config.reference.model
+    if "teacher" in algo.needs and not config.teacher.upstream:
+        sources["teacher"] = "teacher.model", config.teacher.model
     return {
         stream: (key, config.model_source(name) if name else start)
         for stream, (key, name) in sources.items()
@@ -190,7 +190,7 @@ def make_frozen_models(
         stream: Reference(
             load_auxiliary(key, name, policy, tokenizer),
             policy,
-            config.reference.every if stream == "q" else 0,
+            config.reference.every if stream == "reference" else 0,
         )
         for stream, (key, name) in frozen_sources(config, algo, start).items()
     }
@@ -247,7 +247,7 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
     elif critic.model != "shared" and "coefficient" in _changed_keys(critic):
         # AdamW is invariant to the scale of a loss that shares no parameter with another.
         yield "critic.coefficient", "and has no effect on a critic with a model of its own"
-    if "q" not in algo.needs:
+    if "reference" not in algo.needs:
         why = f"{preset} has no penalty towards a reference; set the coefficient of its penalty"
         for key in _changed_keys(reference):
             yield f"reference.{key}", why
@@ -268,7 +268,7 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
         if name not in algo.rewards:
             why = f"{preset} reads no reward {name!r}; name it in algorithm.options, or"
             yield f"judges.{name}", why
-    for key in _changed_keys(config.teacher) if "t" not in algo.needs else ():
+    for key in _changed_keys(config.teacher) if "teacher" not in algo.needs else ():
         yield f"teacher.{key}", f"{preset} reads no teacher"
     if not config.teacher.upstream and "concurrency" in _changed_keys(config.teacher):
         yield "teacher.concurrency", "and there is no teacher.upstream"
@@ -294,7 +294,7 @@ def _check_no_reward_model_learns(config: RunConfig) -> None:
 
 def _check_streams(kind: str, algo: Algo, learner: Learner, given: set[str]) -> None:
     """Raise ConfigError if the algorithm reads a stream that is neither supplied nor given."""
-    optional = {"v": algo.critic, "k": algo.symbols, "e": algo.entropy}
+    optional = {"values": algo.critic, "top_tokens": algo.symbols, "entropy": algo.entropy}
     needed = algo.needs | {stream for stream, is_read in optional.items() if is_read}
     if missing := sorted(needed - learner.supplies - given):
         raise ConfigError(

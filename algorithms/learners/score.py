@@ -12,7 +12,8 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.distill import TopKDistillation
-from agentrl.algorithms.objective.staleness import old_policy_share, token_lag
+from agentrl.algorithms.objective.ratios import GivenLogProbs
+from agentrl.algorithms.objective.staleness import old_policy_share
 
 ReferenceElsewhere = Callable[[Batch], Tensor]
 """Log-probs [N] of the reference, if the learner does not hold it."""
@@ -27,10 +28,10 @@ class Teacher(Protocol):
 
 class Scored(NamedTuple):
     """A batch with `values`, `reference` and the `symbols` of a distillation over several tokens;
-    and log-probs float64 [N] by stream, with t_K [N, K] for the symbols."""
+    and the log-probs of other models, float64."""
 
     batch: Batch
-    streams: dict[str, Tensor]
+    given: GivenLogProbs
 
 
 def score_batch(
@@ -48,29 +49,35 @@ def score_batch(
     reference, teacher: those that are not the learner's. version: the policy's, from which follows
     its weight in an interpolated old policy. current: also compute the policy's own log-probs, as
     the old ones."""
-    streams: dict[str, Tensor] = {}
-    if "q" in algo.needs:
-        q_N = reference(batch) if reference else learner.logprobs(batch, "q")
-        streams["q"] = q_N.double()
+    reference_N = teacher_N = teacher_NK = None
+    if "reference" in algo.needs:
+        found_N = reference(batch) if reference else learner.logprobs(batch, "reference")
+        reference_N = found_N.double()
     if algo.distill is not None and batch.n_tokens:
-        symbols, t_NK = teacher.top(batch) if teacher else _taught(algo.distill, learner, batch)
-        batch = replace(batch, symbols=symbols)
-        streams |= {"t": t_NK[:, 0].double(), "t_K": t_NK}
-    elif "t" in algo.needs:
-        t_N = teacher.top(batch)[1][:, 0] if teacher else learner.logprobs(batch, "t")
-        streams["t"] = t_N.double()
-    if current and batch.n_tokens:
-        streams["o"] = learner.logprobs(batch)
+        taught = teacher.top(batch) if teacher else _taught(algo.distill, learner, batch)
+        symbols, teacher_NK = taught
+        batch, teacher_N = replace(batch, symbols=symbols), teacher_NK[:, 0].double()
+    elif "teacher" in algo.needs:
+        taught_N = teacher.top(batch)[1][:, 0] if teacher else learner.logprobs(batch, "teacher")
+        teacher_N = taught_N.double()
+    weight_N = None
     if algo.old_from_versions and version is not None:
-        streams["share"] = old_policy_share(token_lag(batch, version))
+        weight_N = old_policy_share(batch.lag(version))
+    given = GivenLogProbs(
+        old=learner.logprobs(batch) if current and batch.n_tokens else None,
+        reference=reference_N,
+        teacher=teacher_N,
+        current_in_old=weight_N,
+        teacher_candidates=teacher_NK,
+    )
     values = learner.values(batch) if algo.critic else batch.values
-    known = streams.get("q", batch.reference)
-    return Scored(replace(batch, values=values, reference=known), streams)
+    known = batch.reference if reference_N is None else reference_N
+    return Scored(replace(batch, values=values, reference=known), given)
 
 
 def _taught(distill: TopKDistillation, learner: Learner, batch: Batch) -> tuple[Tensor, Tensor]:
     """The tokens [N, K] on which teacher and policy are compared, and the teacher's log-probs."""
     if distill.of == "teacher":
-        return learner.top(batch, distill.k, "t")
+        return learner.top(batch, distill.k, "teacher")
     symbols, _ = learner.top(batch, distill.k)
-    return symbols, learner.symbol_logprobs(replace(batch, symbols=symbols), "t")
+    return symbols, learner.symbol_logprobs(replace(batch, symbols=symbols), "teacher")

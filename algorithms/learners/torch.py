@@ -84,14 +84,15 @@ class TorchLearner(PolicyWeights):
         """packing: see `model.packing`. token_budget: tokens of one micro-batch; halved for good
         when memory runs out. gradient_checkpointing: see `memory.recomputing`. fp32_head: see
         `model.lm_head`. adapters: train only the adapter `policy`; other learners may train the
-        others. threads: CPU threads of a call, default: those of its thread. frozen: the reference
-        (q), by default an adapter's base model, and the teacher (t). trainers: reward models saved
+        others. threads: CPU threads of a call, default: those of its thread. frozen: the reference,
+        by default an adapter's base model, and the teacher. trainers: reward models saved
         with the policy. offload: `rest` moves the optimizer's state to the host; release: `rest`
         frees unused GPU memory. Raises PolicyError for a model that it cannot train."""
         check_model(model)
         self.critic, self.frozen, self.trainers = critic, dict(frozen or {}), tuple(trainers)
-        values: tuple[Supply, ...] = () if critic is None else ("v",)
-        super().__init__(model, tokenizer, adapters, policy, ("k", "e", *values, *self.frozen))
+        values: tuple[Supply, ...] = () if critic is None else ("values",)
+        supplies = ("top_tokens", "entropy", *values, *self.frozen)
+        super().__init__(model, tokenizer, adapters, policy, supplies)
         self.optimizer = Optimizer(self.parameters(), kind=optimizer, weight_decay=weight_decay)
         if offload and model.device.type == "cpu":
             raise PolicyError("learner.offload: the policy is on the host already; leave it out")
@@ -107,7 +108,7 @@ class TorchLearner(PolicyWeights):
         number = threads or torch.get_num_threads()
         self.threads = number if isinstance(number, ThreadTuner) else ThreadTuner(number)
 
-    def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
+    def logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
         return self._scored(
             batch, of, lambda model, pack: self._forward(pack, model)[0], torch.float32
         )
@@ -119,16 +120,16 @@ class TorchLearner(PolicyWeights):
             hidden = hidden_states(model, pack) if critic.decoder is None else None
             return critic.values(pack, hidden)
 
-        return self._scored(batch, "o", values, torch.float64)
+        return self._scored(batch, "current", values, torch.float64)
 
-    def top(self, batch: Batch, k: int, of: Scored = "o") -> tuple[Tensor, Tensor]:
+    def top(self, batch: Batch, k: int, of: Scored = "current") -> tuple[Tensor, Tensor]:
         def tokens(model: PreTrainedModel, pack: Pack, hidden: Tensor) -> Tensor:
             head, actions = model.get_output_embeddings(), pack.actions.to(hidden.device)
             return top_tokens(head, hidden, actions, k, fp32=self.fp32_head)
 
         return self._symbols(batch, of, tokens)
 
-    def symbol_logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
+    def symbol_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
         return self._symbols(batch, of, lambda model, pack, hidden: batch.symbols[pack.index])[1]
 
     def step(
@@ -146,7 +147,8 @@ class TorchLearner(PolicyWeights):
         device, budget = self.model.device, self.token_budget
         if self._offload:
             self.optimizer.move(None)
-        memory.start_measuring(device)
+        if device.type == "cuda":
+            memory.start_measuring(device)
         with self.threads.working(batch.n_tokens), self._adapted():
             try:
                 report = self._within_memory(lambda: self._backward(batch, psi, critic, eta))
@@ -245,10 +247,10 @@ class TorchLearner(PolicyWeights):
         return self._without_graph(of, compute)
 
     def _without_graph(self, of: Scored, compute: Callable[[PreTrainedModel], T]) -> T:
-        """Call `compute` with the model of a stream."""
-        self.check_supply(of)
+        """Call `compute` with a model."""
+        self.check_supply("old" if of == "current" else of)
         model = self.frozen[of].model if of in self.frozen else self.model
-        base = of == "q" and of not in self.frozen
+        base = of == "reference" and of not in self.frozen
         with self.threads.computing(), self._adapted(base=base), torch.no_grad():
             return self._within_memory(lambda: compute(model))
 
@@ -275,7 +277,7 @@ class TorchLearner(PolicyWeights):
             packs = pack_rows(batch.rows, self.packing, self.token_budget)
             psi = self._psi_before(packs, psi, batch.n_tokens)
         for pack in packs:
-            with memory.recomputing(self.recomputed):
+            with self._recomputing():
                 p, entropy, hidden = self._forward(pack, self.model, eta is not None)
             current = p.detach().cpu()
             logprobs_N[pack.index] = current.float()
@@ -305,7 +307,7 @@ class TorchLearner(PolicyWeights):
                     # The critic has a graph of its own, so the policy's can be freed first.
                     torch.autograd.backward(roots, gradients)
                     roots, gradients = [], []
-                with memory.recomputing(self.recomputed):
+                with self._recomputing():
                     value = self.critic.loss(pack, hidden, terms)
                 roots.append(value.values)
                 gradients.append(value.gradient)
@@ -324,8 +326,11 @@ class TorchLearner(PolicyWeights):
                 p_N[pack.index] = self._forward(pack, self.model)[0].double().cpu()
         return partial(fixed_psi, psi(p_N, torch.arange(n)))
 
+    def _recomputing(self) -> AbstractContextManager[None]:
+        return memory.recomputing(self.recomputed) if self.recomputed else nullcontext()
+
     def _critic(self) -> ValueModel:
-        self.check_supply("v")
+        self.check_supply("values")
         assert self.critic is not None
         return self.critic
 

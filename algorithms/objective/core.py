@@ -5,17 +5,17 @@
     loss  = - sum_t sg[psi_t] * log pi_t - sum_t eta_t * H_t,  eta_t = entropy * u_t
 
 H is the entropy of the current policy's distribution at token t, with its exact gradient. A
-preference loss (see `sides`) adds its own psi. Streams are log-probs per action token: p current, o
-before the first update of the batch, b of the sampler, q reference, t teacher. `Terms` holds the
-constants of one optimizer step, normalised over the whole step, so the gradient does not depend on
-how the step is cut into micro-batches.
+preference loss (see `sides`) adds its own psi. p are the current log-probs, s those of any model
+(see `ratios`). `Terms` holds the constants of one optimizer step, normalised over the whole step,
+so the gradient does not depend on how the step is cut into micro-batches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -28,16 +28,22 @@ from agentrl.algorithms.data.ids import How, Unit, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn
 from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.prepare import Prepare
-from agentrl.algorithms.objective.ratios import LOG_LIMIT, GateFn
+from agentrl.algorithms.objective.ratios import (
+    LOG_LIMIT,
+    GateFn,
+    GivenLogProbs,
+    LogProbs,
+    Model,
+    model_named,
+)
 from agentrl.algorithms.objective.sides import SideLoss, SideTerms, side_psi, side_terms
 from agentrl.errors import TrainingError
 from agentrl.plugins import where
 
-Stream = Literal["p", "o", "b", "q", "t"]
-STREAMS: dict[str, str] = {
-    "p": "current policy", "o": "old policy", "b": "sampler", "q": "reference model",
-    "t": "teacher", "o_K": "old policy's most probable tokens",
-    "t_K": "teacher at several tokens",
+IN_WORDS: dict[str, str] = {
+    "current": "current policy", "old": "old policy", "sampler": "sampler",
+    "reference": "reference model", "teacher": "teacher",
+    "old_candidates": "old policy's most probable tokens",
 }  # fmt: skip
 Inner = Literal["mean", "sum", "const"]
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
@@ -50,20 +56,27 @@ class Gate:
     pre: changes a token's log-ratio before pooling; a changed token gets factor 0."""
 
     fn: GateFn
-    num: Stream = "p"
-    den: Stream = "o"
+    num: Model = "current"
+    den: Model = "old"
     by: Literal["transition", "row"] | None = None  # micro-batches do not split these units
     how: How = "mean"
     pre: GateFn | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num", model_named(self.num))
+        object.__setattr__(self, "den", model_named(self.den))
+
 
 @dataclass(frozen=True, slots=True)
 class KLPenalty:
-    """A penalty beta * k(p - den) on the divergence from a stream, in the loss."""
+    """A penalty beta * k(p - den) on the divergence from a model, in the loss."""
 
     kind: KLEstimator
     beta: float
-    den: Stream = "q"
+    den: Model = "reference"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "den", model_named(self.den))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +94,7 @@ TOKENS = Average(("all",))
 ROW_SUMS = Average(("row",), "sum")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Algo:
     """An algorithm.
 
@@ -103,23 +116,23 @@ class Algo:
     optional: tuple[str, ...] = ()
     resample: str | None = None
     prepare: tuple[Prepare, ...] = ()
-    old_from_versions: bool = False  # interpolate o: see `staleness.old_policy_share`
+    old_from_versions: bool = False  # interpolate the old policy: see `staleness`
     name: str = "custom"
 
-    @property
-    def needs(self) -> frozenset[Stream]:
-        """The streams that it reads, without p."""
-        read: set[Stream] = {s for gate in self.gates for s in (gate.num, gate.den)}
+    @cached_property
+    def needs(self) -> frozenset[Model]:
+        """The models whose log-probs it reads, without the current policy."""
+        read: set[Model] = {s for gate in self.gates for s in (gate.num, gate.den)}
         read |= {reg.den for reg in self.penalties}
         if any(isinstance(part, TokenKLPenalty) for part in parts_of(self.credit)):
-            read.add("q")
+            read.add("reference")
         if self.side is not None and self.side.reference:
-            read.add("q")
+            read.add("reference")
         if self.distill is not None:
-            read.add("t")
-        return frozenset(read) - {"p"}
+            read.add("teacher")
+        return frozenset(read) - {"current"}
 
-    @property
+    @cached_property
     def symbols(self) -> int:
         """Number of tokens whose log-probs it reads per position; 0: only the sampled one."""
         of_gates = max((getattr(gate.fn, "symbols", 0) for gate in self.gates), default=0)
@@ -130,7 +143,7 @@ class Algo:
         """The smallest group size that it can learn from."""
         return max(getattr(part, "min_group", 1) for part in (None, *parts_of(self.credit)))
 
-    @property
+    @cached_property
     def critic(self) -> bool:
         """Whether it reads the values of a critic."""
         return any(isinstance(part, CriticValues) for part in parts_of(self.credit))
@@ -153,7 +166,8 @@ class Terms:
 
     advantage: Tensor  # float64 [N]
     weight: Tensor  # float64 [N], 0: not in the loss
-    streams: dict[str, Tensor]  # float64 [N] each, o_K and t_K [N, K]
+    sampler: Tensor  # float64 [N], its log-probs
+    given: GivenLogProbs  # float64
     ids: dict[str, Tensor]  # int64 [N] each, units that gates pool over
     skip: str | None  # the reason why this batch has no gradient
     sides: SideTerms | None = None
@@ -162,40 +176,42 @@ class Terms:
 def loss_terms(
     algo: Algo,
     batch: Batch,
-    streams: Mapping[str, Tensor],
+    given: GivenLogProbs,
     *,
     fresh: bool = False,
     advantage: Tensor | None = None,
 ) -> Terms:
     """Terms of one optimizer step on the whole of `batch`.
 
-    streams: log-probs [N] by letter, except b, which is in the batch; for an algorithm with
-    `symbols` also those of the batch's symbols, [N, K]: o_K before the first update, or t_K of the
-    teacher, without which `distill` has no effect. fresh: o is not needed, because this is the only
-    step on the batch or because o is interpolated between b and p (stream `share`). advantage [N]:
-    from `compute_advantages` of a larger batch that contains this one; default: computed here.
+    given: for an algorithm with `symbols` also those of the batch's symbols: before the first
+    update, or of the teacher, without which `distill` has no effect. fresh: the old policy's are
+    not needed, because this is the only step on the batch or because they are interpolated.
+    advantage [N]: from `compute_advantages` of a larger batch that contains this one; default:
+    computed here.
 
-    Raises TrainingError for a missing stream, non-finite log-probs or infinite credit."""
-    given = {"b": batch.behaviour, **streams}
-    columns = {name: column.detach().double().cpu() for name, column in given.items()}
+    Raises TrainingError for missing or non-finite log-probs, or infinite credit."""
+    given, sampler = given.exact(), batch.behaviour.detach().double().cpu()
     who = f"algorithm {algo.name!r}, step {batch.step},"
-    read: set[str] = {*algo.needs, *(("o_K",) if algo.symbols and not algo.distill else ())}
-    for name in sorted(read - ({"o", "o_K"} if fresh else set())):
+    columns, read = {"sampler": sampler, **given.computed()}, set[str](algo.needs)
+    if algo.symbols and not algo.distill:
+        read.add("old_candidates")
+    for name in sorted(read - ({"old", "old_candidates"} if fresh else set())):
         known = len(columns.get(name, ()))
         if name not in columns or known != batch.n_tokens:
             raise TrainingError(
-                f"{who} needs {batch.n_tokens} log-probs of the {STREAMS[name]} (stream {name}), "
-                f"and there are {known or 'none'}; choose a preset or options without this stream"
+                f"{who} needs {batch.n_tokens} log-probs of the {IN_WORDS[name]}, and there are "
+                f"{known or 'none'}; choose a preset or options that do not read them"
             )
         _check_finite(columns[name], name, who)
     credit = compute_advantages(algo, batch) if advantage is None else advantage
     live = ~credit.isnan()
     credit = torch.where(live, credit, 0.0)
-    sides = None if algo.side is None else side_terms(algo.side, batch, columns.get("q"))
+    sides = None if algo.side is None else side_terms(algo.side, batch, given.reference)
     return Terms(
         advantage=credit,
         weight=loss_weights(algo, batch, live),
-        streams=columns,
+        sampler=sampler,
+        given=given,
         ids={gate.by: units(batch, "token", gate.by) for gate in algo.gates if gate.by},
         skip=_skip(algo, batch, live, credit, sides),
         sides=sides,
@@ -233,19 +249,20 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     p: current log-probs of the tokens `index` [n], or [n, K] of their symbols. Returns [n], or
     [n, K] for a `distill` on symbols. Raises TrainingError if p is not finite."""
     now, index = p.detach().double().cpu(), index.cpu()
-    _check_finite(now, "p", f"algorithm {algo.name!r}")
-    streams = streams_at(terms, now, index)
+    _check_finite(now, "current", f"algorithm {algo.name!r}")
+    logprobs = logprobs_at(terms, now, index)
     total = terms.advantage[index]
-    for _, _, factor in gate_factors(algo, terms, streams, index):
+    for _, _, factor in gate_factors(algo, terms, logprobs, index):
         total = total * factor
     for reg in algo.penalties:
-        total = total - reg.beta * kappa(streams["p"] - streams[reg.den], reg.kind)
+        total = total - reg.beta * kappa(logprobs.current - logprobs.of(reg.den), reg.kind)
     total = terms.weight[index] * total
     if algo.side is not None and terms.sides is not None:
-        total = total + side_psi(algo.side, terms.sides, streams["p"], index)
-    if algo.distill is None or "p_K" not in streams:
+        total = total + side_psi(algo.side, terms.sides, logprobs.current, index)
+    now_K, teacher_K = logprobs.candidates.current, logprobs.candidates.teacher
+    if algo.distill is None or now_K is None or teacher_K is None:
         return total.to(p)
-    pull_K = terms.weight[index, None] * algo.distill.pull(streams["p_K"], streams["t_K"])
+    pull_K = terms.weight[index, None] * algo.distill.pull(now_K, teacher_K)
     pull_K[:, 0] += total
     return pull_K.to(p)
 
@@ -258,7 +275,7 @@ def eta(algo: Algo, terms: Terms) -> Tensor | None:
 def gate_product(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
     """The product c of all gates, float64 [N]. p: log-probs of the whole step, [N] or [N, K]."""
     now, index = p.detach().double().cpu(), torch.arange(len(p))
-    gates = gate_factors(algo, terms, streams_at(terms, now, index), index)
+    gates = gate_factors(algo, terms, logprobs_at(terms, now, index), index)
     start = torch.ones(len(p), dtype=torch.float64)
     return math.prod((factor for _, _, factor in gates), start=start)
 
@@ -308,41 +325,36 @@ def kl_value(d: Tensor, kind: KLEstimator) -> Tensor:
     return {"k1": d, "k2": d.square() / 2, "k3": (-d).expm1() + d, "abs": d.abs()}[kind]
 
 
-def streams_at(terms: Terms, now: Tensor, index: Tensor) -> dict[str, Tensor]:
-    """Streams [n] of the tokens `index` [n], by letter. now: their current log-probs [n], or those
-    of their symbols [n, K]."""
-    p, symbols = (now, {}) if now.dim() == 1 else (now[:, 0], {"p_K": now})
-    if "o_K" in terms.streams and not symbols:
+def logprobs_at(terms: Terms, now: Tensor, index: Tensor) -> LogProbs:
+    """The log-probs of the tokens `index` [n]. now: the current ones [n], or those of their symbols
+    [n, K]."""
+    if terms.given.old_candidates is not None and now.dim() == 1:
         raise TrainingError(
             "the learner returned the current log-probs of the sampled tokens, not of the symbols"
         )
-    # Terms without o belong to the first step on their batch: o is p.
-    found = {"p": p, "o": p} | symbols | {name: x[index] for name, x in terms.streams.items()}
-    if "share" in found:
-        found["o"] = found["b"] + found["share"] * (p - found["b"])
-    return found
+    return terms.given.at(index).during(now, terms.sampler[index])
 
 
 def gate_factors(
-    algo: Algo, terms: Terms, streams: Mapping[str, Tensor], index: Tensor
+    algo: Algo, terms: Terms, logprobs: LogProbs, index: Tensor
 ) -> list[tuple[Gate, Tensor, Tensor]]:
     """Each gate with its pooled log-ratios [n] and factors [n]."""
     advantage = terms.advantage[index]
     found = []
     for gate in algo.gates:
         ids = terms.ids[gate.by][index] if gate.by else None
-        raw = streams[gate.num] - streams[gate.den]
-        kept = raw if gate.pre is None else gate.pre(raw, advantage, streams)
+        raw = logprobs.of(gate.num) - logprobs.of(gate.den)
+        kept = raw if gate.pre is None else gate.pre(raw, advantage, logprobs)
         lr = pool(kept, ids, gate.how)
-        found.append((gate, lr, gate.fn(lr, advantage, streams) * (kept == raw)))
+        found.append((gate, lr, gate.fn(lr, advantage, logprobs) * (kept == raw)))
     return found
 
 
-def _check_finite(x: Tensor, stream: str, where: str) -> None:
+def _check_finite(x: Tensor, model: str, where: str) -> None:
     if bad := int((~x.isfinite()).sum()):
         raise TrainingError(
             f"{where} cannot compute psi: {bad} of {x.numel()} log-probs of the "
-            f"{STREAMS[stream]} (stream {stream}) are NaN or infinite"
+            f"{IN_WORDS[model]} are NaN or infinite"
         )
 
 

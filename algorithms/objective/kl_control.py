@@ -1,7 +1,8 @@
 """An adaptive coefficient of the KL penalty that keeps the KL to the reference at a target.
 
 beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * min(1, rollouts / horizon)), arXiv
-1909.08593. The KL is the mean of b - q per token, an unbiased estimate for the sampling policy.
+1909.08593. The KL is the mean of sampler - reference per token, an unbiased estimate for the
+sampling policy.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class KlController:
             return TokenKLPenalty(self.beta) if isinstance(part, TokenKLPenalty) else part
 
         penalties = tuple(
-            replace(reg, beta=self.beta) if reg.den == "q" else reg for reg in algo.penalties
+            replace(each, beta=self.beta) if each.den == "reference" else each
+            for each in algo.penalties
         )
         return replace(algo, credit=map_parts(algo.credit, change), penalties=penalties)
 
@@ -54,7 +56,7 @@ class KlController:
 
 def make_kl_controller(algo: Algo, target: float, horizon: int) -> KlController:
     """A controller that starts at the algorithm's beta. Raises ConfigError unless it has one."""
-    betas = [reg.beta for reg in algo.penalties if reg.den == "q"]
+    betas = [reg.beta for reg in algo.penalties if reg.den == "reference"]
     betas += [part.beta for part in parts_of(algo.credit) if isinstance(part, TokenKLPenalty)]
     if len(betas) != 1:
         raise ConfigError(
@@ -77,10 +79,6 @@ class ReferenceControl:
 
     reference: UpdatableReference | None = None  # None: not read, or the model without its adapter
     kl: KlController | None = None  # None: constant coefficient
-
-    def tuned(self, algo: Algo) -> Algo:
-        """The algorithm with the current coefficient of its penalty."""
-        return algo if self.kl is None else self.kl.tuned(algo)
 
     def finish(self, step: int, batch: Batch | None, rollouts: int) -> dict[str, float]:
         """Update coefficient and reference after training step `step` on `rollouts` rollouts.

@@ -1,25 +1,133 @@
-"""Gate functions: importance weights, clips and masks as a factor >= 0 of the advantage.
+"""Log-probs by the model that they are of, and gate functions of their ratios: importance weights,
+clips and masks as a factor >= 0 of the advantage.
 
-Each takes lr [n] (a pooled log-ratio of two streams, r = e^lr), the advantages [n] and the streams
-[n] by letter, and returns detached factors [n], which are 1 at r = 1. The loss
+A gate function takes lr [n] (a pooled log-ratio of two models, r = e^lr), the advantages [n] and
+the log-probs of n tokens, and returns detached factors [n], which are 1 at r = 1. The loss
 -sg[factor * A] * log pi has the gradient of the published surrogate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from math import inf
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from agentrl.errors import TrainingError
+
+log = logging.getLogger("agentrl.algorithm")
 LOG_LIMIT = 20.0  # |log r| is clamped to this against overflow
+
+Model = Literal["current", "old", "sampler", "reference", "teacher"]
+"""Whose log-probs: the current policy's, its before the first update of the batch, those that the
+tokens were sampled with, and two frozen models'. Papers say p or pi, o, b or mu, q and t."""
+LETTERS = {
+    "p": "current", "o": "old", "b": "sampler", "q": "reference", "t": "teacher",
+    "o_K": "old", "t_K": "teacher", "p_K": "current",
+}  # fmt: skip
+"""The names of an earlier version, which plug-ins may still use. Goes with the next version."""
+
+
+def model_named(name: str) -> Model:
+    """A model by its name, or by its letter of an earlier version, which is logged once."""
+    if name in LETTERS:
+        _say_renamed(name, LETTERS[name])
+    return cast("Model", LETTERS.get(name, name))
+
+
+@cache
+def _say_renamed(letter: str, name: str) -> None:
+    log.warning("An algorithm of yours calls log-probs %r, which are now %r.", letter, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Log-probs float64 [n, K] of several tokens at each position, the sampled one first; None: not
+    computed."""
+
+    current: Tensor | None = None
+    old: Tensor | None = None
+    teacher: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """The log-probs of n tokens, float64 [n], during an optimizer step."""
+
+    current: Tensor
+    old: Tensor  # the current ones, in the first step on a batch
+    sampler: Tensor
+    reference: Tensor | None = None  # None: not computed, as for the teacher
+    teacher: Tensor | None = None
+    candidates: Candidates = Candidates()
+
+    def of(self, model: Model) -> Tensor:
+        """Those of one model. Raises TrainingError if they are not computed."""
+        found: Tensor | None = getattr(self, model)
+        if found is None:
+            raise TrainingError(f"the log-probs of the {model} are not computed; see `Algo.needs`")
+        return found
+
+    def __getitem__(self, letter: str) -> Tensor:
+        """As in an earlier version, by letter: p, o, b, q, t, and p_K, o_K, t_K of candidates."""
+        name = model_named(letter)
+        found: Tensor | None = getattr(self.candidates if "_K" in letter else self, name, None)
+        if found is None:
+            raise KeyError(letter)
+        return found
+
+    def __contains__(self, letter: str) -> bool:
+        owner = self.candidates if "_K" in letter else self
+        return getattr(owner, model_named(letter), None) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class GivenLogProbs:
+    """The log-probs of a batch that do not change during its optimizer steps, [N]; None: not
+    computed. Those of the sampler are in the batch."""
+
+    old: Tensor | None = None
+    reference: Tensor | None = None
+    teacher: Tensor | None = None
+    # The weight of the current policy, which makes old = sampler + weight * (current - sampler).
+    current_in_old: Tensor | None = None
+    old_candidates: Tensor | None = None  # [N, K] of the batch's candidates
+    teacher_candidates: Tensor | None = None  # [N, K]
+
+    def at(self, index: Tensor) -> GivenLogProbs:
+        """Those of some tokens."""
+        return replace(self, **{name: column[index] for name, column in self.computed().items()})
+
+    def exact(self) -> GivenLogProbs:
+        """In float64, on the CPU, without a graph."""
+        columns = {name: x.detach().double().cpu() for name, x in self.computed().items()}
+        return replace(self, **columns)
+
+    def computed(self) -> dict[str, Tensor]:
+        """What there is, by field."""
+        every = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return {name: column for name, column in every if column is not None}
+
+    def during(self, now: Tensor, sampler: Tensor) -> LogProbs:
+        """With the current log-probs [n] of the tokens, or those of their candidates [n, K]."""
+        several = now.dim() == 2
+        current = now[:, 0] if several else now
+        if self.current_in_old is not None:
+            old = sampler + self.current_in_old * (current - sampler)
+        else:
+            old = current if self.old is None else self.old
+        candidates = Candidates(
+            now if several else None, self.old_candidates, self.teacher_candidates
+        )
+        return LogProbs(current, old, sampler, self.reference, self.teacher, candidates)
 
 
 class GateFn(Protocol):
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor: ...
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor: ...
 
 
 def ratio(lr: Tensor) -> Tensor:
@@ -31,7 +139,7 @@ def ratio(lr: Tensor) -> Tensor:
 class Ratio:
     """r: the plain importance weight."""
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
         return ratio(lr)
 
 
@@ -44,7 +152,7 @@ class TrustRegion:
     hi: float = 0.2
     dual: float = inf
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
         r = ratio(lr)
         down = (r >= 1 - self.lo) & (r <= self.dual)
         return torch.where(advantage >= 0, r <= 1 + self.hi, down).double()
@@ -55,8 +163,8 @@ class Clip(TrustRegion):
     """r inside the trust region, else 0: PPO's clip (arXiv 1707.06347), clip-higher (2503.14476),
     dual clip (1912.09729)."""
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        return ratio(lr) * TrustRegion.__call__(self, lr, advantage, streams)
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
+        return ratio(lr) * TrustRegion.__call__(self, lr, advantage, logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +174,7 @@ class Truncate:
     lo: float = 0.0
     hi: float = 2.0
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
         return ratio(lr).clamp(self.lo, self.hi)
 
 
@@ -78,7 +186,7 @@ class InRange:
     lo: float
     hi: float
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
         r = ratio(lr)
         return ((r >= self.lo) & (r <= self.hi)).double()
 
@@ -90,5 +198,5 @@ class RatioInRange:
     lo: float = 0.5
     hi: float = 5.0
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        return ratio(lr) * InRange(self.lo, self.hi)(lr, advantage, streams)
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
+        return ratio(lr) * InRange(self.lo, self.hi)(lr, advantage, logprobs)

@@ -15,12 +15,6 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
 
 
-def token_lag(batch: Batch, version: int) -> Tensor:
-    """Number of updates from the version of each token to `version`, int64 [N]."""
-    sampled = batch.token_version
-    return torch.where(sampled < 0, 0, version - sampled)
-
-
 @dataclass(frozen=True, slots=True)
 class RecentTokens:
     """Filter, bool [N]: the tokens of version `oldest` or later that `keep` (None: all) keeps. The
@@ -30,13 +24,13 @@ class RecentTokens:
     keep: Column | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
-        recent = token_lag(batch, self.oldest) <= 0
+        recent = batch.lag(self.oldest) <= 0
         return recent if self.keep is None else recent & self.keep(batch)
 
 
 def withhold(algo: Algo, batch: Batch, oldest: int) -> Algo:
     """`algo`, with tokens of versions before `oldest` filtered out if the batch has any."""
-    if not (token_lag(batch, oldest) > 0).any():
+    if not (batch.lag(oldest) > 0).any():
         return algo
     return replace(algo, keep=RecentTokens(oldest, algo.keep))
 

@@ -18,13 +18,13 @@ def with_gates(algo: Algo, *gates: Gate) -> Algo:
 @modifier("tis")
 def tis(algo: Algo, *, tis_cap: Cap = 2.0) -> Algo:
     """Truncated weight per token of trainer against sampler. fengyao.notion.site/off-policy-rl."""
-    return with_gates(algo, Gate(Truncate(0.0, tis_cap), "o", "b"))
+    return with_gates(algo, Gate(Truncate(0.0, tis_cap), "old", "sampler"))
 
 
 @modifier("icepop")
 def icepop(algo: Algo, *, icepop_low: Num = 0.5, icepop_high: Cap = 5.0) -> Algo:
     """Drops tokens whose weight of trainer against sampler is out of range. arXiv 2510.18855."""
-    return with_gates(algo, Gate(RatioInRange(icepop_low, icepop_high), "o", "b"))
+    return with_gates(algo, Gate(RatioInRange(icepop_low, icepop_high), "old", "sampler"))
 
 
 @modifier("decoupled")
@@ -32,7 +32,7 @@ def decoupled(algo: Algo, *, decoupled_old: Literal["exact", "versions"] = "exac
     """The uncapped weight of old policy against sampler. arXiv 2110.00641, 2505.24298. versions:
     interpolates the old policy between sampler and current policy by the number of updates between
     them instead of computing it (A-3PO, arXiv 2512.06547)."""
-    found = with_gates(algo, Gate(Ratio(), "o", "b"))
+    found = with_gates(algo, Gate(Ratio(), "old", "sampler"))
     return replace(found, old_from_versions=decoupled_old == "versions")
 
 
@@ -40,10 +40,12 @@ def decoupled(algo: Algo, *, decoupled_old: Literal["exact", "versions"] = "exac
 def behaviour(algo: Algo) -> Algo:
     """Takes ratios against the sampler instead of the old policy, so that clips are relative to the
     policy that sampled the tokens, however old it is (verl's bypass mode)."""
-    if algo.symbols or not any((g.num, g.den) == ("p", "o") for g in algo.gates):
+    if algo.symbols or not any((g.num, g.den) == ("current", "old") for g in algo.gates):
         raise ConfigError(
             "algorithm.preset: +behaviour changes token ratios against the old policy, which this "
             "preset does not have; remove it, or add +tis instead"
         )
-    gates = (replace(g, den="b") if (g.num, g.den) == ("p", "o") else g for g in algo.gates)
+    gates = (
+        replace(g, den="sampler") if (g.num, g.den) == ("current", "old") else g for g in algo.gates
+    )
     return replace(algo, gates=tuple(gates))

@@ -110,7 +110,7 @@ def scalerl(reward: str, *, cap: Cap = 5.0) -> Algo:
     differ, mean over prompts. For its other settings see `algorithms/README.md`. arXiv 2510.13786.
     """
     credit = GroupRelative(NonzeroVarianceReward(reward), norm="std", norm_by=("all",))
-    return Algo(credit, (Gate(Truncate(0.0, cap), den="b"),), agg=Average(("group",)))
+    return Algo(credit, (Gate(Truncate(0.0, cap), den="sampler"),), agg=Average(("group",)))
 
 
 SEQUENCE_CLIP = (3e-4, 4e-4)  # for a mean ratio of a row

@@ -68,7 +68,7 @@ def with_teacher(
 ) -> Algo:
     """Adds the KL to a teacher on the tokens of the host's policy gradient: see `distill`."""
     if not top:
-        return replace(algo, penalties=(*algo.penalties, KLPenalty("k2", beta, "t")))
+        return replace(algo, penalties=(*algo.penalties, KLPenalty("k2", beta, "teacher")))
     if algo.symbols or algo.side is not None:
         raise ConfigError(
             f"top = {top} imitates several tokens at every position, which cannot be combined with "

@@ -16,8 +16,9 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from agentrl.algorithms.credit.parts import rewards_read
-from agentrl.algorithms.objective.core import STREAMS, Algo, Stream
+from agentrl.algorithms.objective.core import IN_WORDS, Algo
 from agentrl.algorithms.objective.prepare import Prepare
+from agentrl.algorithms.objective.ratios import Model
 from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.declare import (
     EMPTY,
@@ -34,7 +35,7 @@ from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest
 from agentrl.plugins import check_call, load_plugin, where
 
-Supply = Stream | Literal["v", "k", "e"]
+Supply = Model | Literal["values", "top_tokens", "entropy"]
 KEY = "algorithm.preset"
 
 
@@ -42,7 +43,7 @@ def make(
     name: str,
     options: Mapping[str, Any],
     *,
-    streams: Collection[Supply] = ("o", "b"),
+    streams: Collection[Supply] = ("old", "sampler"),
     root: Path = Path(),
 ) -> Algo:
     """The algorithm of `algorithm.preset` and `algorithm.options` in a run file.
@@ -50,8 +51,8 @@ def make(
     name: a preset of the library, of an installed package (entry points of the group
     agentrl.presets), or of the user's file or module ("mine.py:lenient"), optionally with modifiers
     ("grpo+tis"). streams: what the learner supplies besides the log-probs of the current policy:
-    other log-probs, critic values ("v"), the most probable tokens ("k"), the gradient of the
-    entropy ("e"). root: the folder of the user's files.
+    other log-probs, critic "values", the "top_tokens" at every position, the gradient of the
+    "entropy". root: the folder of the user's files.
 
     Raises ConfigError for an unknown preset, modifier or option, a missing option, one of the wrong
     type or out of range, a stream that the run does not have, two corrections of one mismatch, and
@@ -165,12 +166,12 @@ def _check_tables(key: str, value: Any, kind: Any) -> None:
 def check_supplies(algo: Algo, supplies: Collection[str]) -> None:
     """Raise ConfigError if the algorithm needs the most probable tokens or the gradient of the
     entropy and the learner does not supply it."""
-    if algo.entropy and "e" not in supplies:
+    if algo.entropy and "entropy" not in supplies:
         raise ConfigError(
             f"algorithm.options.entropy = {algo.entropy}: the learner of this run does not compute "
             "the gradient of the entropy; set it to 0, or learner.kind = 'torch'"
         )
-    if algo.symbols and "k" not in supplies:
+    if algo.symbols and "top_tokens" not in supplies:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the most probable tokens at every position, "
             "which the learner of this run does not compute; choose dppo-tv or dppo-kl, or "
@@ -204,7 +205,7 @@ def check_staleness(config: AlgorithmConfig, algo: Algo) -> None:
             "algorithm.target_kl measures how far the policy moved from the old one, which "
             "decoupled_old = 'versions' does not compute; remove one of them"
         )
-    if config.max_staleness and "b" not in algo.needs:
+    if config.max_staleness and "sampler" not in algo.needs:
         raise ConfigError(
             f"{ahead}: {algo.name!r} does not read the sampler's log-probs, so it would treat "
             "tokens of older versions as on-policy; add +tis, +behaviour or +decoupled to "
@@ -213,19 +214,21 @@ def check_staleness(config: AlgorithmConfig, algo: Algo) -> None:
 
 
 def _checked(algo: Algo, streams: Collection[str]) -> Algo:
-    if algo.critic and "v" not in streams:
+    if algo.critic and "values" not in streams:
         raise ConfigError(
-            f"algorithm.preset = {algo.name!r} needs the values of a critic (stream v), which this "
+            f"algorithm.preset = {algo.name!r} needs the values of a critic, which this "
             "run does not have; set critic.model, choose another preset, or name rewards that hold "
             "them in the preset's options, if it has such options"
         )
     check_supplies(algo, streams)
     for stream in sorted(algo.needs - set(streams)):
         raise ConfigError(
-            f"algorithm.preset = {algo.name!r} needs the log-probs of a {STREAMS[stream]}, which "
-            "this run does not have; set its coefficient to 0 or choose another preset"
+            f"algorithm.preset = {algo.name!r} needs the log-probs of a {IN_WORDS[stream]}, "
+            "which this run does not have; set its coefficient to 0 or choose another preset"
         )
-    weights = [g.fn for g in algo.gates if g.den == "b" and not getattr(g.fn, "is_mask", False)]
+    weights = [
+        g.fn for g in algo.gates if g.den == "sampler" and not getattr(g.fn, "is_mask", False)
+    ]
     if len(weights) > 1:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} would correct for the sampler twice, by "

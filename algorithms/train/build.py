@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
+from agentrl.algorithms.diagnostics.dump import BadSteps
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.model.proof import trie_gap
@@ -24,7 +25,6 @@ from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group, check_staleness
 from agentrl.algorithms.sampling.collect import resampling_reward
 from agentrl.algorithms.train.builtin_hooks import hooks_of
-from agentrl.algorithms.train.dump import BadSteps
 from agentrl.algorithms.train.hooks import Hooks
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.policy_set import PolicySet
@@ -136,7 +136,7 @@ def make_updater(
     loaded = model.model, tokenizer, model.source
     scorers, trainers = factory.make_reward_models(config, *loaded)
     learner = factory.make_learner(config, algo, *loaded, model.adapters, trainers, name)
-    state, anchor = make_state(config, algo, learner.frozen.get("q"))
+    state, anchor = make_state(config, algo, learner.frozen.get("reference"))
     context = context_length(model.model)
     completers: list[Completer] = [ProcessedScorer(learner, context, name, algo.rewards)]
     if settings.inexact == "retokenize":  # before reward models, which need the token ids

@@ -13,6 +13,7 @@ from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.judges.judge import Judges, make_judges
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.prompts.main import search
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import GroupSource
@@ -22,6 +23,7 @@ from agentrl.algorithms.train.hooks import AllHooks, Hooks, LoadedRun, ServedRun
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.offline import DatasetCollector, from_dataset, on_dataset
 from agentrl.algorithms.train.snapshots import SnapshotStore
+from agentrl.algorithms.train.stages import served
 from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.teacher import RemoteTeacher, make_teacher
 from agentrl.base.parts import installed_plugins
@@ -227,3 +229,9 @@ def by_difficulty(tasks: TasksConfig) -> bool:
 
 def has_stand_ins(config: RunConfig) -> bool:
     return bool(config.algorithm.counterfactual.stand_ins)
+
+
+async def search_prompts(config: RunConfig) -> None:
+    """Search the agent's prompts with the run's policies, which do not learn."""
+    async with served(config, 0) as (store, state):
+        await search(store, config, state)

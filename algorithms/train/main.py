@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
-from types import MappingProxyType
 
-import torch
 from msgspec.structs import replace
-from transformers.utils.logging import disable_progress_bar
 
-from agentrl import run_owner
 from agentrl.algorithms.sampling import evaluate
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
@@ -28,19 +23,15 @@ from agentrl.algorithms.train import build
 from agentrl.algorithms.train.builtin_hooks import hooks_of
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
 from agentrl.algorithms.train.load_policies import (
-    load_policies,
     vocabulary_sizes,
 )
 from agentrl.algorithms.train.loop import TrainingLoop
-from agentrl.algorithms.train.serving import PolicyServers
-from agentrl.algorithms.train.stages import load_run, open_run, serve_run
+from agentrl.algorithms.train.stages import load_run, open_run, prepare_process, serve_run, served
 from agentrl.base.loading import load_tasks
 from agentrl.base.processes import PHASE, freeze_loaded, log_to_stderr
 from agentrl.config import RunConfig
-from agentrl.config.policies import EvaluationPlan, FrozenPolicy, trained_policies
-from agentrl.store import open_store
-from agentrl.store.base import Store
-from agentrl.types import ENDED, Json, RunState
+from agentrl.config.policies import EvaluationPlan
+from agentrl.types import ENDED, Json
 
 log = logging.getLogger("agentrl.algorithm")
 
@@ -59,7 +50,7 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
     greedy, resample = build.group_requirements(config, algos, parts)
     log.log(PHASE, "reading the tasks")
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
-    _prepare(config.seed)
+    prepare_process(config.seed)
     async with AsyncExitStack() as closing:
         loaded = await load_run(await open_run(config, closing), algos, parts)
         config, state = loaded.config, loaded.state
@@ -87,49 +78,13 @@ async def play_plan(config: RunConfig, plan: EvaluationPlan) -> None:
     that have ended do not run again.
 
     Raises PolicyError for a player that cannot be served."""
-    async with _served_for(config, plan.steps, plan.players) as (store, _):
+    async with served(config, plan.steps, plan.players) as (store, _):
         sampling = replace(config.sampling, temperature=plan.temperature)
         requested = {
             name: evaluation_rollouts(config, 0, name, plan.tasks, sampling, seats)
             for name, seats in plan.lineups.items()
         }
         await evaluate.play(store, requested)
-
-
-async def with_served_policies(
-    config: RunConfig, work: Callable[[Store, RunConfig, RunState], Awaitable[None]]
-) -> None:
-    """Do `work` while the run's policies are served, which do not learn."""
-    async with _served_for(config, 0) as (store, state):
-        await work(store, config, state)
-
-
-@asynccontextmanager
-async def _served_for(
-    config: RunConfig, steps: int, players: Mapping[str, FrozenPolicy] = MappingProxyType({})
-) -> AsyncIterator[tuple[Store, RunState]]:
-    """Context in which the run's policies, trained for `steps` steps, and the players are served
-    and announced."""
-    _prepare(config.seed)
-    async with open_store(config.store) as store:
-        state = await run_owner.open_as_child(store, config)
-        serving = PolicyServers(config, load_policies(config))
-        await serving.start()
-        try:
-            async with serving.updating():
-                await serving.publish(dict.fromkeys(trained_policies(config), steps))
-                await serving.serve_frozen(players)
-            await serving.announce(store, config.name, state.epoch)
-            yield store, state
-        finally:
-            await serving.close()
-
-
-def _prepare(seed: int) -> None:
-    """Seed the random generators of the process, and hide the progress bars of loading."""
-    disable_progress_bar()
-    random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def _tasks(config: RunConfig, split: str) -> list[dict[str, Json]]:

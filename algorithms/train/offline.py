@@ -161,8 +161,8 @@ class DatasetCollector:
         groups = await self._groups(self.config.data.heldout, range(len(items)), step)
         await self._read_reference(groups)
         batch = updater.batch(groups)
-        batch, streams = score_batch(updater.algo, updater.learner, batch, updater.reference)
-        terms = loss_terms(updater.algo, batch, streams, fresh=True)
+        batch, given = score_batch(updater.algo, updater.learner, batch, updater.reference)
+        terms = loss_terms(updater.algo, batch, given, fresh=True)
         assert terms.sides is not None
         p = updater.learner.logprobs(batch).double()
         metrics = side_metrics(updater.algo.side, terms.sides, p)
@@ -173,12 +173,12 @@ class DatasetCollector:
         """The function that computes the reference's log-probs. Sets the digest of its weights."""
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         scorer: Learner = self.updater.learner
-        of: Scored = "q" if self.loaded.adapters else "o"
+        of: Scored = "reference" if self.loaded.adapters else "current"
         if name := self.config.reference.model:
             source = self.config.model_source(name)
             model = load_auxiliary("reference.model", source, model, tokenizer)
             budget = self.config.learner.token_budget
-            scorer, of = TorchLearner(model, tokenizer, token_budget=budget), "o"
+            scorer, of = TorchLearner(model, tokenizer, token_budget=budget), "current"
         state = blake2b(str(tokenizer.chat_template).encode(), digest_size=16)
         for key, tensor in model.state_dict().items():
             state.update(f"{key} {tensor.dtype}".encode())

@@ -1,5 +1,17 @@
-"""The optimizer steps of a training step. Learning rate and minibatch order are functions of the
-step, not part of checkpoints.
+"""The optimizer steps of a training step, how far they move the policy, and the way back from too
+far. Learning rate and minibatch order are functions of the step, not part of checkpoints.
+
+The distance is the KL divergence of the policy before the training step from the one after it, in
+nats per token: the k3 estimate (joschu.net/blog/kl-approx.html) on the step's sampled tokens,
+weighted as in the loss, and by policy / sampler where an older version sampled them. It takes a
+forward pass, so of a large batch only a part is measured: neighbouring rows, whose common prefixes
+are computed once. Always true: which rows is a function of seed and step, and nobody samples from
+weights that are undone, because they are published later.
+
+A step with half the learning rate ends half way, because AdamW's step is proportional to it: so an
+undone step is made again without another gradient. First moments shrink by its square.
+Whole, they push the next steps too far as well; at 0, many small steps learn too slowly; and
+without second moments the next step is the largest that AdamW makes.
 """
 
 from __future__ import annotations
@@ -7,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -19,21 +31,24 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.diagnostics import metrics
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
+from agentrl.algorithms.diagnostics.dump import BadSteps, Dump
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner, StepReport
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import staleness
 from agentrl.algorithms.objective.core import Algo, Terms
-from agentrl.algorithms.objective.ratios import ratio
+from agentrl.algorithms.objective.ratios import GivenLogProbs, ratio
 from agentrl.algorithms.objective.sides import MISMATCHED
 from agentrl.algorithms.objective.values import ValueTerms, select_tokens
-from agentrl.algorithms.train.dump import BadSteps, Dump
-from agentrl.algorithms.train.trust import KlLimit, Movement, mean_kl
 from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.types import Group
+from agentrl.types import POLICY, Group
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("agentrl.algorithm")
 T = TypeVar("T")
+MAX_KL = 0.05  # for each optimizer step, by default: tens of times what that of a healthy run moves
+HALVINGS = 10  # after which nothing of a step is kept
+MOST = 2.0  # of the weights that correct for tokens of another policy, such as an older version
+PART, SMALL = 1 / 8, 2048  # the measured share of a batch's tokens, with context; the least number
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +60,7 @@ class TrainingStep:
     algo: Algo
     groups: list[Group]
     batch: Batch  # of all groups
-    streams: Mapping[str, Tensor]  # log-probs [N] by stream
+    given: GivenLogProbs  # [N]
     values: ValueTerms | None  # targets of the critic, if there is one
     advantage: Tensor  # float64 [N]
     cut: Callable[[list[Group]], Batch]  # the batch of some of the groups
@@ -75,10 +90,7 @@ class OptimizerSteps:
     def run(self, step: TrainingStep, parts: Iterable[Minibatch]) -> Metrics:
         """Make the optimizer steps of a training step, and stop if the KL divergence exceeds
         target_kl; returns their metrics. Raises TrainingError if too many in a row fail."""
-        if self.recorder is not None:
-            self.recorder.open(step.algo, step.batch)
         lr, moved = self.lr(step), self.movement(step)
-        sizes = metrics.call_tokens(step.groups, self.policy)
         planned: list[Terms] = []
         measured: list[Metrics] = []
         bad, early_stop = 0, False
@@ -93,8 +105,11 @@ class OptimizerSteps:
                 bad += 1
                 continue
             if self.recorder is not None:
+                if not measured:
+                    self.recorder.open(step.algo, step.batch)
                 self.recorder.record(step.algo, part.batch, part.terms, report.current)
-            lag = staleness.token_lag(part.batch, step.version)
+            sizes = metrics.call_tokens(step.groups, self.policy)
+            lag = part.batch.lag(step.version)
             measured.append(
                 metrics.optimizer_step(step.algo, part.batch, part.terms, report, sizes, lag)
             )
@@ -103,6 +118,8 @@ class OptimizerSteps:
                 early_stop = True
             if early_stop:
                 break
+        if self.recorder is not None and not measured:
+            self.recorder.open(step.algo, step.batch)  # what it has is of an earlier step
         reasons = [terms.skip for terms in planned if terms.skip]
         if reasons and len(reasons) == len(planned):
             self._note_unchanged(step.number, "; ".join(dict.fromkeys(reasons)))
@@ -133,7 +150,7 @@ class OptimizerSteps:
 
     def beyond_target(self, terms: Terms, report: StepReport) -> bool:
         """Whether the policy had moved further than `target_kl` before the optimizer step."""
-        target, old = self.config.algorithm.target_kl, terms.streams.get("o")
+        target, old = self.config.algorithm.target_kl, terms.given.old
         if target is None or old is None:
             return False
         return mean_kl(old, report.logprobs, (terms.weight > 0).double()) > target
@@ -141,7 +158,7 @@ class OptimizerSteps:
     def lr(self, step: TrainingStep) -> float:
         """The learning rate of a step: the schedule's, scaled by the effective sample size."""
         full = learning_rate(self.config.algorithm, step.version, self.config.steps)
-        enough, old = self.config.algorithm.lr_ess, step.streams.get("o")
+        enough, old = self.config.algorithm.lr_ess, step.given.old
         if enough is None or old is None:
             return full
         weights = ratio(old.double().cpu() - step.batch.behaviour.double())
@@ -172,18 +189,19 @@ def with_loss_terms(step: TrainingStep, config: RunConfig, learner: Learner) -> 
     """The minibatch of each optimizer step: whole groups, shuffled anew in every epoch. Credit and
     the critic's targets are computed on the whole batch before the split."""
     settings, algo, batch, values = config.algorithm, step.algo, step.batch, step.values
-    advantage, streams = step.advantage, dict(step.streams)
+    advantage, given = step.advantage, step.given
     count = min(settings.minibatches, len(step.groups))
     if count * settings.epochs == 1 or not batch.n_tokens:
-        terms = objective.loss_terms(algo, batch, streams, fresh=True, advantage=advantage)
+        terms = objective.loss_terms(algo, batch, given, fresh=True, advantage=advantage)
         yield Minibatch(batch, terms, values)
         return
-    symbols = batch.symbols if "t_K" in streams else None
+    symbols = None if given.teacher_candidates is None else batch.symbols
     if algo.symbols and symbols is None:
-        symbols, o_NK = learner.top(batch, algo.symbols)
-        streams = {"o": o_NK[:, 0], "o_K": o_NK, **streams}
-    elif not {"o", "share"} & streams.keys():
-        streams["o"] = learner.logprobs(batch)
+        symbols, old_NK = learner.top(batch, algo.symbols)
+        old_N = old_NK[:, 0] if given.old is None else given.old
+        given = replace(given, old=old_N, old_candidates=old_NK)
+    elif given.old is None and given.current_in_old is None:
+        given = replace(given, old=learner.logprobs(batch))
     counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
     ranges = torch.split(torch.arange(batch.n_tokens), counts)
     tokens_of = dict(zip(batch.groups, ranges, strict=True))
@@ -195,9 +213,9 @@ def with_loss_terms(step: TrainingStep, config: RunConfig, learner: Learner) -> 
             tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
             if symbols is not None:
                 part = replace(part, symbols=symbols[tokens])
-            own = {letter: column[tokens] for letter, column in streams.items()}
+            interpolated = given.current_in_old is not None
             terms = objective.loss_terms(
-                algo, part, own, fresh="share" in own, advantage=advantage[tokens]
+                algo, part, given.at(tokens), fresh=interpolated, advantage=advantage[tokens]
             )
             yield Minibatch(part, terms, values and select_tokens(values, tokens))
 
@@ -220,3 +238,119 @@ def minibatches(items: Sequence[T], count: int, seed: str) -> list[list[T]]:
         random.Random(seed).shuffle(order)
     bounds = [len(order) * index // count for index in range(count + 1)]
     return [order[first:last] for first, last in pairwise(bounds)]
+
+
+@dataclass(slots=True)
+class KlLimit:
+    """The limits of one policy's training steps. limit: largest KL; 0: no step is undone."""
+
+    learner: Learner
+    limit: float = MAX_KL
+    seed: int = 0
+    policy: str = POLICY
+    told: bool = False  # whether the console knows that steps are undone
+
+    def __post_init__(self) -> None:
+        if not self.learner.undoable:
+            self.limit = 0.0
+
+    def begin(self, batch: Batch, weight: Tensor, minibatches: int) -> Movement:
+        """Before a training step. weight [N]: of the batch's tokens in the loss. minibatches:
+        optimizer steps per pass over the batch."""
+        rows = measured_rows(batch, f"{self.seed}/{batch.step}", minibatches)
+        part, tokens = (batch, torch.arange(batch.n_tokens)) if rows is None else batch.cut(rows)
+        return Movement(self, part, tokens, weight[tokens].double())
+
+    def tell(self, step: int, kl: float, share: float) -> None:
+        """Say on the console, once, that a step was undone."""
+        if self.told:
+            return
+        self.told = True
+        again = f"made again with 1/{1 / share:.0f} of its learning rate" if share else "not made"
+        log.warning(
+            "step %d would have moved policy %r by %.3g nats per token, and algorithm.max_kl is "
+            "%g: it was undone and %s. The metric update/undone counts this from now on; if it "
+            "happens often, lower algorithm.lr",
+            *(step + 1, self.policy, kl, self.limit, again),
+        )
+
+
+@dataclass(slots=True)
+class Movement:
+    """The way of the policy in one training step."""
+
+    owner: KlLimit
+    batch: Batch  # what is measured
+    tokens: Tensor  # int64 [n], its tokens in the batch of the step
+    weight: Tensor  # [n]
+    before: Tensor | None = None  # log-probs [n] before the first optimizer step
+    kl: float | None = None  # after the last one; None: there was none
+    share: float = 1.0  # of the learning rate, for this and the next optimizer steps
+    undone: int = 0  # halvings
+
+    def start(self, *, only: bool) -> None:
+        """Before an optimizer step. only: it is the only one on the batch."""
+        if self.before is None and not only:
+            self.before = self.owner.learner.logprobs(self.batch)
+        if self.owner.limit:
+            self.owner.learner.mark()
+
+    def finish(self, logprobs: Tensor) -> bool:
+        """After an optimizer step that saw these log-probs [N] of its minibatch: shorten it until
+        the policy is within the limit. Returns whether anything of it is left."""
+        if self.before is None:
+            self.before = logprobs[self.tokens]
+        earlier, moved = self.kl or 0.0, self.measure()
+        self.kl = moved
+        while self.owner.limit and not self.kl <= self.owner.limit:  # NaN is beyond it, too
+            self.undone += 1
+            kept = 0.5 if self.undone <= HALVINGS else 0.0
+            self.share *= kept
+            self.owner.learner.shrink(kept)
+            self.kl = self.measure() if kept else earlier
+            if not kept:
+                break
+        if self.kl is not moved:
+            self.owner.tell(self.batch.step, moved, self.share)
+        return self.share > 0
+
+    def measure(self) -> float:
+        """The KL so far."""
+        assert self.before is not None
+        sampled = ratio(self.before.double().cpu() - self.batch.behaviour.double())
+        weight = self.weight * sampled.clamp(max=MOST)
+        now = self.owner.learner.logprobs(self.batch)
+        return mean_kl(self.before, now, weight, self.weight.sum())
+
+    def metrics(self) -> dict[str, float]:
+        found = {"update/undone": float(self.undone)}
+        return found if self.kl is None else {"update/kl": self.kl, **found}
+
+
+def largest_kl(config: AlgorithmConfig) -> float:
+    """The KL beyond which a step is undone; 0: none is."""
+    if config.max_kl is not None:
+        return config.max_kl
+    return max(MAX_KL * config.minibatches * config.epochs, config.target_kl or 0.0)
+
+
+def mean_kl(old: Tensor, now: Tensor, weight: Tensor, whole: Tensor | None = None) -> float:
+    """KL(old || now) in nats per token, by the k3 estimator. weight: of each token; whole: their
+    sum, without the weights that correct for the sampler."""
+    live, weight = weight > 0, weight.double()
+    d = (old.double().cpu() - now.double().cpu())[live]
+    total = weight.sum() if whole is None else whole
+    return float(objective.kl_value(d, "k3") @ weight[live] / total) if d.numel() else 0.0
+
+
+def measured_rows(batch: Batch, seed: str, minibatches: int) -> Tensor | None:
+    """Indices [r], ascending, of neighbouring rows with PART of the tokens of a minibatch, or SMALL
+    if that is more; None: all rows."""
+    lengths = torch.tensor([len(row.tokens) for row in batch.rows])
+    enough = max(SMALL, math.ceil(PART * int(lengths.sum()) / minibatches))
+    if enough >= lengths.sum():
+        return None
+    first = random.Random(seed).randrange(len(lengths))
+    around = (first + torch.arange(len(lengths))) % len(lengths)
+    count = int((lengths[around].cumsum(0) < enough).sum()) + 1
+    return around[:count].sort().values

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import random
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
+import torch
 from msgspec.structs import replace
+from transformers.utils.logging import disable_progress_bar
 
 from agentrl import run_owner
 from agentrl.algorithms.objective.core import Algo
@@ -23,6 +27,7 @@ from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.base import folder_lock
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
+from agentrl.config.policies import FrozenPolicy, trained_policies
 from agentrl.errors import DamagedError
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -98,3 +103,31 @@ async def resume_run(
         f"{damage}. No earlier one is whole: restore a copy, name one with `agentrl train --from "
         "PATH`, or train from the start with --from 0"
     )
+
+
+@asynccontextmanager
+async def served(
+    config: RunConfig, steps: int, players: Mapping[str, FrozenPolicy] = MappingProxyType({})
+) -> AsyncIterator[tuple[Store, RunState]]:
+    """Context in which the run's policies, trained for `steps` steps, and the players are served
+    and announced."""
+    prepare_process(config.seed)
+    async with open_store(config.store) as store:
+        state = await run_owner.open_as_child(store, config)
+        serving = PolicyServers(config, load_policies(config))
+        await serving.start()
+        try:
+            async with serving.updating():
+                await serving.publish(dict.fromkeys(trained_policies(config), steps))
+                await serving.serve_frozen(players)
+            await serving.announce(store, config.name, state.epoch)
+            yield store, state
+        finally:
+            await serving.close()
+
+
+def prepare_process(seed: int) -> None:
+    """Seed the random generators of the process, and hide the progress bars of loading."""
+    disable_progress_bar()
+    random.seed(seed)
+    torch.manual_seed(seed)

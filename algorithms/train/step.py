@@ -15,6 +15,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState, Recalled
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
+from agentrl.algorithms.diagnostics.dump import BadSteps
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.diagnostics.report import report
 from agentrl.algorithms.learners.base import Learner
@@ -23,13 +24,17 @@ from agentrl.algorithms.objective.core import Algo, compute_advantages
 from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit
-from agentrl.algorithms.objective.staleness import token_lag, withhold
+from agentrl.algorithms.objective.staleness import withhold
 from agentrl.algorithms.objective.values import critic_terms
 from agentrl.algorithms.presets.registry import check_supplies
-from agentrl.algorithms.train.dump import BadSteps
-from agentrl.algorithms.train.optimize import OptimizerSteps, TrainingStep, with_loss_terms
+from agentrl.algorithms.train.optimize import (
+    KlLimit,
+    OptimizerSteps,
+    TrainingStep,
+    largest_kl,
+    with_loss_terms,
+)
 from agentrl.algorithms.train.prepare import Preprocessor
-from agentrl.algorithms.train.trust import KlLimit, largest_kl
 from agentrl.config import RunConfig
 from agentrl.types import POLICY, Group
 
@@ -84,7 +89,7 @@ class Updater:
         critic) no weight changes, `update/skipped` counts it and the log has the reason.
         Raises TrainingError for a reward that no rollout has."""
         now = step if version is None else version
-        algo = self.anchor.tuned(self.algo)
+        algo = self.anchor.kl.tuned(self.algo) if self.anchor.kl else self.algo
         prepared = self.preprocessor.prepare(groups, algo, self.trained)
         built = self.build(algo, prepared.groups, now)
         scored = self.score(built, now)
@@ -98,7 +103,7 @@ class Updater:
         optimized = self.optimizer.run(training, minibatches)
         self.state.adopt(built.recalled)
         rollouts = sum(len(group.rollouts) for group in prepared.groups)
-        reference = scored.batch if "q" in scored.streams else None
+        reference = scored.batch if scored.given.reference is not None else None
         controlled = self.anchor.finish(now, reference, rollouts)
         return {
             **prepared.metrics,
@@ -111,11 +116,12 @@ class Updater:
     def build(self, algo: Algo, groups: list[Group], version: int) -> Built:
         """The batch of prepared groups, with what the algorithm remembers of earlier steps."""
         batch = self.batch(groups)
-        recalled = self.state.recall(batch, groups)
+        recalled = self.state.recall(batch, groups) if self.state.memories else Recalled({}, {})
         oldest = version - ceil(self.config.algorithm.max_staleness)
-        withheld = int((token_lag(batch, oldest) > 0).sum())
+        withheld = int((batch.lag(oldest) > 0).sum())
         batch = replace(batch, memory=recalled.columns)
-        return Built(withhold(algo, batch, oldest), batch, recalled, withheld)
+        algo = withhold(algo, batch, oldest) if withheld else algo
+        return Built(algo, batch, recalled, withheld)
 
     def score(self, built: Built, version: int) -> Scored:
         """What the models make of the batch that the algorithm reads."""

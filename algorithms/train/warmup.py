@@ -23,6 +23,7 @@ from agentrl.algorithms.model.chat import template_message
 from agentrl.algorithms.model.load import Tokenizer, load_model
 from agentrl.algorithms.model.tiny import rows_of
 from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.optimize import learning_rate
 from agentrl.base.loading import load_tasks
@@ -59,7 +60,7 @@ def warm_up(config: RunConfig, start: str) -> tuple[str, bool]:
     try:
         for step in range(settings.steps):
             batch = as_batch(random.sample(rows, min(settings.batch, len(rows))))
-            terms = objective.loss_terms(algo, batch, {}, fresh=True)
+            terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
             lr = learning_rate(schedule, step, settings.steps)
             report = learner.step(batch, partial(objective.psi, algo, terms), lr=lr)
             if not report.applied:

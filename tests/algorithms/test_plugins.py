@@ -95,8 +95,8 @@ class PoorLearner(HalfLearner):
     (tmp_path / "poor.py").write_text(source)
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     run = config(tmp_path, learner={"kind": "poor.py:half"})
-    algo = catalogue.make("grpo", {"kl": 0.1}, streams=("o", "b", "q"))
-    with pytest.raises(ConfigError, match=r"preset = 'grpo' reads q, and the learner supplies o$"):
+    algo = catalogue.make("grpo", {"kl": 0.1}, streams=("old", "sampler", "reference"))
+    with pytest.raises(ConfigError, match=r"'grpo' reads reference, and the learner supplies old$"):
         make_learner(run, algo, model, tokenizer, "")
 
 

@@ -38,6 +38,7 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.packing import Packing, pack_rows
 from agentrl.algorithms.objective.core import loss_terms, psi
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.types import (
     Group,
@@ -152,7 +153,7 @@ def calls(row: dict[str, Any]) -> list[Transition]:
 def update(learner: TorchLearner, batch: Batch) -> float:
     """Seconds of one optimizer step of GRPO."""
     algo = make("grpo", {})
-    terms = loss_terms(algo, batch, {}, fresh=True)
+    terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     started = time.perf_counter()
     report = learner.step(batch, lambda p, index: psi(algo, terms, p, index), lr=1e-5)
     if torch.cuda.is_available():

@@ -40,6 +40,7 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.core import Algo, loss_terms, psi
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.objective.sides import (
     MISMATCHED,
     WEIGHT,
@@ -128,7 +129,7 @@ def model_of(vocabulary: int, width: int, layers: int, spread: float) -> LlamaFo
 
 def algorithm(name: str) -> Algo:
     options = {"kto": {"undesirable": 1.5}}.get(name, {})
-    return make(name, options, streams=("o", "b", "q"))
+    return make(name, options, streams=("old", "sampler", "reference"))
 
 
 class Ours:
@@ -145,7 +146,7 @@ class Ours:
             copy.deepcopy(self.policy), self.tokenizer, threads=1, token_budget=10**6
         )
         q = self.reference.logprobs(batch).double()
-        terms = loss_terms(algo, batch, {"q": q}, fresh=True)
+        terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
         report = learner._backward(batch, lambda p, i: psi(algo, terms, p, i), None, None)
         if algo.side is None or terms.sides is None:
             loss = -float((terms.weight * report.logprobs.double()).sum())
@@ -223,7 +224,7 @@ def one_update(vocabulary: int, prompt: int, said: int, count: int, rounds: int)
     batch = batch_of(pairs(count, prompt, said, vocabulary, tools=False), algo)
     learner = TorchLearner(policy, word_tokenizer(vocabulary), threads=1, token_budget=10**6)
     q = learner.logprobs(batch).double()
-    terms = loss_terms(algo, batch, {"q": q}, fresh=True)
+    terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
     assert terms.sides is not None
     before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
     seconds = float("inf")
@@ -355,7 +356,7 @@ def right(groups: list[Group]) -> float:
 
 def learn(name: str, source: Path, train: list[Group], held: list[Group], seed: int) -> Any:
     rate, steps, options = LEARNING[name]
-    algo = make(name, options, streams=("o", "b", "q"))
+    algo = make(name, options, streams=("old", "sampler", "reference"))
     assert algo.side is not None
     model, tokenizer = load_model(source, device="cpu")
     learner = TorchLearner(model, tokenizer, threads=1, token_budget=10**6)
@@ -366,13 +367,15 @@ def learn(name: str, source: Path, train: list[Group], held: list[Group], seed: 
         chosen = dice.sample(train, min(24, len(train)))
         batch = batch_of(chosen if algo.side.paired else with_mismatched(chosen), algo)
         q = base.logprobs(batch).double()
-        terms = loss_terms(algo, batch, {"q": q}, fresh=True)
+        terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
         lr = rate * min((step + 1) / 5, 1 - step / steps)
         learner.step(batch, lambda p, i, terms=terms: psi(algo, terms, p, i), lr=lr)
     dpo = algorithm("simpo" if name in ("simpo", "orpo") else "dpo")
     assert dpo.side is not None
     batch = batch_of(held, dpo)
-    terms = loss_terms(dpo, batch, {"q": base.logprobs(batch).double()}, fresh=True)
+    terms = loss_terms(
+        dpo, batch, GivenLogProbs(reference=base.logprobs(batch).double()), fresh=True
+    )
     assert terms.sides is not None
     after = side_metrics(dpo.side, terms.sides, learner.logprobs(batch).double())
     before = side_metrics(dpo.side, terms.sides, base.logprobs(batch).double())

@@ -17,6 +17,7 @@ import torch
 
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.store import Store, open_store
 from agentrl.types import Credit, NewRollout, Outcome, StepCommit, Transition, float32, int32
@@ -43,7 +44,7 @@ def measure(quick: bool) -> Figures:
 def ledger(rollouts: int) -> Figures:
     data = batch(rollouts * CALLS)
     algo = make("grpo", {})
-    terms = objective.loss_terms(algo, data, {}, fresh=True)
+    terms = objective.loss_terms(algo, data, GivenLogProbs(), fresh=True)
     drawn = torch.randn(data.n_tokens, generator=torch.Generator().manual_seed(0)).double()
     figures: Figures = {"tokens": data.n_tokens}
     for name, weight in (("broadcast", terms.weight), ("per_token", terms.weight * drawn.abs())):

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.benchmarks import step_trace
 from tests.benchmarks.size import files, measure
 
-MOST_FILES = 27  # of a step up to its gradient; only falls
+MOST_FILES = 19  # of a step up to its gradient; only falls
 MOST_CALL_FILES = 17  # of a model call up to its row; only falls
 
 

@@ -20,7 +20,7 @@ from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
-from agentrl.algorithms.objective.ratios import Clip
+from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs
 from agentrl.algorithms.objective.values import ValueTerms, value_terms
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import resolve
@@ -55,7 +55,7 @@ CASES = {
     # A critic that is clipped, a reference that follows, and a teacher.
     "ppo": (
         {"critic": {"model": "copy", "lr": 1e-3, "weight_decay": 0.02}, "reference": {"every": 1}},
-        Algo(Gae(CriticValues()), GATES, (KLPenalty("k3", 0.1), KLPenalty("k3", 0.1, "t"))),
+        Algo(Gae(CriticValues()), GATES, (KLPenalty("k3", 0.1), KLPenalty("k3", 0.1, "teacher"))),
     ),
     # The reference is the model without its adapter.
     "lora": (
@@ -120,9 +120,9 @@ def same(mine: dict[str, Tensor], theirs: dict[str, Tensor], atol: float = CLOSE
 
 
 def scored(learner: TorchLearner, batch: Batch) -> dict[str, Tensor]:
-    letters = [letter for letter in ("o", "q", "t") if letter in learner.supplies]
-    found = {letter: learner.logprobs(batch, letter) for letter in letters}  # type: ignore[arg-type]
-    return found | ({"v": learner.values(batch)} if "v" in learner.supplies else {})
+    asked = [of for of in ("reference", "teacher") if of in learner.supplies]
+    found = {of: learner.logprobs(batch, of) for of in ("current", *asked)}  # type: ignore[arg-type]
+    return found | ({"values": learner.values(batch)} if "values" in learner.supplies else {})
 
 
 def made(
@@ -136,9 +136,10 @@ def made(
     learner, batch = torch_learner(run, algo), odd_batch()
     o = learner.logprobs(batch).double()
     noise = torch.linspace(-0.05, 0.05, batch.n_tokens, dtype=torch.float64)
-    streams = {"o": o + noise, "q": o, **({"t": o - noise} if name == "ppo" else {})}
+    teacher = o - noise if name == "ppo" else None
+    given = GivenLogProbs(old=o + noise, reference=o, teacher=teacher)
     advantage = torch.linspace(-1, 1, batch.n_tokens, dtype=torch.float64)
-    terms = objective.loss_terms(algo, batch, streams, advantage=advantage)
+    terms = objective.loss_terms(algo, batch, given, advantage=advantage)
     values = None
     if name == "ppo":
         # Values that the second step moves further than the clip from their old selves.
@@ -197,7 +198,7 @@ def test_the_numbers_of_the_torch_learner(name: str, ranks: int, cases: dict[str
         same(learned(learner), theirs["weights"], atol=STEP)
     if name == "ppo":
         assert mine.metrics["critic/clip_fraction"] > 0
-        learner.frozen["q"].finish(0)
+        learner.frozen["reference"].finish(0)
     same(scored(learner, case.batch), found["later"], atol=STEP)
 
 

@@ -70,8 +70,8 @@ def steps(case: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
         return {"report": report, "weights": weights}
 
     found["steps"] = [step(lr) for lr in case["lrs"]]
-    if "q" in learner.frozen:
-        learner.frozen["q"].finish(0)
+    if "reference" in learner.frozen:
+        learner.frozen["reference"].finish(0)
     found["later"] = scored(learner, batch)
     learner.save(folder)
     found["next"] = step(1e-3)
@@ -89,10 +89,10 @@ def steps(case: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
 
 
 def scored(learner: VerlLearner, batch: Batch) -> dict[str, Tensor]:
-    """What it says of the batch, by stream; the policy last, as in a step."""
-    letters = [letter for letter in ("q", "t", "o") if letter in learner.supplies]
-    found = {letter: learner.logprobs(batch, letter) for letter in letters}
-    return found | ({"v": learner.values(batch)} if "v" in learner.supplies else {})
+    """What it says of the batch, by model; the policy last, as in a step."""
+    asked = [of for of in ("reference", "teacher") if of in learner.supplies]
+    found = {of: learner.logprobs(batch, of) for of in (*asked, "current")}
+    return found | ({"values": learner.values(batch)} if "values" in learner.supplies else {})
 
 
 def bad_values(values: ValueTerms) -> ValueTerms:

@@ -38,15 +38,15 @@ def near(bound: float) -> InRange:
 
 # verl's rejections and thresholds -> our gates. k1 is -d: its bounds hold for the inverse ratio.
 MASKS: dict[str, tuple[str, tuple[Gate, ...]]] = {
-    "token_k1": ("0.8_1.5", (Gate(InRange(1 / 1.5, 1 / 0.8), "o", "b"),)),
-    "token_k2": ("0.1", (Gate(near(0.1), "o", "b"),)),
-    "seq_sum_k1": ("0.5_2.5", (Gate(InRange(1 / 2.5, 2.0), "o", "b", "row", "sum"),)),
-    "seq_mean_k1": ("0.9_1.2", (Gate(InRange(1 / 1.2, 1 / 0.9), "o", "b", "row"),)),
+    "token_k1": ("0.8_1.5", (Gate(InRange(1 / 1.5, 1 / 0.8), "old", "sampler"),)),
+    "token_k2": ("0.1", (Gate(near(0.1), "old", "sampler"),)),
+    "seq_sum_k1": ("0.5_2.5", (Gate(InRange(1 / 2.5, 2.0), "old", "sampler", "row", "sum"),)),
+    "seq_mean_k1": ("0.9_1.2", (Gate(InRange(1 / 1.2, 1 / 0.9), "old", "sampler", "row"),)),
     "seq_max_k2": (
         "0.3",
         (
-            Gate(near(0.3), "o", "b", "row", "amax"),
-            Gate(near(0.3), "o", "b", "row", "amin"),
+            Gate(near(0.3), "old", "sampler", "row", "amax"),
+            Gate(near(0.3), "old", "sampler", "row", "amin"),
         ),
     ),
 }

@@ -21,7 +21,7 @@ from agentrl.algorithms.objective.core import (
     psi,
     weights,
 )
-from agentrl.algorithms.objective.ratios import Clip, Truncate
+from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Truncate
 from agentrl.algorithms.presets.catalogue import make
 
 from .batches import Rollouts, rollouts
@@ -118,9 +118,10 @@ def ours(algo: Algo, data: Rollouts, old: Tensor | None = None) -> Tensor:
         return data.advantage[data.sampled]
 
     batch = data.flat()
-    streams = {"o": (data.o if old is None else old)[data.sampled], "q": data.q[data.sampled]}
+    before = (data.o if old is None else old)[data.sampled]
+    known = GivenLogProbs(old=before, reference=data.q[data.sampled])
     algo = replace(algo, credit=given, keep=None)
-    terms = loss_terms(algo, batch, streams)
+    terms = loss_terms(algo, batch, known)
     return psi(algo, terms, data.p[data.sampled], torch.arange(batch.n_tokens))
 
 
@@ -183,7 +184,7 @@ def bypass(data: Rollouts, kind: str, average: str, **correction: Any) -> Tensor
 
 
 def test_bypass_with_a_clip_is_ppo_against_the_sampler() -> None:
-    algo = Algo(credit=lambda batch: batch.behaviour, gates=(Gate(Clip(), den="b"),))
+    algo = Algo(credit=lambda batch: batch.behaviour, gates=(Gate(Clip(), den="sampler"),))
     for seed in SEEDS:
         data = rollouts(seed)
         actual = ours(replace(algo, agg=AVERAGES["token-mean"]), data)
@@ -192,7 +193,7 @@ def test_bypass_with_a_clip_is_ppo_against_the_sampler() -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_bypass_without_a_clip_is_a_truncated_weight_against_the_sampler(level: str) -> None:
-    gate = Gate(Truncate(0.0, 1.3), den="b")
+    gate = Gate(Truncate(0.0, 1.3), den="sampler")
     if level == "sequence":
         gate = replace(gate, by="row", how="sum")
     algo = Algo(credit=lambda batch: batch.behaviour, gates=(gate,), agg=AVERAGES["token-mean"])
@@ -271,7 +272,7 @@ def test_verls_straight_through_penalties_have_the_gradient_of_k2(kind: str) -> 
 
 @pytest.mark.parametrize(("kind", "our_kind"), KINDS.items())
 def test_a_loss_with_a_penalty_is_verls_loss_plus_its_penalty(kind: str, our_kind: Any) -> None:
-    algo = make("grpo", {}, streams=("o", "b", "q"))
+    algo = make("grpo", {}, streams=("old", "sampler", "reference"))
     algo = replace(algo, penalties=(KLPenalty(our_kind, 0.04),), agg=AVERAGES["token-mean"])
     for seed in SEEDS:
         data = rollouts(seed)

@@ -84,7 +84,7 @@ def value_engine(settings: VerlSettings) -> Any:
 def checkpoint_names(module: Module, of: str) -> dict[str, str]:
     """Checkpoint name -> verl's name of every weight and buffer. In checkpoints a critic has
     "decoder.*" and "head.*", an adapter peft's without ADAPTER and WEIGHT, others their own."""
-    if of == "v":
+    if of == "values":
         decoder = f"{module.base_model_prefix}."
         return {_of_critic(key, decoder): key for key in module.state_dict()}
     return {key.removeprefix(ADAPTER).removesuffix(WEIGHT): key for key in module.state_dict()}

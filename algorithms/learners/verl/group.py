@@ -23,7 +23,7 @@ FREE_WITHIN = 60.0  # seconds to wait for the GPUs of a run that has just ended
 
 class VerlWorkers:
     """One worker on each GPU, with its models loaded. frozen: directories or hub names of the
-    frozen models, by stream.
+    frozen models, by name.
 
     Raises ConfigError without Ray or the requested GPUs, PolicyError for a model that the workers
     cannot load."""

@@ -58,13 +58,13 @@ class FrozenOnWorkers:
     is copied into it; 0: never."""
 
     workers: VerlWorkers
-    letter: str
+    name: str
     every: int = 0
 
     def finish(self, step: int) -> None:
         """Called after training step number `step`: copies the policy if it is time."""
         if self.every and (step + 1) % self.every == 0:
-            self.workers.all("follow", self.letter)
+            self.workers.all("follow", self.name)
 
 
 class VerlLearner(PolicyWeights):
@@ -85,46 +85,46 @@ class VerlLearner(PolicyWeights):
     ) -> None:
         """model: a copy of the model that the workers load from `settings["model"]["path"]`.
         adapters: train only the adapter `policy` of that model. frozen: directories or hub names of
-        the reference (q) and the teacher (t); every: see `FrozenOnWorkers`, for q. Raises
+        the reference and the teacher; every: see `FrozenOnWorkers`, of the reference. Raises
         ConfigError without a supported verl or the requested GPUs, PolicyError for a model that the
         workers cannot load."""
         check_installed()
-        names = dict(frozen or {})
-        values: tuple[Supply, ...] = ("v",) if settings["critic"] else ()
+        paths = dict(frozen or {})
+        values: tuple[Supply, ...] = ("values",) if settings["critic"] else ()
         self.strategy: str = settings["engine"]["strategy"]
         self.undoable = self.strategy == FSDP2
-        super().__init__(model, tokenizer, adapters, policy, (*names, *values))
+        super().__init__(model, tokenizer, adapters, policy, (*paths, *values))
         self.token_budget: int = settings["engine"]["max_token_len_per_gpu"]
         self.critic = _critic_shapes(settings["critic"], model.dtype)
-        self.workers = VerlWorkers(settings, {str(letter): name for letter, name in names.items()})
+        self.workers = VerlWorkers(settings, {str(name): path for name, path in paths.items()})
         self.layout: list[tuple[int, bool]] = self.workers.all("layout")
         self.frozen = {
-            letter: FrozenOnWorkers(self.workers, letter, every if letter == "q" else 0)
-            for letter in names
+            name: FrozenOnWorkers(self.workers, name, every if name == "reference" else 0)
+            for name in paths
         }
         if adapters is not None:
             try:
-                self._restore("o", self.parameters(), {})
+                self._restore("current", self.parameters(), {})
             except BaseException:
                 self.close()
                 raise
 
-    def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
-        self.check_supply(of)
+    def logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
+        self.check_supply("old" if of == "current" else of)
         shards = self._shards(batch)
         answers = self._each("logprobs", shards, of)
         return _in_token_order(batch, shards, answers)
 
-    def top(self, batch: Batch, k: int, of: Scored = "o") -> tuple[Tensor, Tensor]:
+    def top(self, batch: Batch, k: int, of: Scored = "current") -> tuple[Tensor, Tensor]:
         """Raise PolicyError: verl's workers compute no such log-probs."""
-        raise PolicyError("the verl learner gives log-probs of sampled tokens only (supply k)")
+        raise PolicyError("the verl learner gives log-probs of sampled tokens only, no top_tokens")
 
-    def symbol_logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
+    def symbol_logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
         """Raise PolicyError: verl's workers compute no such log-probs."""
         return self.top(batch, 1, of)[1]
 
     def values(self, batch: Batch) -> Tensor:
-        self.check_supply("v")
+        self.check_supply("values")
         shards = self._shards(batch)
         return _in_token_order(batch, shards, self._each("values", shards)).double()
 
@@ -142,9 +142,9 @@ class VerlLearner(PolicyWeights):
 
         Raises TrainingError, and stops the workers, when one fails or does not answer in time."""
         if critic is not None:
-            self.check_supply("v")
+            self.check_supply("values")
         if eta is not None:
-            raise PolicyError("the verl learner gives no gradient of the entropy (supply e)")
+            raise PolicyError("the verl learner gives no gradient of the entropy")
         if not batch.n_tokens:
             return StepReport(logprobs=torch.empty(0))
         if len(batch.row_unit):  # a unit may be on several ranks
@@ -186,27 +186,28 @@ class VerlLearner(PolicyWeights):
         if self.strategy != FSDP2:
             self.workers.all("save", str((directory / ENGINE).absolute()))
             return
-        self._save_optimizer("o", self.parameters(), directory)
+        self._save_optimizer("current", self.parameters(), directory)
         if self.critic is not None:
             own, file = dict(self.critic.named_parameters()), directory / CRITIC
             file.parent.mkdir(exist_ok=True)
-            self._save_weights("v", own, file)
-            self._save_optimizer("v", own, file.parent)
+            self._save_weights("values", own, file)
+            self._save_optimizer("values", own, file.parent)
         if self._follows():
-            self._save_weights("q", dict(self.model.named_parameters()), directory / REFERENCE)
+            own = dict(self.model.named_parameters())
+            self._save_weights("reference", own, directory / REFERENCE)
 
     def load(self, directory: Path) -> None:
         if self.strategy != FSDP2:
             self._load_engine(directory)
             return
         state = read_state(directory, self.parameters(), "adamw")
-        parts = [("o", self.read_policy(directory), state)]
+        parts = [("current", self.read_policy(directory), state)]
         if self.critic is not None:
             own, file = dict(self.critic.named_parameters()), directory / CRITIC
             state = read_state(file.parent, own, "adamw")
-            parts.append(("v", read_weights(self.critic, file), state))
+            parts.append(("values", read_weights(self.critic, file), state))
         if self._follows():
-            parts.append(("q", read_weights(self.model, directory / REFERENCE), {}))
+            parts.append(("reference", read_weights(self.model, directory / REFERENCE), {}))
         for part in parts:
             self._restore(*part)
         self._follow()
@@ -225,11 +226,11 @@ class VerlLearner(PolicyWeights):
         self.workers.close()
 
     def _follows(self) -> bool:
-        return "q" in self.frozen and self.frozen["q"].every > 0
+        return "reference" in self.frozen and self.frozen["reference"].every > 0
 
     def _follow(self) -> None:
         """Copy the workers' weights into this process's model."""
-        weights = self.workers.all("weights", "o")[0]
+        weights = self.workers.all("weights", "current")[0]
         if self.adapters is None:
             copy_weights(self.model, weights)
         else:
@@ -255,7 +256,7 @@ class VerlLearner(PolicyWeights):
             key.rpartition("/")[0]: value for key, value in state.items() if key not in moments
         }
         found = {**weights, **masters}
-        if of in "oq" and self.adapters is None:
+        if of in ("current", "reference") and self.adapters is None:
             # Tied weights are one parameter with two names; master weights and the reference's file
             # have the first only.
             first = {p.data_ptr(): name for name, p in self.model.named_parameters()}

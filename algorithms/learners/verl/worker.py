@@ -3,7 +3,8 @@
 Runs inside a Ray actor, or in a process with torch.distributed's environment variables (`RANK`).
 Imports verl, so only processes that have it import this. Always true: the driver calls the same
 method on all ranks at once, because each contains collective operations; no gradient is kept
-between calls. Engines are named by stream: o the policy, v the critic, q and t frozen models.
+between calls. Engines by name: the policy is "current", the critic "values", and frozen models are
+"reference" and "teacher".
 
 The methods of verl's `BaseEngine` are used where they suffice: passes, updates, whole weights.
 FSDP2's shards are read for more: the gradient's norm before an update, optimizer state by
@@ -101,16 +102,16 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         self.settings = settings
         self.paths = frozen
         self.sharded = settings["engine"]["strategy"] == FSDP2
-        self.engines: dict[str, Any] = {"o": self.engine}
+        self.engines: dict[str, Any] = {"current": self.engine}
         self.marked = WeightCopy()
 
     def open(self) -> None:
         """Load the models."""
         self.reset()
         if self.settings["critic"]:
-            self.engines["v"] = value_engine(self.settings)
-        for letter, path in self.paths.items():
-            self.engines[letter] = scoring_engine(self.settings, path)
+            self.engines["values"] = value_engine(self.settings)
+        for name, path in self.paths.items():
+            self.engines[name] = scoring_engine(self.settings, path)
         for engine in self.engines.values():
             _without_dropout(engine.module)
             for group in engine.optimizer.param_groups if self.sharded and engine.optimizer else []:
@@ -123,8 +124,8 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         return self.engine.get_data_parallel_rank(), self.engine.is_mp_src_rank_with_outputs()
 
     def logprobs(self, shard: Shard, of: str) -> Tensor:
-        """Log-probs of the shard's actions in order, float32. If q has no engine, it is the policy
-        without its adapter."""
+        """Log-probs of the shard's actions in order, float32. If the reference has no engine, it is
+        the policy without its adapter."""
         engine: Any = self.engines.get(of, self.engine)
         alone = engine.disable_adapter() if of not in self.engines else nullcontext()
         with engine.eval_mode(), alone:
@@ -133,7 +134,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
 
     def values(self, shard: Shard) -> Tensor:
         """The critic's values of the states before the shard's actions in order, float32."""
-        engine = self.engines["v"]
+        engine = self.engines["values"]
         with engine.eval_mode():
             output = engine.infer_batch(self._data(shard), loss_function=None)
         return _of_actions(output, shard, "values")
@@ -142,7 +143,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         """Forward, backward and, if everything is finite, update."""
         started, device = time.monotonic(), torch.device(get_device_name())
         memory.start_measuring(device)
-        critic = None if terms is None else self.engines["v"]
+        critic = None if terms is None else self.engines["values"]
         with ExitStack() as stack:
             for engine in filter(None, (self.engine, critic)):
                 stack.enter_context(engine.train_mode())  # its end frees the gradients
@@ -177,7 +178,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         """The weights of an engine, or of its adapter, float32, by checkpoint name; empty on ranks
         other than 0."""
         module = self.engines[of].module
-        if of != "v" and not self._adapted(of):
+        if of != "values" and not self._adapted(of):
             return self._whole(of)
         options = TRAINED_STATE if self._adapted(of) else FULL_STATE
         found: dict[str, Any] = get_model_state_dict(module, options=options)
@@ -277,7 +278,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         return replace(policy, grad_norm=norm)
 
     def _adapted(self, of: str) -> bool:
-        return of == "o" and bool(self.settings["model"].get("lora_rank"))
+        return of == "current" and bool(self.settings["model"].get("lora_rank"))
 
     def _speed(self, shard: Shard, seconds: float) -> dict[str, float]:
         """throughput/tflops of the policy's update on this GPU, and throughput/mfu, the fraction of

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +14,7 @@ from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.objective import ratios
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average, Gate, KLPenalty
 from agentrl.algorithms.objective.distill import with_rest
-from agentrl.algorithms.objective.ratios import Ratio, ratio
+from agentrl.algorithms.objective.ratios import LogProbs, Ratio, ratio
 from agentrl.algorithms.presets.declare import Cap, Num, preset
 from agentrl.algorithms.presets.grpo import SEQUENCE_CLIP
 from agentrl.config import Count
@@ -28,7 +27,7 @@ class SoftGate:
     tp: float = 1.0
     tn: float = 1.05
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
         r = ratio(lr)
         s = torch.where(advantage > 0, self.tp * (r - 1), self.tn * (r - 1)).sigmoid()
         return 4 * s * (1 - s) * r
@@ -41,7 +40,7 @@ class VespoWeight:
     positive: tuple[float, float] = (2.0, 3.0)
     negative: tuple[float, float] = (3.0, 2.0)
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
         lr = lr.clamp(-ratios.LOG_LIMIT, ratios.LOG_LIMIT)
         up, down = (c * (1 - lr.exp()) + k * lr for k, c in (self.positive, self.negative))
         return torch.where(advantage >= 0, up, down).exp()
@@ -55,7 +54,7 @@ class ClipLog:
     lo: float = 0.4
     hi: float = 0.4
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
         return torch.where(advantage >= 0, lr.clamp(max=self.hi), lr.clamp(min=-self.lo))
 
 
@@ -74,7 +73,7 @@ def vespo(reward: str) -> Algo:
 @preset("minirl")
 def minirl(reward: str, *, clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
     """Weight against the sampler, PPO's clip as a mask against the old policy. arXiv 2512.01374."""
-    gates = (Gate(Ratio(), den="b"), Gate(ratios.TrustRegion(clip_low, clip_high)))
+    gates = (Gate(Ratio(), den="sampler"), Gate(ratios.TrustRegion(clip_low, clip_high)))
     return Algo(GroupRelative(reward), gates, agg=TOKENS)
 
 
@@ -94,16 +93,16 @@ def gmpo(reward: str, *, log_low: Num = 0.4, log_high: Num = 0.4) -> Algo:
 @dataclass(frozen=True, slots=True)
 class DivergenceGate:
     """min(r, cap), but 0 if the probability is already more than `hi` above or `lo` below the
-    sampler's and the update would move it further away. For num "p", den "b". DPPO, arXiv
-    2602.04879."""
+    sampler's and the update would move it further away. For num "current", den "sampler". DPPO,
+    arXiv 2602.04879."""
 
     kind: Literal["tv", "kl"] = "tv"
     lo: float = 0.15
     hi: float = 0.15
     cap: float = 20.0
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        mu, pi = streams["b"].exp(), streams["p"].exp()
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
+        mu, pi = logprobs.sampler.exp(), logprobs.current.exp()
         distance = (pi - mu).abs()
         if self.kind == "kl":
             rest_mu, rest_pi = (1 - mu).clamp(min=1e-8), (1 - pi).clamp(min=1e-8)
@@ -120,9 +119,9 @@ class DivergenceGate:
 @dataclass(frozen=True, slots=True)
 class TopKDivergenceGate(DivergenceGate):
     """As `DivergenceGate`, with the distance between distributions over k tokens (the sampled one
-    and the most probable others before the first update) and one symbol for the rest. For num "p",
-    den "o", with these log-probs in the streams p_K and o_K. In the first step o is p and the
-    factor is 1. DPPO, arXiv 2602.04879."""
+    and the most probable others before the first update) and one symbol for the rest. For num
+    "current", den "old", with these log-probs as candidates. In the first step these two are one
+    and the factor is 1. DPPO, arXiv 2602.04879."""
 
     k: int = 20
 
@@ -130,10 +129,11 @@ class TopKDivergenceGate(DivergenceGate):
     def symbols(self) -> int:
         return self.k
 
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        if "o_K" not in streams:
+    def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
+        old, now = logprobs.candidates.old, logprobs.candidates.current
+        if old is None or now is None:
             return ratio(lr).clamp(max=self.cap)
-        mu_K, pi_K = (with_rest(streams[name]) for name in ("o_K", "p_K"))
+        mu_K, pi_K = with_rest(old), with_rest(now)
         distance = (mu_K.exp() - pi_K.exp()).abs().sum(-1) / 2
         if self.kind == "kl":
             distance = (mu_K.exp() * (mu_K - pi_K)).sum(-1)
@@ -149,7 +149,7 @@ def dppo_tv(
     reward: str, *, low: Num = 0.15, high: Num = 0.15, cap: Cap = 20.0, length: Count = 1024
 ) -> Algo:
     """Trust region on the change of probability instead of its ratio. arXiv 2602.04879."""
-    return _dppo(reward, Gate(DivergenceGate("tv", low, high, cap), den="b"), length)
+    return _dppo(reward, Gate(DivergenceGate("tv", low, high, cap), den="sampler"), length)
 
 
 @preset("dppo-kl")
@@ -157,7 +157,7 @@ def dppo_kl(
     reward: str, *, low: Num = 0.05, high: Num = 0.05, cap: Cap = 20.0, length: Count = 1024
 ) -> Algo:
     """Trust region on the KL divergence of a token's probability. arXiv 2602.04879."""
-    return _dppo(reward, Gate(DivergenceGate("kl", low, high, cap), den="b"), length)
+    return _dppo(reward, Gate(DivergenceGate("kl", low, high, cap), den="sampler"), length)
 
 
 @preset("dppo-topk")
@@ -182,4 +182,4 @@ def dppo_topk(
 @preset("kimi")
 def kimi(reward: str, *, beta: Num = 0.1) -> Algo:
     """Group mean with a squared penalty on the log-ratio to the old policy. arXiv 2501.12599."""
-    return Algo(GroupRelative(reward), penalties=(KLPenalty("k2", beta, "o"),), agg=TOKENS)
+    return Algo(GroupRelative(reward), penalties=(KLPenalty("k2", beta, "old"),), agg=TOKENS)

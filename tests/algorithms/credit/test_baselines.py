@@ -23,6 +23,7 @@ from agentrl.algorithms.data.rewards import last_observation
 from agentrl.algorithms.data.state import AlgorithmState, CountedMeans, EmaMeans, Recalled
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.errors import ConfigError, PolicyError, TrainingError
 from agentrl.types import (
@@ -90,7 +91,7 @@ def recalled(algo: Algo, state: AlgorithmState, groups: list[Group]) -> Batch:
 
 
 def psi_of(algo: Algo, batch: Batch) -> torch.Tensor:
-    terms = objective.loss_terms(algo, batch, {}, fresh=True)
+    terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     index = torch.arange(batch.n_tokens)
     return objective.psi(algo, terms, batch.behaviour.double(), index)
 

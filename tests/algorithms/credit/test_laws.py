@@ -30,7 +30,9 @@ from agentrl.algorithms.objective.core import (
 from agentrl.algorithms.objective.ratios import (
     Clip,
     GateFn,
+    GivenLogProbs,
     InRange,
+    LogProbs,
     Ratio,
     RatioInRange,
     Truncate,
@@ -54,7 +56,7 @@ GRPO: dict[str, Advantage] = {
     "batch": lambda x, by, **k: advantages(x, by, norm="std", norm_by=torch.zeros_like(by), **k),
     "maxrl": lambda x, by, **k: advantages(x, by, norm="mean", **k),
 }
-SUPPLY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
+SUPPLY: tuple[Supply, ...] = ("old", "sampler", "reference", "teacher", "values", "top_tokens")
 # Those that read nothing but the outcome of rollouts, each for itself.
 PRESETS = [
     name
@@ -114,22 +116,22 @@ def random_batch(seed: int, *, missing: float = 0.2) -> Batch:
     )
 
 
-def random_streams(batch: Batch, seed: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Streams o, q, and p, all within a few clips of the sampler."""
+def random_logprobs(batch: Batch, seed: int) -> tuple[GivenLogProbs, Tensor]:
+    """Log-probs of the old policy, the reference and the current policy, all within a few clips of
+    the sampler."""
     draw = torch.Generator().manual_seed(seed + 1)
     b = batch.behaviour.double()
     o, q, p = (b + 0.5 * torch.randn(b.shape, generator=draw) for _ in range(3))
-    return {"o": o, "q": q}, p
+    return GivenLogProbs(old=o, reference=q), p
 
 
-def with_symbols(
-    algo: Algo, streams: dict[str, Tensor], p: Tensor
-) -> tuple[dict[str, Tensor], Tensor]:
+def with_symbols(algo: Algo, given: GivenLogProbs, p: Tensor) -> tuple[GivenLogProbs, Tensor]:
     """The same for an algorithm that reads more tokens than the sampled ones."""
     if not algo.symbols:
-        return streams, p
-    o_NK, p_NK = (torch.stack((x, -1 - x.exp()), 1) for x in (streams["o"], p))
-    return streams | {"o_K": o_NK}, p_NK
+        return given, p
+    assert given.old is not None
+    o_NK, p_NK = (torch.stack((x, -1 - x.exp()), 1) for x in (given.old, p))
+    return replace(given, old_candidates=o_NK), p_NK
 
 
 # -- credit ----------------------------------------------------------------------------------------
@@ -309,7 +311,7 @@ def test_every_gate_is_one_on_policy(tokens: list[tuple[float, float]]) -> None:
 def are_one_on_policy(gates: Sequence[GateFn], tokens: list[tuple[float, float]]) -> None:
     p, advantage = torch.tensor(tokens, dtype=torch.float64).T
     for gate in gates:
-        factor = gate(p - p, advantage, {"p": p, "b": p})
+        factor = gate(p - p, advantage, LogProbs(p, p, p))
         assert close(factor, torch.ones_like(p), within=1e-12), gate
 
 
@@ -371,11 +373,11 @@ def test_weights_stand_for_copies(seed: int, copies: int) -> None:
 @given(st.sampled_from(PRESETS), Seeds, st.integers(1, 5))
 def test_psi_does_not_depend_on_how_rows_are_cut(name: str, seed: int, parts: int) -> None:
     batch = random_batch(seed)
-    streams, p = random_streams(batch, seed)
+    given, p = random_logprobs(batch, seed)
     opsm = "+opsm" if "opsm" in installed()[1] else ""
     algo = make(f"{name}{opsm}", {}, streams=SUPPLY)
-    streams, p = with_symbols(algo, streams, p)
-    terms = loss_terms(algo, batch, streams)
+    given, p = with_symbols(algo, given, p)
+    terms = loss_terms(algo, batch, given)
     whole = psi(algo, terms, p, torch.arange(batch.n_tokens))
     assert whole.isfinite().all()
     draw = torch.Generator().manual_seed(seed)
@@ -392,10 +394,10 @@ def test_psi_does_not_depend_on_how_rows_are_cut(name: str, seed: int, parts: in
 def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: int) -> None:
     """psi of the other tokens, denominators included, is that of the batch without them."""
     batch = random_batch(seed)
-    streams, p = random_streams(batch, seed)
+    given, p = random_logprobs(batch, seed)
     algo = make(name, {}, streams=SUPPLY)
-    streams, p = with_symbols(algo, streams, p)
-    every = psi(algo, loss_terms(algo, batch, streams), p, torch.arange(batch.n_tokens))
+    given, p = with_symbols(algo, given, p)
+    every = psi(algo, loss_terms(algo, batch, given), p, torch.arange(batch.n_tokens))
     present = ~batch.rewards["outcome"].isnan()[batch.token_rollout]
     less = replace(
         batch,
@@ -403,8 +405,8 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
         token_transition=batch.token_transition[present],
         behaviour=batch.behaviour[present],
     )
-    streams = {name: stream[present] for name, stream in streams.items()}
-    rest = psi(algo, loss_terms(algo, less, streams), p[present], torch.arange(less.n_tokens))
+    given = given.at(present)
+    rest = psi(algo, loss_terms(algo, less, given), p[present], torch.arange(less.n_tokens))
     assert (every[~present] == 0).all()
     assert close(every[present], rest, within=1e-12)
 
@@ -413,17 +415,19 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
 @given(Seeds)
 def test_psi_is_the_gradient_of_the_surrogate(seed: int) -> None:
     batch = random_batch(seed)
-    streams, p = random_streams(batch, seed)
+    given, p = random_logprobs(batch, seed)
     algo = Algo(
         GroupRelative(norm="std"),
         (Gate(Clip(0.1, 0.2)),),
-        (KLPenalty("k3", 0.3), KLPenalty("k2", 0.2, "b")),
+        (KLPenalty("k3", 0.3), KLPenalty("k2", 0.2, "sampler")),
     )
-    terms = loss_terms(algo, batch, streams)
+    terms = loss_terms(algo, batch, given)
+    assert given.old is not None
+    old, reference = given.old, given.reference
 
     def loss(now: Tensor) -> Tensor:
-        rho, a = (now - streams["o"]).exp(), terms.advantage
-        d, e = now - streams["q"], now - batch.behaviour
+        rho, a = (now - old).exp(), terms.advantage
+        d, e = now - reference, now - batch.behaviour
         policy = torch.minimum(rho * a, rho.clamp(0.9, 1.2) * a)
         return -(terms.weight * (policy - 0.3 * ((-d).exp() + d) - 0.1 * e**2)).sum()
 
@@ -435,7 +439,7 @@ def test_psi_is_the_gradient_of_the_surrogate(seed: int) -> None:
 def test_on_policy_all_policy_losses_are_the_same_up_to_the_average(name: str, seed: int) -> None:
     batch = random_batch(seed)
     algo = make(name, {}, streams=SUPPLY)
-    terms = loss_terms(algo, batch, {}, fresh=True)
+    terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     at_b = psi(algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens))
     assert torch.equal(at_b, terms.weight * terms.advantage)
 

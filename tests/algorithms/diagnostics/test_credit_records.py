@@ -18,6 +18,7 @@ from agentrl.algorithms.diagnostics.credit_records import (
     replayed,
 )
 from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
@@ -87,7 +88,7 @@ def test_what_a_later_step_makes_of_a_call_is_not_stored() -> None:
     recorder = CreditRecorder()
     recorder.open(algo, whole)
     for batch, moved in ((part, 0.0), (whole, 0.5)):
-        terms = objective.loss_terms(algo, batch, {"o": batch.behaviour})
+        terms = objective.loss_terms(algo, batch, GivenLogProbs(old=batch.behaviour))
         recorder.record(algo, batch, terms, batch.behaviour + moved)
     assert [credit.gate[0] for credit in recorder.stored()][::2] == [1.0, 0.0]
 
@@ -120,7 +121,7 @@ def test_a_step_without_a_lesson_stores_nothing_and_the_next_begins_anew() -> No
 def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
     name: str, options: dict[str, object]
 ) -> None:
-    algo = make(name, options, streams=("o", "b", "v", "q"))
+    algo = make(name, options, streams=("old", "sampler", "values", "reference"))
     state = AlgorithmState(algo.memories)
     for number in range(3):
         batch = recalled(algo, state, step_of(7, number))
@@ -128,8 +129,9 @@ def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
     batch = replace(batch, values=values, reference=batch.behaviour.double() + drift)
     recorder = CreditRecorder()
     recorder.open(algo, batch)
-    streams = dict.fromkeys(algo.needs, batch.behaviour.double())
-    terms = objective.loss_terms(algo, batch, streams, fresh=True)
+    read_of = algo.needs - {"sampler"}
+    given = GivenLogProbs(**dict.fromkeys(read_of, batch.behaviour.double()))
+    terms = objective.loss_terms(algo, batch, given, fresh=True)
     recorder.record(algo, batch, terms, batch.behaviour)
     credits = {credit.transition: credit for credit in recorder.stored()}
     bare = replace(batch, memory={}, values=torch.empty(0), reference=torch.empty(0))

@@ -23,6 +23,7 @@ from agentrl.algorithms.diagnostics.explain import brief, explain, links, report
 from agentrl.algorithms.learners.reward_models import RewardModel
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.kl_control import KlController, ReferenceControl
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import installed, make
 from agentrl.algorithms.train.prepare import Completer, Preprocessor
 from agentrl.algorithms.train.step import Updater
@@ -112,7 +113,11 @@ def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
     names = [*presets, *(f"{made.host}+{name}" for name, made in modifiers.items())]
     for name in names:
         options = needed.get(name.split("+")[-1], {})
-        algo = make(name, options, streams=("o", "b", "q", "t", "v", "k"))
+        algo = make(
+            name,
+            options,
+            streams=("old", "sampler", "reference", "teacher", "values", "top_tokens"),
+        )
         if algo.critic or algo.greedy or algo.memories:
             continue
         batch = build_batch([group()], reward_names=algo.rewards)
@@ -129,7 +134,7 @@ def test_psi_is_that_of_the_first_optimizer_step() -> None:
     algo = make("streams", OPTIONS)
     explanation = explain(algo, [group()])
     batch = build_batch([group()], reward_names=algo.rewards)
-    terms = objective.loss_terms(algo, batch, {}, fresh=True)
+    terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     index = torch.arange(batch.n_tokens)
     assert torch.equal(explanation.psi, objective.psi(algo, terms, batch.behaviour.double(), index))
     assert (explanation.psi != 0).any()
@@ -145,7 +150,8 @@ def test_a_report_says_where_each_number_is_from() -> None:
     assert "value 0.5, baseline 0.5, advantage 0" in text
     expected = "0.0883882 per token (advantage 0.707106 x share of the average 0.125)"
     assert f"  weight in the loss (psi): {expected}\n" in text
-    assert "Gate(Truncate(0.0, hi=2.0), num='o', den='b'): factor 1 where p = o = b" in text
+    gate = "Gate(Truncate(0.0, hi=2.0), num='old', den='sampler')"
+    assert f"{gate}: factor 1 where current = old = sampler" in text
     assert "token 0" not in text
     each = report(explain(algo, groups), "a", groups, tokens=True)
     spelt = report(explain(algo, groups), "a", groups, True, lambda token: f"<{token}>\n")
@@ -189,7 +195,7 @@ def test_a_preset_prints_its_record() -> None:
     text = output("algorithms", "show", "gspo+opsm")
     assert "Gate(Clip(0.0003, hi=0.0004), by='row')" in text
     assert "  credit       GroupRelative('outcome', norm='std')\n" in text
-    assert "  streams      b, o\n" in text
+    assert "  streams      old, sampler\n" in text
     assert "  opsm_delta = 0.1\n" in text
     assert "  streams = (required)\n" in output("algorithms", "show", "streams")
     with pytest.raises(ConfigError, match=r"no preset 'gsop'; did you mean 'gspo'\?"):
@@ -257,7 +263,7 @@ class Run:
         algorithm = AlgorithmConfig(preset=preset, **settings)  # type: ignore[arg-type]
         self.config = msgspec.structs.replace(RunConfig(name="r", steps=9), algorithm=algorithm)
         self.store, self.learner = store, learner or Recorder(shift=0.5)
-        algo = make(preset, algorithm.options, streams=("o", "b", "q"))
+        algo = make(preset, algorithm.options, streams=("old", "sampler", "reference"))
         self.updater = Updater(
             self.config,
             algo,
@@ -396,8 +402,8 @@ async def test_rewards_that_the_step_gave_are_explained_like_others(tmp_path: Pa
 class Referred(Recorder):
     """With a reference whose log-probs are 1 below the sampler's."""
 
-    def logprobs(self, batch: Batch, letter: str = "p") -> Tensor:
-        return batch.behaviour - 1.0 if letter == "q" else super().logprobs(batch)
+    def logprobs(self, batch: Batch, of: str = "current") -> Tensor:
+        return batch.behaviour - 1.0 if of == "reference" else super().logprobs(batch)
 
 
 async def test_the_price_of_leaving_the_reference_is_that_of_the_time(tmp_path: Path) -> None:
@@ -422,4 +428,4 @@ async def test_what_is_not_trained_yet_is_explained_as_it_would_be(tmp_path: Pat
         await run.ask("a", 0, (1.0, 0.0))
     lines = await lines_of(url, "a/0")
     assert lines[-1] == "this rollout is not trained yet, or was discarded"
-    assert any("psi is that of p = o = b" in line for line in lines)
+    assert any("psi is that of current = old = sampler" in line for line in lines)

@@ -30,7 +30,7 @@ from agentrl.algorithms.diagnostics.metrics import (
 from agentrl.algorithms.diagnostics.report import staleness
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Gate, loss_terms
-from agentrl.algorithms.objective.ratios import Clip, Ratio, Truncate
+from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Ratio, Truncate
 from agentrl.types import (
     ErrorKind,
     Failure,
@@ -231,12 +231,12 @@ def test_staleness_counts_sampled_tokens() -> None:
 
 def test_distances_against_a_loop() -> None:
     batch = three_rows()
-    algo = Algo(GroupRelative(), (Gate(Clip()), Gate(Truncate(0, 1.5), "o", "b")))
+    algo = Algo(GroupRelative(), (Gate(Clip()), Gate(Truncate(0, 1.5), "old", "sampler")))
     b = batch.behaviour.double()
     old = b + torch.tensor([0.1, 0, 0.5, 0, 0, -0.2])  # one token is capped
     p = old + torch.tensor([0.4, 0, 0, 0, -0.4, 0.1])  # two are clipped
     q = p + torch.tensor([0.3, -0.1, 0, 0, 0, 0])
-    metrics = ratio_metrics(algo, loss_terms(algo, batch, {"o": old, "q": q}), p)
+    metrics = ratio_metrics(algo, loss_terms(algo, batch, GivenLogProbs(old=old, reference=q)), p)
     expected = {
         "policy/clip_fraction": 3 / 6,
         "policy/clip_fraction_low": 1 / 6,
@@ -269,7 +269,7 @@ def test_only_tokens_in_the_loss_are_measured() -> None:
     batch = three_rows([1, math.nan])  # the last two tokens have no reward
     algo = Algo(GroupRelative(base="none"), (Gate(Clip()),))
     p = batch.behaviour.double() + torch.tensor([0, 0, 0, 0, 1.0, 1.0])
-    terms = loss_terms(algo, batch, {}, fresh=True)
+    terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     metrics = ratio_metrics(algo, terms, p)
     assert metrics["sampler/kl"] == metrics["policy/clip_fraction"] == 0
     assert metrics["logprob_difference/max"] == pytest.approx(1)  # disagreement is of all tokens
@@ -293,8 +293,10 @@ def test_only_tokens_in_the_loss_are_measured() -> None:
 
 def test_on_the_sampled_policy_all_is_quiet() -> None:
     batch = three_rows()
-    algo = Algo(GroupRelative(), (Gate(Clip(0, 0)), Gate(Truncate(1, 1), "o", "b")))
-    metrics = ratio_metrics(algo, loss_terms(algo, batch, {}, fresh=True), batch.behaviour)
+    algo = Algo(GroupRelative(), (Gate(Clip(0, 0)), Gate(Truncate(1, 1), "old", "sampler")))
+    metrics = ratio_metrics(
+        algo, loss_terms(algo, batch, GivenLogProbs(), fresh=True), batch.behaviour
+    )
     assert metrics["policy/clip_fraction"] == 0
     assert metrics["sampler/ratio_mean"] == metrics["sampler/ratio_max"] == 1
     assert metrics["sampler/kl"] == metrics["sampler/kl_k1"] == 0
@@ -306,8 +308,8 @@ def test_without_a_correction_the_weights_are_the_plain_ratios() -> None:
     batch = three_rows()
     p = batch.behaviour.double() + torch.tensor([1.0, 0, 0, 0, 0, 0])
     expected = (math.e + 5) ** 2 / (math.e**2 + 5) / 6
-    for algo in (Algo(GroupRelative()), Algo(GroupRelative(), (Gate(Ratio(), "o", "b"),))):
-        metrics = ratio_metrics(algo, loss_terms(algo, batch, {}, fresh=True), p)
+    for algo in (Algo(GroupRelative()), Algo(GroupRelative(), (Gate(Ratio(), "old", "sampler"),))):
+        metrics = ratio_metrics(algo, loss_terms(algo, batch, GivenLogProbs(), fresh=True), p)
         assert metrics["sampler/ess"] == pytest.approx(expected)
 
 
@@ -326,7 +328,7 @@ def test_advantages_of_minibatches_are_those_of_the_batch() -> None:
     parts, values = [], []
     for _ in range(3):
         rewards = [draw.random(), draw.choice([draw.random(), math.nan])]
-        terms = loss_terms(Algo(GroupRelative(base="none")), three_rows(rewards), {})
+        terms = loss_terms(Algo(GroupRelative(base="none")), three_rows(rewards), GivenLogProbs())
         parts.append(terms)
         values += [rewards[0]] * 4 + [r for r in rewards[1:] if not math.isnan(r) for _ in "ab"]
     assert advantages(parts) == pytest.approx(

@@ -95,7 +95,7 @@ def naive_loss(terms: ValueTerms, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("packing", ["rows", "trie"])
 def test_values_are_those_of_the_states_before_each_action(make: Make, packing: Packing) -> None:
     learner, batch = make(packing=packing, token_budget=60), make_batch()
-    assert "v" in learner.supplies
+    assert "values" in learner.supplies
     values = learner.values(batch)
     assert values.dtype == torch.float64
     assert not values.requires_grad
@@ -148,7 +148,7 @@ def test_a_fresh_head_says_0(tiny_model_dir: Path) -> None:
 def test_without_a_critic_there_are_no_values(tiny_model_dir: Path) -> None:
     learner = TorchLearner(*load_model(tiny_model_dir, device="cpu"))
     batch = make_batch()
-    assert "v" not in learner.supplies
+    assert "values" not in learner.supplies
     with pytest.raises(PolicyError, match="no critic"):
         learner.values(batch)
     with pytest.raises(PolicyError, match="no critic"):

@@ -44,21 +44,21 @@ from agentrl.types import (
 )
 from tests import factories
 
-EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
+EVERY: tuple[Supply, ...] = ("old", "sampler", "reference", "teacher", "values", "top_tokens")
 
 
 @dataclasses.dataclass
 class Recorder(LearnerDefaults):
     """A learner with values given by token, which records the critic's terms."""
 
-    supplies = frozenset({"o", "b", "q", "v"})
+    supplies = frozenset({"old", "sampler", "reference", "values"})
 
     by_token: dict[int, float]
     critics: list[ValueTerms | None] = dataclasses.field(default_factory=list)
     psis: list[Tensor] = dataclasses.field(default_factory=list)
 
-    def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
-        return batch.behaviour - (0.25 if of == "q" else 0.0)
+    def logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
+        return batch.behaviour - (0.25 if of == "reference" else 0.0)
 
     def values(self, batch: Batch) -> Tensor:
         tokens = torch.cat([row.tokens[row.actions] for row in batch.rows]).tolist()
@@ -269,7 +269,7 @@ def make_learner(directory: Path, critic: str, seed: int = 0) -> TorchLearner:
         model,
         tokenizer,
         critic=ValueModel(model, decoder, lr=1e-2, coefficient=0.5),
-        frozen={"q": Reference(frozen, model)},
+        frozen={"reference": Reference(frozen, model)},
         threads=1,
     )
 
@@ -350,8 +350,8 @@ def test_a_resumed_run_continues_bit_for_bit(
 def test_scored_batches_give_what_the_algorithm_reads(tiny_model_dir: Path) -> None:
     learner = make_learner(tiny_model_dir, "shared")
     steps = updater(learner, kl=0.1)
-    batch, streams = score_batch(steps.algo, learner, steps.batch(example()))
-    assert set(streams) == {"q"}
+    batch, scored = score_batch(steps.algo, learner, steps.batch(example()))
+    assert scored.computed().keys() == {"reference"}
     assert batch.values.numel() == batch.reference.numel() == batch.n_tokens
     assert not batch.values.any()
     advantage = objective.compute_advantages(steps.algo, batch)

@@ -25,7 +25,7 @@ from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import POLICY
 from tests.algorithms.learners.test_learner import make_batch, psi_for
 
-EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
+EVERY: tuple[Supply, ...] = ("old", "sampler", "reference", "teacher", "values", "top_tokens")
 
 
 def config(**sections: object) -> RunConfig:
@@ -35,39 +35,41 @@ def config(**sections: object) -> RunConfig:
 def learner_with(directory: Path, every: int = 0) -> TorchLearner:
     model, tokenizer = load_model(directory, device="cpu")
     frozen = load_auxiliary("reference.model", str(directory), model, tokenizer)
-    return TorchLearner(model, tokenizer, threads=1, frozen={"q": Reference(frozen, model, every)})
+    return TorchLearner(
+        model, tokenizer, threads=1, frozen={"reference": Reference(frozen, model, every)}
+    )
 
 
 def test_the_reference_stays_where_the_policy_began(tiny_model_dir: Path) -> None:
     learner, batch = learner_with(tiny_model_dir), make_batch()
     start = learner.logprobs(batch)
-    assert learner.supplies == {"o", "b", "q", "k", "e"}
-    torch.testing.assert_close(learner.logprobs(batch, "q"), start)
+    assert learner.supplies == {"old", "sampler", "reference", "top_tokens", "entropy"}
+    torch.testing.assert_close(learner.logprobs(batch, "reference"), start)
     learner.step(batch, psi_for(batch), lr=1e-2)
-    learner.frozen["q"].finish(0)
-    assert torch.equal(learner.logprobs(batch, "q"), start)
+    learner.frozen["reference"].finish(0)
+    assert torch.equal(learner.logprobs(batch, "reference"), start)
     assert not torch.equal(learner.logprobs(batch), start)
-    with pytest.raises(PolicyError, match="no model for stream t"):
-        learner.logprobs(batch, "t")
+    with pytest.raises(PolicyError, match="the learner has no teacher"):
+        learner.logprobs(batch, "teacher")
 
 
 def test_a_reference_follows_the_policy_every_so_many_steps(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     learner, batch = learner_with(tiny_model_dir, every=2), make_batch()
-    start = learner.logprobs(batch, "q")
+    start = learner.logprobs(batch, "reference")
     for step in range(3):
         learner.step(batch, psi_for(batch), lr=1e-2)
-        learner.frozen["q"].finish(step)
+        learner.frozen["reference"].finish(step)
         if step == 0:
-            assert torch.equal(learner.logprobs(batch, "q"), start)
+            assert torch.equal(learner.logprobs(batch, "reference"), start)
         if step == 1:
-            followed = learner.logprobs(batch, "q")
+            followed = learner.logprobs(batch, "reference")
             assert torch.equal(followed, learner.logprobs(batch))
     learner.save(tmp_path)
     resumed = learner_with(tiny_model_dir, every=2)
     resumed.load(tmp_path)
-    assert torch.equal(resumed.logprobs(batch, "q"), followed)
+    assert torch.equal(resumed.logprobs(batch, "reference"), followed)
     assert torch.equal(resumed.logprobs(batch), learner.logprobs(batch))
     (tmp_path / REFERENCE).write_bytes(b"half")
     with pytest.raises(PolicyError, match=r"reference\.safetensors is missing or incomplete"):
@@ -109,8 +111,8 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
     grpo, ppo = catalogue.make("grpo", {}), catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
     assert factory.make_frozen_models(settings, grpo, model, tokenizer, start) == {}
     frozen = factory.make_frozen_models(settings, ppo, model, tokenizer, start)
-    assert set(frozen) == {"q"}
-    assert not any(each.requires_grad for each in frozen["q"].model.parameters())
+    assert set(frozen) == {"reference"}
+    assert not any(each.requires_grad for each in frozen["reference"].model.parameters())
     critic = factory.make_critic(settings, model, tokenizer, start)
     assert critic is not None
     assert critic.decoder is not None
@@ -120,13 +122,29 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
     assert (critic.lr, shared.lr) == (1e-5, 0.05 / model.config.hidden_size)
     assert factory.make_critic(config(), model, tokenizer, start) is None
     distill = catalogue.make("distill", {}, streams=EVERY)
-    assert set(factory.make_frozen_models(settings, distill, model, tokenizer, start)) == {"t"}
+    assert set(factory.make_frozen_models(settings, distill, model, tokenizer, start)) == {
+        "teacher"
+    }
 
 
 def test_streams_are_those_that_the_run_file_configures() -> None:
-    assert factory.available_streams(config()) == {"o", "b", "q", "k", "e"}
+    assert factory.available_streams(config()) == {
+        "old",
+        "sampler",
+        "reference",
+        "top_tokens",
+        "entropy",
+    }
     everything = config(critic={"model": "shared"}, teacher={"model": "x"})
-    assert factory.available_streams(everything) == {"o", "b", "q", "t", "v", "k", "e"}
+    assert factory.available_streams(everything) == {
+        "old",
+        "sampler",
+        "reference",
+        "teacher",
+        "values",
+        "top_tokens",
+        "entropy",
+    }
     with pytest.raises(ConfigError, match=r"set critic\.model"):
         catalogue.make("ppo", {}, streams=factory.available_streams(config()))
 
@@ -170,13 +188,13 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
     assert factory.make_frozen_models(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
     critic = ValueModel(model, lr=1e-2)
     learner = TorchLearner(model, tokenizer, adapters=adapters, critic=critic, threads=1)
-    assert learner.supplies == {"o", "b", "q", "v", "k", "e"}
+    assert learner.supplies == {"old", "sampler", "reference", "values", "top_tokens", "entropy"}
     for _ in range(2):
         terms = value_terms(start.double(), learner.values(batch), clip=0.2)
         learner.step(batch, psi_for(batch), lr=1e-2, critic=terms)
     assert learner.values(batch).any()
     assert not torch.allclose(learner.logprobs(batch), start)
-    torch.testing.assert_close(learner.logprobs(batch, "q"), start)
+    torch.testing.assert_close(learner.logprobs(batch, "reference"), start)
     follows = config(policy={"lora": {"rank": 4}}, reference={"every": 2})
     with pytest.raises(ConfigError, match=r"reference\.every is set, and the reference of an adap"):
         factory.refuse_unused_settings(follows, algo)

@@ -29,6 +29,7 @@ from agentrl.algorithms.multiagent.coma import (
 from agentrl.algorithms.multiagent.episodes import Episode, JointActionSpace, pad_episodes
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.build import make_state
 from agentrl.config import resolve
@@ -228,7 +229,7 @@ def taken(algo: Algo, state: AlgorithmState, groups: list[Group]) -> Batch:
 
 
 def psi_of(algo: Algo, batch: Batch) -> Tensor:
-    terms = objective.loss_terms(algo, batch, {}, fresh=True)
+    terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     return objective.psi(algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens))
 
 

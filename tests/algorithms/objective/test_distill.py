@@ -17,6 +17,7 @@ from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import Packing
 from agentrl.algorithms.objective.core import loss_terms, psi
 from agentrl.algorithms.objective.distill import TopKDistillation
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
@@ -82,7 +83,7 @@ def learners(folder: Path, packing: Packing = "trie") -> TorchLearner:
     with torch.no_grad():
         for weight in teacher.parameters():
             weight.add_(0.05 * torch.randn_like(weight))
-    frozen = {"t": Reference(teacher, model)}
+    frozen = {"teacher": Reference(teacher, model)}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return TorchLearner(model, tokenizer, packing=packing, token_budget=40, frozen=frozen)  # type: ignore[arg-type]
 
@@ -96,11 +97,11 @@ def test_a_learner_learns_from_all_the_tokens(
     learner, batch = learners(tiny_model_dir, packing), make_batch()
     algo = make("distill", {"top": 512, "of": of}, streams=learner.supplies)
     assert algo.distill is not None
-    ids, t_NK = learner.top(batch, 512, "t")
+    ids, t_NK = learner.top(batch, 512, "teacher")
     batch = replace(batch, symbols=ids)
-    torch.testing.assert_close(learner.symbol_logprobs(batch, "t"), t_NK, atol=1e-5, rtol=0)
-    streams = {"t": t_NK[:, 0], "t_K": t_NK}
-    terms = loss_terms(algo, batch, streams, fresh=True)
+    torch.testing.assert_close(learner.symbol_logprobs(batch, "teacher"), t_NK, atol=1e-5, rtol=0)
+    logprobs = GivenLogProbs(teacher=t_NK[:, 0], teacher_candidates=t_NK)
+    terms = loss_terms(algo, batch, logprobs, fresh=True)
     given: dict[str, Tensor] = {}
 
     class Kept(type(learner.optimizer)):  # type: ignore[misc]
@@ -113,7 +114,9 @@ def test_a_learner_learns_from_all_the_tokens(
     loss, at = torch.zeros(()), 0
     for row in batch.rows:
         tokens = torch.as_tensor(row.tokens)[None]
-        both = [m(tokens).logits[0].float() for m in (learner.model, learner.frozen["t"].model)]
+        both = [
+            m(tokens).logits[0].float() for m in (learner.model, learner.frozen["teacher"].model)
+        ]
         places = row.actions - 1
         scale = torch.as_tensor(row.temperature)[:, None]
         policy, teacher = ((x[places] / scale).log_softmax(-1) for x in both)
@@ -142,7 +145,7 @@ def test_updates_bring_the_policy_to_its_teacher(
 
     def distance() -> float:
         p = learner.top(whole, 512)
-        t = learner.symbol_logprobs(replace(whole, symbols=p[0]), "t")
+        t = learner.symbol_logprobs(replace(whole, symbols=p[0]), "teacher")
         return float(kl(p[1].double(), t.double())) / whole.n_tokens
 
     before = distance()
@@ -154,11 +157,21 @@ def test_updates_bring_the_policy_to_its_teacher(
 
 def test_it_is_mixed_with_rewards_and_refused_beside_other_tokens() -> None:
     mixed = make(
-        "grpo+distill", {"distill_top": 4, "distill_beta": 0.5}, streams=("t", "k", "b", "o")
+        "grpo+distill",
+        {"distill_top": 4, "distill_beta": 0.5},
+        streams=("teacher", "top_tokens", "sampler", "old"),
     )
     assert mixed.distill == TopKDistillation(4, 0.5, "teacher")
-    assert "t" in mixed.needs
+    assert "teacher" in mixed.needs
     with pytest.raises(ConfigError, match="top = 4 imitates several tokens"):
-        make("dppo-topk+distill", {"distill_top": 4}, streams=("t", "k", "b", "o"))
+        make(
+            "dppo-topk+distill",
+            {"distill_top": 4},
+            streams=("teacher", "top_tokens", "sampler", "old"),
+        )
     with pytest.raises(ConfigError, match="top = 4 imitates several tokens"):
-        make("dpo+distill", {"distill_top": 4}, streams=("t", "k", "b", "o", "q"))
+        make(
+            "dpo+distill",
+            {"distill_top": 4},
+            streams=("teacher", "top_tokens", "sampler", "old", "reference"),
+        )

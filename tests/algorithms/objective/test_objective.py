@@ -26,7 +26,7 @@ from agentrl.algorithms.objective.core import (
     psi_of,
     weights,
 )
-from agentrl.algorithms.objective.ratios import Clip, Ratio, RatioInRange, Truncate
+from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Ratio, RatioInRange, Truncate
 from agentrl.algorithms.presets.grpo import NonzeroVariance
 from agentrl.errors import TrainingError
 
@@ -110,7 +110,7 @@ def test_a_filter_takes_tokens_from_the_denominator_and_a_flat_group_does_not() 
         groups=["g", "h"], rollouts=list("abcdef"), transitions=list("abcdef"),
     )  # fmt: skip
     kept, dropped = (
-        loss_terms(Algo(GroupRelative(), agg=Average(("all",)), keep=keep), batch, {})
+        loss_terms(Algo(GroupRelative(), agg=Average(("all",)), keep=keep), batch, GivenLogProbs())
         for keep in (None, NonzeroVariance())
     )
     assert near(kept.weight, [1 / 6] * 6)
@@ -201,10 +201,10 @@ def test_psi_is_weight_times_gated_advantage_less_penalty() -> None:
     q = batch.behaviour - 0.2
     algo = Algo(
         GroupRelative(),
-        (Gate(Truncate(0, 1.1), den="b"),),
-        (KLPenalty("k1", 0.1), KLPenalty("k2", 2.0, "b")),
+        (Gate(Truncate(0, 1.1), den="sampler"),),
+        (KLPenalty("k1", 0.1), KLPenalty("k2", 2.0, "sampler")),
     )
-    terms = loss_terms(algo, batch, {"q": q})
+    terms = loss_terms(algo, batch, GivenLogProbs(reference=q))
     p = batch.behaviour.double() + 0.05
     c = math.exp(0.05)
     inner = [0.5 * c - 0.1 - 2 * 0.05] * 4 + [-0.5 * c - 0.1 - 2 * 0.05] * 2
@@ -216,7 +216,7 @@ def test_psi_is_weight_times_gated_advantage_less_penalty() -> None:
 def test_psi_has_dtype_of_its_input_and_no_graph() -> None:
     batch = three_rows()
     algo = Algo(GroupRelative(), (Gate(Clip()),))
-    terms = loss_terms(algo, batch, {}, fresh=True)
+    terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     result = psi(algo, terms, batch.behaviour.clone().requires_grad_(), every(batch))
     assert result.dtype == torch.float32
     assert not result.requires_grad
@@ -225,10 +225,11 @@ def test_psi_has_dtype_of_its_input_and_no_graph() -> None:
 def test_micro_batches_of_whole_rows_give_the_same_psi() -> None:
     batch = three_rows()
     algo = Algo(
-        GroupRelative(), (Gate(Clip(0.5, 0.5), by="row"), Gate(Truncate(), "o", "b", "row", "sum"))
+        GroupRelative(),
+        (Gate(Clip(0.5, 0.5), by="row"), Gate(Truncate(), "old", "sampler", "row", "sum")),
     )
     old = batch.behaviour + torch.linspace(-0.3, 0.4, 6)
-    terms = loss_terms(algo, batch, {"o": old})
+    terms = loss_terms(algo, batch, GivenLogProbs(old=old))
     p = old.double() + torch.linspace(0.2, -0.5, 6)
     whole = psi(algo, terms, p, every(batch))
     for order in ([4, 5, 0], [1, 2, 3]):
@@ -238,10 +239,12 @@ def test_micro_batches_of_whole_rows_give_the_same_psi() -> None:
 
 def test_first_step_on_a_batch_needs_no_old_log_probs() -> None:
     batch = three_rows()
-    algo = Algo(GroupRelative(), (Gate(Clip(0.0, 0.0)), Gate(Truncate(0, 9), "o", "b")))
+    algo = Algo(GroupRelative(), (Gate(Clip(0.0, 0.0)), Gate(Truncate(0, 9), "old", "sampler")))
     p = batch.behaviour.double() + 0.3
-    fresh = psi(algo, loss_terms(algo, batch, {}, fresh=True), p, every(batch))
-    assert torch.equal(fresh, psi(algo, loss_terms(algo, batch, {"o": p}), p, every(batch)))
+    fresh = psi(algo, loss_terms(algo, batch, GivenLogProbs(), fresh=True), p, every(batch))
+    assert torch.equal(
+        fresh, psi(algo, loss_terms(algo, batch, GivenLogProbs(old=p)), p, every(batch))
+    )
 
 
 def test_psi_of_is_minus_the_gradient() -> None:
@@ -260,7 +263,9 @@ def test_psi_of_is_minus_the_gradient() -> None:
 def test_credit_of_a_larger_batch_may_be_given() -> None:
     batch = three_rows()
     given = torch.tensor([1.0, 2, 3, 4, math.nan, math.nan])
-    terms = loss_terms(Algo(GroupRelative(), agg=Average(("all",))), batch, {}, advantage=given)
+    terms = loss_terms(
+        Algo(GroupRelative(), agg=Average(("all",))), batch, GivenLogProbs(), advantage=given
+    )
     assert near(terms.advantage, [1, 2, 3, 4, 0, 0])
     assert near(terms.weight, [0.25] * 4 + [0, 0])
 
@@ -270,30 +275,31 @@ def test_credit_of_a_larger_batch_may_be_given() -> None:
 
 def test_a_missing_stream_is_refused_by_name() -> None:
     algo = Algo(GroupRelative(), (Gate(Clip()),), (KLPenalty("k3", 0.1),), name="mine")
-    with pytest.raises(TrainingError, match=r"'mine', step 0, needs .* old policy \(stream o\)"):
-        loss_terms(algo, three_rows(), {"q": torch.zeros(6)})
-    with pytest.raises(TrainingError, match=r"needs 6 .* reference model \(stream q\).* none"):
-        loss_terms(algo, three_rows(), {}, fresh=True)
+    with pytest.raises(TrainingError, match=r"'mine', step 0, needs .* old policy, and there"):
+        loss_terms(algo, three_rows(), GivenLogProbs(reference=torch.zeros(6)))
+    with pytest.raises(TrainingError, match=r"needs 6 .* reference model, .* none"):
+        loss_terms(algo, three_rows(), GivenLogProbs(), fresh=True)
 
 
 def test_a_stream_of_other_tokens_is_refused_with_both_counts() -> None:
-    algo = Algo(GroupRelative(), (Gate(Truncate(), "p", "b"),), name="mine")
+    algo = Algo(GroupRelative(), (Gate(Truncate(), "current", "sampler"),), name="mine")
     for behaviour, known in ((torch.zeros(0), "none"), (torch.zeros(4), "4")):
         batch = replace(three_rows(), behaviour=behaviour, step=3)
         with pytest.raises(
-            TrainingError, match=rf"step 3, needs 6 log-probs of the sampler .*there are {known};"
+            TrainingError,
+            match=rf"step 3, needs 6 .* sampler, and there are {known};",
         ):
-            loss_terms(algo, batch, {})
+            loss_terms(algo, batch, GivenLogProbs())
 
 
 def test_log_probs_that_are_not_finite_are_refused_with_their_count() -> None:
     batch = three_rows()
     broken = replace(batch, behaviour=torch.tensor([0.0, math.nan, -math.inf, 0, 0, 0]))
-    corrected = Algo(GroupRelative(), (Gate(Truncate(), "p", "b"),), name="mine")
+    corrected = Algo(GroupRelative(), (Gate(Truncate(), "current", "sampler"),), name="mine")
     with pytest.raises(TrainingError, match=r"'mine', step 0, .*2 of 6 log-probs of the sampler"):
-        loss_terms(corrected, broken, {})
+        loss_terms(corrected, broken, GivenLogProbs())
     algo = Algo(GroupRelative(), name="mine")
-    terms = loss_terms(algo, broken, {})  # does not read them
+    terms = loss_terms(algo, broken, GivenLogProbs())  # does not read them
     assert psi(algo, terms, torch.zeros(6), every(batch)).isfinite().all()
     with pytest.raises(TrainingError, match="1 of 2 log-probs of the current policy"):
         psi(algo, terms, torch.tensor([0.0, math.nan]), torch.tensor([4, 5]))
@@ -302,7 +308,7 @@ def test_log_probs_that_are_not_finite_are_refused_with_their_count() -> None:
 def test_infinite_credit_is_refused() -> None:
     algo = Algo(lambda batch: torch.full((batch.n_tokens,), math.inf), name="mine")
     with pytest.raises(TrainingError, match="'mine', step 0: 6 of 6 advantages are infinite"):
-        loss_terms(algo, three_rows(), {})
+        loss_terms(algo, three_rows(), GivenLogProbs())
 
 
 @pytest.mark.parametrize(
@@ -312,16 +318,16 @@ def test_infinite_credit_is_refused() -> None:
 def test_a_batch_without_a_lesson_says_so(rewards: Sequence[float], words: str) -> None:
     algo = Algo(GroupRelative(norm="std"))
     batch = three_rows(rewards)
-    terms = loss_terms(algo, batch, {})
+    terms = loss_terms(algo, batch, GivenLogProbs())
     assert terms.skip is not None
     assert words in terms.skip
     assert psi(algo, terms, torch.zeros(6), every(batch)).tolist() == [0] * 6
 
 
 def test_a_penalty_is_a_lesson_of_its_own() -> None:
-    algo = Algo(GroupRelative(), penalties=(KLPenalty("k2", 0.1, "b"),))
-    assert loss_terms(algo, three_rows([1, 1]), {}).skip is None
-    assert loss_terms(algo, three_rows([1, 0]), {}).skip is None
+    algo = Algo(GroupRelative(), penalties=(KLPenalty("k2", 0.1, "sampler"),))
+    assert loss_terms(algo, three_rows([1, 1]), GivenLogProbs()).skip is None
+    assert loss_terms(algo, three_rows([1, 0]), GivenLogProbs()).skip is None
 
 
 def test_everything_filtered_out_is_skipped() -> None:
@@ -329,7 +335,7 @@ def test_everything_filtered_out_is_skipped() -> None:
         GroupRelative(), keep=lambda batch: torch.zeros(batch.n_tokens, dtype=torch.bool)
     )
     batch = three_rows()
-    terms = loss_terms(nothing, batch, {})
+    terms = loss_terms(nothing, batch, GivenLogProbs())
     assert "filtered out" in str(terms.skip)
     assert not terms.weight.any()
 
@@ -337,11 +343,13 @@ def test_everything_filtered_out_is_skipped() -> None:
 def test_a_batch_without_tokens_is_skipped() -> None:
     none = torch.empty(0, dtype=torch.int64)
     batch = replace(three_rows(), token_row=none, token_transition=none, behaviour=torch.empty(0))
-    terms = loss_terms(Algo(GroupRelative()), batch, {})
+    terms = loss_terms(Algo(GroupRelative()), batch, GivenLogProbs())
     assert terms.skip == "the batch has no sampled tokens"
 
 
 def test_missing_rewards_leave_the_denominators() -> None:
     batch = three_rows([1, math.nan])
-    terms = loss_terms(Algo(GroupRelative(base="none"), agg=Average(("all",))), batch, {})
+    terms = loss_terms(
+        Algo(GroupRelative(base="none"), agg=Average(("all",))), batch, GivenLogProbs()
+    )
     assert near(terms.weight, [0.25] * 4 + [0, 0])

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.objective.ratios import (
+    Candidates,
     Clip,
     GateFn,
     InRange,
+    LogProbs,
     Ratio,
     RatioInRange,
     Truncate,
@@ -66,10 +68,11 @@ def test_extreme_ratios_stay_finite() -> None:
 
 def stay_finite(gates: Sequence[GateFn]) -> None:
     lr = torch.tensor([-1e6, 1e6]).double()
-    streams = {"b": torch.tensor([0.0, -1e6]).double(), "p": torch.tensor([-1e6, 0.0]).double()}
+    b, p = torch.tensor([[0.0, -1e6], [-1e6, 0.0]]).double()
+    logprobs = LogProbs(p, b, b)
     for gate in gates:
         for sign in (-1.0, 0.0, 1.0):
-            assert gate(lr, torch.full((2,), sign), streams).isfinite().all(), gate
+            assert gate(lr, torch.full((2,), sign), logprobs).isfinite().all(), gate
 
 
 def test_gates_compare_and_print_by_their_settings() -> None:
@@ -77,6 +80,12 @@ def test_gates_compare_and_print_by_their_settings() -> None:
     assert "hi=0.28" in repr(Clip(0.2, 0.28))
 
 
-def top(mu: Sequence[float], pi: Sequence[float]) -> dict[str, Tensor]:
-    """Probabilities of the symbols, the sampled one first, before the first update and now."""
-    return {name: torch.tensor([x]).double().log() for name, x in (("o_K", mu), ("p_K", pi))}
+def top(mu: Sequence[float], pi: Sequence[float]) -> LogProbs:
+    """Of these probabilities of the symbols, the sampled one first, before the first update and
+    now."""
+    old, now = (torch.tensor([x]).double().log() for x in (mu, pi))
+    return of_candidates(old, now)
+
+
+def of_candidates(old: Tensor, now: Tensor) -> LogProbs:
+    return LogProbs(now[:, 0], old[:, 0], old[:, 0], candidates=Candidates(now, old))

@@ -21,6 +21,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.objective.core import Algo, loss_terms, psi
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit, with_mismatched
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.datasets.pairing import choose_pairs
@@ -95,11 +96,11 @@ PUBLISHED: dict[str, Callable[[One, One], Tensor]] = {
 
 
 def build(name: str, **options: Any) -> Algo:
-    return make(name, options, streams=("o", "b", "q"))
+    return make(name, options, streams=("old", "sampler", "reference"))
 
 
 def current(algo: Algo, batch: Batch, p: Tensor, q: Tensor) -> Tensor:
-    terms = loss_terms(algo, batch, {"q": q}, fresh=True)
+    terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
     return psi(algo, terms, p, torch.arange(batch.n_tokens))
 
 
@@ -186,10 +187,12 @@ def test_ties_are_no_pairs() -> None:
     groups[1].rollouts[1].rewards[:] = groups[1].rollouts[0].rewards
     batch = batch_of(groups)
     p, q = columns(batch)
-    terms = loss_terms(build("dpo"), batch, {"q": q}, fresh=True)
+    terms = loss_terms(build("dpo"), batch, GivenLogProbs(reference=q), fresh=True)
     assert (terms.sides.count, terms.sides.ties) == (1, 1)
     assert not current(build("dpo"), batch, p, q)[batch.token_group == 1].any()
-    tied = loss_terms(build("dpo"), batch_of(groups[1:]), {"q": q[batch.token_group == 1]})
+    tied = loss_terms(
+        build("dpo"), batch_of(groups[1:]), GivenLogProbs(reference=q[batch.token_group == 1])
+    )
     assert "did better or worse" in (tied.skip or "")
 
 
@@ -240,7 +243,7 @@ def gradients(learner: TorchLearner, name: str, budget: int) -> tuple[dict[str, 
     batch = replace(batch, row_unit=row_unit(algo.side, batch))
     _, noise = columns(batch)
     q = learner.logprobs(batch).double() + 0.1 * noise
-    terms = loss_terms(algo, batch, {"q": q}, fresh=True)
+    terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
     learner.token_budget = budget
     report = learner._backward(batch, lambda p, i: psi(algo, terms, p, i), None, None)
     found = {n: x.grad.clone() for n, x in learner.model.named_parameters() if x.grad is not None}
@@ -270,7 +273,7 @@ def packs_do_not_change_the_gradient(name: str, tiny_llama_dir: Path) -> None:
 def test_a_pack_with_one_side_of_a_pair_is_refused() -> None:
     batch = batch_of(pairs(2))
     p, q = columns(batch)
-    terms = loss_terms(build("dpo"), batch, {"q": q}, fresh=True)
+    terms = loss_terms(build("dpo"), batch, GivenLogProbs(reference=q), fresh=True)
     index = (batch.token_rollout == 0).nonzero().flatten()
     with pytest.raises(TrainingError, match="one side of a pair"):
         psi(build("dpo"), terms, p[index], index)
@@ -280,7 +283,7 @@ def test_metrics_have_the_names_of_trl() -> None:
     batch = batch_of(pairs(2))
     p, q = columns(batch)
     algo = build("dpo")
-    terms = loss_terms(algo, batch, {"q": q}, fresh=True)
+    terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
     found = optimizer_step(algo, batch, terms, StepReport(logprobs=p), {})
     sides = one_by_one(batch, p, q)
     margins = [float(0.1 * d(w, l)) for w, l in sides]

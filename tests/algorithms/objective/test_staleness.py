@@ -12,7 +12,8 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.diagnostics.explain import explain
 from agentrl.algorithms.diagnostics.metrics import ratio_metrics
 from agentrl.algorithms.objective import core as objective
-from agentrl.algorithms.objective.staleness import effective_share, old_policy_share, token_lag
+from agentrl.algorithms.objective.ratios import GivenLogProbs
+from agentrl.algorithms.objective.staleness import effective_share, old_policy_share
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.step import Updater
@@ -101,7 +102,7 @@ def test_the_behaviour_ratio_is_clipped_against_the_sampler() -> None:
     found = []
     for preset in ("grpo", "grpo+behaviour"):
         algo = make(preset, {})
-        terms = objective.loss_terms(algo, batch, {"o": p})
+        terms = objective.loss_terms(algo, batch, GivenLogProbs(old=p))
         found.append(objective.psi(algo, terms, p, index))
     assert (found[0] != 0).all()  # p is the old policy
     assert (found[1] == 0).tolist() == [True, False, False, True]
@@ -109,12 +110,12 @@ def test_the_behaviour_ratio_is_clipped_against_the_sampler() -> None:
 
 def test_the_old_policy_lies_between_sampler_and_present_one_by_versions() -> None:
     batch = build_batch([aged(group("a", 1.0, 0.0), 4, 1, spans=[(0, 1), (1, 3)])])
-    share = old_policy_share(token_lag(batch, 4))
+    share = old_policy_share(batch.lag(4))
     assert share.tolist() == pytest.approx([1, 1, 2 / 3, 0])
     algo = make("grpo+decoupled", {"decoupled_old": "versions"})
-    terms = objective.loss_terms(algo, batch, {"share": share}, fresh=True)
+    terms = objective.loss_terms(algo, batch, GivenLogProbs(current_in_old=share), fresh=True)
     p = batch.behaviour.double() + 0.3
-    o = objective.streams_at(terms, p, torch.arange(4))["o"]
+    o = objective.logprobs_at(terms, p, torch.arange(4)).old
     assert (o - batch.behaviour).tolist() == pytest.approx([0.3, 0.3, 0.2, 0.0])
 
 
@@ -143,11 +144,11 @@ def test_the_learning_rate_falls_with_the_effective_sample_size() -> None:
 
 def test_metrics_by_lag() -> None:
     batch, algo = build_batch([aged(group("a", 1.0, 0.0), 4, 0)]), make("grpo+tis", {})
-    terms = objective.loss_terms(algo, batch, {}, fresh=True)
+    terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     p = batch.behaviour + torch.tensor([0.0, 0.0, 0.5, 0.0])
-    found = ratio_metrics(algo, terms, p, token_lag(batch, 5))
+    found = ratio_metrics(algo, terms, p, batch.lag(5))
     assert found["sampler/lag_1/ess"] == 1
     assert found["sampler/lag_4/ess"] < 1
     assert found["sampler/lag_4/ratio_max"] == pytest.approx(torch.tensor(0.5).exp().item())
     assert "sampler/lag_0/ess" not in found
-    assert not any("lag" in name for name in ratio_metrics(algo, terms, p, token_lag(batch, 4) * 0))
+    assert not any("lag" in name for name in ratio_metrics(algo, terms, p, batch.lag(4) * 0))

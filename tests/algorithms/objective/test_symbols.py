@@ -15,14 +15,15 @@ from transformers import AutoTokenizer
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
+from agentrl.algorithms.diagnostics.dump import Dump, load_dump, save_dump
 from agentrl.algorithms.diagnostics.metrics import ratio_metrics
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import Packing
 from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.train.dump import Dump, load_dump, save_dump
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, TrainingError
@@ -86,16 +87,16 @@ def published(batch: Batch, case: str, old: Tensor, now: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_psi_is_minus_the_gradient_of_the_published_loss(case: str) -> None:
-    from tests.algorithms.presets.test_catalogue import flat, padded
+    from tests.algorithms.presets.padded import flat, padded
 
-    algo = make(case.split()[0], CASES[case], streams=("o", "b", "k"))
+    algo = make(case.split()[0], CASES[case], streams=("old", "sampler", "top_tokens"))
     dropped = 0
     for seed in range(3):
         batch = flat(padded(seed))
         old, now = logits(batch, seed)
         ids, leaf = symbols(old, algo.symbols), now.clone().requires_grad_()
         o_NK = old.log_softmax(-1).gather(1, ids)
-        terms = loss_terms(algo, batch, {"o": o_NK[:, 0], "o_K": o_NK})
+        terms = loss_terms(algo, batch, GivenLogProbs(old=o_NK[:, 0], old_candidates=o_NK))
         p_NK = leaf.log_softmax(-1).gather(1, ids)
         found = psi(algo, terms, p_NK, torch.arange(batch.n_tokens))
         p_NK[:, 0].backward(found)
@@ -110,15 +111,15 @@ def test_psi_is_minus_the_gradient_of_the_published_loss(case: str) -> None:
 
 
 def test_the_first_step_needs_no_symbols_and_trusts_everything() -> None:
-    from tests.algorithms.presets.test_catalogue import flat, padded
+    from tests.algorithms.presets.padded import flat, padded
 
     batch = flat(padded(0))
-    algo = make("dppo-topk", {}, streams=("o", "b", "k"))
-    terms, p = loss_terms(algo, batch, {}, fresh=True), batch.behaviour.double()
+    algo = make("dppo-topk", {}, streams=("old", "sampler", "top_tokens"))
+    terms, p = loss_terms(algo, batch, GivenLogProbs(), fresh=True), batch.behaviour.double()
     assert torch.equal(psi(algo, terms, p, torch.arange(len(p))), terms.weight * terms.advantage)
-    with pytest.raises(TrainingError, match=r"old policy's most probable tokens \(stream o_K\)"):
-        loss_terms(algo, batch, {"o": p})
-    both = {"o": p, "o_K": torch.stack((p, p), 1)}
+    with pytest.raises(TrainingError, match=r"old policy's most probable tokens, and there"):
+        loss_terms(algo, batch, GivenLogProbs(old=p))
+    both = GivenLogProbs(old=p, old_candidates=torch.stack((p, p), 1))
     with pytest.raises(TrainingError, match="of the symbols"):
         psi(algo, loss_terms(algo, batch, both), p, torch.arange(len(p)))
     bad = torch.stack((p, torch.full_like(p, math.nan)), 1)
@@ -190,7 +191,7 @@ def test_a_learner_gives_the_likeliest_tokens_and_shows_them_to_psi(
 
 
 class Symbolic(Recorder):
-    supplies = frozenset({"o", "b", "k"})
+    supplies = frozenset({"old", "sampler", "top_tokens"})
 
     def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         ids = torch.arange(batch.n_tokens)[:, None] + torch.arange(k)
@@ -220,7 +221,7 @@ def test_minibatches_and_epochs_carry_their_symbols(tmp_path: Path) -> None:
     assert found["policy/clip_fraction"] > 0
     batch = learner.batches[0]
     o_NK = learner.top(batch, 2)[1]
-    terms = loss_terms(algo, batch, {"o": o_NK[:, 0], "o_K": o_NK})
+    terms = loss_terms(algo, batch, GivenLogProbs(old=o_NK[:, 0], old_candidates=o_NK))
     assert ratio_metrics(algo, terms, o_NK)["policy/clip_fraction"] == 0
 
 
@@ -245,11 +246,12 @@ def test_steps_of_a_real_learner_are_held_and_can_be_dumped(
     assert (found["update/steps"], found["update/skipped"]) == (4, 0)
     assert 0 < found["policy/clip_fraction"] < 1
     o_NK = learner.top(seen[0], 5)[1]
-    terms = loss_terms(algo, seen[0], {"o": o_NK[:, 0], "o_K": o_NK})
+    terms = loss_terms(algo, seen[0], GivenLogProbs(old=o_NK[:, 0], old_candidates=o_NK))
     save_dump(tmp_path / "dump", Dump(seen[0], terms, o_NK[:, 0], 1.0, 1.0))
     read = load_dump(tmp_path / "dump")
     assert torch.equal(read.batch.symbols, seen[0].symbols)
-    assert torch.equal(read.terms.streams["o_K"], terms.streams["o_K"])
+    kept = read.terms.given.old_candidates, terms.given.old_candidates
+    assert torch.equal(*kept)  # type: ignore[arg-type]
 
 
 def test_one_optimizer_step_asks_for_no_symbols() -> None:
@@ -263,7 +265,7 @@ def test_one_optimizer_step_asks_for_no_symbols() -> None:
 
 def test_a_learner_without_symbols_is_refused_before_the_run() -> None:
     learner = Recorder()
-    learner.supplies = frozenset({"o", "b"})  # type: ignore[attr-defined]
-    algo = make("dppo-topk", {}, streams=("o", "b", "k"))
+    learner.supplies = frozenset({"old", "sampler"})  # type: ignore[attr-defined]
+    algo = make("dppo-topk", {}, streams=("old", "sampler", "top_tokens"))
     with pytest.raises(ConfigError, match="'dppo-topk' needs the most probable tokens"):
         Updater(RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0)), algo, learner)

@@ -19,7 +19,7 @@ from agentrl.algorithms.presets.registry import Supply
 from agentrl.errors import TrainingError
 from tests.algorithms.worlds import NAN, Call, Play, world
 
-EVERY: tuple[Supply, ...] = ("o", "b", "q", "v")
+EVERY: tuple[Supply, ...] = ("old", "sampler", "reference", "values")
 
 
 def known(x: Tensor) -> list[float | None]:
@@ -230,10 +230,10 @@ def test_the_toll_is_paid_by_every_token() -> None:
     batch = dataclasses.replace(batch, reference=torch.tensor([-1.5, -1.0, -0.5]).double())
     # b is -1 everywhere, so b - q = [.5, 0, -.5], and the penalty at beta .1 [.05, 0, -.05].
     algo = catalogue.make("ppo", {"kl_reward": 0.1, "lam": 1.0}, streams=EVERY)
-    assert "q" in algo.needs
+    assert "reference" in algo.needs
     assert known(targets.returns(algo, batch)) == [1.0, 1.05, 1.05]
     togo = catalogue.make("reinforce++", {"kl_reward": 0.1}, streams=EVERY)
-    assert "q" in togo.needs
-    assert "q" not in catalogue.make("reinforce++", {}).needs
-    with pytest.raises(TrainingError, match=r"stream q.*there are none"):
+    assert "reference" in togo.needs
+    assert "reference" not in catalogue.make("reinforce++", {}).needs
+    with pytest.raises(TrainingError, match=r"reference model for .*there are none"):
         TokenKLPenalty(0.1)(world(Play([Call()], outcome=1.0)))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo, loss_terms, psi
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 
 
@@ -207,14 +208,14 @@ Case = tuple[Any, Surrogate, Any, dict[str, Any]]
 
 
 def build(name: str, case: Case) -> Algo:
-    return make(name.split()[0], case[3], streams=("o", "b", "q", "t"))
+    return make(name.split()[0], case[3], streams=("old", "sampler", "reference", "teacher"))
 
 
 def current(algo: Algo, data: Padded) -> Tensor:
     """psi in token order."""
     batch = flat(data)
     o = data.o[data.mask]
-    terms = loss_terms(algo, batch, {"o": o, "q": o - 0.1, "t": o - 0.2})
+    terms = loss_terms(algo, batch, GivenLogProbs(old=o, reference=o - 0.1, teacher=o - 0.2))
     return psi(algo, terms, data.p[data.mask], torch.arange(batch.n_tokens))
 
 
@@ -245,7 +246,7 @@ def the_first_step_is_reinforce_with_the_same_weights(name: str, case: Case) -> 
     batch = flat(data)
     algo = build(name, case)
     b = batch.behaviour.double()
-    terms = loss_terms(algo, batch, {"o": b, "q": b, "t": b})
+    terms = loss_terms(algo, batch, GivenLogProbs(old=b, reference=b, teacher=b))
     assert torch.equal(
         psi(algo, terms, b, torch.arange(batch.n_tokens)), terms.weight * terms.advantage
     )
@@ -256,7 +257,7 @@ def micro_batches_of_rows_in_any_order_add_up(name: str, case: Case) -> None:
     batch = flat(data)
     algo = build(name, case)
     o = data.o[data.mask]
-    terms = loss_terms(algo, batch, {"o": o, "q": o - 0.1, "t": o - 0.2})
+    terms = loss_terms(algo, batch, GivenLogProbs(old=o, reference=o - 0.1, teacher=o - 0.2))
     p = data.p[data.mask]
     whole = psi(algo, terms, p, torch.arange(batch.n_tokens))
     rows = list(range(len(data.rollout)))

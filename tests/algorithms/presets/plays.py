@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import loss_terms, psi
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from tests.algorithms.naive import (
     compare,
@@ -155,10 +156,10 @@ def published(case: Case, plays: Plays, batch: Batch, p: Tensor, o: Tensor) -> T
 def psi_is_minus_the_gradient_of_the_published_loss(name: str, case: Case) -> None:
     for seed in range(3):
         plays, batch = sample(seed)
-        algo = make(name.split()[0], case[3], streams=("o", "b", "q", "v"))
+        algo = make(name.split()[0], case[3], streams=("old", "sampler", "reference", "values"))
         draw = torch.Generator().manual_seed(seed)
         p, o = -torch.rand(2, batch.n_tokens, generator=draw, dtype=torch.float64)
-        terms = loss_terms(algo, batch, {"o": o})
+        terms = loss_terms(algo, batch, GivenLogProbs(old=o))
         actual = psi(algo, terms, p, torch.arange(batch.n_tokens))
         expected = published(case, plays, batch, p, o)
         assert torch.allclose(actual, expected, rtol=1e-10, atol=1e-10)
@@ -173,8 +174,8 @@ def hopeless_batches_give_no_nan(name: str, case: Case) -> None:
             for key, x in batch.rewards.items()
         }
         batch.rewards.update(flat)
-        algo = make(name.split()[0], case[3], streams=("o", "b", "q", "v"))
-        terms = loss_terms(algo, batch, {}, fresh=True)
+        algo = make(name.split()[0], case[3], streams=("old", "sampler", "reference", "values"))
+        terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
         p = batch.behaviour.double()
         assert psi(algo, terms, p, torch.arange(batch.n_tokens)).isfinite().all()
 

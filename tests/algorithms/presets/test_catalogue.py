@@ -15,7 +15,7 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import compute_advantages, loss_terms
-from agentrl.algorithms.objective.ratios import Clip
+from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.presets.padded import (
@@ -240,13 +240,13 @@ def test_rewards_of_roles_and_calls_are_not_taken_for_those_of_rollouts(
 
 def refuses_rewards_of_more_than_rollouts(name: str, reward: str) -> None:
     """They were read at the places of rollouts: the number of another role or call."""
-    algo = make(name, {"reward": reward}, streams=("o", "b", "q", "v"))
+    algo = make(name, {"reward": reward}, streams=("old", "sampler", "reference", "values"))
     calls = [Call(role=role, rewards={"score": 1.0, "turn": 0.0}) for role in ("a", "b")]
     plays = [Play(calls, tact={"a": x, "b": -x}, greedy=x > 0) for x in (1.0, 0.0)]
     batch = world(*plays, values=[0.0] * 4)
     zeros = torch.zeros(4)
     with pytest.raises(TrainingError, match=f"one reward per rollout, and '{reward}' has 4 values"):
-        loss_terms(algo, batch, {"o": zeros, "q": zeros})
+        loss_terms(algo, batch, GivenLogProbs(old=zeros, reference=zeros))
 
 
 def test_a_reward_of_the_only_role_is_one_of_rollouts() -> None:

@@ -151,8 +151,9 @@ def test_an_installed_package_registers_modifiers(
     )
     monkeypatch.syspath_prepend(tmp_path)
     points.append(EntryPoint("+theirs", "their_modifiers:m", "agentrl.presets"))
-    assert make("grpo+theirs", {}, streams=("o", "b", "e")).entropy == 0.5
-    assert make("gspo+theirs", {"theirs_bonus": 2.0}, streams=("o", "b", "e")).entropy == 2.0
+    assert make("grpo+theirs", {}, streams=("old", "sampler", "entropy")).entropy == 0.5
+    bonus = {"theirs_bonus": 2.0}
+    assert make("gspo+theirs", bonus, streams=("old", "sampler", "entropy")).entropy == 2.0
     check_presets(run_with("grpo+theirs"))
     with pytest.raises(ConfigError, match=r"no modifier \+thiers .*did you mean 'theirs'"):
         make("grpo+thiers", {})
@@ -177,6 +178,9 @@ def test_a_decorated_function_stays_a_function() -> None:
 # -- families --------------------------------------------------------------------------------------
 
 NAMES = preset_names()
+SUPPLIES: tuple[Supply, ...] = (
+    "old", "sampler", "reference", "teacher", "values", "top_tokens",
+)  # fmt: skip
 OF_FAMILIES = known("presets")  # their parts
 
 
@@ -220,7 +224,14 @@ def test_without_all_parts_the_short_list_works(without_parts: None) -> None:
     }
     for name in (*here, *(made.host + f"+{name}" for name, made in changes.items())):
         options = needed.get(name.split("+")[-1], {})
-        assert make(name, options, streams=("o", "b", "q", "t", "v", "k")).name == name
+        assert (
+            make(
+                name,
+                options,
+                streams=SUPPLIES,
+            ).name
+            == name
+        )
     with pytest.raises(ConfigError, match=r"'simpo': it belongs to the part 'zoo pref"):
         make("grpo+pairs", {"pairs_loss": "simpo"})
     lines = CliRunner().invoke(cli, ["algorithms"], catch_exceptions=False).output
@@ -239,7 +250,7 @@ def test_an_old_name_is_read_and_says_the_new_one(
 
 
 def test_no_two_presets_are_the_same() -> None:
-    streams: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
+    streams = SUPPLIES
     names = installed()[0].keys() - {"streams", "coma"}
     made = {name: repr(replace(make(name, {}, streams=streams), name="")) for name in names}
     assert len(set(made.values())) == len(made)

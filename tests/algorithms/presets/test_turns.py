@@ -203,7 +203,7 @@ def test_peers_credits_every_call_where_no_state_is_seen_twice() -> None:
         Play([Call((u, i)) for i in range(n)], float(u % 2)) for u, n in enumerate((2, 9, 3, 4))
     ]
     a, discounted = (
-        compute_advantages(make("peers", {"gamma": gamma}, streams=("o",)), world(*plays))
+        compute_advantages(make("peers", {"gamma": gamma}, streams=("old",)), world(*plays))
         for gamma in (1.0, 0.5)
     )
     for u, rollout in enumerate(a.split([2, 9, 3, 4])):
@@ -222,7 +222,7 @@ def test_the_default_is_grpo_where_no_state_comes_again(several: int) -> None:
         for n, outcome in outcomes
     ]
     default, grpo = (
-        compute_advantages(make(name, {}, streams=("o",)), world(*plays))
+        compute_advantages(make(name, {}, streams=("old",)), world(*plays))
         for name in (AlgorithmConfig().preset, "grpo")
     )
     assert torch.allclose(default, grpo, rtol=1e-12, atol=0)
@@ -232,7 +232,7 @@ def test_the_default_is_grpo_where_no_state_comes_again(several: int) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("ppo", {}, r"'ppo' needs the values of a critic \(stream v\), which this run does not"),
+        ("ppo", {}, r"'ppo' needs the values of a critic, which this run does not"),
         ("streams", {}, r"algorithm\.options\.streams: required by 'streams'; set it"),
         ("grpo+only", {}, r"algorithm\.options\.only_roles: required by 'grpo\+only'"),
         ("grpo+only", {"only_roles": []}, r"only_roles = \[\]: .*length >= 1"),
@@ -281,5 +281,5 @@ def test_a_stream_may_be_one_that_a_step_lacks() -> None:
 
 def test_what_an_algorithm_needs_of_a_run_is_read_off_its_record() -> None:
     assert not make("grpo", {}).greedy
-    assert make("ppo", {}, streams=("o", "b", "v")).critic
+    assert make("ppo", {}, streams=("old", "sampler", "values")).critic
     assert not make("turn-ppo", {"value": "transition:v"}).critic

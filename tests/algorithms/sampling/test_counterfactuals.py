@@ -26,6 +26,7 @@ from agentrl.algorithms.sampling.counterfactuals import (
     with_optional_reward,
 )
 from agentrl.algorithms.train.build import group_requirements
+from agentrl.algorithms.train.builtin_hooks import hooks_of
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
@@ -285,7 +286,7 @@ def test_replays_are_counted() -> None:
 def test_replays_that_nobody_reads_are_refused() -> None:
     config, algo = run_file(), make("grpo", {})
     with pytest.raises(ConfigError, match=r"no preset reads its reward 'role:difference'"):
-        group_requirements(config, {"policy": algo})
+        group_requirements(config, {"policy": algo}, hooks_of(config))
     other = make("grpo", {"reward": "role:difference"})
     check_counterfactuals(config, {"reader": algo, "writer": other}, None)
     check_counterfactuals(resolve({}, source="test"), {"policy": algo}, None)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.objective import core as objective
-from agentrl.algorithms.objective.staleness import token_lag, withhold
+from agentrl.algorithms.objective.ratios import GivenLogProbs
+from agentrl.algorithms.objective.staleness import withhold
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
@@ -158,8 +159,8 @@ async def train(store: SimulatedStore, config: RunConfig, resample: str | None) 
         store.served.append(store.now)
         batch = build_batch(found.groups)
         fresh = withhold(algo, batch, step - ceil(settings.max_staleness))
-        terms = objective.loss_terms(fresh, batch, {}, fresh=True)
-        lags.append(int((token_lag(batch, step)[terms.weight > 0]).max()) if batch.n_tokens else 0)
+        terms = objective.loss_terms(fresh, batch, GivenLogProbs(), fresh=True)
+        lags.append(int((batch.lag(step)[terms.weight > 0]).max()) if batch.n_tokens else 0)
         if settings.order == "asked" or settings.stale == "cancel":
             assert fresh is algo  # nothing is withheld
         assert store.outstanding() <= room or store.kill

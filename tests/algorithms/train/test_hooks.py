@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import agentrl.algorithms
 from agentrl.algorithms.data.state import CountedMeans, StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner, LearnerDefaults
 from agentrl.algorithms.learners.older import current_form
-from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
+from agentrl.algorithms.objective.ratios import Candidates, LogProbs, _say_renamed
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train import loop as module
@@ -194,7 +198,7 @@ def test_a_learner_of_an_earlier_version_gets_what_it_lacks(
     class Earlier:
         """The members that a learner had to have."""
 
-        supplies = frozenset({"o", "b"})
+        supplies = frozenset({"old", "sampler"})
         closed = False
 
         def close(self) -> None:
@@ -212,3 +216,50 @@ def test_a_learner_of_an_earlier_version_gets_what_it_lacks(
     assert "has no undoable, frozen, mark, shrink, rest, which learners have now" in said
     assert current_form(LearnerDefaults(), by=Earlier) is not None
     assert len(caplog.messages) == 1
+
+
+def test_letters_of_an_earlier_version_still_name_models(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked: list[Any] = []
+
+    class Lettered(LearnerDefaults):
+        supplies = frozenset({"o", "b", "q", "k"})
+
+        def logprobs(self, batch: Any, of: str = "o") -> None:
+            asked.append(of)
+
+        def top(self, batch: Any, k: int, of: str = "o") -> None:
+            asked.append((k, of))
+
+    learner = current_form(Lettered(), by=Lettered)
+    assert learner.supplies == {"old", "sampler", "reference", "top_tokens"}
+    assert "'k' is 'top_tokens', 'o' is 'old', 'q' is 'reference'" in caplog.messages[0]
+    learner.logprobs(None)
+    learner.logprobs(None, "reference")
+    learner.top(None, 3, of="teacher")
+    assert asked == ["o", "q", (3, "t")]
+
+
+def test_gates_and_penalties_of_an_earlier_version_still_work(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _say_renamed.cache_clear()
+
+    def mine(lr: Tensor, advantage: Tensor, streams: Any) -> Tensor:
+        assert ("o_K" in streams, "b" in streams) == (False, True)
+        return (streams["p"] - streams["b"]).exp()
+
+    old: Any = Gate(mine, "p", "b"), KLPenalty("k2", 0.1, "t")  # type: ignore[arg-type]
+    new = Gate(mine, "current", "sampler"), KLPenalty("k2", 0.1, "teacher")
+    assert old == new
+    assert "calls log-probs 'b', which are now 'sampler'" in caplog.text
+    assert Algo(catalogue.make("grpo", {}).credit, (old[0],), (old[1],)).needs == {
+        "sampler", "teacher",
+    }  # fmt: skip
+    x = torch.zeros(2)
+    assert mine(x, x, LogProbs(x + 1, x, x)).tolist() == pytest.approx([math.e] * 2)
+    candidates = LogProbs(x, x, x, candidates=Candidates(old=x[None]))
+    assert "o_K" in candidates
+    with pytest.raises(KeyError):
+        candidates["q"]

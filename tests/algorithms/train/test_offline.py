@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from agentrl.algorithms.train import main
 from agentrl.algorithms.train.build import load_algorithm
+from agentrl.algorithms.train.builtin_hooks import hooks_of
 from agentrl.algorithms.train.offline import step_items
 from agentrl.config import RunConfig, resolve
 from agentrl.datasets.pin import pin_dataset
@@ -195,5 +196,6 @@ def test_settings_of_rollouts_are_refused(tmp_path, more, message) -> None:
     ],
 )
 def test_algorithms_of_rollouts_are_refused(tmp_path, algorithm, message) -> None:
+    config = settings(tmp_path, tmp_path, algorithm=algorithm)
     with pytest.raises(ConfigError, match=message):
-        load_algorithm(settings(tmp_path, tmp_path, algorithm=algorithm))
+        load_algorithm(config, hooks_of(config))

@@ -23,6 +23,7 @@ from agentrl.algorithms.train.build import (
     load_algorithms,
     make_policies,
 )
+from agentrl.algorithms.train.builtin_hooks import hooks_of
 from agentrl.algorithms.train.checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.algorithms.train.policy_set import PolicySet
@@ -250,7 +251,8 @@ def learner_of(whole: PolicySet, name: str) -> Any:
 
 
 def build(made: RunConfig) -> PolicySet:
-    return make_policies(made, load_algorithms(made), load_policies(made), AsyncExitStack())
+    algos, models = load_algorithms(made), load_policies(made)
+    return make_policies(made, algos, models, AsyncExitStack(), hooks_of(made))
 
 
 def test_a_checkpoint_holds_every_policy_in_its_folder(

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.algorithms.train.optimize import learning_rate, minibatches
-from agentrl.algorithms.train.trust import mean_kl
+from agentrl.algorithms.train.optimize import learning_rate, mean_kl, minibatches
 from agentrl.config import AlgorithmConfig
 
 STEPS = 5

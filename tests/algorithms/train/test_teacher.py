@@ -102,7 +102,7 @@ def learner(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> TorchLearn
 @pytest.fixture
 def fake(learner: TorchLearner, tiny_model_dir: Path) -> Iterator[FakeVllm]:
     _, tokenizer = load_model(tiny_model_dir, device="cpu")
-    with FakeVllm(learner.frozen["t"].model, tokenizer).serving() as serving:
+    with FakeVllm(learner.frozen["teacher"].model, tokenizer).serving() as serving:
         yield serving
 
 
@@ -119,10 +119,10 @@ def test_it_names_the_tokens_and_log_probs_of_the_same_teacher_in_memory(
     fake.status = [503, 429]
     asyncio.run(teacher.check())
     ids, logprobs = teacher.top(batch)
-    wanted, expected = learner.top(batch, k, "t")
+    wanted, expected = learner.top(batch, k, "teacher")
     assert torch.equal(ids[:, 0], wanted[:, 0])
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
-    named = learner.symbol_logprobs(replace(batch, symbols=ids), "t")
+    named = learner.symbol_logprobs(replace(batch, symbols=ids), "teacher")
     torch.testing.assert_close(logprobs, named, atol=1e-4, rtol=0)
     assert fake.keys == {"Bearer secret"}
     assert {body["model"] for body in fake.asked} == {"big"}

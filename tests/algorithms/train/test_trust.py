@@ -21,10 +21,10 @@ from agentrl.algorithms.learners.verl.settings import settings as verl_settings
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.train import trust
+from agentrl.algorithms.train import optimize
 from agentrl.algorithms.train.offline import from_dataset
+from agentrl.algorithms.train.optimize import MAX_KL, measured_rows
 from agentrl.algorithms.train.step import Updater
-from agentrl.algorithms.train.trust import MAX_KL, measured_rows
 from agentrl.config import AlgorithmConfig, RunConfig, load, resolve
 from agentrl.config.schema import DataConfig
 from agentrl.errors import ConfigError
@@ -36,7 +36,7 @@ from tests import factories
 class Line(LearnerDefaults):
     """A learner whose log-probs are the sampler's plus a place, which a step moves by its rate."""
 
-    supplies = frozenset({"o", "b"})
+    supplies = frozenset({"old", "sampler"})
 
     undoable: bool = True
     place: float = 0.0
@@ -82,7 +82,7 @@ def group(name: str, *rewards: float, length: int = 2, logprob: float = -6.0) ->
 
 def updater(learner: Any, preset: str = "grpo", **settings: Any) -> Updater:
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(**{"lr": 1.0, **settings}))
-    streams = frozenset({"o", "b", "v"})
+    streams = frozenset({"old", "sampler", "values"})
     return Updater(config, catalogue.make(preset, {}, streams=streams), learner)
 
 
@@ -151,18 +151,18 @@ def test_of_a_hopeless_update_nothing_is_left_and_the_batch_ends(
     assert len(learner.rates) == 1
     assert metrics["update/early_stop"] == 1
     assert metrics["update/kl"] == 0
-    assert metrics["update/undone"] == trust.HALVINGS + 1
+    assert metrics["update/undone"] == optimize.HALVINGS + 1
     assert "it was undone and not made" in caplog.text
 
 
 def test_target_kl_raises_the_default_limit_and_max_kl_is_the_user_s() -> None:
-    assert trust.largest_kl(AlgorithmConfig()) == MAX_KL
-    assert trust.largest_kl(AlgorithmConfig(target_kl=MAX_KL / 2)) == MAX_KL
-    assert trust.largest_kl(AlgorithmConfig(target_kl=0.7)) == 0.7
+    assert optimize.largest_kl(AlgorithmConfig()) == MAX_KL
+    assert optimize.largest_kl(AlgorithmConfig(target_kl=MAX_KL / 2)) == MAX_KL
+    assert optimize.largest_kl(AlgorithmConfig(target_kl=0.7)) == 0.7
     several = AlgorithmConfig(minibatches=2, epochs=3)
-    assert trust.largest_kl(several) == pytest.approx(6 * MAX_KL)
-    assert trust.largest_kl(AlgorithmConfig(target_kl=0.7, max_kl=0.1)) == 0.1
-    assert trust.largest_kl(AlgorithmConfig(max_kl=0.0)) == 0
+    assert optimize.largest_kl(several) == pytest.approx(6 * MAX_KL)
+    assert optimize.largest_kl(AlgorithmConfig(target_kl=0.7, max_kl=0.1)) == 0.1
+    assert optimize.largest_kl(AlgorithmConfig(max_kl=0.0)) == 0
 
 
 def test_tokens_of_another_sampler_count_as_the_policy_would_sample_them() -> None:
@@ -249,7 +249,7 @@ def test_a_step_that_is_not_made_leaves_every_bit(tiny_model_dir: Path) -> None:
     updater(learner, lr=1e-3, max_kl=0.0).update(0, groups)
     before = {name: p.clone() for name, p in learner.parameters().items()}
     metrics = updater(learner, lr=1e38, max_kl=0.1).update(1, groups)
-    assert metrics["update/undone"] == trust.HALVINGS + 1
+    assert metrics["update/undone"] == optimize.HALVINGS + 1
     assert all(torch.equal(p, before[name]) for name, p in learner.parameters().items())
     assert not any(state["exp_avg"].any() for state in moments(learner))
     assert updater(learner, lr=1e-5).update(2, groups)["update/undone"] == 0
@@ -260,7 +260,7 @@ def test_the_critic_beside_keeps_its_step(tiny_model_dir: Path) -> None:
     for limit in (0.0, 1e-6):
         learner = torch_learner(tiny_model_dir)
         learner.critic = ValueModel(learner.model, lr=1e-2)
-        learner.supplies |= {"v"}
+        learner.supplies |= {"values"}
         step = updater(learner, "ppo", lr=1e-2, max_kl=limit, min_group=1)
         metrics = step.update(0, [group("a", 1.0, 0.0)])
         assert (metrics["update/undone"] > 0) is bool(limit)
@@ -277,7 +277,7 @@ def test_only_a_part_of_a_large_batch_is_measured(
     names = [f"g{n}" for n in range(16)]
     batch = step.batch([group(name, 1.0, 0.0, length=1 + n % 4) for n, name in enumerate(names)])
     assert measured_rows(batch, "0/0", 1) is None
-    monkeypatch.setattr(trust, "SMALL", 8)
+    monkeypatch.setattr(optimize, "SMALL", 8)
     rows = measured_rows(batch, "0/0", 1)
     assert rows is not None
     assert 1 < len(rows) < len(batch.rows) / 4

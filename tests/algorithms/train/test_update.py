@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.diagnostics.dump import BadSteps, load_dump
 from agentrl.algorithms.learners.base import LearnerDefaults, Psi, StepReport
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.build import load_algorithm
-from agentrl.algorithms.train.dump import BadSteps, load_dump
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
@@ -38,7 +38,7 @@ from tests import factories
 class Recorder(LearnerDefaults):
     """A learner whose log-probs are the sampler's plus `shift` after each step."""
 
-    supplies = frozenset({"o", "b", "e"})
+    supplies = frozenset({"old", "sampler", "entropy"})
 
     shift: float = 0.0
     batches: list[Batch] = dataclasses.field(default_factory=list)

@@ -38,7 +38,7 @@ def test_every_preset_and_modifier_has_a_case() -> None:
 
 
 def test_every_preset_builds_with_its_defaults_and_says_where_it_is_from() -> None:
-    streams = ("o", "b", "q", "t", "v", "k")
+    streams = ("old", "sampler", "reference", "teacher", "values", "top_tokens")
     needed = {
         "streams": {"streams": {"outcome": {}}},
         "process": {"process_streams": {"p": {"scope": "transition"}}},

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from agentrl.algorithms.objective.ratios import LogProbs
 from agentrl.algorithms.zoo.gates.corrections import OffPolicyMask
 from agentrl.algorithms.zoo.gates.presets import (
     DivergenceGate,
@@ -19,7 +20,7 @@ from agentrl.algorithms.zoo.gates.presets import (
     VespoWeight,
 )
 from tests.algorithms.credit.test_laws import are_one_on_policy, law
-from tests.algorithms.objective.test_ratios import RHO, SIGN, near, stay_finite, top
+from tests.algorithms.objective.test_ratios import RHO, SIGN, near, of_candidates, stay_finite, top
 
 
 def test_vespo_shapes() -> None:
@@ -44,17 +45,17 @@ def test_divergence_bounds_a_probability_not_its_ratio(
     kind: str, bound: float, mu: float, kept: float
 ) -> None:
     b = torch.tensor([mu]).double().log()
-    streams = {"b": b, "p": b + log(1.5)}
-    lr, up = streams["p"] - b, torch.ones(1)
-    assert near(DivergenceGate(kind, bound, bound)(lr, up, streams), [kept])
-    assert near(DivergenceGate(kind, bound, bound)(lr, -up, streams), [1.5])
+    logprobs = LogProbs(b + log(1.5), b, b)
+    lr, up = logprobs.current - b, torch.ones(1)
+    assert near(DivergenceGate(kind, bound, bound)(lr, up, logprobs), [kept])
+    assert near(DivergenceGate(kind, bound, bound)(lr, -up, logprobs), [1.5])
 
 
 def test_divergence_bounds_both_directions_and_caps_the_ratio() -> None:
     b = torch.tensor([0.6, 0.01, 0.6]).log()
     p = torch.tensor([0.3, 0.15, 0.3]).log()
     advantage = torch.tensor([-1.0, 1.0, 1.0])
-    factors = DivergenceGate("tv", 0.2, 0.2, 10.0)(p - b, advantage, {"b": b, "p": p})
+    factors = DivergenceGate("tv", 0.2, 0.2, 10.0)(p - b, advantage, LogProbs(p, b, b))
     assert near(factors, [0, 10, 0.5])
 
 
@@ -63,21 +64,20 @@ def test_top_k_divergence_counts_the_rest_as_one_symbol(
     kind: Literal["tv", "kl"], distance: float
 ) -> None:
     # The rest has .1 and .2.
-    streams, up = top((0.6, 0.3), (0.5, 0.3)), torch.ones(1).double()
-    lr = (streams["p_K"] - streams["o_K"])[:, 0]
+    logprobs, up = top((0.6, 0.3), (0.5, 0.3)), torch.ones(1).double()
+    lr = logprobs.current - logprobs.old
     for bound, factor in ((distance + 1e-6, 0.5 / 0.6), (distance - 1e-6, 0.0)):
         gate = TopKDivergenceGate(kind, bound, bound, k=2)
-        assert near(gate(lr, -up, streams), [factor])
-        assert near(gate(lr, up, streams), [0.5 / 0.6])  # back to where it came from
+        assert near(gate(lr, -up, logprobs), [factor])
+        assert near(gate(lr, up, logprobs), [0.5 / 0.6])  # back to where it came from
 
 
 def test_top_k_divergence_sees_what_the_sampled_token_does_not() -> None:
     # The sampled token gained little; the two likeliest have changed places.
-    streams, up = top((0.1, 0.6, 0.2), (0.11, 0.2, 0.6)), torch.ones(1).double()
-    lr = (streams["p_K"] - streams["o_K"])[:, 0]
-    assert near(TopKDivergenceGate(k=3)(lr, up, streams), [0])
-    binary = {"b": streams["o_K"][:, 0], "p": streams["p_K"][:, 0]}
-    assert near(DivergenceGate()(lr, up, binary), [1.1])
+    logprobs, up = top((0.1, 0.6, 0.2), (0.11, 0.2, 0.6)), torch.ones(1).double()
+    lr = logprobs.current - logprobs.old
+    assert near(TopKDivergenceGate(k=3)(lr, up, logprobs), [0])
+    assert near(DivergenceGate()(lr, up, logprobs), [1.1])
 
 
 def test_top_k_divergence_of_all_symbols_is_that_of_the_distributions() -> None:
@@ -90,7 +90,7 @@ def test_top_k_divergence_of_all_symbols_is_that_of_the_distributions() -> None:
     for kind, distance in kinds:
         far = (distance > 0.3) & (sign * lr > 0)
         gate = TopKDivergenceGate(kind, 0.3, 0.3, inf, 7)
-        assert near(gate(lr, sign, {"o_K": o_K, "p_K": p_K}), (lr.exp() * ~far).tolist())
+        assert near(gate(lr, sign, of_candidates(o_K, p_K)), (lr.exp() * ~far).tolist())
 
 
 def test_fewer_symbols_never_see_a_larger_divergence() -> None:
@@ -103,7 +103,7 @@ def test_fewer_symbols_never_see_a_larger_divergence() -> None:
         before = torch.zeros(200, dtype=torch.bool)
         for k in range(1, 10):
             gate = TopKDivergenceGate(kind, 0.2, 0.2, k=k)
-            dropped = gate(lr, lr, {"o_K": o_K[:, :k], "p_K": p_K[:, :k]}) == 0
+            dropped = gate(lr, lr, of_candidates(o_K[:, :k], p_K[:, :k])) == 0
             assert not (before & ~dropped).any()
             before = dropped
 

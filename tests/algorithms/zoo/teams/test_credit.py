@@ -139,7 +139,7 @@ def test_its_loss_is_the_published_one(case: str, check: Check) -> None:
 
 
 def test_an_episode_of_one_answer_may_have_the_reward_of_its_rollout() -> None:
-    algo = make("maporl", {"reward": "outcome"}, streams=("o", "b", "v"))
+    algo = make("maporl", {"reward": "outcome"}, streams=("old", "sampler", "values"))
     calls = [Call(role="a"), Call(role="b")]
     batch = world(Play(calls, outcome=1.0), Play(calls, outcome=0.0), values=[0.0] * 4)
     up = 0.5**0.5

@@ -20,8 +20,13 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.objective.core import Terms
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.errors import TrainingError
 
+OLD_NAMES = {  # of log-probs, in files of earlier versions
+    "o": "old", "b": "sampler", "q": "reference", "t": "teacher", "share": "current_in_old",
+    "o_K": "old_candidates", "t_K": "teacher_candidates",
+}  # fmt: skip
 ROW = [field.name for field in dataclasses.fields(TokenRow)]
 
 
@@ -75,7 +80,7 @@ def save_dump(path: Path, dump: Dump) -> None:
     flat |= {"logprobs": dump.logprobs, "advantage": terms.advantage, "weight": terms.weight}
     for prefix, columns in (
         ("reward", batch.rewards), ("memory", batch.memory),
-        ("stream", terms.streams), ("ids", terms.ids),
+        ("logprobs", {"sampler": terms.sampler, **terms.given.computed()}), ("ids", terms.ids),
     ):  # fmt: skip
         flat |= {f"{prefix}/{name}": column for name, column in columns.items()}
     plain: dict[str, Any] = {"loss": repr(dump.loss), "grad_norm": repr(dump.grad_norm)}
@@ -115,5 +120,9 @@ def load_dump(path: Path) -> Dump:
     parts = [torch.split(flat[name], lengths if name == "tokens" else actions) for name in ROW]
     rows = [TokenRow(*row) for row in zip(*parts, strict=True)]
     batch = Batch(rows=rows, rewards=table("reward"), memory=table("memory"), **columns)
-    terms = Terms(tensors["advantage"], tensors["weight"], table("stream"), table("ids"), skip=None)
+    letters = {OLD_NAMES[letter]: column for letter, column in table("stream").items()}
+    known = letters | table("logprobs")
+    sampler, given = known.pop("sampler"), GivenLogProbs(**known)
+    credit = tensors["advantage"], tensors["weight"]
+    terms = Terms(*credit, sampler, given, table("ids"), skip=None)
     return Dump(batch, terms, tensors["logprobs"], loss, grad_norm)

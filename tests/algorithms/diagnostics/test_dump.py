@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from agentrl.algorithms.diagnostics.dump import BadSteps, Dump, load_dump, save_dump
 from agentrl.algorithms.objective.core import loss_terms
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.train.dump import BadSteps, Dump, load_dump, save_dump
 from agentrl.errors import TrainingError
 from tests.algorithms.learners.test_learner import make_batch
 
@@ -21,7 +25,7 @@ def make_dump() -> Dump:
     outcome[-1:] = math.nan
     memory = {"ema": torch.rand(len(batch.rollouts)).double()}
     batch = dataclasses.replace(batch, rewards={"outcome": outcome}, memory=memory)
-    terms = loss_terms(catalogue.make("gspo+tis", {}), batch, {}, fresh=True)
+    terms = loss_terms(catalogue.make("gspo+tis", {}), batch, GivenLogProbs(), fresh=True)
     return Dump(batch, terms, batch.behaviour * math.inf, loss=math.nan, grad_norm=math.inf)
 
 
@@ -61,3 +65,20 @@ def test_a_dump_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> N
         steps.bad(3, 0, make_dump())
     with pytest.raises(TrainingError, match="step 4: 52 of 52 log-probs"):
         steps.bad(4, 0, make_dump())
+
+
+def test_a_dump_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It named log-probs by letters."""
+    made = make_dump()
+    old = dataclasses.replace(made.terms.given, old=made.terms.sampler + 1)
+    save_dump(tmp_path / "new", dataclasses.replace(made, terms=replace(made.terms, given=old)))
+    letters = {"logprobs/sampler": "stream/b", "logprobs/old": "stream/o"}
+    with safe_open(tmp_path / "new", framework="pt") as file:
+        tensors = {letters.get(key, key): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    assert {"stream/b", "stream/o"} <= tensors.keys()
+    save_file(tensors, tmp_path / "old", metadata)
+    terms = load_dump(tmp_path / "old").terms
+    assert torch.equal(terms.sampler, made.terms.sampler)
+    assert terms.given.computed().keys() == {"old"}
+    torch.testing.assert_close(terms.given.old, made.terms.sampler + 1)
