@@ -3,22 +3,30 @@ be safe: see "Peers" in CREDIT.md.
 
 Calls without a later known reward are left out. Tensors are float64 [S] over the calls that remain.
 Means are over other rollouts than the call's own, so that they do not depend on the call.
+
+What one batch shows of states is little, so a run remembers what earlier batches showed; a batch on
+its own, without memory, is judged by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
-from agentrl.algorithms.credit.core import Column, Credit, column
+from agentrl.algorithms.credit.core import Column
+from agentrl.algorithms.credit.scale import KEPT, JudgedColumn
 from agentrl.algorithms.credit.shrinkage import mean_by
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import key, next_same, reduce_by, scan, units
+from agentrl.algorithms.data.ids import Level, key, next_same, reduce_by, scan, units
+from agentrl.algorithms.data.state import StatePart
+from agentrl.types import Json, Rollout
 
 SHOWN = (0.15, 0.5)  # share of the outcome that is visible before the end: no trust, full trust
 EFFECT = (1.25, 2.5)  # squared effect that values miss, over its noise: full trust, no trust
@@ -42,6 +50,7 @@ class Calls(NamedTuple):
     contexts: tuple[Tensor, ...]  # ids of what the policy may have acted on: state, whole prompt
     chance: Tensor  # probability of what the call said
     weight: Tensor  # squared norm of the gradient of its log-prob by the logits, about
+    unit: float  # standard deviation of returns within groups; 0: they are equal
 
 
 def calls_of(
@@ -74,8 +83,19 @@ def calls_of(
         ),
         chance=logprob.exp()[index],
         weight=norm.clamp(min=CERTAIN)[index],
+        unit=0.0,
     )
-    return (from_lowest(calls) if gamma == 1.0 else calls), index
+    calls = from_lowest(calls) if gamma == 1.0 else calls
+    return calls._replace(unit=deviation(calls)), index
+
+
+def deviation(calls: Calls) -> float:
+    """Standard deviation of returns within groups; 0 if it is a rounding error."""
+    x = calls.returns
+    if not x.numel():
+        return 0.0
+    found = float((x - mean_by(x, calls.group)[0]).square().mean().sqrt())
+    return found if found > core.SPREAD * float(x.abs().max()) else 0.0
 
 
 def from_lowest(calls: Calls) -> Calls:
@@ -95,22 +115,32 @@ def of_others(calls: Calls, x: Tensor, same: Tensor) -> Tensor:
     return reduce_by(x, same)[same] - reduce_by(x, calls.rollout)[calls.rollout]
 
 
-def state_values(calls: Calls, x: Tensor) -> Tensor:
+def state_values(calls: Calls, x: Tensor, past: Tensor | None = None) -> Tensor:
     """Mean x of other rollouts in each call's state, NaN if there are none, and the effect of time,
-    as a state that comes back later may leave less of it: one slope per group of the differences
-    from the means of states, by turn, less what noise explains of it."""
-    state, group = calls.state, calls.group
-    mean, count = mean_by(x, state, calls.rollout)
-    turn = calls.turn.double()
-    when = mean_by(turn, state, calls.rollout)[0]
-    off, late = x - mean_by(x, state)[0], turn - mean_by(turn, state)[0]
+    as a state that comes back later may leave less of it: one slope of the differences from the
+    means of states, by turn, less what noise explains of it. past: `time_sums` of earlier batches.
+    """
+    mean, count = mean_by(x, calls.state, calls.rollout)
+    turn, everywhere = calls.turn.double(), torch.zeros_like(calls.rollout)
+    when = mean_by(turn, calls.state, calls.rollout)[0]
+    before = torch.zeros(4, dtype=torch.float64) if past is None else past
     squares, product, total, seen = (
-        of_others(calls, y, group) for y in (late**2, late * off, off**2, (late != 0).double())
+        of_others(calls, y, everywhere) + more
+        for y, more in zip(time_terms(calls, x), before, strict=True)
     )
     slope = torch.where(squares > 0, product / squares, 0.0)
     noise = (total - slope * product).clamp(min=0.0) / (seen - 1).clamp(min=1.0)
-    slope *= surplus(slope * product, noise)
+    slope *= surplus(slope * product, noise) * calls.unit
     return torch.where(count > 0, mean + slope * (turn - when), torch.nan)
+
+
+def time_terms(calls: Calls, x: Tensor) -> Tensor:
+    """What slopes are fitted to, of each call, [4, S]: squared distance of its turn from the mean
+    of its state, product with that of x, squared distance of x, and whether there is one."""
+    turn = calls.turn.double()
+    late = turn - mean_by(turn, calls.state)[0]
+    off = (x - mean_by(x, calls.state)[0]) / (calls.unit or 1.0)
+    return torch.stack([late**2, late * off, off**2, (late != 0).double()])
 
 
 def surplus(signal: Tensor, noise: Tensor) -> Tensor:
@@ -126,9 +156,9 @@ def lambda_returns(calls: Calls, value: Tensor, lam: float) -> Tensor:
     return scan(step, torch.where(valued, lam, 1.0) * calls.gamma, calls.following)
 
 
-def missed_by_values(calls: Calls, lam: float) -> Tensor:
-    """Each return less the lambda-return by the values of states."""
-    return calls.returns - lambda_returns(calls, state_values(calls, calls.returns), lam)
+def missed_by_values(calls: Calls, lam: float, past: Tensor | None = None) -> Tensor:
+    """Each return less the lambda-return by the values of states. past: as in `state_values`."""
+    return calls.returns - lambda_returns(calls, state_values(calls, calls.returns, past), lam)
 
 
 def plain_baselines(calls: Calls) -> Tensor:
@@ -160,65 +190,55 @@ def baselines(calls: Calls, x: Tensor) -> Tensor:
     return base + (fit * surplus(fit * product, noise)).clamp(0.0, 1.0) * moved
 
 
-def explained(calls: Calls, chosen: Tensor) -> float:
-    """Share of the variance of the chosen calls' returns, within groups, that their states and
-    actions explain (adjusted R squared, with one more degree of freedom that explains nothing),
-    times the share of these calls that are not alone with theirs."""
-    if not chosen.any():
-        return 0.0
-    x, group = calls.returns[chosen], calls.group[chosen]
+def end_sums(calls: Calls, chosen: Tensor) -> Tensor:
+    """Of the chosen calls' returns, [6]: squared deviations within groups and degrees of freedom,
+    the same within pairs of state and action, calls that are not alone in theirs, and all calls."""
+    x, group = calls.returns[chosen] / (calls.unit or 1.0), calls.group[chosen]
     cell = key(calls.state[chosen], calls.action[chosen])
 
-    def spread(same: Tensor) -> tuple[float, float, Tensor]:
+    def spread(same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, count = mean_by(x, key(same))
-        return float((x - mean).square().sum()), len(x) - float((1 / count).sum()), count
+        return (x - mean).square().sum(), len(x) - (1 / count).sum(), count
 
     total, freedom, _ = spread(group)
     within, inner, count = spread(cell)
-    if total <= (core.SPREAD * float(x.abs().max())) ** 2 or freedom < 0.5:
+    met = (count > 1).double().sum()
+    return torch.stack([total, freedom, within, inner, met, torch.tensor(float(len(x)))]).double()
+
+
+def explained(sums: Tensor) -> float:
+    """Share of the variance of returns, within groups, that states and actions explain (adjusted R
+    squared, with one more degree of freedom that explains nothing), times the share of calls that
+    are not alone with theirs. sums: see `end_sums`."""
+    total, freedom, within, inner, met, calls = sums.tolist()
+    if total <= core.SPREAD**2 * calls or freedom < 0.5:
         return 0.0
     each = total / freedom
-    return max(0.0, 1 - (within + each) / (inner + 1) / each) * float((count > 1).double().mean())
+    share: float = max(0.0, 1 - (within + each) / (inner + 1) / each)
+    return share * float(met / calls)
 
 
-def shown_before_the_end(calls: Calls) -> float:
+def shown_before_the_end(ends: Tensor) -> float:
     """Trust in values by how much of the outcome the calls before the last show, and the last."""
-    last = calls.following < 0
-    before = ~last & last[calls.following]
     low, high = SHOWN
-    shown = min(explained(calls, last), explained(calls, before))
-    return min(max((shown - low) / (high - low), 0.0), 1.0)
+    return min(max((min(map(explained, ends)) - low) / (high - low), 0.0), 1.0)
 
 
-def trust(calls: Calls, missed: Tensor) -> Tensor:
-    """How far values of states replace returns, from 0 to 1, by what the batch shows, [S]. missed:
-    see `missed_by_values`."""
-    shown = shown_before_the_end(calls)
-    if not shown:
-        return torch.zeros_like(missed)
-    mean, count = mean_by(missed, calls.state, calls.rollout)
-    return shown * missed_effects(calls, missed - torch.where(count > 0, mean, 0.0))
+def stages(calls: Calls) -> Tensor:
+    """0 for the first call of a rollout, 1 for the next 2, 2 for the next 4, ..."""
+    return (calls.turn + 1).double().log2().floor().long()
 
 
-def trust_in_states(batch: Batch, reward: str = "outcome") -> float:
-    """Mean over the calls of how far `peers` and `auto` trust in the values of their states: 0 is
-    the credit of `rloo`. 0 without calls that can be compared."""
-    calls, index = calls_of(batch, reward, 1.0, turns.Returns(reward, 1.0)(batch))
-    if not index.numel():
-        return 0.0
-    return float(trust(calls, missed_by_values(calls, LAMBDA)).mean())
-
-
-def missed_effects(calls: Calls, missed: Tensor) -> Tensor:
-    """Trust in values at each call by how little the actions explain of what values miss.
+def effect_sums(calls: Calls, missed: Tensor) -> Tensor:
+    """How much the actions explain of what values miss, [contexts, 2, stages].
 
     The sum of `missed` times the score of each call, under a policy with a logit for each action in
-    each context, is the gradient that values lose. Its square is compared with the square that it
-    would have by chance, as the rollouts of a group differ: in all, and by stages (the first call,
-    the next 2, the next 4, ...), with states and with whole prompts as contexts."""
-    stage = (calls.turn + 1).double().log2().floor().long()
-    trust = torch.ones(int(stage.max()) + 1, dtype=torch.float64)
+    each context, is the gradient that values lose. Its square, and the square that it would have by
+    chance, as the rollouts of a group differ: by stages, with states and with whole prompts as
+    contexts."""
+    stage, missed = stages(calls), missed / (calls.unit or 1.0)
     size = reduce_by(calls.following < 0, calls.group)[calls.group]
+    sums = []
     for context in calls.contexts:
         found, each, groups = (
             squared_scores(calls, missed, unit, key(context, stage))
@@ -226,9 +246,18 @@ def missed_effects(calls: Calls, missed: Tensor) -> Tensor:
         )
         # Sum of n / (n - 1) times the squared deviations of a group's n rollouts from their mean.
         noise = (size * each - groups) / (size - 1)
-        at = fading(reduce_by(found, stage), reduce_by(noise, stage), EFFECT_AT)
-        trust = trust.minimum(at).minimum(fading(found.sum(), noise.sum(), EFFECT))
-    return trust[stage]
+        sums.append(torch.stack([reduce_by(found, stage), reduce_by(noise, stage)]))
+    return torch.stack(sums)
+
+
+def missed_effects(effects: Tensor) -> Tensor:
+    """Trust in values at each stage by how little the actions explain of what values miss, in all
+    and at this stage. effects: see `effect_sums`."""
+    trust = torch.ones(effects.shape[-1], dtype=torch.float64)
+    for found, noise in effects:
+        trust = trust.minimum(fading(found, noise, EFFECT_AT))
+        trust = trust.minimum(fading(found.sum(), noise.sum(), EFFECT))
+    return trust
 
 
 def fading(found: Tensor, noise: Tensor, bounds: tuple[float, float]) -> Tensor:
@@ -256,38 +285,103 @@ def squared_scores(calls: Calls, x: Tensor, unit: Tensor, context: Tensor) -> Te
     return square
 
 
-@column("transition")
-def PeerAdvantages(
-    batch: Batch, reward: str | Column = "outcome", gamma: float = 1.0, lam: float = LAMBDA
-) -> Tensor:
-    """The return of each call, without what later calls did to it as far as values of states can be
-    trusted (`lambda_returns`), minus `baselines`, [S]; 0 without others to compare with. A constant
-    that is added to all outcomes changes nothing; a factor is one of the advantages."""
-    total = turns.Returns(reward, 1.0)(batch)
-    calls, index = calls_of(batch, reward, gamma, total)
-    advantage = torch.where(total.isnan(), total, 0.0)
-    if index.numel():
-        missed = missed_by_values(calls, lam)
-        x = calls.returns - trust(calls, missed) * missed
-        advantage[index] = core.standardise(x, calls.group, base=baselines(calls, x)).advantage
-    return advantage
+@dataclass(slots=True)
+class Evidence:
+    """What batches showed of values, in units of their returns' deviation: see `time_terms`,
+    `end_sums` of last calls and those before, and `effect_sums`."""
+
+    time: Tensor
+    ends: Tensor
+    effects: Tensor
+
+    def then(self, now: Evidence) -> Evidence:
+        """Of this and the next batch."""
+        longest = max(self.effects.shape[-1], now.effects.shape[-1])
+        before, after = (
+            torch.nn.functional.pad(x.effects, (0, longest - x.effects.shape[-1]))
+            for x in (self, now)
+        )
+        return Evidence(
+            KEPT * self.time + now.time, KEPT * self.ends + now.ends, KEPT * before + after
+        )
+
+    def dump(self) -> Json:
+        return {name: getattr(self, name).tolist() for name in ("time", "ends", "effects")}
+
+    def restore(self, data: Json) -> None:
+        found = msgspec.convert(data, SavedEvidence)
+        self.time, self.ends, self.effects = (
+            torch.tensor(x, dtype=torch.float64) for x in (found.time, found.ends, found.effects)
+        )
+
+
+class SavedEvidence(msgspec.Struct):
+    time: list[float]
+    ends: list[list[float]]
+    effects: list[list[list[float]]]
+
+
+def no_evidence() -> Evidence:
+    return Evidence(
+        *(torch.zeros(shape, dtype=torch.float64) for shape in ((4,), (2, 6), (2, 2, 1)))
+    )
+
+
+def evidence(calls: Calls, missed: Tensor) -> Evidence:
+    """What a batch shows of values. missed: see `missed_by_values`."""
+    last = calls.following < 0
+    before = ~last & last[calls.following]
+    mean, count = mean_by(missed, calls.state, calls.rollout)
+    missed = missed - torch.where(count > 0, mean, 0.0)
+    return Evidence(
+        time_terms(calls, calls.returns).sum(1),
+        torch.stack([end_sums(calls, last), end_sums(calls, before)]),
+        effect_sums(calls, missed),
+    )
+
+
+def trust(calls: Calls, judged: Evidence) -> Tensor:
+    """How far values of states replace returns, from 0 to 1, [S]."""
+    return shown_before_the_end(judged.ends) * missed_effects(judged.effects)[stages(calls)]
+
+
+def trust_in_states(batch: Batch, reward: str = "outcome") -> float:
+    """Mean over the calls of how far `peers` and `auto` trust in the values of their states: 0 is
+    the credit of `rloo`. 0 without calls that can be compared."""
+    calls, index = calls_of(batch, reward, 1.0, turns.Returns(reward, 1.0)(batch))
+    if not index.numel():
+        return 0.0
+    return float(trust(calls, evidence(calls, missed_by_values(calls, LAMBDA))).mean())
 
 
 @dataclass(frozen=True, slots=True)
-class GrpoScale:
-    """A credit [N] that is the reward minus the mean of the others', times the factor that makes it
-    GRPO's: (n - 1) / n over the standard deviation of the returns of the group's n rollouts, each
-    of which weighs as much as every other, however many calls it has."""
+class PeerAdvantages(JudgedColumn):
+    """The return of each call, without what later calls did to it as far as values of states can be
+    trusted (`lambda_returns`), minus `baselines`, [S]; 0 without others to compare with. A constant
+    that is added to all outcomes changes nothing; a factor is one of the advantages."""
 
-    credit: Credit
     reward: str | Column = "outcome"
+    gamma: float = 1.0
+    lam: float = LAMBDA
 
-    def __call__(self, batch: Batch) -> Tensor:
-        returns = turns.Returns(self.reward)(batch)
-        group, rollout = units(batch, "transition", "group"), batch.transition_rollout
-        known = (~returns.isnan()).double()
-        weight = 1 / reduce_by(known, rollout)[rollout].clamp(min=1.0)
-        scale = core.standardise(returns, group, norm="std", w=weight).scale
-        n = reduce_by(weight * known, group)[group]
-        factor = torch.where(scale > 0, (n - 1) / n / scale, 0.0)
-        return self.credit(batch) * factor[batch.token_transition]
+    @property
+    def level(self) -> Level:
+        return "transition"
+
+    def part(self, seed: int) -> StatePart:
+        return no_evidence()
+
+    def recall(
+        self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
+    ) -> tuple[Tensor, StatePart]:
+        assert isinstance(part, Evidence)
+        total = turns.Returns(self.reward, 1.0)(batch)
+        calls, index = calls_of(batch, self.reward, self.gamma, total)
+        advantage = torch.where(total.isnan(), total, 0.0)
+        if not calls.unit:
+            return advantage, part
+        missed = missed_by_values(calls, self.lam, KEPT * part.time)
+        judged = part.then(evidence(calls, missed))
+        x = calls.returns - trust(calls, judged) * missed
+        advantage[index] = core.standardise(x, calls.group, base=baselines(calls, x)).advantage
+        return advantage, judged

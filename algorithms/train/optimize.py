@@ -103,6 +103,8 @@ class OptimizerSteps:
                 early_stop = True
             if early_stop:
                 break
+        if moved is not None and moved.kl is not None:
+            self.limit.end(moved.kl)
         reasons = [terms.skip for terms in planned if terms.skip]
         if reasons and len(reasons) == len(planned):
             self._note_unchanged(step.number, "; ".join(dict.fromkeys(reasons)))

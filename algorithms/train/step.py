@@ -30,7 +30,7 @@ from agentrl.algorithms.train.dump import BadSteps
 from agentrl.algorithms.train.optimize import OptimizerSteps, TrainingStep, with_loss_terms
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.teacher import RemoteTeacher
-from agentrl.algorithms.train.trust import KlLimit, largest_kl
+from agentrl.algorithms.train.trust import STEP_SIZE, KlLimit, largest_kl
 from agentrl.config import RunConfig
 from agentrl.types import POLICY, Float32, Group
 
@@ -70,6 +70,7 @@ class Updater:
         tokenizer, context = self.preprocessor.tokenizer, self.preprocessor.context
         trained = TrainedPolicy(learner.logprobs, tokenizer, context, policy)
         limit = KlLimit(learner, largest_kl(config.algorithm), config.seed, policy)
+        self.state.parts[STEP_SIZE] = limit
         recorded = self.recorder, self.bad_steps, self.unchanged
         optimizer = OptimizerSteps(config, learner, limit, *recorded, policy)
         object.__setattr__(self, "trained", trained)

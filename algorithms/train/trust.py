@@ -7,6 +7,10 @@ forward pass, so of a large batch only a part is measured: neighbouring rows, wh
 are computed once. Always true: which rows is a function of seed and step, and nobody samples from
 weights that are undone, because they are published later.
 
+Steps that are undone again and again have too high a rate, and as many steps of the largest length
+that is allowed lead nowhere: so a limit remembers how often that was, and lowers the rate for a
+while. What it remembers is in the checkpoint.
+
 A step with half the learning rate ends half way, because AdamW's step is proportional to it: so an
 undone step is made again without another gradient. First moments shrink by its square.
 Whole, they push the next steps too far as well; at 0, many small steps learn too slowly; and
@@ -20,6 +24,7 @@ import math
 import random
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -28,13 +33,17 @@ from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.objective.core import kl_value
 from agentrl.algorithms.objective.ratios import ratio
 from agentrl.config import AlgorithmConfig
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Json
 
 log = logging.getLogger("agentrl.algorithm")
 
 MAX_KL = 0.05  # for each optimizer step, by default: tens of times what that of a healthy run moves
 HALVINGS = 10  # after which nothing of a step is kept
 MOST = 2.0  # of the weights that correct for tokens of another policy, such as an older version
+STEP_SIZE = "step_size"  # name of what is remembered, in the algorithm's state
+OFTEN = 1 / 8  # of the limit: the mean KL of recent training steps above which the rate is lowered
+LATEST = 0.25  # weight of the latest training step in that mean
+LOWER, HIGHER = 0.5, 2**0.25  # factors of the rate after a training step
 PART, SMALL = 1 / 8, 2048  # the measured share of a batch's tokens, with context; the least number
 
 
@@ -47,6 +56,8 @@ class KlLimit:
     seed: int = 0
     policy: str = POLICY
     told: bool = False  # whether the console knows that steps are undone
+    recent: float = 0.0  # mean KL of recent training steps
+    rate: float = 1.0  # of the learning rate, with which a training step begins
 
     def __post_init__(self) -> None:
         if not getattr(self.learner, "undoable", False):
@@ -57,7 +68,22 @@ class KlLimit:
         optimizer steps per pass over the batch."""
         rows = measured_rows(batch, f"{self.seed}/{batch.step}", minibatches)
         part, tokens = (batch, torch.arange(batch.n_tokens)) if rows is None else batch.cut(rows)
-        return Movement(self, part, tokens, weight[tokens].double())
+        return Movement(self, part, tokens, weight[tokens].double(), share=self.rate)
+
+    def end(self, kl: float) -> None:
+        """After a training step: lower the rate if recent ones went far, else raise it again. The
+        KL is about quadratic in the rate."""
+        self.recent += LATEST * (kl - self.recent)
+        far = self.recent / (OFTEN * self.limit) if self.limit else 0.0
+        self.rate = min(1.0, self.rate * (max(LOWER, far**-0.5) if far > 1 else HIGHER))
+
+    def dump(self) -> Json:
+        return {"recent": self.recent, "rate": self.rate}
+
+    def restore(self, data: Json) -> None:
+        """Load the output of `dump`. Raises msgspec.ValidationError for anything else."""
+        found = msgspec.convert(data, dict[str, float])
+        self.recent, self.rate = found.get("recent", 0.0), found.get("rate", 1.0)
 
     def tell(self, step: int, kl: float, share: float) -> None:
         """Say on the console, once, that a step was undone."""

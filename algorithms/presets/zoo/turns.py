@@ -12,7 +12,8 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.core import Column, GroupRelative, column, weighted_sum
-from agentrl.algorithms.credit.peers import LAMBDA, GrpoScale, PeerAdvantages
+from agentrl.algorithms.credit.peers import LAMBDA, PeerAdvantages
+from agentrl.algorithms.credit.scale import GrpoScale, ReturnScale
 from agentrl.algorithms.credit.shrinkage import mean_by, reliability, variance_components
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
@@ -121,7 +122,7 @@ def auto(reward: str, *, std: bool = True, gamma: Discount = 1.0, lam: Discount 
     """`grpo`, with the credit of `peers` where states recur and tell what earlier calls did; on the
     scale of `grpo`, with or without `std`. arXiv 2402.03300."""
     credit = peers(reward=reward, gamma=gamma, lam=lam).credit
-    return Algo(GrpoScale(credit, reward) if std else credit)
+    return Algo(GrpoScale(credit, reward, ReturnScale(reward)) if std else credit)
 
 
 def histories(batch: Batch) -> Tensor:
