@@ -114,16 +114,16 @@ def test_where_steps_go_far_again_and_again_the_rate_is_lowered_until_they_do_no
     moved = [step.update(n, [group("a", 1.0, 0.0)])["update/kl"] for n in range(24)]
     assert learner.rates[:2] == [1.0, 1.0]
     assert learner.rates[-1] < 0.25
-    assert 0.1 / 16 < sum(moved[-12:]) / 12 < 0.1 / 6
+    assert 0.1 / 20 < sum(moved[-12:]) / 12 < 0.1 / 8
 
 
 def test_a_rate_with_which_steps_go_not_far_stays() -> None:
     learner = Line()
-    step = updater(learner, lr=0.1, max_kl=0.1)
+    step = updater(learner, lr=0.09, max_kl=0.1)
     for n in range(24):
         step.update(n, [group("a", 1.0, 0.0)])
-    assert k3(0.1) < 0.1 / 8
-    assert set(learner.rates) == {0.1}
+    assert 2 * k3(0.09) < 0.1 / 10  # tokens of another policy weigh up to twice
+    assert set(learner.rates) == {0.09}
     learner = Line()
     step = updater(learner, max_kl=0.0)  # nothing is undone, nothing is lowered
     for n in range(24):
@@ -144,7 +144,7 @@ def test_a_lowered_rate_rises_again_and_is_in_the_checkpoint() -> None:
         one.update(8, [group("a", 1.0, 0.0)])
     assert learner.rates[-1] == other.rates[-1] < 0.5
     limit = step.optimizer.limit
-    for _ in range(30):
+    for _ in range(60):
         limit.end(0.0)
     assert limit.rate == 1.0
     again.state.restore({})  # of a version that lowered nothing
