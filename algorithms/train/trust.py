@@ -9,7 +9,7 @@ weights that are undone, because they are published later.
 
 Many steps of the largest length that is allowed lose a policy as one that is too long does: half of
 tower's runs at four times its rate lost the form of answers in steps that were undone again and
-again. So the rate is lowered where recent steps went far, and rises slowly. It is in the checkpoint.
+again. So the rate is lowered where recent steps went far, and rises slowly. Checkpoints have it.
 
 A step with half the learning rate ends half way, because AdamW's step is proportional to it: so an
 undone step is made again without another gradient. First moments shrink by its square.
