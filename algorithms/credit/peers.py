@@ -37,7 +37,8 @@ SHOWN = (0.15, 0.5)  # share of the outcome that is visible before the end: no t
 EFFECT = (1.25, 2.5)  # squared effect that values miss, over its noise: full trust, no trust
 EFFECT_AT = (1.5, 3.0)  # the same at some turns, where it is noisier
 LAMBDA = 0.5  # of the lambda-returns, by default
-DOUBT = 0.5  # of the noise of a batch's gradient: what one batch leaves unknown of the gradient
+LONGER = 0.97  # weight of an earlier batch, where it takes many to tell the gradient from noise
+DOUBT = 0.3  # of the noise of a batch's gradient: what one batch leaves unknown of the gradient
 
 
 def end_sums(calls: Calls, chosen: Tensor) -> Tensor:
@@ -137,11 +138,12 @@ def squared_scores(calls: Calls, x: Tensor, unit: Tensor, context: Tensor) -> Te
 
 @dataclass(slots=True)
 class Evidence:
-    """What batches showed of values. Those before weigh `KEPT` of the next."""
+    """What batches showed of values. One weighs `KEPT` or `LONGER` of the next."""
 
     time: Tensor  # [4], see `time_terms`
     ends: Tensor  # [2, 6], `end_sums` of last calls and those before
-    effects: Tensor  # [3, contexts, 2, stages], `effect_sums`: see `evidence`
+    effects: Tensor  # [contexts, 2, stages], see `effect_sums`
+    gains: Tensor  # [contexts, 3, 2], see `gain_sums`
     batches: float = 1.0
 
     def then(self, now: Evidence) -> Evidence:
@@ -152,38 +154,77 @@ class Evidence:
             KEPT * self.time + now.time,
             KEPT * self.ends + now.ends,
             KEPT * before + after,
-            KEPT * self.batches + now.batches,
+            LONGER * self.gains + now.gains,
+            LONGER * self.batches + now.batches,
         )
 
     def dump(self) -> Json:
-        sums = (self.time, self.ends, self.effects)
+        sums = (self.time, self.ends, self.effects, self.gains)
         return [*(x.tolist() for x in sums), self.batches]
 
     def restore(self, data: Json) -> None:
         *sums, self.batches = msgspec.convert(data, Saved)
-        self.time, self.ends, self.effects = (torch.tensor(x, dtype=torch.float64) for x in sums)
+        self.time, self.ends, self.effects, self.gains = (
+            torch.tensor(x, dtype=torch.float64) for x in sums
+        )
 
 
-Saved = tuple[list[float], list[list[float]], list[list[list[list[float]]]], float]
+Table = list[list[float]]
+Saved = tuple[list[float], Table, list[Table], list[Table], float]
 
 
 def no_evidence() -> Evidence:
-    shapes = ((4,), (2, 6), (3, 2, 2, 1))
-    return Evidence(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes), batches=0.0)
+    shapes = ((4,), (2, 6), (2, 2, 1), (2, 3, 2))
+    time, ends, effects, gains = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
+    return Evidence(time, ends, effects, gains, batches=0.0)
 
 
-def evidence(calls: Calls, missed: Tensor) -> Evidence:
-    """What a batch shows of values. missed: see `missed_by_values`."""
+def evidence(calls: Calls, lam: float, past: Tensor | None = None) -> tuple[Tensor, Evidence]:
+    """What values miss (`missed_by_values`), and what a batch shows of values."""
     last = calls.following < 0
     before = ~last & last[calls.following]
-    mean, count = mean_by(missed, calls.state, calls.rollout)
-    missed = missed - torch.where(count > 0, mean, 0.0)
-    returns = calls.returns - plain_baselines(calls)
-    return Evidence(
+    missed = missed_by_values(calls, lam, past)
+    now = Evidence(
         time_terms(calls, calls.returns).sum(1),
         torch.stack([end_sums(calls, last), end_sums(calls, before)]),
-        torch.stack([effect_sums(calls, x) for x in (missed, returns, missed + returns)]),
+        effect_sums(calls, centred(calls, missed)),
+        gain_sums(calls, missed, lam, past),
     )
+    return missed, now
+
+
+def centred(calls: Calls, missed: Tensor) -> Tensor:
+    """Less its mean over other rollouts in the state."""
+    mean, count = mean_by(missed, calls.state, calls.rollout)
+    return missed - torch.where(count > 0, mean, 0.0)
+
+
+def gain_sums(calls: Calls, missed: Tensor, lam: float, past: Tensor | None) -> Tensor:
+    """Of the gradients of what values miss, of returns and of both, [contexts, 3, 2]: the square,
+    and its part that is not noise, from the product of the gradients of two halves of the rollouts
+    that know nothing of each other."""
+    half, everywhere = calls.rollout % 2, torch.zeros_like(calls.rollout)
+    apart = calls._replace(group=key(calls.group, half), state=key(calls.state, half))
+    found = []
+    for part, lost in ((calls, missed), (apart, missed_by_values(apart, lam, past))):
+        returns = (part.returns - plain_baselines(part)) / calls.unit
+        lost = centred(part, lost) / calls.unit
+        found.append((lost, returns, lost + returns))
+    whole, halves = found
+
+    def square(x: Tensor, unit: Tensor, context: Tensor) -> Tensor:
+        return squared_scores(calls, x, unit, context).sum()
+
+    return torch.stack([
+        torch.stack([
+            torch.stack([
+                square(x, everywhere, context),
+                2 * (square(y, everywhere, context) - square(y, half, context)),
+            ])
+            for x, y in zip(whole, halves, strict=True)
+        ])
+        for context in calls.contexts
+    ])  # fmt: skip
 
 
 def earned(past: Evidence) -> float:
@@ -192,11 +233,11 @@ def earned(past: Evidence) -> float:
     if not past.batches:
         return 0.0
     found = 1.0
-    for missed, returns, both in past.effects.sum(-1).transpose(0, 1).tolist():
-        noise = returns[1]
-        shared = (both[1] - noise - missed[1]) / 2
-        signal = returns[0] - noise
-        lost = (both[0] - returns[0] - missed[0]) / 2 - shared
+    for missed, returns, both in past.gains.tolist():
+        (square, product), (signal, lost) = (
+            (returns[i], (both[i] - returns[i] - missed[i]) / 2) for i in (0, 1)
+        )
+        noise, shared = square - signal, product - lost
         doubt = DOUBT * noise / past.batches**0.5
         share = min(max((lost + doubt) / (signal + doubt), 0.0), 1.0) if signal > -doubt else 1.0
         gain, cost = shared - share * noise, missed[0] - share * shared
@@ -208,16 +249,16 @@ def trust(calls: Calls, judged: Evidence, past: Evidence | None = None) -> Tenso
     """How far values of states replace returns, from 0 to 1, [S]. judged: all evidence; past: that
     of earlier batches."""
     shown = max(shown_before_the_end(judged.ends), earned(past) if past else 0.0)
-    return shown * missed_effects(judged.effects[0])[stages(calls)]
+    return shown * missed_effects(judged.effects)[stages(calls)]
 
 
 def trust_in_states(batch: Batch, reward: str = "outcome") -> float:
     """Mean over the calls of how far `peers` and `auto` trust in the values of their states: 0 is
     the credit of `rloo`. 0 without calls that can be compared."""
-    calls, index = calls_of(batch, reward, 1.0, turns.Returns(reward, 1.0)(batch))
-    if not index.numel():
+    calls, _ = calls_of(batch, reward, 1.0, turns.Returns(reward, 1.0)(batch))
+    if not calls.unit:
         return 0.0
-    return float(trust(calls, evidence(calls, missed_by_values(calls, LAMBDA))).mean())
+    return float(trust(calls, evidence(calls, LAMBDA)[1]).mean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +287,8 @@ class PeerAdvantages(JudgedColumn):
         advantage = torch.where(total.isnan(), total, 0.0)
         if not calls.unit:
             return advantage, part
-        missed = missed_by_values(calls, self.lam, KEPT * part.time)
-        judged = part.then(evidence(calls, missed))
+        missed, now = evidence(calls, self.lam, KEPT * part.time)
+        judged = part.then(now)
         x = calls.returns - trust(calls, judged, part) * missed
         base = baselines(calls, x, KEPT * part.time)
         advantage[index] = core.standardise(x, calls.group, base=base).advantage

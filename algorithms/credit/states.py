@@ -158,7 +158,7 @@ def plain_baselines(calls: Calls) -> Tensor:
     before[at[calls.turn == 0]] = -1
     total = now + scan(ended, 1.0, before) - ended
     others = reduce_by(last, calls.group)[calls.group] - 1
-    return (total[at] - calls.returns) / others
+    return (total[at] - calls.returns) / others.clamp(min=1.0)
 
 
 def baselines(calls: Calls, x: Tensor, past: Tensor | None = None) -> Tensor:

@@ -332,6 +332,25 @@ def test_with_a_memory_it_is_plain_credit_without_states_to_compare(
     assert highest - lowest < 0.3 * (own_highest - own_lowest)
 
 
+def test_a_group_without_the_rare_outcome_weighs_less_than_one_with_it() -> None:
+    """Alone, both have a deviation of 1, and what the first learned is noise."""
+
+    def batch(seed: int) -> Plays:
+        dice = Dice(seed)
+        return [
+            Play([Call("task", node=dice.randrange(2))], rare + dice.choice((-0.2, 0.2)), group)
+            for group, found in enumerate((0.0, 10.0))
+            for rare in (found, *[0.0] * 7)
+        ]
+
+    def ratio(found: Tensor) -> float:
+        return rms(found[:8]) / rms(found[8:])
+
+    assert ratio(credit("auto", batch(0))) == pytest.approx(1.0, abs=1e-3)
+    assert ratio(remembered("auto", [batch(seed) for seed in (1, 2, 3, 4, 0)])) < 0.1
+    assert 0.3 < rms(remembered("auto", [batch(seed) for seed in (1, 2, 3, 4, 0)])) < 2
+
+
 def spread_of_trust(world_of: Callable[..., Plays], before: int) -> tuple[float, float]:
     """Mean and standard deviation of the trust in a batch of 16, over 30 batches."""
     found = []
