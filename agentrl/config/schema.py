@@ -206,7 +206,8 @@ class AlgorithmConfig(Section, frozen=True):
     min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
     # Nats per token: an update that moves the policy further is undone, and made again with half
     # the learning rate, until it does not. Default, wherever the learner can undo an update: 0.05
-    # for each of its optimizer steps, or target_kl if that is larger. 0: none is undone.
+    # for each of its optimizer steps, or target_kl if that is larger. While recent updates move the
+    # policy by more than a tenth of it, the learning rate is lowered. 0: neither.
     max_kl: NonNegative | None = None
     target_kl: Positive | None = None  # nats: stop the batch early if the policy has moved further
     max_bad_steps: Count = 3  # non-finite optimizer steps in a row that end the run

@@ -1,224 +1,96 @@
 """Credit of calls from other rollouts that came to the same states, as far as a batch shows it to
 be safe: see "Peers" in CREDIT.md.
 
-Calls without a later known reward are left out. Tensors are float64 [S] over the calls that remain.
-Means are over other rollouts than the call's own, so that they do not depend on the call.
+What one batch shows of states is little, so a run remembers what earlier batches showed; a batch on
+its own, without memory, is judged by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
+import msgspec
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from agentrl.algorithms.credit import core, turns
-from agentrl.algorithms.credit.core import Column, Credit
+from agentrl.algorithms.credit.core import Column
+from agentrl.algorithms.credit.scale import KEPT, JudgedColumn
 from agentrl.algorithms.credit.shrinkage import mean_by
-from agentrl.algorithms.data import ids
+from agentrl.algorithms.credit.states import (
+    CERTAIN,
+    Calls,
+    baselines,
+    calls_of,
+    missed_by_values,
+    plain_baselines,
+    time_terms,
+)
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Level, key, next_same, reduce_by, scan, units
+from agentrl.algorithms.data.ids import Level, key, reduce_by
+from agentrl.algorithms.data.state import StatePart
+from agentrl.types import Json, Rollout
 
 SHOWN = (0.15, 0.5)  # share of the outcome that is visible before the end: no trust, full trust
 EFFECT = (1.25, 2.5)  # squared effect that values miss, over its noise: full trust, no trust
 EFFECT_AT = (1.5, 3.0)  # the same at some turns, where it is noisier
 LAMBDA = 0.5  # of the lambda-returns, by default
-CERTAIN = 1e-6  # least squared norm of a call's score
+LONGER = 0.97  # weight of an earlier batch, where it takes many to tell the gradient from noise
+DOUBT = 0.3  # of the noise of a batch's gradient: what one batch leaves unknown of the gradient
 
 
-class Calls(NamedTuple):
-    """The calls of a batch that have a return."""
-
-    returns: Tensor  # discounted sum of the call's and later rewards
-    received: Tensor  # the call's own reward
-    gamma: float
-    rollout: Tensor  # int64, also of the following
-    group: Tensor
-    turn: Tensor  # number of earlier calls
-    following: Tensor  # index of the rollout's next call; -1: none
-    state: Tensor  # id of (group, role, state)
-    action: Tensor  # id of what was said or called
-    contexts: tuple[Tensor, ...]  # ids of what the policy may have acted on: state, whole prompt
-    chance: Tensor  # probability of what the call said
-    weight: Tensor  # squared norm of the gradient of its log-prob by the logits, about
-
-
-def calls_of(
-    batch: Batch, reward: str | Column, gamma: float, total: Tensor
-) -> tuple[Calls, Tensor]:
-    """The calls that have a return and can be compared, as another rollout of the group has one
-    too, and their indices in the batch, int64 [K]. total: undiscounted return of each call, [S]."""
-    group = units(batch, "transition", "group")
-    known = ~total.isnan()
-    compared = reduce_by(known & (batch.transition_turn == 0), group)[group] > 1
-    index = (known & compared).nonzero().squeeze(1)
-    behaviour, call = batch.behaviour.double(), batch.token_transition
-    logprob, norm = (torch.zeros(len(group), dtype=torch.float64) for _ in range(2))
-    logprob.index_add_(0, call, behaviour)
-    norm.index_add_(0, call, (1 - behaviour.exp()).square())
-    rollout = batch.transition_rollout[index]
-    returns = total if gamma == 1.0 else turns.Returns(reward, gamma)(batch)
-    calls = Calls(
-        returns=returns[index].nan_to_num(nan=0.0),  # missing if gamma is 0 and rewards are later
-        received=turns.call_rewards(batch, reward)[index].nan_to_num(nan=0.0),
-        gamma=gamma,
-        rollout=key(rollout),
-        group=key(group[index]),
-        turn=batch.transition_turn[index],
-        following=next_same(rollout),
-        state=units(batch, "transition", "group", "role", "state")[index],
-        action=ids.of_calls(batch, "action")[index],
-        contexts=tuple(
-            units(batch, "transition", "role", what)[index] for what in ("state", "prompt")
-        ),
-        chance=logprob.exp()[index],
-        weight=norm.clamp(min=CERTAIN)[index],
-    )
-    return (from_lowest(calls) if gamma == 1.0 else calls), index
-
-
-def from_lowest(calls: Calls) -> Calls:
-    """Outcomes less the lowest of the group, so that equal ones are exactly 0: differences that
-    `core.standardise` takes for rounding errors are 0. Rewards of calls are left as they are."""
-    if calls.received[calls.following >= 0].any():
-        return calls
-    lowest = reduce_by(calls.returns, calls.group, how="amin")[calls.group]
-    largest = reduce_by(calls.returns.abs(), calls.group, how="amax")[calls.group]
-    over = calls.returns - lowest
-    over = torch.where(over > core.SPREAD * largest, over, 0.0)
-    return calls._replace(returns=over, received=torch.where(calls.following < 0, over, 0.0))
-
-
-def of_others(calls: Calls, x: Tensor, same: Tensor) -> Tensor:
-    """Sum of x over the calls of other rollouts with the same id; a rollout's calls have one id."""
-    return reduce_by(x, same)[same] - reduce_by(x, calls.rollout)[calls.rollout]
-
-
-def state_values(calls: Calls, x: Tensor) -> Tensor:
-    """Mean x of other rollouts in each call's state, NaN if there are none, and the effect of time,
-    as a state that comes back later may leave less of it: one slope per group of the differences
-    from the means of states, by turn, less what noise explains of it."""
-    state, group = calls.state, calls.group
-    mean, count = mean_by(x, state, calls.rollout)
-    turn = calls.turn.double()
-    when = mean_by(turn, state, calls.rollout)[0]
-    off, late = x - mean_by(x, state)[0], turn - mean_by(turn, state)[0]
-    squares, product, total, seen = (
-        of_others(calls, y, group) for y in (late**2, late * off, off**2, (late != 0).double())
-    )
-    slope = torch.where(squares > 0, product / squares, 0.0)
-    noise = (total - slope * product).clamp(min=0.0) / (seen - 1).clamp(min=1.0)
-    slope *= surplus(slope * product, noise)
-    return torch.where(count > 0, mean + slope * (turn - when), torch.nan)
-
-
-def surplus(signal: Tensor, noise: Tensor) -> Tensor:
-    """1 - noise / signal, at least 0: the share of a square that noise does not explain."""
-    return torch.where(signal > noise, 1 - noise / signal, 0.0)
-
-
-def lambda_returns(calls: Calls, value: Tensor, lam: float) -> Tensor:
-    """Lambda-return of each call by the values of states; those without one are passed over."""
-    after = torch.where(calls.following >= 0, value[calls.following], torch.nan)
-    valued = ~after.isnan()
-    step = calls.received + torch.where(valued, calls.gamma * (1 - lam) * after, 0.0)
-    return scan(step, torch.where(valued, lam, 1.0) * calls.gamma, calls.following)
-
-
-def missed_by_values(calls: Calls, lam: float) -> Tensor:
-    """Each return less the lambda-return by the values of states."""
-    return calls.returns - lambda_returns(calls, state_values(calls, calls.returns), lam)
-
-
-def plain_baselines(calls: Calls) -> Tensor:
-    """Mean return of the group's other rollouts at the same turn, or at their last call. Of an
-    outcome this is the mean of the others' (RLOO, arXiv 2402.14740)."""
-    last = (calls.following < 0).double()
-    at = key(calls.group, calls.turn)  # in a group each turn follows the one before
-    now, ended = reduce_by(calls.returns, at), reduce_by(calls.returns * last, at)
-    before = torch.arange(len(now)) - 1
-    before[at[calls.turn == 0]] = -1
-    total = now + scan(ended, 1.0, before) - ended
-    others = reduce_by(last, calls.group)[calls.group] - 1
-    return (total[at] - calls.returns) / others
-
-
-def baselines(calls: Calls, x: Tensor) -> Tensor:
-    """`plain_baselines`, moved towards the value of the state by how much less x then varies: least
-    squares over the calls of other rollouts, weighted as in the gradient, less what noise explains.
-    """
-    base = plain_baselines(calls)
-    moved = (state_values(calls, x) - base).nan_to_num(nan=0.0)
-    everywhere, left = torch.zeros_like(calls.rollout), x - base
-    squares, product, total = (
-        of_others(calls, calls.weight * y, everywhere) for y in (moved**2, moved * left, left**2)
-    )
-    others = int(calls.rollout.max())
-    fit = torch.where(squares > 0, product / squares, 0.0)
-    noise = (total - fit * product).clamp(min=0.0) / max(others - 1, 1)
-    return base + (fit * surplus(fit * product, noise)).clamp(0.0, 1.0) * moved
-
-
-def explained(calls: Calls, chosen: Tensor) -> float:
-    """Share of the variance of the chosen calls' returns, within groups, that their states and
-    actions explain (adjusted R squared, with one more degree of freedom that explains nothing),
-    times the share of these calls that are not alone with theirs."""
-    if not chosen.any():
-        return 0.0
-    x, group = calls.returns[chosen], calls.group[chosen]
+def end_sums(calls: Calls, chosen: Tensor) -> Tensor:
+    """Of the chosen calls' returns, [6]: squared deviations within groups and degrees of freedom,
+    the same within pairs of state and action, calls that are not alone in theirs, and all calls."""
+    x, group = calls.returns[chosen] / (calls.unit or 1.0), calls.group[chosen]
     cell = key(calls.state[chosen], calls.action[chosen])
 
-    def spread(same: Tensor) -> tuple[float, float, Tensor]:
+    def spread(same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, count = mean_by(x, key(same))
-        return float((x - mean).square().sum()), len(x) - float((1 / count).sum()), count
+        return (x - mean).square().sum(), len(x) - (1 / count).sum(), count
 
     total, freedom, _ = spread(group)
     within, inner, count = spread(cell)
-    if total <= (core.SPREAD * float(x.abs().max())) ** 2 or freedom < 0.5:
+    met = (count > 1).double().sum()
+    return torch.stack([total, freedom, within, inner, met, torch.tensor(float(len(x)))]).double()
+
+
+def explained(sums: Tensor) -> float:
+    """Share of the variance of returns, within groups, that states and actions explain (adjusted R
+    squared, with one more degree of freedom that explains nothing), times the share of calls that
+    are not alone with theirs. sums: see `end_sums`."""
+    total, freedom, within, inner, met, calls = sums.tolist()
+    if total <= core.SPREAD**2 * calls or freedom < 0.5:
         return 0.0
     each = total / freedom
-    return max(0.0, 1 - (within + each) / (inner + 1) / each) * float((count > 1).double().mean())
+    share: float = max(0.0, 1 - (within + each) / (inner + 1) / each)
+    return share * float(met / calls)
 
 
-def shown_before_the_end(calls: Calls) -> float:
+def shown_before_the_end(ends: Tensor) -> float:
     """Trust in values by how much of the outcome the calls before the last show, and the last."""
-    last = calls.following < 0
-    before = ~last & last[calls.following]
     low, high = SHOWN
-    shown = min(explained(calls, last), explained(calls, before))
-    return min(max((shown - low) / (high - low), 0.0), 1.0)
+    return min(max((min(map(explained, ends)) - low) / (high - low), 0.0), 1.0)
 
 
-def trust(calls: Calls, missed: Tensor) -> Tensor:
-    """How far values of states replace returns, from 0 to 1, by what the batch shows, [S]. missed:
-    see `missed_by_values`."""
-    shown = shown_before_the_end(calls)
-    if not shown:
-        return torch.zeros_like(missed)
-    mean, count = mean_by(missed, calls.state, calls.rollout)
-    return shown * missed_effects(calls, missed - torch.where(count > 0, mean, 0.0))
+def stages(calls: Calls) -> Tensor:
+    """0 for the first call of a rollout, 1 for the next 2, 2 for the next 4, ..."""
+    return (calls.turn + 1).double().log2().floor().long()
 
 
-def trust_in_states(batch: Batch, reward: str = "outcome") -> float:
-    """Mean over the calls of how far `peers` and `auto` trust in the values of their states: 0 is
-    the credit of `rloo`. 0 without calls that can be compared."""
-    calls, index = calls_of(batch, reward, 1.0, turns.Returns(reward, 1.0)(batch))
-    if not index.numel():
-        return 0.0
-    return float(trust(calls, missed_by_values(calls, LAMBDA)).mean())
-
-
-def missed_effects(calls: Calls, missed: Tensor) -> Tensor:
-    """Trust in values at each call by how little the actions explain of what values miss.
+def effect_sums(calls: Calls, missed: Tensor) -> Tensor:
+    """How much the actions explain of what values miss, [contexts, 2, stages].
 
     The sum of `missed` times the score of each call, under a policy with a logit for each action in
-    each context, is the gradient that values lose. Its square is compared with the square that it
-    would have by chance, as the rollouts of a group differ: in all, and by stages (the first call,
-    the next 2, the next 4, ...), with states and with whole prompts as contexts."""
-    stage = (calls.turn + 1).double().log2().floor().long()
-    trust = torch.ones(int(stage.max()) + 1, dtype=torch.float64)
+    each context, is the gradient that values lose. Its square, and the square that it would have by
+    chance, as the rollouts of a group differ: by stages, with states and with whole prompts as
+    contexts."""
+    stage, missed = stages(calls), missed / (calls.unit or 1.0)
     size = reduce_by(calls.following < 0, calls.group)[calls.group]
+    sums = []
     for context in calls.contexts:
         found, each, groups = (
             squared_scores(calls, missed, unit, key(context, stage))
@@ -226,9 +98,18 @@ def missed_effects(calls: Calls, missed: Tensor) -> Tensor:
         )
         # Sum of n / (n - 1) times the squared deviations of a group's n rollouts from their mean.
         noise = (size * each - groups) / (size - 1)
-        at = fading(reduce_by(found, stage), reduce_by(noise, stage), EFFECT_AT)
-        trust = trust.minimum(at).minimum(fading(found.sum(), noise.sum(), EFFECT))
-    return trust[stage]
+        sums.append(torch.stack([reduce_by(found, stage), reduce_by(noise, stage)]))
+    return torch.stack(sums)
+
+
+def missed_effects(effects: Tensor) -> Tensor:
+    """Trust in values at each stage by how little the actions explain of what values miss, in all
+    and at this stage. effects: see `effect_sums`."""
+    trust = torch.ones(effects.shape[-1], dtype=torch.float64)
+    for found, noise in effects:
+        trust = trust.minimum(fading(found, noise, EFFECT_AT))
+        trust = trust.minimum(fading(found.sum(), noise.sum(), EFFECT))
+    return trust
 
 
 def fading(found: Tensor, noise: Tensor, bounds: tuple[float, float]) -> Tensor:
@@ -256,43 +137,161 @@ def squared_scores(calls: Calls, x: Tensor, unit: Tensor, context: Tensor) -> Te
     return square
 
 
+@dataclass(slots=True)
+class Evidence:
+    """What batches showed of values. One weighs `KEPT` or `LONGER` of the next."""
+
+    time: Tensor  # [4], see `time_terms`
+    ends: Tensor  # [2, 6], `end_sums` of last calls and those before
+    effects: Tensor  # [contexts, 2, stages], see `effect_sums`
+    gains: Tensor  # [contexts, 3, 2], see `gain_sums`
+    batches: float = 1.0
+
+    def then(self, now: Evidence) -> Evidence:
+        """Of this and the next batch."""
+        longest = max(self.effects.shape[-1], now.effects.shape[-1])
+        before, after = (pad(x.effects, (0, longest - x.effects.shape[-1])) for x in (self, now))
+        return Evidence(
+            KEPT * self.time + now.time,
+            KEPT * self.ends + now.ends,
+            KEPT * before + after,
+            LONGER * self.gains + now.gains,
+            LONGER * self.batches + now.batches,
+        )
+
+    def dump(self) -> Json:
+        sums = (self.time, self.ends, self.effects, self.gains)
+        return [*(x.tolist() for x in sums), self.batches]
+
+    def restore(self, data: Json) -> None:
+        *sums, self.batches = msgspec.convert(data, Saved)
+        self.time, self.ends, self.effects, self.gains = (
+            torch.tensor(x, dtype=torch.float64) for x in sums
+        )
+
+
+Table = list[list[float]]
+Saved = tuple[list[float], Table, list[Table], list[Table], float]
+
+
+def no_evidence() -> Evidence:
+    shapes = ((4,), (2, 6), (2, 2, 1), (2, 3, 2))
+    time, ends, effects, gains = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
+    return Evidence(time, ends, effects, gains, batches=0.0)
+
+
+def evidence(calls: Calls, lam: float, past: Tensor | None = None) -> tuple[Tensor, Evidence]:
+    """What values miss (`missed_by_values`), and what a batch shows of values."""
+    last = calls.following < 0
+    before = ~last & last[calls.following]
+    missed = missed_by_values(calls, lam, past)
+    now = Evidence(
+        time_terms(calls, calls.returns).sum(1),
+        torch.stack([end_sums(calls, last), end_sums(calls, before)]),
+        effect_sums(calls, centred(calls, missed)),
+        gain_sums(calls, missed, lam, past),
+    )
+    return missed, now
+
+
+def centred(calls: Calls, missed: Tensor) -> Tensor:
+    """Less its mean over other rollouts in the state."""
+    mean, count = mean_by(missed, calls.state, calls.rollout)
+    return missed - torch.where(count > 0, mean, 0.0)
+
+
+def gain_sums(calls: Calls, missed: Tensor, lam: float, past: Tensor | None) -> Tensor:
+    """Of the gradients of what values miss, of returns and of both, [contexts, 3, 2]: the square,
+    and its part that is not noise, from the product of the gradients of two halves of the rollouts
+    that know nothing of each other."""
+    half, everywhere = calls.rollout % 2, torch.zeros_like(calls.rollout)
+    apart = calls._replace(group=key(calls.group, half), state=key(calls.state, half))
+    found = []
+    for part, lost in ((calls, missed), (apart, missed_by_values(apart, lam, past))):
+        returns = (part.returns - plain_baselines(part)) / calls.unit
+        lost = centred(part, lost) / calls.unit
+        found.append((lost, returns, lost + returns))
+    whole, halves = found
+
+    def square(x: Tensor, unit: Tensor, context: Tensor) -> Tensor:
+        return squared_scores(calls, x, unit, context).sum()
+
+    return torch.stack([
+        torch.stack([
+            torch.stack([
+                square(x, everywhere, context),
+                2 * (square(y, everywhere, context) - square(y, half, context)),
+            ])
+            for x, y in zip(whole, halves, strict=True)
+        ])
+        for context in calls.contexts
+    ])  # fmt: skip
+
+
+def earned(past: Evidence) -> float:
+    """How much of what values miss to take out of returns, from 0 to 1, so that the gradient has
+    the least error at its full length, by what earlier batches showed: see "Peers" in CREDIT.md."""
+    if not past.batches:
+        return 0.0
+    found = 1.0
+    for missed, returns, both in past.gains.tolist():
+        (square, product), (signal, lost) = (
+            (returns[i], (both[i] - returns[i] - missed[i]) / 2) for i in (0, 1)
+        )
+        noise, shared = square - signal, product - lost
+        doubt = DOUBT * noise / past.batches**0.5
+        share = min(max((lost + doubt) / (signal + doubt), 0.0), 1.0) if signal > -doubt else 1.0
+        gain, cost = shared - share * noise, missed[0] - share * shared
+        found = min(found, gain / cost if gain > 0 and cost > 0 else 0.0)
+    return found
+
+
+def trust(calls: Calls, judged: Evidence, past: Evidence | None = None) -> Tensor:
+    """How far values of states replace returns, from 0 to 1, [S]. judged: all evidence; past: that
+    of earlier batches."""
+    shown = max(shown_before_the_end(judged.ends), earned(past) if past else 0.0)
+    return shown * missed_effects(judged.effects)[stages(calls)]
+
+
+def trust_in_states(batch: Batch, reward: str = "outcome") -> float:
+    """Mean over the calls of how far `peers` and `auto` trust in the values of their states: 0 is
+    the credit of `rloo`. 0 without calls that can be compared."""
+    calls, _ = calls_of(batch, reward, 1.0, turns.Returns(reward, 1.0)(batch))
+    if not calls.unit:
+        return 0.0
+    return float(trust(calls, evidence(calls, LAMBDA)[1]).mean())
+
+
 @dataclass(frozen=True, slots=True)
-class PeerAdvantages:
+class PeerAdvantages(JudgedColumn):
     """The return of each call, without what later calls did to it as far as values of states can be
     trusted (`lambda_returns`), minus `baselines`, [S]; 0 without others to compare with. A constant
     that is added to all outcomes changes nothing; a factor is one of the advantages."""
 
+    stored_as: ClassVar[str] = "peers"
     reward: str | Column = "outcome"
     gamma: float = 1.0
     lam: float = LAMBDA
-    level: ClassVar[Level] = "transition"
 
-    def __call__(self, batch: Batch) -> Tensor:
+    @property
+    def level(self) -> Level:
+        return "transition"
+
+    def part(self, seed: int) -> StatePart:
+        return no_evidence()
+
+    def recall(
+        self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
+    ) -> tuple[Tensor, StatePart]:
+        assert isinstance(part, Evidence)
         total = turns.Returns(self.reward, 1.0)(batch)
         calls, index = calls_of(batch, self.reward, self.gamma, total)
         advantage = torch.where(total.isnan(), total, 0.0)
-        if index.numel():
-            missed = missed_by_values(calls, self.lam)
-            x = calls.returns - trust(calls, missed) * missed
-            advantage[index] = core.standardise(x, calls.group, base=baselines(calls, x)).advantage
-        return advantage
-
-
-@dataclass(frozen=True, slots=True)
-class GrpoScale:
-    """A credit [N] that is the reward minus the mean of the others', times the factor that makes it
-    GRPO's: (n - 1) / n over the standard deviation of the returns of the group's n rollouts, each
-    of which weighs as much as every other, however many calls it has."""
-
-    credit: Credit
-    reward: str | Column = "outcome"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        returns = turns.Returns(self.reward)(batch)
-        group, rollout = units(batch, "transition", "group"), batch.transition_rollout
-        known = (~returns.isnan()).double()
-        weight = 1 / reduce_by(known, rollout)[rollout].clamp(min=1.0)
-        scale = core.standardise(returns, group, norm="std", w=weight).scale
-        n = reduce_by(weight * known, group)[group]
-        factor = torch.where(scale > 0, (n - 1) / n / scale, 0.0)
-        return self.credit(batch) * factor[batch.token_transition]
+        if not calls.unit:
+            return advantage, part
+        missed, now = evidence(calls, self.lam, KEPT * part.time)
+        judged = part.then(now)
+        x = calls.returns - trust(calls, judged, part) * missed
+        base = baselines(calls, x, KEPT * part.time)
+        advantage[index] = core.standardise(x, calls.group, base=base).advantage
+        return advantage, judged

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.core import Column, GroupRelative, weighted_sum
-from agentrl.algorithms.credit.peers import LAMBDA, GrpoScale, PeerAdvantages
+from agentrl.algorithms.credit.peers import LAMBDA, PeerAdvantages
+from agentrl.algorithms.credit.scale import GrpoScale, ReturnScale
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, next_same, previous, units
 from agentrl.algorithms.objective.core import Algo
@@ -81,4 +82,4 @@ def auto(reward: str, *, std: bool = True, gamma: Discount = 1.0, lam: Discount 
     """`grpo`, with the credit of `peers` where states recur and tell what earlier calls did; on the
     scale of `grpo`, with or without `std`. arXiv 2402.03300."""
     credit = peers(reward=reward, gamma=gamma, lam=lam).credit
-    return Algo(GrpoScale(credit, reward) if std else credit)
+    return Algo(GrpoScale(credit, reward, ReturnScale(reward)) if std else credit)

@@ -1,5 +1,5 @@
 """The optimizer steps of a training step, how far they move the policy, and the way back from too
-far. Learning rate and minibatch order are functions of the step, not part of checkpoints.
+far. The scheduled learning rate and the order of minibatches are functions of the step.
 
 The distance is the KL divergence of the policy before the training step from the one after it, in
 nats per token: the k3 estimate (joschu.net/blog/kl-approx.html) on the step's sampled tokens,
@@ -7,6 +7,9 @@ weighted as in the loss, and by policy / sampler where an older version sampled 
 forward pass, so of a large batch only a part is measured: neighbouring rows, whose common prefixes
 are computed once. Always true: which rows is a function of seed and step, and nobody samples from
 weights that are undone, because they are published later.
+
+Many steps of the largest length that is allowed lose a policy as one that is too long does. So the
+rate is lowered where recent steps went far, and rises slowly; checkpoints have it.
 
 A step with half the learning rate ends half way, because AdamW's step is proportional to it: so an
 undone step is made again without another gradient. First moments shrink by its square.
@@ -25,6 +28,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -41,13 +45,17 @@ from agentrl.algorithms.objective.ratios import GivenLogProbs, ratio
 from agentrl.algorithms.objective.sides import MISMATCHED
 from agentrl.algorithms.objective.values import ValueTerms, select_tokens
 from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.types import POLICY, Group
+from agentrl.types import POLICY, Group, Json
 
 log = logging.getLogger("agentrl.algorithm")
 T = TypeVar("T")
 MAX_KL = 0.05  # for each optimizer step, by default: tens of times what that of a healthy run moves
 HALVINGS = 10  # after which nothing of a step is kept
 MOST = 2.0  # of the weights that correct for tokens of another policy, such as an older version
+STEP_SIZE = "step_size"  # name of what is remembered, in the algorithm's state
+OFTEN = 0.1  # of the limit: the mean KL of recent training steps above which the rate is lowered
+LATEST = 0.25  # weight of the latest training step in that mean
+LOWER, HIGHER = 0.5, 2 ** (1 / 16)  # factors of the rate after a training step
 PART, SMALL = 1 / 8, 2048  # the measured share of a batch's tokens, with context; the least number
 
 
@@ -120,6 +128,8 @@ class OptimizerSteps:
                 break
         if self.recorder is not None and not measured:
             self.recorder.open(step.algo, step.batch)  # what it has is of an earlier step
+        if moved is not None and moved.kl is not None:
+            moved.owner.end(moved.kl)
         reasons = [terms.skip for terms in planned if terms.skip]
         if reasons and len(reasons) == len(planned):
             self._note_unchanged(step.number, "; ".join(dict.fromkeys(reasons)))
@@ -249,6 +259,8 @@ class KlLimit:
     seed: int = 0
     policy: str = POLICY
     told: bool = False  # whether the console knows that steps are undone
+    recent: float = 0.0  # mean KL of recent training steps
+    rate: float = 1.0  # of the learning rate, with which a training step begins
 
     def __post_init__(self) -> None:
         if not self.learner.undoable:
@@ -259,7 +271,22 @@ class KlLimit:
         optimizer steps per pass over the batch."""
         rows = measured_rows(batch, f"{self.seed}/{batch.step}", minibatches)
         part, tokens = (batch, torch.arange(batch.n_tokens)) if rows is None else batch.cut(rows)
-        return Movement(self, part, tokens, weight[tokens].double())
+        return Movement(self, part, tokens, weight[tokens].double(), share=self.rate)
+
+    def end(self, kl: float) -> None:
+        """After a training step: lower the rate if recent ones went far, else raise it again. The
+        KL is about quadratic in the rate."""
+        self.recent += LATEST * (kl - self.recent)
+        far = min(kl, self.recent) / (OFTEN * self.limit) if self.limit else 0.0
+        self.rate = min(1.0, self.rate * (max(LOWER, far**-0.5) if far > 1 else HIGHER))
+
+    def dump(self) -> Json:
+        return {"recent": self.recent, "rate": self.rate}
+
+    def restore(self, data: Json) -> None:
+        """Load the output of `dump`. Raises msgspec.ValidationError for anything else."""
+        found = msgspec.convert(data, dict[str, float])
+        self.recent, self.rate = found.get("recent", 0.0), found.get("rate", 1.0)
 
     def tell(self, step: int, kl: float, share: float) -> None:
         """Say on the console, once, that a step was undone."""

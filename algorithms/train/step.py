@@ -28,6 +28,7 @@ from agentrl.algorithms.objective.staleness import withhold
 from agentrl.algorithms.objective.values import critic_terms
 from agentrl.algorithms.presets.registry import check_supplies
 from agentrl.algorithms.train.optimize import (
+    STEP_SIZE,
     KlLimit,
     OptimizerSteps,
     TrainingStep,
@@ -75,6 +76,8 @@ class Updater:
         tokenizer, context = self.preprocessor.tokenizer, self.preprocessor.context
         trained = TrainedPolicy(learner.logprobs, tokenizer, context, policy)
         limit = KlLimit(learner, largest_kl(config.algorithm), config.seed, policy)
+        if self.sampled:
+            self.state.parts[STEP_SIZE] = limit
         recorded = self.recorder, self.bad_steps, self.unchanged
         measured = limit if self.sampled else None
         optimizer = OptimizerSteps(config, learner, measured, *recorded, policy)

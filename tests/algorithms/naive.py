@@ -143,8 +143,8 @@ def naive_values(calls: list[Known], x: list[float]) -> list[float]:
         off[i] = x[i] - fmean(x[j] for j in same)
     values = []
     for c in calls:
-        rest = [j for j, d in enumerate(calls) if d.group == c.group and d.rollout != c.rollout]
-        same = [j for j in rest if calls[j].state == c.state]
+        rest = [j for j, d in enumerate(calls) if d.rollout != c.rollout]
+        same = [j for j in rest if (calls[j].group, calls[j].state) == (c.group, c.state)]
         if not same:
             values.append(NAN)
             continue

@@ -75,12 +75,16 @@ def test_states_that_recur_and_tell_the_truth_do_so() -> None:
             assert world.process or not paid.any(), world.name
 
 
-def of(name: str, preset: str, groups: int, size: int, batches: int) -> tuple[float, float]:
+def of(
+    name: str, preset: str, groups: int, size: int, batches: int, memory: bool = False
+) -> tuple[float, float]:
     """Share of the gradient, and the ratio of its error to RLOO's."""
     world = Compiled(WORLDS[name])
     sampled = samples(world, groups, size, batches, 1)
     base = estimates(world_figures.RLOO, world, sampled)
-    found = estimates(world_figures.credit_of(preset, world.world), world, sampled)
+    credit = world_figures.credit_of(preset, world.world)
+    credit = world_figures.remembering(credit) if memory else credit
+    found = estimates(credit, world, sampled)
     ratio, _ = world_figures.compared(found, base, world.exact)
     return figures(found, world.exact).share, ratio
 
@@ -105,6 +109,21 @@ def test_the_default_learns_where_it_once_did_not(name: str) -> None:
 
 def test_the_default_has_less_noise_where_states_tell_the_truth() -> None:
     assert of("long doors", "auto", 1, 16, 40)[1] < 0.6
+
+
+@pytest.mark.parametrize(("name", "most"), [("rooms", 0.6), ("team", 0.5), ("doors", 0.4)])
+def test_with_a_memory_it_has_less_noise_where_luck_decides_late(name: str, most: float) -> None:
+    """One batch does not show that states tell the truth; many do."""
+    share, ratio = of(name, "peers", 1, 16, 60, memory=True)
+    assert share > 0.85
+    assert ratio < most
+
+
+@pytest.mark.parametrize("name", ["ok x 4", "flaky x 1", "walk", "walk, sum shown", "lengths"])
+def test_with_a_memory_no_gradient_is_lost_where_states_tell_little(name: str) -> None:
+    share, ratio = of(name, "peers", 1, 16, 60, memory=True)
+    assert share > 0.85
+    assert ratio < 1.1
 
 
 def test_figures_are_numbers_or_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """What presets make of worlds whose policy gradient is known; part of `tests.benchmarks.credit`.
 
 The ratio is the mean squared error of the gradient, scaled to a share of 1, over that of RLOO on
-the same batches, for a group of 16 and for 8 groups of 8. Its standard error is a jackknife over
-the batches. No ratio is above `CAP`, which also stands for a share that is not positive.
+the same batches, for a group of 16 and for 8 groups of 8. As in a run, a preset remembers earlier
+batches, which are of the same policy here; "auto alone" is the default without a memory. The
+standard error of a ratio is a jackknife over the batches. No ratio is above `CAP`, which also
+stands for a share that is not positive.
 """
 
 from __future__ import annotations
@@ -15,49 +17,70 @@ import numpy as np
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import Credit, GroupRelative
-from agentrl.algorithms.credit.peers import GrpoScale
+from agentrl.algorithms.credit.parts import parts_of
+from agentrl.algorithms.credit.scale import GrpoScale
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.state import RememberedColumn
 from agentrl.algorithms.presets.catalogue import make
 
 from . import held_out_worlds, world_list
 from .worlds import Array, Compiled, World, estimates, figures, samples
 
 SIZES = ((1, 16), (8, 8))
-DEFAULT = "auto"
+DEFAULT, ALONE = "auto", "auto alone"
 PRESETS: dict[str, dict[str, Any]] = {
-    "auto": {},
+    DEFAULT: {},
     "peers": {},
+    ALONE: {},
     "grpo": {},
     "gigpo": {},
     "hgpo": {},
     "batch-td": {},
     "agent-r1": {"value": "transition:value"},  # a perfect critic
 }
-OFTEN = ("auto", "peers", "grpo")  # the others get a third of the batches
+OFTEN = (DEFAULT, "peers", ALONE, "grpo")  # the others get a third of the batches
 CAP = 1e6
 RLOO = GroupRelative("outcome", base="loo")
 
 
 def credit_of(name: str, world: World) -> Credit:
+    """The credit of a preset, without a memory."""
     reward = "transition:process" if world.process else "outcome"
     if name == "grpo":  # has no rewards of calls
         return make(name, {}).credit
-    return make(name, {"reward": reward, **PRESETS[name]}).credit
+    return make(name.split()[0], {"reward": reward, **PRESETS[name]}).credit
+
+
+def remembering(credit: Credit) -> Credit:
+    """The credit of one batch after the other, as a run has it."""
+    memories = {part.name: part for part in parts_of(credit) if isinstance(part, RememberedColumn)}
+    state = {name: memory.part(0) for name, memory in memories.items()}
+
+    def of_next(batch: Batch) -> Tensor:
+        read = {name: memory.recall(state[name], batch, ()) for name, memory in memories.items()}
+        state.update({name: after for name, (_, after) in read.items()})
+        return credit(replace(batch, memory={name: column for name, (column, _) in read.items()}))
+
+    return of_next
 
 
 def credits_of(world: World, names: Sequence[str]) -> dict[str, Credit]:
     """The credit of `auto` is that of `peers` on another scale, so that is computed once."""
     found, known = {name: credit_of(name, world) for name in names}, dict[int, Tensor]()
-    if "auto" in found and "peers" in found:
-        peers, scaled = found["peers"], found["auto"]
+    scaled = found.get(DEFAULT)
+    found = {name: credit if name == ALONE else remembering(credit)
+             for name, credit in found.items()}  # fmt: skip
+    if scaled is not None and "peers" in found:
+        peers = found["peers"]
         assert isinstance(scaled, GrpoScale)
 
         def once(batch: Batch) -> Tensor:
-            if id(batch) not in known:
-                known[id(batch)] = peers(batch)
-            return known[id(batch)]
+            name = id(batch.token_row)  # which a batch shares with itself without a memory
+            if name not in known:
+                known[name] = peers(batch)
+            return known[name]
 
-        found |= {"peers": once, "auto": replace(scaled, credit=once)}
+        found |= {"peers": once, DEFAULT: remembering(replace(scaled, credit=once))}
     return found
 
 

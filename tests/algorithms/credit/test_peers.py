@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, pstdev
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit import peers
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
+from agentrl.types import Group
+from tests import factories
 from tests.algorithms.naive import naive_auto, naive_peers
 from tests.algorithms.worlds import NAN, Call, Play, random_plays, world
 
@@ -262,6 +267,121 @@ def test_process_rewards_with_nearly_equal_sums_do_not_blow_up(preset: str) -> N
     ]
     found = credit(preset, plays, reward="transition:p")
     assert 0.3 < found.abs().max() < 2
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def remembered(name: str, batches: Sequence[Plays], **options: object) -> Tensor:
+    """The credit of the last batch after the others."""
+    algo, state = make(name, options), None
+    for plays in batches:
+        batch = world(*plays)
+        state = state or AlgorithmState(algo.memories)
+        names = dict.fromkeys(batch.rollouts)
+        groups = [Group(id="g", run="r", step=0, rollouts=[factories.rollout(x) for x in names])]
+        recall = state.recall(batch, groups)
+        found = compute_advantages(algo, dataclasses.replace(batch, memory=recall.columns))
+        state.adopt(recall)
+        saved = msgspec.json.decode(msgspec.json.encode(state.dump()))
+        state = AlgorithmState(algo.memories)
+        state.restore(saved)
+    return found
+
+
+def earlier(world_of: Callable[..., Plays], count: int = 6) -> list[Plays]:
+    return [several(world_of, 100 + seed) for seed in range(count)]
+
+
+@pytest.mark.parametrize("preset", ["peers", "auto"])
+@pytest.mark.parametrize("world_of", WORLDS)
+def test_what_holds_exactly_holds_with_a_memory(
+    world_of: Callable[..., Plays], preset: str
+) -> None:
+    plays = several(world_of, 0)
+    for before in (earlier(world_of), earlier(corridor)):
+        ours = remembered(preset, [*before, plays])
+        moved = remembered(preset, [*before, outcomes(plays, lambda x: x - 10.0)])
+        assert equal(ours, moved, 1e-9)
+        alike = remembered(preset, [*before, outcomes(plays, lambda _: 0.7)])
+        assert (alike.nan_to_num(nan=0.0) == 0).all()
+        unit = [outcomes(some, lambda x: x * 1e4) for some in (*before, plays)]
+        factor = 1e4 if preset == "peers" else 1.0
+        assert equal(remembered(preset, unit), factor * ours, 1e-5 * factor)
+
+
+@pytest.mark.parametrize("world_of", [unique, single])
+def test_with_a_memory_it_is_plain_credit_without_states_to_compare(
+    world_of: Callable[..., Plays],
+) -> None:
+    """On the scale of several batches: the deviation of the group's returns, with more freedom."""
+    plays = several(world_of, 0, groups=3)
+    before = earlier(corridor)
+    assert equal(remembered("peers", [*before, plays]), credit("rloo", plays), 1e-12)
+    ours, grpo = remembered("auto", [*before, plays]), credit("grpo", plays)
+    groups = torch.tensor([play.group for play in plays for _ in play.calls])
+    deviations = []
+    for group in range(3):
+        some = (groups == group) & (grpo != 0)
+        ratio = ours[some] / grpo[some]
+        assert equal(ratio, ratio[:1].expand(len(ratio)), 1e-6)
+        own = credit("rloo", plays)[some] * 9 / 10 / grpo[some]
+        deviations.append((float(own[0]), float(own[0] / ratio[0])))
+    lowest, highest = (f(found for _, found in deviations) for f in (min, max))
+    own_lowest, own_highest = (f(own for own, _ in deviations) for f in (min, max))
+    assert highest - lowest < 0.3 * (own_highest - own_lowest)
+
+
+def test_a_group_without_the_rare_outcome_weighs_less_than_one_with_it() -> None:
+    """Alone, both have a deviation of 1, and what the first learned is noise."""
+
+    def batch(seed: int) -> Plays:
+        dice = Dice(seed)
+        return [
+            Play([Call("task", node=dice.randrange(2))], rare + dice.choice((-0.2, 0.2)), group)
+            for group, found in enumerate((0.0, 10.0))
+            for rare in (found, *[0.0] * 7)
+        ]
+
+    def ratio(found: Tensor) -> float:
+        return rms(found[:8]) / rms(found[8:])
+
+    assert ratio(credit("auto", batch(0))) == pytest.approx(1.0, abs=1e-3)
+    assert ratio(remembered("auto", [batch(seed) for seed in (1, 2, 3, 4, 0)])) < 0.1
+    assert 0.3 < rms(remembered("auto", [batch(seed) for seed in (1, 2, 3, 4, 0)])) < 2
+
+
+def spread_of_trust(world_of: Callable[..., Plays], before: int) -> tuple[float, float]:
+    """Mean and standard deviation of the trust in a batch of 16, over 30 batches."""
+    found = []
+    for seed in range(30):
+        part = peers.PeerAdvantages().part(0)
+        for number in range(before + 1):
+            batch = world(*world_of(Dice(1000 * number + seed), 16))
+            _, part = peers.PeerAdvantages().recall(part, batch, ())
+        assert isinstance(part, peers.Evidence)
+        found.append(peers.shown_before_the_end(part.ends))
+    return fmean(found), pstdev(found)
+
+
+def test_a_batch_is_judged_by_those_before_it_too() -> None:
+    """What one batch shows of states jumps from none to all."""
+    (alone, jumps), (mean, steady) = (spread_of_trust(corridor, n) for n in (0, 8))
+    assert mean > alone - 0.05
+    assert steady < 0.5 * jumps
+    assert spread_of_trust(saved, 8)[0] < 0.01
+
+
+def test_a_memory_that_was_not_stored_is_none() -> None:
+    """Credit that is shown again of a step before there was a memory."""
+    for name in ("peers", "auto"):
+        algo, batch = make(name, {}), world(*corridor(Dice(0)))
+        lost = {
+            memory.name: torch.full_like(memory(batch), torch.nan)
+            for memory in algo.memories
+        }  # fmt: skip
+        again = dataclasses.replace(batch, memory=lost)
+        assert equal(compute_advantages(algo, again), compute_advantages(algo, batch))
 
 
 # -- continuity ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -104,6 +105,51 @@ def test_an_update_that_goes_too_far_is_made_again_with_half_the_rate(
     assert again["update/undone"] == 2  # each update begins with the whole rate
     assert learner.rates == [1.0, 1.0]
     assert len(caplog.records) == 1  # it is said once
+
+
+def test_where_steps_go_far_again_and_again_the_rate_is_lowered_until_they_do_not() -> None:
+    """A step that was made shorter once is chance; steps of the largest length that is allowed,
+    one after the other, end a run as one that is too long does."""
+    learner = Line()
+    step = updater(learner, max_kl=0.1)
+    moved = [step.update(n, [group("a", 1.0, 0.0)])["update/kl"] for n in range(24)]
+    assert learner.rates[:2] == [1.0, 1.0]
+    assert learner.rates[-1] < 0.25
+    assert 0.1 / 20 < sum(moved[-12:]) / 12 < 0.1 / 8
+
+
+def test_a_rate_with_which_steps_go_not_far_stays() -> None:
+    learner = Line()
+    step = updater(learner, lr=0.09, max_kl=0.1)
+    for n in range(24):
+        step.update(n, [group("a", 1.0, 0.0)])
+    assert 2 * k3(0.09) < 0.1 / 10  # tokens of another policy weigh up to twice
+    assert set(learner.rates) == {0.09}
+    learner = Line()
+    step = updater(learner, max_kl=0.0)  # nothing is undone, nothing is lowered
+    for n in range(24):
+        step.update(n, [group("a", 1.0, 0.0)])
+    assert set(learner.rates) == {1.0}
+
+
+def test_a_lowered_rate_rises_again_and_is_in_the_checkpoint() -> None:
+    learner = Line()
+    step = updater(learner, max_kl=0.1)
+    for n in range(8):
+        step.update(n, [group("a", 1.0, 0.0)])
+    saved = msgspec.json.decode(msgspec.json.encode(step.state.dump()))
+    other = Line()
+    again = updater(other, max_kl=0.1)
+    again.state.restore(saved)
+    for one in (step, again):
+        one.update(8, [group("a", 1.0, 0.0)])
+    assert learner.rates[-1] == other.rates[-1] < 0.5
+    limit = step.optimizer.limit
+    for _ in range(60):
+        limit.end(0.0)
+    assert limit.rate == 1.0
+    again.state.restore({})  # of a version that lowered nothing
+    assert again.state.dump() == {"step_size": again.optimizer.limit.dump()}
 
 
 def test_an_update_within_the_limit_is_measured_and_stays(caplog: pytest.LogCaptureFixture) -> None:
