@@ -12,8 +12,6 @@ from agentrl.config.base import Count as Count
 from agentrl.config.base import Natural as Natural
 from agentrl.config.base import Positive as Positive
 from agentrl.config.base import Section as Section
-from agentrl.config.infrastructure import ContainerRunnerConfig as ContainerRunnerConfig
-from agentrl.config.infrastructure import KubernetesRunnerConfig as KubernetesRunnerConfig
 from agentrl.config.infrastructure import PoolConfig as PoolConfig
 from agentrl.config.infrastructure import PoolRunnerConfig as PoolRunnerConfig
 from agentrl.config.infrastructure import RunnerConfig as RunnerConfig

@@ -42,7 +42,6 @@ LARGEST_RESULT = 16 * 2**20  # bytes
 LARGEST_PRINT = 2**20  # bytes printed by one rollout in the runner's log
 PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "*_PROXY")
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
-DOCKER = ("DOCKER_*", "CONTAINER_*", "XDG_RUNTIME_DIR")  # of its command line
 # Frameworks send traces of their own to api.openai.com and telemetry.crewai.com by default.
 NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
 LOCAL = "127.0.0.1,localhost"

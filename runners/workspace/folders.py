@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentrl.base import threads
-from agentrl.config import ContainerRunnerConfig, RunConfig
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors.contract import DOCKER, passed_environment
+from agentrl.runners.executors.contract import passed_environment
 from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import AgentPlace
@@ -115,9 +115,7 @@ class Workspaces:
         self._everybody = Path(settings.folder or tempfile.gettempdir()).resolve()
         self._everybody /= f"agentrl-workspaces-{os.getuid()}"
         self.folder = self._everybody / f"{os.getpid()}-{os.urandom(4).hex()}"
-        runner = config.runner
-        self._container = runner.container if isinstance(runner, ContainerRunnerConfig) else None
-        self._memory, self._count = config.runner.memory_mb * 2**20, 0
+        self._runner, self._count = config.runner, 0
         hidden = [self._everybody, *_answers(config, root)]
         self.sandbox = Sandbox(settings, root.resolve(), gateway, hidden)
         self._templates = Templates(self.folder / "templates", root, self.sandbox.owner)
@@ -223,13 +221,12 @@ class Workspaces:
             env=passed_environment(()) | dict(workspace.place.env) | dict(env),
             folder=str(workspace.path),
         )
-        if self._container is not None:
-            name, own = f"agentrl-{os.urandom(8).hex()}", {**workspace.place.env, **env}
-            prefix = self.sandbox.in_container(self._container, name, workspace.folder, own)
-            spec["argv"], spec["env"] = [*prefix, *argv], passed_environment(DOCKER)
-            spec["after"] = [self._container.cli, "rm", "--force", name]
-        elif self._memory:
-            spec["memory"] = self._memory
+        name, own = f"agentrl-{os.urandom(8).hex()}", {**workspace.place.env, **env}
+        if (inside := self._runner.enclosure(name, str(workspace.folder), own)) is not None:
+            spec["argv"], spec["env"] = [*inside.prefix, *argv], passed_environment(inside.pass_env)
+            spec["after"] = inside.after
+        elif self._runner.memory_mb:
+            spec["memory"] = self._runner.memory_mb * 2**20
         fds = [os.open(os.devnull, os.O_RDONLY), await stdout.open(), await stderr.open()]
         process = await self._launcher.launch(spec, fds)
         try:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import base, resolve
+from agentrl.base import parts
+from agentrl.config import resolve
 from agentrl.errors import ConfigError
 from agentrl.runners.executors.command import CommandExecutor
 from agentrl.runners.executors.factory import make_executor
@@ -82,8 +83,8 @@ def test_an_executor_of_its_own_module_is_imported_by_its_users_only() -> None:
 import sys
 from tests.runners.executors.test_factory import COMMAND, PATH, chosen
 for kind in ("container", "kubernetes"):
-    assert f"agentrl.runners.executors.{kind}" not in sys.modules
-    sys.modules[f"agentrl.runners.executors.{kind}"] = None
+    assert f"agentrl.runners.containers.{kind}" not in sys.modules
+    sys.modules[f"agentrl.runners.containers.{kind}"] = None
 for agent in (PATH, COMMAND):
     chosen(agent)
 chosen(PATH, executor="pool")
@@ -93,7 +94,7 @@ except ImportError as error:
     print(error)
 """
     asked = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=True)
-    assert "agentrl.runners.executors.container" in asked.stdout
+    assert "agentrl.runners.containers.container" in asked.stdout
 
 
 async def test_an_executor_from_outside_runs_agents(
@@ -103,7 +104,7 @@ async def test_an_executor_from_outside_runs_agents(
     monkeypatch.syspath_prepend(tmp_path)
     point = EntryPoint("thinking", "outside_executor:Thinking", "agentrl.executors")
     monkeypatch.setattr(
-        base, "_entry_points", lambda group, path: EntryPoints([point]).select(group=group)
+        parts, "_entry_points", lambda group, path: EntryPoints([point]).select(group=group)
     )
     for name in ("outside_executor.py:Thinking", "thinking"):
         config = resolve({"name": "test", "runner": {"executor": name}}, source="test")
