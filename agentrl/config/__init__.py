@@ -7,7 +7,6 @@ reads the file; other packages import from here.
 from agentrl.config.agents import AgentConfig as AgentConfig
 from agentrl.config.agents import RetriesConfig as RetriesConfig
 from agentrl.config.agents import RoleRule as RoleRule
-from agentrl.config.agents import WorkspaceConfig as WorkspaceConfig
 from agentrl.config.base import Count as Count
 from agentrl.config.base import Natural as Natural
 from agentrl.config.base import Positive as Positive

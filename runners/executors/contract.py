@@ -131,6 +131,14 @@ def passed_environment(patterns: Iterable[str]) -> dict[str, str]:
     return matching(os.environ, (*PASSED, *patterns))
 
 
+def private_folders(home: str, repository: Path) -> dict[str, str]:
+    """Return variables that keep a program in the folders of its attempt. PWD is included: a shell
+    or wrapper may leave it stale, and some programs trust it."""
+    own = {"CONFIG": "config", "DATA": "local/share", "STATE": "local/state", "CACHE": "cache"}
+    xdg = {f"XDG_{name}_HOME": f"{home}/.{folder}" for name, folder in own.items()}
+    return {"HOME": home, "PWD": str(repository)} | xdg
+
+
 def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
     """Return the variables whose names match any of the patterns."""
     wanted = tuple(patterns)

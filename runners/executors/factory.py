@@ -21,10 +21,17 @@ KEY = "runner.executor"
 
 
 def make_executor(
-    config: RunConfig, *, root: Path, gateway: str, runner: str, agent: object = None
+    config: RunConfig,
+    *,
+    root: Path,
+    gateway: str,
+    runner: str,
+    agent: object = None,
+    harness: Executor | None = None,
 ) -> Executor:
     """Create the run's executor. `agent`: an object or "file.py:name" that replaces the run file's
-    agent. `gateway`: base URL for agents on this machine. `runner`: this runner's name.
+    agent. `gateway`: base URL for agents on this machine. `runner`: this runner's name. `harness`:
+    runs `agent.harness` on this machine.
 
     Raises ConfigError or AgentError if agent and executor do not fit."""
     settings = config.runner
@@ -55,7 +62,7 @@ def make_executor(
             assert isinstance(settings, PoolRunnerConfig)
             return PoolExecutor(path, config.agent, settings, root=root)
         contract.refuse_path(config, "path")
-    return CommandExecutor(config.agent, settings, root=root, gateway=gateway)
+    return harness or CommandExecutor(config.agent, settings, root=root, gateway=gateway)
 
 
 def _plugin(

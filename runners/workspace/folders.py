@@ -26,15 +26,16 @@ from typing import Any, NamedTuple
 from agentrl.base import threads
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors.contract import passed_environment
+from agentrl.runners.executors.contract import passed_environment, private_folders
 from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import AgentPlace
-from agentrl.runners.harnesses.preset import private_folders
+from agentrl.runners.hooks import RunnerHooks, WorkspaceError, WorkspaceSource
 from agentrl.runners.workspace import cleaner, sources
 from agentrl.runners.workspace.changes import carry_over, diff, pack, unpack
 from agentrl.runners.workspace.sandbox import Sandbox
-from agentrl.runners.workspace.sources import Template, Templates, WorkspaceError, no_space_or
+from agentrl.runners.workspace.sources import Template, Templates, no_space_or
+from agentrl.runners.workspace.table import workspace_of
 from agentrl.types import Json, Task
 
 FOLDERS = ("home", "tmp", "io")
@@ -110,7 +111,7 @@ class Workspaces:
 
     def __init__(self, config: RunConfig, *, root: Path, gateway: str) -> None:
         """`gateway`: its base URL, the only address that a confined agent can connect to."""
-        self.config = settings = config.workspace
+        self.config = settings = workspace_of(config)
         self._kept = Path(config.output or root, "workspaces")
         self._everybody = Path(settings.folder or tempfile.gettempdir()).resolve()
         self._everybody /= f"agentrl-workspaces-{os.getuid()}"
@@ -273,6 +274,20 @@ class Workspaces:
         os.close(theirs)
 
 
+class WorkspaceHooks(RunnerHooks):
+    """Gives each attempt a workspace."""
+
+    def __init__(self, config: RunConfig, root: Path) -> None:
+        self._config, self._root = config, root
+
+    def workspaces(self, gateway: str) -> WorkspaceSource:
+        return Workspaces(self._config, root=self._root, gateway=gateway)
+
+
+def join(config: RunConfig, root: Path) -> WorkspaceHooks | None:
+    return WorkspaceHooks(config, root) if workspace_of(config).source else None
+
+
 def _clear_if_dead(lock: Path) -> None:
     with contextlib.suppress(FileNotFoundError, BlockingIOError):
         fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
@@ -299,6 +314,6 @@ def _answers(config: RunConfig, root: Path) -> list[Path]:
     """Return paths that may contain answers: the run's output with its store, tasks, verifiers and
     `workspace.hide`."""
     named = [config.tasks.train, config.tasks.heldout, config.verifier.path]
-    named += [*config.verifier.rewards.values(), *config.workspace.hide]
+    named += [*config.verifier.rewards.values(), *workspace_of(config).hide]
     files = [root / name.partition(":")[0] for name in named if name]
     return [*files, Path(config.output)] if config.output else files
