@@ -272,3 +272,6 @@ def test_every_preset_has_a_page(reference: Any) -> None:
     presets, modifiers = reference.catalogue.installed()
     known = [*presets, *(f"+{name}" for name in modifiers)]
     assert [name for name in known if f"\n## `{name}`\n" not in pages] == []
+    site = (ROOT / "docs" / "mkdocs.yml").read_text()
+    listed = re.findall(r"- docs/reference/algorithms/(?!README)([\w-]+)\.md\n", site)
+    assert sorted(listed) == sorted(reference.families())

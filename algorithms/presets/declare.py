@@ -143,6 +143,8 @@ class AlgoModifier:
 
 
 presets: dict[str, AlgoPreset] = {}
+# Also by function: two files may use one name.
+declared: dict[Callable[..., Any], AlgoPreset] = {}
 modifiers: dict[str, AlgoModifier] = {}
 
 
@@ -197,7 +199,7 @@ def as_modifier(name: str, *, prefix: str) -> Callable[[Build], Build]:
 
 def add_preset(made: AlgoPreset) -> None:
     _check_free(made.name, made.name in preset_names().presets, made.function)
-    presets[made.name] = made
+    presets[made.name] = declared[made.function] = made
 
 
 def _add_modifier(made: AlgoModifier) -> None:

@@ -8,7 +8,7 @@ modifier: those of the library's own families, and other packages'.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -96,12 +96,11 @@ def preset_named(name: str, root: Path = Path()) -> AlgoPreset:
     thing = load_plugin("presets", name, own, root, key=KEY)
     if thing is None:
         return declare.presets[name]
-    # A decorated function has written its record; any other is a preset with its own options only.
-    alike = [made for made in declare.presets.values() if thing in (made, made.function)]
-    if alike:
-        return next((made for made in alike if made.name == name), alike[0])
     if not callable(thing):
         check_call(thing, key=KEY)
+    # A decorated function has written its record; any other has its own options only.
+    if isinstance(thing, Hashable) and thing in declare.declared:
+        return declare.declared[thing]
     return AlgoPreset(name, thing)
 
 

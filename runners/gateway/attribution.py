@@ -1,4 +1,4 @@
-"""Attributes a model call to its attempt by path, W3C trace context or API key, in this order.
+"""Attributes a request to its attempt by path, W3C trace context or API key, in this order.
 
 Owns: the attempts that this process runs, and the gateway's state of each.
 Invariant: an attempt is active from `register` to `unregister`. Calls of other attempts are
@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, unquote_plus
 
 from aiohttp import web
+from msgspec import Struct
 
 from agentrl.base.http_server import bearer, given_key, read_body
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.conversation import ConversationMemory
-from agentrl.runners.gateway.refusals import RefusedError
+from agentrl.runners.gateway.refusals import TOLD, RefusedError, told
 from agentrl.runners.gateway.request import ModelRequest, read_request
 from agentrl.runners.gateway.upstream import NO_SEATS, Seats
 from agentrl.runners.tracing.roles import DEFAULT, NAMES, ROLE
@@ -35,6 +36,8 @@ from agentrl.types import Attempt, Sampling, Transition
 if TYPE_CHECKING:
     from agentrl.runners.gateway.features import Answer, Change, Feature, Record
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Work = Callable[["CallOrigin", web.Request], Awaitable[web.StreamResponse]]
 PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
 REMEMBERED = 10_000  # ended attempts whose ids and keys are kept
 SILENT_SHARE = 0.5  # fraction of an attempt's time; a longer silence of the server fails the call
@@ -172,8 +175,7 @@ class CallOrigin(NamedTuple):
         return self.role or (model if model in self.attempt.roles else DEFAULT)
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedCall:
+class ReceivedCall(Struct, frozen=True):
     """A call as the agent made it."""
 
     caller: CallOrigin
@@ -220,7 +222,7 @@ class AttemptRegistry:
     def __init__(
         self, *, open: bool = True, roles: Collection[str] = (), features: Sequence[Feature] = ()
     ) -> None:
-        self.open, self.roles, self._features = open, frozenset(roles), features
+        self.open, self.roles, self.features = open, frozenset(roles), features
         self.unowned = 0  # calls so far that belonged to no attempt
         self._active: dict[str, ActiveAttempt] = {}
         self._keys: dict[str, ActiveAttempt] = {}
@@ -232,7 +234,7 @@ class AttemptRegistry:
         deadline = time.monotonic() + attempt.rollout.timeout
         roles = self.roles.union(attempt.rollout.seats)
         active = ActiveAttempt(attempt, deadline, sealed, scoring, roles=roles)
-        for feature in () if scoring else self._features:
+        for feature in () if scoring else self.features:
             feature.join(active)
         self._active[attempt.id] = self._keys[active.key] = active
         return active
@@ -283,6 +285,17 @@ class AttemptRegistry:
         inner = next((name for name in names if name in active.roles), None)
         return CallOrigin(active, path.get("role") or said.get(ROLE) or inner, span, names)
 
+    async def within(self, work: Work, request: web.Request) -> web.StreamResponse:
+        """Run `work` for the attempt of the request; the attempt's end cancels it."""
+        caller = self.caller(request.headers, request.match_info)
+        task = asyncio.current_task()
+        assert task is not None
+        caller.attempt.tasks.add(task)
+        try:
+            return await work(caller, request)
+        finally:
+            caller.attempt.tasks.discard(task)
+
     def _owner(
         self, headers: Mapping[str, str], path: Mapping[str, str], trace: str
     ) -> ActiveAttempt:
@@ -321,3 +334,12 @@ def _baggage(header: str) -> dict[str, str]:
         if value:
             found[name.strip()] = unquote_plus(value.strip())
     return found
+
+
+@web.middleware
+async def tell_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer an error in the format of the API that was called."""
+    try:
+        return await handler(request)
+    except TOLD as error:
+        return told(request, error)

@@ -10,12 +10,11 @@ import msgspec
 from aiohttp import web
 
 from agentrl.base.http_server import read_body
-from agentrl.errors import AgentRLError, Invalid
 from agentrl.runners import dialects
-from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
+from agentrl.runners.dialects import DIALECTS, UntranslatableError
 from agentrl.runners.dialects.conversation import Body, ConversationMemory
-from agentrl.runners.gateway.attribution import AttemptRegistry, CallOrigin, receive
-from agentrl.runners.gateway.handler import CallHandler
+from agentrl.runners.gateway.attribution import AttemptRegistry, CallOrigin, tell_errors
+from agentrl.runners.gateway.handler import answer_call
 from agentrl.runners.gateway.prompt_size import RefusedPromptError, prompt_size
 from agentrl.runners.gateway.refusals import RefusedError, UpstreamError, translate_error
 from agentrl.runners.gateway.request import forwarded
@@ -25,15 +24,6 @@ from agentrl.store.base import Store
 
 LARGEST = 256 * 2**20  # bytes of a request
 PREFIXES = ("", "/a/{attempt}", "/a/{attempt}/{role}")
-KNOWN = [f"POST /v1/{dialect.route}" for dialect in DIALECTS]
-KNOWN += ["POST /v1/messages/count_tokens", "POST /v1/embeddings", "POST /v1/traces"]
-KNOWN += ["POST /v1beta/models/MODEL:generateContent (streamGenerateContent, countTokens)"]
-KNOWN += ["POST /v1/logs", "POST /v1/metrics", "GET /v1/models", "GET /v1/models/MODEL"]
-UNREADABLE = "invalid_body"
-# The gateway has already retried, so the agent's SDK need not.
-FINAL = {"x-should-retry": "false"}
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Work = Callable[[CallOrigin, web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoints:
@@ -43,13 +33,14 @@ class Endpoints:
         self, attempts: AttemptRegistry, router: Router, upstream: Upstream, store: Store
     ) -> None:
         self._attempts, self._router, self._upstream = attempts, router, upstream
-        self._store = store
+        self._store, self._call = store, partial(answer_call, upstream, store)
 
     def add_to(self, app: web.Application) -> None:
-        app.middlewares.append(_errors)
+        app.middlewares.append(tell_errors)
+        within = self._attempts.within
         for prefix in PREFIXES:
             for dialect in DIALECTS:
-                call = partial(self._within_attempt, partial(self.call, dialect))
+                call = partial(within, partial(self._call, dialect))
                 app.router.add_post(f"{prefix}/v1/{dialect.route}", call)
             for route, work in (
                 ("messages/count_tokens", self.count_tokens),
@@ -58,20 +49,14 @@ class Endpoints:
                 ("logs", drop),
                 ("metrics", drop),
             ):
-                app.router.add_post(f"{prefix}/v1/{route}", partial(self._within_attempt, work))
+                app.router.add_post(f"{prefix}/v1/{route}", partial(within, work))
             for version in ("v1", "v1beta"):
-                google = partial(self._within_attempt, self.google)
+                google = partial(within, self.google)
                 app.router.add_post(f"{prefix}/{version}/models/{{model}}:{{verb}}", google)
             app.router.add_get(f"{prefix}/v1/models", self.models)
             app.router.add_get(f"{prefix}/v1/models/{{model}}", self.models)
             app.router.add_get(f"{prefix}/v1/responses", no_websocket)
             app.router.add_head(prefix or "/", alive)
-
-    async def call(
-        self, dialect: Dialect, caller: CallOrigin, request: web.Request
-    ) -> web.StreamResponse:
-        call = await receive(caller, request, dialect)
-        return await CallHandler(self._upstream, self._store, call).run()
 
     async def count_tokens(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
         """https://docs.anthropic.com/en/api/messages-count-tokens"""
@@ -91,7 +76,7 @@ class Endpoints:
             )
         if stream and request.query.get("alt") != "sse":
             raise UntranslatableError("alt", "a stream is sent as events only; add ?alt=sse")
-        return await self.call(dialects.google.dialect(model, stream=stream), caller, request)
+        return await self._call(dialects.google.dialect(model, stream=stream), caller, request)
 
     async def traces(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
         """Store spans of the caller's own attempt; reject others as OTLP prescribes."""
@@ -128,17 +113,6 @@ class Endpoints:
             return web.json_response(data[names.index(asked)])
         return web.json_response(head | {"data": data})
 
-    async def _within_attempt(self, work: Work, request: web.Request) -> web.StreamResponse:
-        """Run `work` for the attempt of the request; the attempt's end cancels it."""
-        caller = self._attempts.caller(request.headers, request.match_info)
-        task = asyncio.current_task()
-        assert task is not None
-        caller.attempt.tasks.add(task)
-        try:
-            return await work(caller, request)
-        finally:
-            caller.attempt.tasks.discard(task)
-
 
 async def drop(caller: CallOrigin, request: web.Request) -> web.StreamResponse:
     """Accept OpenTelemetry logs and metrics and discard them: an agent would retry after a refusal,
@@ -155,44 +129,6 @@ async def no_websocket(request: web.Request) -> web.StreamResponse:
 
 async def alive(request: web.Request) -> web.StreamResponse:
     return web.Response()
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    words = b""
-    try:
-        return await handler(request)
-    except (RefusedError, UntranslatableError) as refused:
-        status, code, message = refused.status, refused.code, refused.message
-    except UpstreamError as error:
-        status, code, message = error.status or 502, "model_unavailable", error.message
-        words = error.body
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        status, code = 400, "invalid_json"
-        message = f"the request body is not a JSON object: {error}"
-    except web.RequestPayloadError:
-        status, code = 400, UNREADABLE
-        encoding = request.headers.get("content-encoding", "identity")
-        message = f"the request body does not decompress or has no end (encoding {encoding!r:.80})"
-    except Invalid as error:
-        status, code, message = 400, "invalid_request", str(error)
-    except AgentRLError as error:
-        status, code, message = 503, "unavailable", str(error)
-    except web.HTTPRequestEntityTooLarge:
-        status, code = 413, "too_large"
-        message = f"the request is larger than {request.client_max_size} bytes"
-    except web.HTTPRequestTimeout as error:
-        status, code, message = 408, "request_timeout", str(error.text)
-    except web.HTTPException as error:
-        status, code = error.status, "unknown_url"
-        message = f"{request.method} {request.path}: {error.reason}; there is {', '.join(KNOWN)}"
-    dialect = dialects.of(request.path, anthropic="anthropic-version" in request.headers)
-    body = translate_error(dialect, status, words) if words else None
-    body = body or msgspec.json.encode(dialect.error(status, code, message))
-    answer = web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
-    if code == UNREADABLE:
-        answer.force_close()  # the end of this request, hence the next one's start, is unknown
-    return answer
 
 
 # -- calls that are routed and retried like any other, but not recorded ----------------------------

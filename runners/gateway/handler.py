@@ -18,19 +18,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from agentrl.base import threads
 from agentrl.errors import StoreError
+from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.base import CHAT, data_event
 from agentrl.runners.gateway import recorded, request
-from agentrl.runners.gateway.attribution import ReceivedCall, changed
+from agentrl.runners.gateway.attribution import CallOrigin, ReceivedCall, changed, receive
 from agentrl.runners.gateway.prompt_size import find_room
 from agentrl.runners.gateway.recorded import CUT, RECORD, question_of
 from agentrl.runners.gateway.refusals import (
@@ -60,6 +61,13 @@ from agentrl.store.base import Store
 from agentrl.types import SIDE, Transition
 
 REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
+
+
+async def answer_call(
+    upstream: Upstream, store: Store, dialect: Dialect, caller: CallOrigin, http: web.Request
+) -> web.StreamResponse:
+    """Answer an HTTP request that is a model call of `dialect`."""
+    return await CallHandler(upstream, store, await receive(caller, http, dialect)).run()
 
 
 class CallHandler:
@@ -109,13 +117,13 @@ class CallHandler:
             return await self._answer_recorded(call, unread, unread)
         if call.defaults.seed is not None:
             seed = active.seed_of(question_of(call.request, call.role))
-            call = replace(call, defaults=msgspec.structs.replace(call.defaults, seed=seed))
+            call = replace(call, defaults=replace(call.defaults, seed=seed))
         for answer in active.answers:
             if rows := await answer(call):
                 made = call.request
                 new: Any = {"messages": made.messages, "tools": made.tools, "started": time.time()}
                 own = [
-                    msgspec.structs.replace(
+                    replace(
                         row, **self._identity(), **new, repeats=row.repeats or row.id, seconds=0.0
                     )
                     for row in rows

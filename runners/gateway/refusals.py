@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+from aiohttp import web
 
-from agentrl.runners.dialects import Dialect
+from agentrl.errors import AgentRLError, Invalid
+from agentrl.runners import dialects
+from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
 from agentrl.runners.dialects.conversation import Body
 
 if TYPE_CHECKING:
@@ -21,6 +24,13 @@ if TYPE_CHECKING:
 TRANSIENT = frozenset({429, 502, 503, 504})
 # Errors of parsing a response that is not a completion; msgspec.DecodeError is a ValueError.
 MALFORMED = (RecursionError, OverflowError, AttributeError, LookupError, TypeError, ValueError)
+KNOWN = [f"POST /v1/{dialect.route}" for dialect in DIALECTS]
+KNOWN += ["POST /v1/messages/count_tokens", "POST /v1/embeddings", "POST /v1/traces"]
+KNOWN += ["POST /v1beta/models/MODEL:generateContent (streamGenerateContent, countTokens)"]
+KNOWN += ["POST /v1/logs", "POST /v1/metrics", "GET /v1/models", "GET /v1/models/MODEL"]
+UNREADABLE = "invalid_body"
+# The gateway has already retried, so the agent's SDK need not.
+FINAL = {"x-should-retry": "false"}
 LABELS = ("code", "status", "status_code", "type", "error_type")  # fields that say what is wrong
 # Part of a label, without separators -> HTTP status, in order of precedence.
 MEANINGS = {"ratelimit": 429, "toomany": 429, "exhausted": 429, "quota": 429, "overloaded": 503}
@@ -133,3 +143,51 @@ def failure(
 
 def malformed(route: Route, what: str) -> UpstreamError:
     return UpstreamError(f"the policy server at {route.base_url} sent {what}", transient=False)
+
+
+TOLD: tuple[type[BaseException], ...] = (
+    *(RefusedError, UntranslatableError, UpstreamError, AgentRLError),
+    *(msgspec.DecodeError, UnicodeDecodeError, RecursionError),
+    *(web.HTTPException, web.RequestPayloadError),
+)
+"""Errors that an agent is told of; any other is a bug."""
+
+
+def told(request: web.Request, error: BaseException) -> web.Response:
+    """Return the response for an error of `TOLD`, in the format of the API that was called."""
+    status, code, message = _meaning(request, error)
+    words = error.body if isinstance(error, UpstreamError) else b""
+    dialect = dialects.of(request.path, anthropic="anthropic-version" in request.headers)
+    body = translate_error(dialect, status, words) if words else None
+    body = body or msgspec.json.encode(dialect.error(status, code, message))
+    answer = web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
+    if code == UNREADABLE:
+        answer.force_close()  # the end of this request, hence the next one's start, is unknown
+    return answer
+
+
+def _meaning(request: web.Request, error: BaseException) -> tuple[int, str, str]:
+    """Return status, code and message of an error."""
+    match error:
+        case RefusedError() | UntranslatableError():
+            return error.status, error.code, error.message
+        case UpstreamError():
+            return error.status or 502, "model_unavailable", error.message
+        case msgspec.DecodeError() | UnicodeDecodeError() | RecursionError():
+            return 400, "invalid_json", f"the request body is not a JSON object: {error}"
+        case web.RequestPayloadError():
+            encoding = request.headers.get("content-encoding", "identity")
+            why = f"does not decompress or has no end (encoding {encoding!r:.80})"
+            return 400, UNREADABLE, f"the request body {why}"
+        case Invalid():
+            return 400, "invalid_request", str(error)
+        case AgentRLError():
+            return 503, "unavailable", str(error)
+        case web.HTTPRequestEntityTooLarge():
+            why = f"the request is larger than {request.client_max_size} bytes"
+            return 413, "too_large", why
+        case web.HTTPRequestTimeout():
+            return 408, "request_timeout", str(error.text)
+    assert isinstance(error, web.HTTPException)
+    why = f"{request.method} {request.path}: {error.reason}; there is {', '.join(KNOWN)}"
+    return error.status, "unknown_url", why

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import Struct
 from multidict import CIMultiDict
 
 from agentrl.base.http_server import KEY_HEADERS
@@ -85,8 +85,7 @@ NEUTRAL: dict[str, tuple[Json, ...]] = {
 """Values with which a processor does nothing; so do null, false and all that is empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRequest:
+class ModelRequest(Struct, frozen=True):
     """A request of the agent, independent of the server that will answer it."""
 
     dialect: Dialect

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 
 from agentrl.runners.dialects.conversation import ToolCalls
 from agentrl.runners.gateway.refusals import MALFORMED, UpstreamError, error_in, malformed
@@ -294,8 +295,7 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield rest.removeprefix(mark) + pending
 
 
-@dataclass(frozen=True, slots=True)
-class AnsweredCall:
+class AnsweredCall(Struct, frozen=True):
     """A call with the server's response, which grows while it is streamed."""
 
     sent: SentCall

@@ -7,12 +7,12 @@ sub-agents. Harnesses have no common way to mark them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from agentrl.config import RoleRule
 from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall

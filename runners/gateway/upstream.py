@@ -21,11 +21,11 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import aiohttp
+from msgspec import Struct
 
 from agentrl.base.access import read_sent_key
 from agentrl.config import UpstreamConfig
@@ -71,8 +71,7 @@ class Route(NamedTuple):
     text: str | None = None  # fixed response to every call, instead of a server
 
 
-@dataclass(frozen=True, slots=True)
-class SentCall:
+class SentCall(Struct, frozen=True):
     """A call as it goes to a server, or as the record of a rollout answers it."""
 
     call: ReceivedCall
@@ -81,7 +80,7 @@ class SentCall:
     started: float  # unix seconds
     at: float  # the same by the monotonic clock
     body: bytes = b""
-    sampling: Sampling = field(default_factory=Sampling)  # effective
+    sampling: Sampling = Sampling()  # effective
     capture: bool = False  # it asks for token ids
     room: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
     rows: Sequence[Transition] = ()  # of a recorded answer; empty: they are made of the response

@@ -20,7 +20,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Self, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-import aiohttp
 import msgspec
 from msgspec.structs import asdict, replace
 
@@ -28,7 +27,7 @@ from agentrl.errors import Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store import limits, rows
 from agentrl.store.base import Store
 from agentrl.store.http import wire
-from agentrl.store.http.connections import CONNECT, IDLE, Connections, HttpAnswer, Unreadable
+from agentrl.store.http.connections import CONNECT, Connections, NotHttp
 from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
 from agentrl.types import StepCommit
 
@@ -36,7 +35,6 @@ VARIABLE = "AGENTRL_STORE_KEY"
 PATIENCE = 60.0  # seconds for which a call is retried
 BACKOFF, LONGEST = 0.05, 1.0  # seconds before a retry: the first, which doubles, and the maximum
 SILENCE = wire.POLL + 30.0  # seconds without a byte after which the connection counts as lost
-LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError)
 TRANSIENT = frozenset({502, 503, 504})
 REFUSAL = wire.decoders(wire.Refusal)
 ANSWERS = wire.decoders(wire.BatchResponse)[MSGPACK]
@@ -79,11 +77,12 @@ class HttpStore:
         self._heads = dict[str, bytes]()  # verb -> request head with the default headers
         self._lock = threading.Lock()
         self._closed = False
-        self._plain = self.url.startswith("http://")
         _, _, address = self.url.partition("://")
         self._host, slash, path = address.partition("/")
         self._path = slash + path
-        self._pools: dict[asyncio.AbstractEventLoop, tuple[_Pool, AsyncGenerator[Any, None]]] = {}
+        self._pools: dict[
+            asyncio.AbstractEventLoop, tuple[Connections, AsyncGenerator[Any, None]]
+        ] = {}
 
     async def close(self) -> None:
         self._closed = True
@@ -156,10 +155,12 @@ class HttpStore:
         pause, deadline, why = BACKOFF, 0.0, ""
         while True:
             try:
-                status, kind, answer, _ = await self._answer(name, headers, body())
-            except LOST as error:
+                pool = await self._pool()
+                sent = pool.post(self._head(name, headers), body(), SILENCE)
+                status, kind, answer, _ = await sent
+            except OSError as error:
                 why = f"Store {self.url} cannot be reached: {str(error) or 'no answer'}."
-            except aiohttp.ClientError as error:
+            except NotHttp as error:
                 raise StoreError(f"{self.url} is no store server: {error}.") from error
             else:
                 if status == 200:
@@ -177,17 +178,6 @@ class HttpStore:
                 raise Unavailable(why)
             await asyncio.sleep(pause * (0.5 + random.random() / 2))
             pause = min(2 * pause, LONGEST)
-
-    async def _answer(self, name: str, headers: dict[str, str], body: bytes) -> HttpAnswer:
-        pool = await self._pool()
-        if self._plain:
-            try:
-                return await pool.plain.post(self._head(name, headers), body, SILENCE)
-            except Unreadable:  # send the call again, as after a lost response
-                self._plain = False
-        url = f"{self.url}/v1/{name}"
-        async with pool.session().post(url, data=body, headers=headers) as response:
-            return HttpAnswer(response.status, response.content_type, await response.read())
 
     def _head(self, name: str, headers: dict[str, str]) -> bytes:
         usual = headers is self._headers
@@ -215,11 +205,11 @@ class HttpStore:
             words = body[:200].decode("utf-8", "replace").strip()
             return StoreError(f"{self.url} answered {status} {words!r}: is it a store's server?")
 
-    async def _pool(self) -> _Pool:
+    async def _pool(self) -> Connections:
         loop = asyncio.get_running_loop()
         found = self._pools.get(loop)
         if found is None:
-            closing = _closed_with_loop(_Pool(self.url))
+            closing = _closed_with_loop(Connections(self.url))
             pool = await anext(closing)
             with self._lock:
                 for other in [other for other in self._pools if other.is_closed()]:
@@ -245,39 +235,13 @@ for _verb in VERBS.values():
     setattr(HttpStore, _verb.name, _method(_verb))
 
 
-class _Pool:
-    """The connections of one event loop: plain ones, and a full HTTP client if needed."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self.plain = Connections(parts.hostname or "", parts.port or 80)
-        self._session: aiohttp.ClientSession | None = None
-
-    def session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT, sock_read=SILENCE),
-                headers={"accept-encoding": "identity"},
-                cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=("user-agent", "accept"),
-                read_bufsize=2**20,
-            )
-        return self._session
-
-    async def close(self) -> None:
-        self.plain.close()
-        await asyncio.sleep(0)  # lets the transports close
-        if self._session is not None:
-            await self._session.close()
-
-
-async def _closed_with_loop(pool: _Pool) -> AsyncGenerator[_Pool, None]:
+async def _closed_with_loop(pool: Connections) -> AsyncGenerator[Connections, None]:
     """Yield the pool in an async generator, which its event loop closes at shutdown."""
     try:
         yield pool
     finally:
-        await pool.close()
+        pool.close()
+        await asyncio.sleep(0)  # lets the transports close
 
 
 async def _close(pool: AsyncGenerator[Any, None]) -> None:

@@ -25,7 +25,7 @@ from agentrl.errors import ConfigError, Forbidden, Invalid
 from agentrl.store.base import Store
 from agentrl.store.http.wire import CLAIM_SECRET, KeyScope
 from agentrl.store.limits import check_ids
-from agentrl.store.sqlstore import SqlStore
+from agentrl.store.sql.store import SqlStore
 
 VARIABLE = "AGENTRL_STORE_KEYS"
 SHORTEST_KEY = 8  # characters

@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from agentrl.store.rows import digest, from_blob, to_blob
-from agentrl.store.tree import TreeNode, deepest_prefix
+from agentrl.store.sql.tree import TreeNode, deepest_prefix
 from agentrl.types import Json, Record, Trace, Transition
 
 NONE = -1

@@ -24,8 +24,8 @@ from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, is_loopback_host
 from agentrl.store.http.request_limits import ConnectionLimits, LimitedProtocol
 from agentrl.store.http.server import StoreApp
 from agentrl.store.http.workers import Workers, end_with_parent
-from agentrl.store.maintenance import limits
-from agentrl.store.sqlstore import SqlStore
+from agentrl.store.sql.maintenance import limits
+from agentrl.store.sql.store import SqlStore
 
 log = logging.getLogger("agentrl.store")
 BACKLOG = 4096  # connections waiting to be accepted

@@ -1,9 +1,11 @@
 """The server of a store: an ASGI application for any backend.
 
-Owns: the calls with an idempotency key and the long polls in progress. Invariant: a call is
+Owns: the calls with an idempotency key in progress, and the long polls. Invariant: a call is
 completed even if its caller disconnects, except a long poll, which is cancelled and can be
 repeated. A call with an idempotency key is executed once: a repeat waits for the one in progress
-here, or gets its stored reply (`store/repeats.py`) from any process of the server.
+here, or gets its stored reply (`store/sql/repeats.py`) from any process of the server. `prune` and
+`vacuum` have many transactions and no stored reply: a later repeat does, and reports, only the
+remaining work.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from agentrl.store.http.keys import (
 )
 from agentrl.store.http.request_limits import BodyReader
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, KeyScope, Verb
-from agentrl.store.repeats import IdempotentCall, start_call
+from agentrl.store.sql.repeats import IdempotentCall, start_call
 
 log = logging.getLogger("agentrl.store")
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()
@@ -233,9 +235,11 @@ class StoreApp:
         return running.result() if running.done() else AGAIN
 
     def _ended(self, request: IdempotentCall, task: asyncio.Task[Any]) -> None:
-        del self._running[request]
-        if not task.cancelled():
-            task.exception()  # without a caller, nobody else looks at it
+        """Forget it, but not before who was told to poll again has its result."""
+        failed = task.cancelled() or task.exception() is not None  # then a repeat tries again
+        asyncio.get_running_loop().call_later(
+            0.0 if failed else wire.POLL, self._running.pop, request
+        )
 
     async def _batch(self, body: bytes, form: str, caller: KeyGrant) -> wire.BatchResponse:
         """Execute a batch; refuse further calls once the results exceed the limit of a body."""

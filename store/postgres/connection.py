@@ -18,7 +18,7 @@ from psycopg.rows import DictRow, dict_row
 from psycopg.types.numeric import Int8Dumper
 
 from agentrl.errors import Invalid, Unavailable
-from agentrl.store.database import Parameters, Statement
+from agentrl.store.sql.database import Parameters, Statement
 from agentrl.store.urls import split_password
 
 log = logging.getLogger("agentrl.store")

@@ -10,8 +10,8 @@ import psycopg
 from psycopg.rows import DictRow
 
 from agentrl.errors import NotFound, StoreError
-from agentrl.store import database
 from agentrl.store.postgres.connection import PostgresServer
+from agentrl.store.sql import database
 
 LOCK = 1634888754  # advisory lock for schema changes
 SCRIPTS = database.migrations("postgres/migrations")

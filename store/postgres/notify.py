@@ -16,9 +16,9 @@ from collections.abc import Callable
 import psycopg
 from psycopg.rows import DictRow
 
-from agentrl.store.feed import ALL
 from agentrl.store.postgres.connection import PAUSE, PostgresServer
 from agentrl.store.postgres.session import CHANNEL
+from agentrl.store.sql.feed import ALL
 
 SLOW = 5.0  # seconds
 

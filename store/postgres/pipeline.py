@@ -27,7 +27,7 @@ from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGresult
 from psycopg.rows import DictRow
 
-from agentrl.store.database import Parameters, Statement, numbered
+from agentrl.store.sql.database import Parameters, Statement, numbered
 
 DONE = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 TOGETHER = (16, 4, 1)  # rows per insert statement

@@ -32,12 +32,12 @@ from collections.abc import Callable
 
 import psycopg
 
-from agentrl.store.feed import Feed
 from agentrl.store.postgres import migrations
 from agentrl.store.postgres.connection import PostgresServer
 from agentrl.store.postgres.notify import ChangeListener
 from agentrl.store.postgres.session import PostgresReadPool, PostgresSession
-from agentrl.store.sqlstore import SqlStore
+from agentrl.store.sql.feed import Feed
+from agentrl.store.sql.store import SqlStore
 
 
 class PostgresStore(SqlStore):

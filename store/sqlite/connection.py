@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store.database import Parameters
+from agentrl.store.sql.database import Parameters
 
 BUSY = 60.0  # seconds to wait for the locks of other processes, which hold them for milliseconds
 # Errors for values that cannot be stored: integers of more than 64 bits, invalid Unicode.

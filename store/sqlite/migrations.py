@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import NotFound, StoreError
-from agentrl.store import database
+from agentrl.store.sql import database
 from agentrl.store.sqlite.connection import BUSY, Location, execute_when_free
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from agentrl.store.feed import ALL
+from agentrl.store.sql.feed import ALL
 from agentrl.store.sqlite.connection import Location, StoreFile
 
 SLOW = 1.0  # seconds

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from agentrl.store.feed import Feed
+from agentrl.store.sql.feed import Feed
+from agentrl.store.sql.store import SqlStore
 from agentrl.store.sqlite import migrations
 from agentrl.store.sqlite.connection import (
     Location,
@@ -15,7 +16,6 @@ from agentrl.store.sqlite.connection import (
     WalCheckpointer,
 )
 from agentrl.store.sqlite.notify import ChangeNotifier
-from agentrl.store.sqlstore import SqlStore
 
 
 class SqliteStore(SqlStore):

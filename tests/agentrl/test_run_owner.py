@@ -19,7 +19,7 @@ from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, Conflict, Unavailable
 from agentrl.run_owner import TakenOver, hold
 from agentrl.store import Store, open_store
-from agentrl.store.runs import SLACK
+from agentrl.store.sql.runs import SLACK
 
 LIVE = r"run 'r' is live \(process \d+ on \S+, since \d\d:\d\d .*\): "
 OTHER = """

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
-from agentrl.store import Store, open_store, traces
+from agentrl.store import Store, open_store
+from agentrl.store.sql import traces
 from agentrl.types import Transition
 from tests.benchmarks import store_load as load
 from tests.benchmarks.store import Figures

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentrl.store import tree
-from agentrl.store.tree import AttemptCalls, KnownAttempts
+from agentrl.store.sql import tree
+from agentrl.store.sql.tree import AttemptCalls, KnownAttempts
 from agentrl.types import int32
 
 pytestmark = pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)

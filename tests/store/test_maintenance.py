@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import maintenance
 from agentrl.store.records import Pruned
+from agentrl.store.sql import maintenance
 from agentrl.types import Credit, Purpose, float32
 
 DAY = 86_400.0

@@ -27,8 +27,9 @@ from hypothesis.stateful import (
 )
 
 from agentrl.errors import Conflict, Fenced
-from agentrl.store import Store, open_store, writer
-from agentrl.store.rollouts import SLACK, SUSPECT_SHARE
+from agentrl.store import Store, open_store
+from agentrl.store.sql import writer
+from agentrl.store.sql.rollouts import SLACK, SUSPECT_SHARE
 from agentrl.types import (
     Attempt,
     Counts,

@@ -14,11 +14,12 @@ import pytest
 from psycopg.pq import ExecStatus
 
 from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
-from agentrl.store import database, datasets, open_store, repeats, writer
+from agentrl.store import open_store
 from agentrl.store.postgres import connection, notify, pipeline
 from agentrl.store.postgres import migrations as postgres_migrations
 from agentrl.store.postgres import session as pgsession
 from agentrl.store.records import Item, Side
+from agentrl.store.sql import database, datasets, repeats, writer
 from agentrl.store.sqlite import migrations
 from agentrl.store.urls import split_password
 from agentrl.types import RolloutState

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.store import open_store, writer
-from agentrl.store.feed import Feed
+from agentrl.store import open_store
 from agentrl.store.postgres import notify as postgres_notify
+from agentrl.store.sql import writer
+from agentrl.store.sql.feed import Feed
 from agentrl.store.sqlite import notify as sqlite_notify
 from agentrl.types import RolloutState
 

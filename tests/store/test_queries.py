@@ -14,7 +14,8 @@ import pytest
 from click.testing import CliRunner
 from sqlite_utils.cli import cli
 
-from agentrl.store import database, open_store
+from agentrl.store import open_store
+from agentrl.store.sql import database
 from tests.store.filled import fill
 
 PAGE = (database.SQL_FOLDER.parent / "QUERIES.md").read_text(encoding="utf-8")

@@ -6,9 +6,10 @@ import re
 import sqlite3
 from pathlib import Path
 
-from agentrl.store import database, open_store
+from agentrl.store import open_store
 from agentrl.store.http.wire import READERS, VERBS, KeyScope
 from agentrl.store.rows import from_blob
+from agentrl.store.sql import database
 
 PAGE = (database.SQL_FOLDER.parent / "README.md").read_text(encoding="utf-8")
 ROWS = re.findall(

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store import open_store, traces, writer
-from agentrl.store.feed import QUEUE
+from agentrl.store import open_store
+from agentrl.store.sql import traces, writer
+from agentrl.store.sql.feed import QUEUE
 from agentrl.store.sqlite import connection, migrations
 from agentrl.store.sqlite.connection import Location
 from agentrl.store.sqlite.notify import folder
@@ -282,7 +283,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 async def test_claims_do_not_slow_down_with_the_table(
     tmp_path: Path, query: str, index: str
 ) -> None:
-    from agentrl.store.rollouts import SQL
+    from agentrl.store.sql.rollouts import SQL
 
     await open_store(str(tmp_path / "store.db")).close()
     conn = sqlite3.connect(tmp_path / "store.db")

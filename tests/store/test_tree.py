@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from agentrl.store import open_store
 from agentrl.store.rows import digest
-from agentrl.store.tree import TreeNode, deepest_prefix, prefix_digests
+from agentrl.store.sql.tree import TreeNode, deepest_prefix, prefix_digests
 from agentrl.types import NewRollout, Transition, float32, int32
 
 few = st.lists(st.integers(0, 2), max_size=3)

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from agentrl.errors import Unavailable
-from agentrl.store import open_store, writer
+from agentrl.store import open_store
+from agentrl.store.sql import writer
 
 pytestmark = pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
 SOON = 10.0  # seconds in which whatever is waited for must have happened

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from itertools import product
 
@@ -28,18 +27,10 @@ from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.presets.hierarchy import HiperGae
 from agentrl.algorithms.presets.states import SameStateRelative
 from agentrl.algorithms.presets.teams import RoleFilter
-from agentrl.algorithms.zoo.critics.presets import BiLevelGae
-from agentrl.algorithms.zoo.hindsight.presets import HindsightReturns
-from agentrl.algorithms.zoo.states.presets import PeerValues
-from agentrl.algorithms.zoo.trees.presets import BranchAdvantage
 from agentrl.errors import TrainingError
 from tests.algorithms.naive import (
-    naive_bi_level,
     naive_gae,
-    naive_hiper,
     naive_histories,
-    naive_siblings,
-    naive_tree,
     returns,
     rewards_of,
 )
@@ -142,20 +133,6 @@ def test_mt_grpo_compares_a_rollout_without_a_tool_call_by_the_sum_of_both() -> 
     near(advantage, expected, within=5e-6)
 
 
-def test_bi_level_gae() -> None:
-    """D8."""
-    calls = [Call(tokens=2, rewards={"p": 0.5}), Call(tokens=2, rewards={"p": 1.0})]
-    batch = world(Play(calls), values=[0.1, 0.2, 0.3, 0.4])
-    near(BiLevelGae(CriticValues(), "transition:p")(batch), [1.35, 1.25, 0.7, 0.6])
-
-
-def test_a_call_without_reward_ends_its_turn_all_the_same() -> None:
-    """RAGEN's own code finds turns by non-zero rewards and merges the others."""
-    calls = [Call(tokens=2, rewards={"p": 0.0}), Call(tokens=2, rewards={"p": 1.0})]
-    batch = world(Play(calls), values=[0.1, 0.2, 0.3, 0.4])
-    near(BiLevelGae(CriticValues(), "transition:p")(batch), [0.85, 0.75, 0.7, 0.6])
-
-
 def test_potential_based_shaping() -> None:
     """D13."""
     calls = steps(0.2, 0.5, 0.9, name="phi")
@@ -202,52 +179,6 @@ def test_tree_grpo() -> None:
     near(intra(world(*plays))[::2], [0.707107, -0.707107, 0, 0])
     both = weighted_sum((GroupRelative(norm="std", eps=0), 1.0), (intra, 1.0))
     near(both(world(*plays))[::2], [1.207107, -2.207107, 0.5, 0.5])
-
-
-def test_tree_rl() -> None:
-    """D18."""
-    plays = [
-        Play([Call(node=node), Call()], outcome=outcome)
-        for node, outcome in [("n1", 1.0), ("n1", 0.0), ("n2", 0.0), ("n2", 0.0)]
-    ]
-    credit = BranchAdvantage()(world(*plays))
-    near(credit[::2], [0.353553, 0.353553, -0.353553, -0.353553])
-    assert credit[1].item() == pytest.approx(1.25)
-    near(BranchAdvantage(how="parent")(world(*plays))[:2], [0.25, 0.5])
-
-
-def test_c3() -> None:
-    """D15: three samples of one call, of which two rollouts repeat the call before."""
-    first = Call(node="a", prompt="p")
-    again = Call(node="a", prompt="p", tokens=0, repeats=True)
-    ends = [Call(node=f"a{i}", prompt="q") for i in range(3)]
-    plays = [
-        Play([first if i == 0 else again, end], outcome=outcome)
-        for i, (end, outcome) in enumerate(zip(ends, (1.0, 0.0, 0.5), strict=True))
-    ]
-    credit = GroupRelative(BranchAdvantage(how="siblings"), base="none")(world(*plays))
-    near(credit, [0, 0.75, -0.75, 0])
-
-
-def test_monte_carlo_step_values() -> None:
-    """D16: A = V(s') - V(s) where V(s) is the mean of two fresh continuations, .25, and V(s') that
-    of the rollout and its own continuation, .75."""
-
-    def again(*nodes: str) -> list[Call]:
-        return [Call(node=node, prompt=node[:-1], tokens=0, repeats=True) for node in nodes]
-
-    def calls(*nodes: str) -> list[Call]:
-        return [Call(node=node, prompt=node[:-1]) for node in nodes]
-
-    plays = [
-        Play(calls("a", "aa", "aaa"), outcome=1.0),
-        Play(again("a") + calls("ab"), outcome=0.5),
-        Play(again("a") + calls("ac"), outcome=0.0),
-        Play(again("a", "aa") + calls("aab"), outcome=0.5),
-    ]
-    batch = world(*plays)
-    credit = BranchAdvantage(how="siblings")(batch)
-    near(credit, [0, 0.5, 0.5, 0, 0.125, 0, -0.625, 0, 0.5, -0.5])
 
 
 def test_hiper() -> None:
@@ -335,62 +266,6 @@ def test_against_loops(seed: int) -> None:
             agree("hgpo", actual, naive_histories(plays, name, 0.9, 2, std))
         gae = StepGae(ValuesFromReward("transition:v"), reward, 0.9, 0.8)(batch).tolist()
         agree("gae", gae, naive_gae(plays, name, 0.9, 0.8))
-    for both in (True, False):
-        tree = BranchAdvantage(how="both" if both else "parent")(batch).tolist()
-        agree("tree", tree, naive_tree(plays, both))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_siblings_against_loops(seed: int) -> None:
-    draw, plays = random.Random(seed), random_plays(seed, size=8)
-    for play in plays:
-        path = ""
-        for call in play.calls:
-            path += draw.choice("ab")
-            call.node, call.prompt = path, path[:-1]
-    for g in range(3):
-        known = set[str]()
-        for play in (play for play in plays if play.group == g):
-            for call in play.calls:
-                call.repeats = call.node in known and draw.random() < 0.7
-                call.tokens = 0 if call.repeats else call.tokens
-                known.add(str(call.node))
-    siblings = BranchAdvantage(how="siblings")(world(*plays)).tolist()
-    agree("siblings", siblings, naive_siblings(plays))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_two_time_scales_against_loops(seed: int) -> None:
-    plays = random_plays(seed)
-    for play in plays:
-        for call in play.calls:
-            call.rewards = {**call.rewards, "high": call.rewards["w"] if call.state == 0 else NAN}
-    n = sum(call.tokens for play in plays for call in play.calls)
-    values = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    batch = world(*plays, values=values.tolist())
-    credit = BiLevelGae(CriticValues(), "transition:p", 0.9, 0.7, 0.8)
-    agree("bi-level", credit(batch).tolist(), naive_bi_level(plays, values.tolist(), "p"))
-    for part in ("low", "high"):
-        hiper = HiperGae(
-            CallRewards("transition:high"),
-            CallRewards("transition:v"),
-            part,
-            "transition:p",
-            0.9,
-            0.8,
-        )
-        agree(part, hiper(batch).tolist(), naive_hiper(plays, part))
-
-
-def test_a_cut_before_any_reward_is_worth_what_the_last_known_value_says() -> None:
-    """The second state was seen by the other rollout, which came to 1 from there; the third by
-    nobody."""
-    other = Play([Call("s"), Call("t")], outcome=1.0)
-    lost = Play([Call("s"), Call("t"), Call("u", truncated=True)])
-    credit = StepGae(PeerValues(), "outcome", 1.0, 1.0)
-    near(credit(world(lost, other))[:3], [0.0, 0.0, NAN])
-    won = Play(lost.calls, outcome=0.5)
-    near(credit(world(won, other))[:3], [-0.5, -0.5, 0.0])
 
 
 def test_a_role_receives_its_reward_at_its_last_call() -> None:
@@ -405,7 +280,6 @@ def test_a_rollout_without_its_reward_is_missing_not_zero() -> None:
     credits: list[Callable[[Batch], Tensor]] = [
         SameStateRelative(),
         GroupRelative(Returns()),
-        GroupRelative(BranchAdvantage(), base="none"),
         Whiten(TurnDiscount(GroupRelative(), 0.9)),
     ]
     for credit in credits:
@@ -443,11 +317,8 @@ def test_calls_without_tokens_are_no_decisions_of_a_critic() -> None:
         steps = StepGae(FirstTokenValues(CriticValues()), "transition:p", 1.0, lam)
         near(steps(worlds[0])[[0, 2, 3]], steps(worlds[1]).tolist())
         assert steps(worlds[0])[1].isnan()
-        for credit in (
-            GroupRelative(steps, by=("all",), norm="std"),
-            BiLevelGae(CriticValues(), "transition:p", 1.0),
-        ):
-            near(credit(worlds[0]), credit(worlds[1]).tolist())
+        credit = GroupRelative(steps, by=("all",), norm="std")
+        near(credit(worlds[0]), credit(worlds[1]).tolist())
         near(steps.returns(worlds[0]), steps.returns(worlds[1]).tolist())
 
 
@@ -461,20 +332,9 @@ def test_empty_batches_have_no_credit() -> None:
     for credit in (
         SameStateRelative(depth=2),
         GroupRelative(Returns()),
-        GroupRelative(BranchAdvantage()),
         TurnDiscount(GroupRelative(), 0.5),
     ):
         assert credit(empty).shape == (0,)
-
-
-def test_hindsight() -> None:
-    """D14: the second call looks less probable in hindsight, .7 of the mean, which counts .8."""
-    looks = [math.log(1.3) * 5, math.log(0.7) * 5]
-    calls = [Call(rewards={"h": look}) for look in looks]
-    batch = world(Play(calls, outcome=1.0))
-    near(HindsightReturns(CallRewards("transition:h"), gamma=0.5)(batch), [0.5 * 1.2, 0.8])
-    lost = world(Play([*calls, Call()], outcome=1.0))
-    near(HindsightReturns(CallRewards("transition:h"), gamma=1.0)(lost), [1.2, 0.8, 1.0])
 
 
 def test_potentials_of_no_rollouts() -> None:

@@ -32,7 +32,8 @@ HEAD = "from agentrl.algorithms import Algo, GroupRelative, preset\n"
 
 @pytest.fixture(autouse=True)
 def own_presets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers goes with it."""
+    """What a test registers goes with it; families register themselves once, before."""
+    installed()
     monkeypatch.setattr(declare, "presets", dict(declare.presets))
     monkeypatch.setattr(declare, "modifiers", dict(declare.modifiers))
 
@@ -258,3 +259,15 @@ print(make("auto+tis", {}).name, len(installed()[0]))
 """
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert said.stdout.split() == ["auto+tis", str(len(NAMES.presets.keys() - OF_FAMILIES))]
+
+
+def test_files_with_presets_of_one_name_keep_their_own_options(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, high in zip(folders, (0.3, 0.4), strict=True):
+        folder.mkdir()
+        (folder / f"mine_{folder.name}.py").write_text(
+            HEAD + f"@preset('mine', clip=(0.2, {high}))\ndef p(): return Algo(GroupRelative())"
+        )
+    for folder, high in zip(folders * 2, (0.3, 0.4) * 2, strict=True):
+        (gate,) = make(f"mine_{folder.name}.py:p", {}, root=folder).gates
+        assert gate.fn == Clip(0.2, high)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import httpx
 import pytest
 from aiohttp import web
-from msgspec import structs
+from msgspec.structs import replace
 
 from agentrl.errors import StoreError
 from agentrl.runners.features import run_features
@@ -56,7 +55,7 @@ class Outside(Feature):
 
     def record(self, call: ReceivedCall, row: Transition) -> Transition:
         said = {"role": "assistant", "content": f"[redacted by {call.role}]"}
-        return structs.replace(row, answer=said)
+        return replace(row, answer=said)
 
 
 async def ask(gateway: Gateway, active: ActiveAttempt, *messages: Any, api: str = "") -> Any:
@@ -139,7 +138,7 @@ async def test_a_call_that_is_parsed_again_is_changed_again(bench: Any) -> None:
     first, second, third = feature.passed
     assert first.request.translation is not second.request.translation
     assert second.raw == third.raw == first.raw
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         first.raw = b""  # type: ignore[misc]
 
 

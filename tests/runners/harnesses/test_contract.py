@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from agentrl.algorithms.data.merge import merge
+from agentrl.runners.features import run_features
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.harnesses.preset import load_preset
 from tests.runners.conftest import Bench, FakeModel, ids
@@ -42,7 +43,8 @@ async def test_a_call_is_answered_and_recorded_exactly(
     bench: Bench, tmp_path: Path, harness: str, request_: StoredRequest
 ) -> None:
     bench.model.answer = lambda body: {"role": "assistant", "content": SAID}
-    bench.gateway.attempts.rules = load_preset(harness, tmp_path).match
+    rules = load_preset(harness, tmp_path).match
+    bench.gateway.attempts.features = run_features(bench.store, rules=rules)
     active = bench.gateway.register(await bench.attempt(), sealed=True)
     answer = await send(bench, active, request_)
     assert answer.status_code == 200, answer.text
@@ -64,7 +66,8 @@ async def test_a_side_call_is_learned_from_only_by_a_policy_that_it_is_mapped_to
 ) -> None:
     """Batches hold the calls of a policy's own name."""
     title = next(one for one in stored("opencode") if one.role == "side")
-    bench.gateway.attempts.rules = load_preset("opencode", tmp_path).match
+    rules = load_preset("opencode", tmp_path).match
+    bench.gateway.attempts.features = run_features(bench.store, rules=rules)
     for mapped, policy in (({}, "policy@side"), ({"side": "policy"}, "policy")):
         bench.gateway.router.roles = mapped
         active = bench.gateway.register(await bench.attempt(), sealed=True)

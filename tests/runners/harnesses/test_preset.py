@@ -13,6 +13,7 @@ import pytest
 
 from agentrl.config import AgentConfig, RoleRule, RunConfig, load, resolve, to_toml
 from agentrl.errors import ConfigError
+from agentrl.runners.features import run_features
 from agentrl.runners.harnesses.executor import HarnessExecutor, join
 from agentrl.runners.harnesses.preset import HARNESSES, Preset, load_preset
 from agentrl.runners.hooks import role_rules, runner_hooks
@@ -65,7 +66,8 @@ def executor(bench: Bench, root: Path, **settings: Any) -> HarnessExecutor:
 async def test_a_program_finds_prompt_address_and_a_home_of_its_own(
     bench: Bench, odd: Path
 ) -> None:
-    bench.gateway.attempts.rules = load_preset("presets.py:odd", odd).match
+    rules = load_preset("presets.py:odd", odd).match
+    bench.gateway.attempts.features = run_features(bench.store, rules=rules)
     started = executor(bench, odd, args=["--fast"], env={"MINE": "1"}, context=999)
     await started.start()
     one, two = await bench.run(started, {"input": "fix it"}, {"input": {"n": 2}})

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -163,6 +164,103 @@ async def test_a_proxy_that_answers_in_chunks_is_understood(address):
     ):
         assert (await store.open_run("run", {})).epoch == 1
         assert await store.runs() == ["run"]
+
+
+ANSWER = b"content-type: application/msgpack\r\ncontent-length: 1\r\n\r\n\x07"
+ANSWERS = {
+    "complete": b"HTTP/1.1 200 OK\r\n" + ANSWER,
+    "after another": b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.1 200 OK\r\n" + ANSWER,
+    "the last": b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + ANSWER,
+    "until the end": b"HTTP/1.1 200 OK\r\nContent-Type: application/msgpack; x\r\n\r\n\x07",
+    "in chunks": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\n\x07\r\n0\r\n\r\n",
+}
+
+
+@contextlib.asynccontextmanager
+async def answering(answer: bytes, size: int, ends: bool) -> AsyncIterator[str]:
+    """The URL of what gives every request this answer, `size` bytes at a time."""
+
+    connections = set[asyncio.Task[None]]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.add(asyncio.current_task())
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                (length,) = (line for line in head.split(b"\r\n") if b"content-length" in line)
+                await reader.readexactly(int(length.partition(b":")[2]))
+                for start in range(0, len(answer), size):
+                    writer.write(answer[start : start + size])
+                    await writer.drain()
+                if ends:
+                    break
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        await asyncio.gather(*connections)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("kind", ANSWERS)
+async def test_an_answer_is_read_however_it_is_sent(kind, size):
+    ends = kind in ("the last", "until the end")
+    async with answering(ANSWERS[kind], size, ends) as url, HttpStore(url) as store:
+        async with asyncio.timeout(20):
+            assert [await store.cursor() for _ in range(3)] == [7, 7, 7]
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"HTTP/9 200 OK", ANSWERS["complete"] + b"x"])
+async def test_an_answer_that_is_no_http_is_not_asked_for_again(answer):
+    async with answering(answer, 1000, False) as url, HttpStore(url) as store:
+        async with asyncio.timeout(20):
+            if answer.startswith(ANSWERS["complete"]):
+                assert await store.cursor() == 7  # what nobody asked for is dropped
+                assert await store.cursor() == 7
+                return
+            with pytest.raises(StoreError, match="is no store server"):
+                await store.cursor()
+
+
+async def test_half_an_answer_is_a_lost_one():
+    half = ANSWERS["complete"][:-1]
+    async with answering(half, 1000, True) as url, HttpStore(f"{url}?patience=0") as store:
+        with pytest.raises(Unavailable, match="the server closed the connection"):
+            await store.cursor()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[str, str]:
+    """Files of a certificate for this machine, by an authority of its own, and of its key."""
+    certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    options = ["-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    options += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", certificate, "-keyout", key]
+    subprocess.run(["openssl", "req", *options], check=True, capture_output=True)
+    return certificate, key
+
+
+async def test_a_store_behind_https(address, certificate, monkeypatch):
+    async def pass_on(request: web.Request) -> web.Response:
+        async with httpx.AsyncClient(base_url=address) as client:
+            headers = dict(request.headers)
+            answer = await client.post(request.path, content=await request.read(), headers=headers)
+        kind = answer.headers["content-type"]
+        return web.Response(body=answer.content, status=answer.status_code, content_type=kind)
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*certificate)
+    app = web.Application()
+    app.router.add_post("/v1/{verb}", pass_on)
+    proxy = TestServer(app, host="127.0.0.1", scheme="https")
+    await proxy.start_server(ssl=context)
+    url = f"https://127.0.0.1:{proxy.port}"
+    async with HttpStore(f"{url}?patience=0") as store:
+        with pytest.raises(Unavailable, match="certificate"):
+            await store.cursor()
+    monkeypatch.setenv("SSL_CERT_FILE", certificate[0])
+    async with HttpStore(url) as store:
+        assert (await store.open_run("run", {})).epoch == 1
+        assert await store.runs() == ["run"]
+    await proxy.close()
 
 
 async def test_a_call_that_is_given_up_takes_no_other_calls_answer(address, kit):

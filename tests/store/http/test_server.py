@@ -27,7 +27,7 @@ from agentrl.store import base, open_store
 from agentrl.store.http import request_limits, serve
 from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
 from agentrl.store.records import Pruned
-from agentrl.store.repeats import KEPT
+from agentrl.store.sql.repeats import KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
 
@@ -169,7 +169,7 @@ def test_a_fault_of_the_server_is_said_to_its_caller(admin, monkeypatch):
     async def counts(self, run):
         raise KeyError(run)
 
-    monkeypatch.setattr("agentrl.store.sqlstore.SqlStore.counts", counts)
+    monkeypatch.setattr("agentrl.store.sql.store.SqlStore.counts", counts)
     answer = admin.post("/v1/counts", json={"run": "run"})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (500, "error")
@@ -451,50 +451,15 @@ def test_a_key_is_known_to_the_next_server(database, serving, clock, tmp_path, r
     assert stats["rows"]["requests"] == len(later)
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgres"])
-def test_the_reply_of_a_long_call_is_known_to_the_next_server(database, serving, tmp_path, request):
-    file = f"sqlite:///{tmp_path / 'store.db'}"
-    url = file if database == "sqlite" else request.getfixturevalue("postgres")()
-
-    def post(client: httpx.Client, verb: str, body: dict, key: str = "") -> Any:
-        headers = {"idempotency-key": key} if key else {}
-        return client.post(f"/v1/{verb}", json=body, headers=headers).json()
-
-    def train(client: httpx.Client, group: str) -> None:
-        """A step, of whose rollouts a prune keeps none."""
-        state = post(client, "open_run", {"run": "run", "config": {}})
-        owned = {"run": "run", "epoch": state["epoch"]}
-        post(client, "enqueue", {"rollouts": [{**ROLLOUT, "id": group, "group": group}]})
-        post(client, "cancel", {"rollouts": [group]})
-        post(client, "claim_groups", {**owned, "n": 1})
-        step = {**owned, "step": state["step"], "groups": [group], "versions": {}, "metrics": {}}
-        post(client, "commit_step", {"commit": {**step, "checkpoint": ""}})
-
-    limits = {"older_than": 0.0}
-    with serving(url) as address, httpx.Client(base_url=address) as client:
-        train(client, "a")
-        pruned = post(client, "prune", limits, "k")
-        assert pruned["rollouts"] == 1
-        assert post(client, "vacuum", {}, "k") is None
-    with serving(url) as address, httpx.Client(base_url=address) as client:
-        train(client, "b")
-        assert post(client, "prune", limits, "k") == pruned
-        assert post(client, "vacuum", {}, "k") is None
-        rows = post(client, "stats", {})["rows"]
-        assert (rows["rollouts"], rows["requests"]) == (1, 2)  # the repeat removed nothing
-        assert post(client, "prune", {"older_than": 9.0}, "k")["error"]["code"] == "conflict"
-        assert post(client, "prune", limits, "l")["rollouts"] == 1
-
-
 async def test_a_long_call_in_progress_is_joined_by_its_repeat(serving, tmp_path, monkeypatch):
-    monkeypatch.setattr("agentrl.store.http.wire.POLL", 0.05)
+    monkeypatch.setattr("agentrl.store.http.wire.POLL", 0.5)
     calls, done = list[int](), threading.Event()
 
     async def vacuum(self) -> None:
         calls.append(1)
         await asyncio.to_thread(done.wait, 10)
 
-    monkeypatch.setattr("agentrl.store.sqlstore.SqlStore._vacuum", vacuum)
+    monkeypatch.setattr("agentrl.store.sql.store.SqlStore.vacuum", vacuum)
     with serving(f"sqlite:///{tmp_path / 'store.db'}") as address:
         headers = {"idempotency-key": "k"}
         async with httpx.AsyncClient(base_url=address, headers=headers) as client:

@@ -17,10 +17,11 @@ from msgspec.structs import asdict
 
 from agentrl import types
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import limits, rows, traces
-from agentrl.store.database import Connection, load_sql
+from agentrl.store import limits, rows
 from agentrl.store.records import Dataset, Item, Judgement, Side
-from agentrl.store.writer import Transaction
+from agentrl.store.sql import traces
+from agentrl.store.sql.database import Connection, load_sql
+from agentrl.store.sql.writer import Transaction
 
 SQL = load_sql("datasets")
 ALL = 2**62  # as a limit

@@ -15,9 +15,10 @@ from itertools import chain
 
 from agentrl import types
 from agentrl.errors import Invalid
-from agentrl.store import limits, rows, traces
-from agentrl.store.database import Connection, Statement, joined, load_sql
+from agentrl.store import limits, rows
 from agentrl.store.records import AttemptRow, Found, GroupRow, RolloutRow
+from agentrl.store.sql import traces
+from agentrl.store.sql.database import Connection, Statement, joined, load_sql
 
 SQL = load_sql("browse")
 FIRST_CHUNK, LARGEST_CHUNK = 125, 2000  # rollouts that a search examines per statement

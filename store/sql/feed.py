@@ -67,13 +67,13 @@ def resolve(answers: Answers) -> None:
         by_loop[future.get_loop()].append((future, answer))
     for loop, mine in by_loop.items():
         try:
-            loop.call_soon_threadsafe(settle, mine)
+            loop.call_soon_threadsafe(_settle, mine)
         except RuntimeError:  # a closed loop has no waiters
             if not loop.is_closed():
                 raise
 
 
-def settle(answers: Answers) -> None:
+def _settle(answers: Answers) -> None:
     """Resolve futures of the running event loop."""
     for future, answer in answers:
         if future.done():  # its waiter was cancelled

@@ -22,12 +22,13 @@ import msgspec
 
 from agentrl import types
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import limits, prompts, rows, runs, traces
-from agentrl.store.database import Connection, load_sql
-from agentrl.store.feed import QUEUE
+from agentrl.store import limits, rows
 from agentrl.store.rows import digest
-from agentrl.store.tree import AttemptCalls
-from agentrl.store.writer import Transaction
+from agentrl.store.sql import prompts, runs, traces
+from agentrl.store.sql.database import Connection, load_sql
+from agentrl.store.sql.feed import QUEUE
+from agentrl.store.sql.tree import AttemptCalls
+from agentrl.store.sql.writer import Transaction
 
 SQL = load_sql("rollouts")
 SUSPECT_SHARE = 4  # a runner may hold a quarter of the rollouts that a suspect was lost with

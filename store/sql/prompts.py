@@ -12,9 +12,10 @@ from msgspec.structs import asdict
 
 from agentrl.errors import NotFound
 from agentrl.prompts import Candidate, Reflection
-from agentrl.store import limits, rows, runs
-from agentrl.store.database import Connection, load_sql
-from agentrl.store.writer import Transaction
+from agentrl.store import limits, rows
+from agentrl.store.sql import runs
+from agentrl.store.sql.database import Connection, load_sql
+from agentrl.store.sql.writer import Transaction
 from agentrl.types import PromptText
 
 SQL = load_sql("prompts")

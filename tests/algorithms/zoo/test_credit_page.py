@@ -1,6 +1,6 @@
 """The numbers of CREDIT.md are what its settings give on its trace.
 
-`python tests/algorithms/credit/test_credit_page.py` writes them again.
+`python tests/algorithms/zoo/test_credit_page.py` writes them again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agentrl.types import (
     int32,
 )
 from tests import factories
-from tests.algorithms.limits import learned, limits, summed
+from tests.algorithms.zoo.limits import learned, limits, summed
 
 PAGE = Path(str(agentrl.algorithms.__file__)).parent / "CREDIT.md"
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)

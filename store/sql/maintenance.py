@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 
 from agentrl.errors import Conflict, Invalid
-from agentrl.store import datasets, rollouts, rows, runs
-from agentrl.store.database import Connection, ReaderThreads, load_sql
-from agentrl.store.feed import GROUPS
+from agentrl.store import rows
 from agentrl.store.records import Pruned, Stats
-from agentrl.store.writer import Transaction, Writer
+from agentrl.store.sql import datasets, rollouts, runs
+from agentrl.store.sql.database import Connection, ReaderThreads, load_sql
+from agentrl.store.sql.feed import GROUPS
+from agentrl.store.sql.writer import Transaction, Writer
 from agentrl.types import RolloutState
 
 SQL = load_sql("maintenance")

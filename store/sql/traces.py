@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from agentrl import types
 from agentrl.errors import Invalid, NotFound
 from agentrl.store import limits, rows
-from agentrl.store.database import Connection, Cursor, joined, load_sql
 from agentrl.store.rows import digest
-from agentrl.store.tree import PreparedTransition, TokenTree
-from agentrl.store.writer import Transaction
+from agentrl.store.sql.database import Connection, Cursor, joined, load_sql
+from agentrl.store.sql.tree import PreparedTransition, TokenTree
+from agentrl.store.sql.writer import Transaction
 
 SQL = load_sql("traces")
 RUNNING = types.AttemptState.RUNNING

@@ -15,14 +15,15 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from agentrl import types
 from agentrl.errors import Forbidden, Invalid
-from agentrl.store import browse, limits, maintenance, prompts, records, rows, traces
-from agentrl.store import datasets as data
-from agentrl.store import rollouts as queue
-from agentrl.store import runs as training
-from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
-from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.repeats import answer_long_once, answer_once
-from agentrl.store.writer import Bulk, Transaction, Writer, WriteVerb
+from agentrl.store import limits, records, rows
+from agentrl.store.sql import browse, maintenance, prompts, traces
+from agentrl.store.sql import datasets as data
+from agentrl.store.sql import rollouts as queue
+from agentrl.store.sql import runs as training
+from agentrl.store.sql.database import Connection, ReaderThreads, ReadPool, Session, load_sql
+from agentrl.store.sql.feed import ANY, GROUPS, QUEUE, Feed
+from agentrl.store.sql.repeats import answer_once
+from agentrl.store.sql.writer import Bulk, Transaction, Writer, WriteVerb
 
 SQL = load_sql("feed")
 P = ParamSpec("P")
@@ -278,17 +279,11 @@ class SqlStore:
         older_than: float | None = None,
         dry_run: bool = False,
     ) -> records.Pruned:
-        async def remove() -> records.Pruned:
-            now = await self._writer.post(lambda tx: tx.now)
-            limits = maintenance.limits(now, run, keep_last, older_than)
-            return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
-
-        return await answer_long_once(self._writer, remove, records.Pruned)
+        now = await self._writer.post(lambda tx: tx.now)
+        limits = maintenance.limits(now, run, keep_last, older_than)
+        return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
 
     async def vacuum(self) -> None:
-        await answer_long_once(self._writer, self._vacuum, type(None))
-
-    async def _vacuum(self) -> None:
         await self._writer.post(lambda _: None)  # raises Forbidden in a read-only store
         await asyncio.to_thread(self._shrink)
         await self.extend_leases()

@@ -31,9 +31,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from agentrl.errors import StoreError, Unavailable
-from agentrl.store.database import Session, WritingConnection, load_sql
-from agentrl.store.feed import ANY, GROUPS, QUEUE, resolve
-from agentrl.store.tree import AttemptCalls, KnownAttempts
+from agentrl.store.sql.database import Session, WritingConnection, load_sql
+from agentrl.store.sql.feed import ANY, GROUPS, QUEUE, resolve
+from agentrl.store.sql.tree import AttemptCalls, KnownAttempts
 from agentrl.types import Counts, Purpose
 
 SQL = load_sql("feed")

@@ -1,10 +1,10 @@
 """The interface between the verbs and a database: SQL statements, connections, transactions.
 
-The verbs use a `Connection`, the writer a `Session`, `ReaderThreads` a `ReadPool`. SQL is in
-`sql/*.sql`, one file per noun; each statement follows a line `-- name: <name>`. Statements are in
-SQLite's dialect with parameters `:name` or `?`, and translated for PostgreSQL (`FORMS`). If that
-is not enough, or PostgreSQL needs a lock, `sql/postgres/<noun>.sql` has a statement with the same
-name.
+The verbs use a `Connection`, the writer a `Session`, `ReaderThreads` a `ReadPool`. SQL is in the
+`*.sql` files beside this one, one per noun; each statement follows a line `-- name: <name>`.
+Statements are in SQLite's dialect with parameters `:name` or `?`, and translated for PostgreSQL
+(`FORMS`). If that is not enough, or PostgreSQL needs a lock, `postgres/<noun>.sql` has a statement
+with the same name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentrl.errors import StoreError
 T = TypeVar("T")
 Parameters = Mapping[str, Any] | Sequence[Any]
 INDEXES = ("0011_failures", "0012_pages")  # migrations that only add indexes
-SQL_FOLDER = Path(__file__).parent / "sql"
+SQL_FOLDER = Path(__file__).parent
 MARK = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 LISTED = r"= any (array(select json_array_elements_text(\1::json)))"
 FORMS = {  # pattern in SQLite's dialect -> replacement for PostgreSQL
@@ -77,7 +77,7 @@ def numbered(query: str) -> tuple[str, tuple[str, ...]]:
 
 
 def load_sql(noun: str) -> dict[str, Statement]:
-    """Load the statements of `sql/<noun>.sql` by name."""
+    """Load the statements of `<noun>.sql` by name."""
     found = {}
     for name, sql in _read(noun).items():
         statement = found[name] = Statement(sql)
@@ -102,7 +102,7 @@ def _read(file: str) -> dict[str, str]:
 
 
 def migrations(folder: str) -> dict[str, Path]:
-    """Return the scripts of `sql/<folder>` by name, in order of application."""
+    """Return the scripts of `<folder>` by name, in order of application."""
     return {path.stem: path for path in sorted((SQL_FOLDER / folder).glob("*.sql"))}
 
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from agentrl.errors import Conflict
 from agentrl.store import rows
-from agentrl.store.database import Cursor, WritingConnection, load_sql
 from agentrl.store.rows import digest
+from agentrl.store.sql.database import Cursor, WritingConnection, load_sql
 
 SQL = load_sql("traces")
 KNOWN = 20_000  # calls that a process remembers, about a kilobyte each

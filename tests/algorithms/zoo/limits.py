@@ -17,8 +17,7 @@ from agentrl.algorithms.multiagent.coma import CriticTraining, Kind, TeamCritic,
 from agentrl.algorithms.multiagent.episodes import Episode
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.team_rewards import Coalition, shapley
-
-from .worlds import Call, Play, world
+from tests.algorithms.worlds import Call, Play, world
 
 RARE = 0.1  # how often a rollout succeeds, in `highest`
 ALL = frozenset("abc")

@@ -15,10 +15,10 @@ import msgspec
 from agentrl import types
 from agentrl.errors import Conflict, Fenced, Invalid, NotFound
 from agentrl.store import limits, rows
-from agentrl.store.database import Connection, WritingConnection, load_sql
-from agentrl.store.feed import GROUPS
 from agentrl.store.rows import digest
-from agentrl.store.writer import Transaction
+from agentrl.store.sql.database import Connection, WritingConnection, load_sql
+from agentrl.store.sql.feed import GROUPS
+from agentrl.store.sql.writer import Transaction
 
 SQL = load_sql("runs")
 ALL = 2**62  # as a limit

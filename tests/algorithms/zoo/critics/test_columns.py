@@ -1,0 +1,71 @@
+"""Critics of calls by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agentrl.algorithms.credit.core import CriticValues
+from agentrl.algorithms.credit.turns import (
+    CallRewards,
+)
+from agentrl.algorithms.presets.hierarchy import HiperGae
+from agentrl.algorithms.zoo.critics.presets import BiLevelGae
+from tests.algorithms.credit.test_turns import SEEDS, agree, near
+from tests.algorithms.naive import (
+    naive_bi_level,
+    naive_hiper,
+)
+from tests.algorithms.worlds import NAN, Call, Play, random_plays, world
+
+
+def test_bi_level_gae() -> None:
+    """D8."""
+    calls = [Call(tokens=2, rewards={"p": 0.5}), Call(tokens=2, rewards={"p": 1.0})]
+    batch = world(Play(calls), values=[0.1, 0.2, 0.3, 0.4])
+    near(BiLevelGae(CriticValues(), "transition:p")(batch), [1.35, 1.25, 0.7, 0.6])
+
+
+def test_a_call_without_reward_ends_its_turn_all_the_same() -> None:
+    """RAGEN's own code finds turns by non-zero rewards and merges the others."""
+    calls = [Call(tokens=2, rewards={"p": 0.0}), Call(tokens=2, rewards={"p": 1.0})]
+    batch = world(Play(calls), values=[0.1, 0.2, 0.3, 0.4])
+    near(BiLevelGae(CriticValues(), "transition:p")(batch), [0.85, 0.75, 0.7, 0.6])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_time_scales_against_loops(seed: int) -> None:
+    plays = random_plays(seed)
+    for play in plays:
+        for call in play.calls:
+            call.rewards = {**call.rewards, "high": call.rewards["w"] if call.state == 0 else NAN}
+    n = sum(call.tokens for play in plays for call in play.calls)
+    values = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    batch = world(*plays, values=values.tolist())
+    credit = BiLevelGae(CriticValues(), "transition:p", 0.9, 0.7, 0.8)
+    agree("bi-level", credit(batch).tolist(), naive_bi_level(plays, values.tolist(), "p"))
+    for part in ("low", "high"):
+        hiper = HiperGae(
+            CallRewards("transition:high"),
+            CallRewards("transition:v"),
+            part,
+            "transition:p",
+            0.9,
+            0.8,
+        )
+        agree(part, hiper(batch).tolist(), naive_hiper(plays, part))
+
+
+def test_calls_without_tokens_are_no_decisions_of_a_critic() -> None:
+    """What such a call received counts for the one before, and it is in no statistic."""
+    bare = [
+        Call(rewards={"p": 1.0}, tokens=2),
+        Call(rewards={"p": 2.0}, tokens=0),
+        Call(rewards={"p": 4.0}),
+    ]
+    joined = [Call(rewards={"p": 3.0}, tokens=2), Call(rewards={"p": 4.0})]
+    other = Play([Call(rewards={"p": -1.0})])
+    values = [0.3, 0.9, 0.5, 0.1]
+    worlds = world(Play(bare), other, values=values), world(Play(joined), other, values=values)
+    credit = BiLevelGae(CriticValues(), "transition:p", 1.0)
+    near(credit(worlds[0]), credit(worlds[1]).tolist())
