@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
@@ -51,13 +49,11 @@ def test_the_agent_decides_unless_the_run_file_does() -> None:
         (COMMAND, None, "async", "'async' runs agent.path, not agent.command"),
         (PATH, None, "command", "give it in the run file as agent.command"),
         ({}, len, "pool", "give it in the run file as agent.path"),
-        ({}, len, "container", "give it in the run file as agent.command"),
     ],
 )
 def test_what_does_not_fit(agent: Any, given: object, executor: str, says: str) -> None:
-    needed = {"container": {"image": "an-image"}} if executor == "container" else {}
     with pytest.raises(ConfigError, match=re.escape(says)):
-        chosen(agent, given, executor=executor, **needed)
+        chosen(agent, given, executor=executor)
 
 
 @pytest.mark.parametrize("executor", ["async", "threads", "pool"])
@@ -75,26 +71,6 @@ def example() -> str:
     return next(block for block in text.split("```python\n") if "class Thinking" in block).split(
         "```"
     )[0]
-
-
-def test_an_executor_of_its_own_module_is_imported_by_its_users_only() -> None:
-    """Without the modules, every other executor is made; theirs is named by the error."""
-    hide = """
-import sys
-from tests.runners.executors.test_factory import COMMAND, PATH, chosen
-for kind in ("container", "kubernetes"):
-    assert f"agentrl.runners.containers.{kind}" not in sys.modules
-    sys.modules[f"agentrl.runners.containers.{kind}"] = None
-for agent in (PATH, COMMAND):
-    chosen(agent)
-chosen(PATH, executor="pool")
-try:
-    chosen(COMMAND, executor="container", container={"image": "an-image"})
-except ImportError as error:
-    print(error)
-"""
-    asked = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=True)
-    assert "agentrl.runners.containers.container" in asked.stdout
 
 
 async def test_an_executor_from_outside_runs_agents(
