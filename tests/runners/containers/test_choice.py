@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from agentrl.config import resolve
 from agentrl.errors import ConfigError
 from tests.runners.executors.test_factory import COMMAND, PATH, chosen
 
@@ -23,6 +24,13 @@ def test_an_agent_of_python_does_not_fit(
 ) -> None:
     with pytest.raises(ConfigError, match=r"give it in the run file as agent\.command"):
         chosen(agent, given, executor=executor, **IMAGES[executor])
+
+
+def test_errors_name_the_kinds_and_what_they_need() -> None:
+    with pytest.raises(ConfigError, match=r"'vlm'; valid: async, auto, command, container,"):
+        resolve({"runner": {"executor": "vlm"}}, source="test")
+    with pytest.raises(ConfigError, match=r"test: runner\.container\.image is missing"):
+        resolve({"runner": {"executor": "container"}}, source="test")
 
 
 def test_an_agent_is_a_path_or_a_command() -> None:
