@@ -27,12 +27,11 @@ from agentrl.errors import ConfigError, Invalid
 from agentrl.runners.executors import ExecutionResult, Executor, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.hooks import AttemptWorkspace, WorkspaceError, WorkspaceSource
 from agentrl.runners.scoring.results import failure_of, stored_result
 from agentrl.runners.scoring.rewards import resolve_targets
 from agentrl.runners.scoring.verifiers import Verifier, VerifierError
 from agentrl.runners.tracing import core as tracing
-from agentrl.runners.workspace.folders import Workspace, Workspaces
-from agentrl.runners.workspace.sources import WorkspaceError
 from agentrl.store.base import Store
 from agentrl.store.rows import storable_text
 from agentrl.types import Attempt, ErrorKind, Failure, Json, Outcome, Reward, Span, Trace
@@ -93,7 +92,7 @@ class AttemptRunner:
     executor: Executor
     verifier: Verifier
     agent: AgentConfig = field(default_factory=AgentConfig)  # limits, retries, rewards of failures
-    workspaces: Workspaces | None = None
+    workspaces: WorkspaceSource | None = None
 
     def __post_init__(self) -> None:
         if self.verifier.wants_workspace and self.workspaces is None:
@@ -102,7 +101,7 @@ class AttemptRunner:
     async def run(self, active: ActiveAttempt, stages: Stages) -> Outcome:
         """Return the attempt's outcome. Cancellation stops the agent. Either way the workspace is
         removed, unless the run file keeps it."""
-        outcome, opened = None, list[Workspace]()
+        outcome, opened = None, list[AttemptWorkspace]()
         try:
             outcome = await self._through_stages(active, stages, opened)
         finally:
@@ -114,7 +113,7 @@ class AttemptRunner:
         return outcome
 
     async def _through_stages(
-        self, active: ActiveAttempt, stages: Stages, opened: list[Workspace]
+        self, active: ActiveAttempt, stages: Stages, opened: list[AttemptWorkspace]
     ) -> Outcome:
         attempt, ran = active.attempt, ExecutionResult()
         kept = None if attempt.ran is None else msgspec.convert(attempt.ran, AgentRun)
@@ -149,7 +148,7 @@ class AttemptRunner:
             return self._failed(active, ran, Failure(kind=ErrorKind.WORKSPACE, message=str(error)))
 
     async def _keep_run(
-        self, active: ActiveAttempt, ran: ExecutionResult, workspace: Workspace | None = None
+        self, active: ActiveAttempt, ran: ExecutionResult, workspace: AttemptWorkspace | None = None
     ) -> ExecutionResult:
         """Store an unscored run, which spares the next attempt a second one. The returned result
         has no spans, as the store now holds them."""
@@ -228,7 +227,7 @@ class AttemptRunner:
         return cut and not self._is_retried(active.attempt, failure)
 
     async def _score(
-        self, active: ActiveAttempt, ran: ExecutionResult, workspace: Workspace | None = None
+        self, active: ActiveAttempt, ran: ExecutionResult, workspace: AttemptWorkspace | None = None
     ) -> Outcome:
         if (failure := ran.failure) is None:
             return await self._verified(active, ran, workspace)
@@ -244,7 +243,7 @@ class AttemptRunner:
         return replace(scored, failure=failure, retry=False)
 
     async def _verified(
-        self, active: ActiveAttempt, ran: ExecutionResult, workspace: Workspace | None
+        self, active: ActiveAttempt, ran: ExecutionResult, workspace: AttemptWorkspace | None
     ) -> Outcome:
         rollout = active.attempt.rollout
         trace = await self.store.trace(rollout.id) if self.verifier.wants_trace else None
@@ -269,7 +268,7 @@ class AttemptRunner:
         return _outcome(active, ran, rewards=rewards)
 
     async def _verify(
-        self, attempt: Attempt, result: Any, trace: Trace | None, workspace: Workspace | None
+        self, attempt: Attempt, result: Any, trace: Trace | None, workspace: AttemptWorkspace | None
     ) -> list[Reward]:
         """Run the verifier in a separate trace, whose model clients reach the frozen endpoints."""
         rollout = attempt.rollout
@@ -334,7 +333,7 @@ def _is_cancelled() -> bool:
     return task is not None and bool(task.cancelling())
 
 
-async def _with_diff(spans: list[Span], workspace: Workspace) -> list[Span]:
+async def _with_diff(spans: list[Span], workspace: AttemptWorkspace) -> list[Span]:
     """Add the diff of the workspace to the first of an agent's spans."""
     with contextlib.suppress(OSError):  # agents can create unreadable special files
         diff = storable_text((await threads.call(workspace.diff))[:LONGEST_DIFF])

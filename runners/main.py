@@ -27,11 +27,10 @@ from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.harnesses.preset import role_rules
+from agentrl.runners.hooks import role_rules, runner_hooks
 from agentrl.runners.scoring import verifiers
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.worker import Worker
-from agentrl.runners.workspace.folders import Workspaces
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import ENDED
@@ -117,7 +116,8 @@ async def attempt_runner(
     features: Sequence[Feature] = (),
 ) -> AsyncIterator[AttemptRunner]:
     """Start the gateway, executor and verifier of a run. `features`: more of the gateway."""
-    rules, as_sent = role_rules(config, root), config.policy.messages == "as_sent"
+    hooks, as_sent = runner_hooks(config, root), config.policy.messages == "as_sent"
+    rules = role_rules(config, hooks)
     gateway = Gateway(
         store,
         run,
@@ -135,14 +135,15 @@ async def attempt_runner(
         stack.push_async_callback(asyncio.to_thread, gateway.close)
         url = gateway.base_url
         stack.enter_context(environment(url, config.agent.pass_env))
-        executor = make_executor(config, root=root, gateway=url, runner=name, agent=agent)
+        harness = next(filter(None, (part.executor(url) for part in hooks)), None)
+        place: Any = {"root": root, "gateway": url, "runner": name}
+        executor = make_executor(config, agent=agent, harness=harness, **place)
         scores = verifiers.load(verifier, config.verifier.rewards, root)
         asyncio.get_running_loop().set_default_executor(DaemonThreads())
         if config.runner.framework_spans:
             tracing.instrument_frameworks()
-        workspaces = None
-        if config.workspace.source:
-            workspaces = Workspaces(config, root=root, gateway=url)
+        workspaces = next(filter(None, (part.workspaces(url) for part in hooks)), None)
+        if workspaces is not None:
             stack.push_async_callback(workspaces.close)
         stack.push_async_callback(executor.close)
         await executor.start()

@@ -7,13 +7,10 @@ reads the file; other packages import from here.
 from agentrl.config.agents import AgentConfig as AgentConfig
 from agentrl.config.agents import RetriesConfig as RetriesConfig
 from agentrl.config.agents import RoleRule as RoleRule
-from agentrl.config.agents import WorkspaceConfig as WorkspaceConfig
 from agentrl.config.base import Count as Count
 from agentrl.config.base import Natural as Natural
 from agentrl.config.base import Positive as Positive
 from agentrl.config.base import Section as Section
-from agentrl.config.infrastructure import ContainerRunnerConfig as ContainerRunnerConfig
-from agentrl.config.infrastructure import KubernetesRunnerConfig as KubernetesRunnerConfig
 from agentrl.config.infrastructure import PoolConfig as PoolConfig
 from agentrl.config.infrastructure import PoolRunnerConfig as PoolRunnerConfig
 from agentrl.config.infrastructure import RunnerConfig as RunnerConfig

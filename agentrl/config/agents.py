@@ -1,11 +1,13 @@
-"""Tables of agents: how they run, their workspaces, and the roles of their calls."""
+"""Tables of agents: how they run, and the roles of their calls."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from agentrl.base.parts import missing
 from agentrl.config.base import Count, Natural, Seconds, Section
 
 
@@ -51,23 +53,9 @@ class AgentConfig(Section, frozen=True):
     # without a result; zero: give it the outcome 0; drop: give it no outcome.
     partial: Literal["score", "zero", "drop"] = "drop"
 
-
-class WorkspaceConfig(Section, frozen=True):
-    """A folder for each attempt of a command: a git repository with one commit in which it works,
-    and a HOME of its own. It is removed after scoring."""
-
-    # "git:PATH@REVISION", a folder, or "task.KEY": a key of the task with one of these or a mapping
-    # of file names to texts. Paths are relative to the run file. Empty: no workspace.
-    source: str = ""
-    # user: run as another user (needs root); unshare: in Linux namespaces; bubblewrap: with bwrap;
-    # container: with runner.executor = "container". With user, unshare and bubblewrap the agent can
-    # write only to its workspace and connect only to the gateway.
-    sandbox: Literal["none", "user", "unshare", "bubblewrap", "container"] = "none"
-    user: str = "nobody"  # for sandbox = "user"
-    hide: list[str] = []  # additional files and folders that appear empty in the sandbox
-    keep: Literal["never", "failed", "always"] = "never"  # keep them in <output>/workspaces
-    folder: str = ""  # parent folder of workspaces; default: the system's temporary folder
-    timeout: Seconds = 60.0  # for creating one
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.harness and (why := missing("runner", "agent.harness")):
+            yield f"agent.harness = {self.harness!r}: {why}"
 
 
 class RoleRule(Section, frozen=True):

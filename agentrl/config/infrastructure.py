@@ -6,7 +6,8 @@ only the settings of this kind. Their base class has the settings of all kinds.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from agentrl.base.access import Access, read_key
 from agentrl.config.base import (
@@ -180,26 +181,15 @@ class PoolConfig(Section, frozen=True):
     start: Literal["fork", "spawn"] = "fork"  # fork: import the agent once; spawn: in each process
 
 
-class ContainerConfig(Section, frozen=True):
-    """A container for each rollout, for `executor = "container"`."""
-
-    image: str  # image with the agent
-    network: str = ""  # of `docker run`; "host" gives access to the gateway's loopback address
-    options: list[str] = []  # additional arguments of `docker run`
-    cli: str = "docker"  # or podman
+EXECUTORS = ("auto", "async", "threads", "pool", "command")
 
 
-class KubernetesConfig(Section, frozen=True):
-    """A Job for each rollout, for `executor = "kubernetes"`."""
+class Enclosure(NamedTuple):
+    """How a program runs in an environment like that of agents, which is not this machine's own."""
 
-    image: str = ""  # image with the agent; default: the template's
-    namespace: str = "default"  # of the Jobs
-    context: str = ""  # of the kubeconfig; default: the current one, or the runner's own pod
-    template: str = ""  # YAML or JSON file of a Job to start from, relative to the run file
-    ttl: Natural = 300  # seconds for which a finished Job is kept
-
-
-EXECUTORS = ("auto", "async", "threads", "pool", "command", "container", "kubernetes")
+    prefix: list[str]  # of its command line
+    pass_env: tuple[str, ...]  # patterns of the runner's variables that the prefix needs
+    after: list[str]  # command that ends the program if it did not end by itself
 
 
 class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
@@ -223,6 +213,16 @@ class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
     def executor(self) -> str:
         return kind_of(self)
 
+    @property
+    def runs_commands(self) -> bool:
+        """Whether agents are programs only, not objects or files of Python."""
+        return False
+
+    def enclosure(self, name: str, folder: str, env: Mapping[str, str]) -> Enclosure | None:
+        """For a program in the agent's environment, with access to `folder`; None: it runs on this
+        machine. env: its variables; PWD is its working directory."""
+        return None
+
 
 class AsyncRunnerConfig(RunnerConfig, frozen=True, tag="async"):
     """The agent runs in the runner's event loop."""
@@ -235,23 +235,15 @@ class ThreadsRunnerConfig(RunnerConfig, frozen=True, tag="threads"):
 class CommandRunnerConfig(RunnerConfig, frozen=True, tag="command"):
     """`agent.command` runs in a process for each rollout."""
 
+    @property
+    def runs_commands(self) -> bool:
+        return True
+
 
 class PoolRunnerConfig(RunnerConfig, frozen=True, tag="pool"):
     """The agent runs in warm processes."""
 
     pool: PoolConfig = PoolConfig()
-
-
-class ContainerRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag="container"):
-    """The agent runs in a container for each rollout."""
-
-    container: ContainerConfig  # image and options
-
-
-class KubernetesRunnerConfig(RunnerConfig, frozen=True, tag="kubernetes"):
-    """The agent runs in a Job for each rollout."""
-
-    kubernetes: KubernetesConfig = KubernetesConfig()
 
 
 class ExternalRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag=EXTERNAL):
@@ -261,13 +253,15 @@ class ExternalRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag=EXTERNAL
     options: dict[str, Any] = {}  # any keys, for the factory
 
 
-Runner = (
-    RunnerConfig
-    | AsyncRunnerConfig
-    | ThreadsRunnerConfig
-    | CommandRunnerConfig
-    | PoolRunnerConfig
-    | ContainerRunnerConfig
-    | KubernetesRunnerConfig
-    | ExternalRunnerConfig
-)
+if TYPE_CHECKING:
+    Runner = RunnerConfig
+else:
+    Runner = kinds(
+        "runner",
+        RunnerConfig,
+        AsyncRunnerConfig,
+        ThreadsRunnerConfig,
+        CommandRunnerConfig,
+        PoolRunnerConfig,
+        ExternalRunnerConfig,
+    )

@@ -103,7 +103,10 @@ class _Reader:
         others = [kind for kind in kinds if key in field_types(kind)]
         if not others:
             where = f" in [{path.rstrip('.')}]" if path else ""
-            hint = missing("tables", path + key) or nearest(key, field_types(section))
+            kind = missing("kinds", path + key)  # which is not the one that was chosen
+            if kind and self.stored:
+                return
+            hint = missing("tables", path + key) or kind or nearest(key, field_types(section))
             raise ConfigError(f"{self.source}: unknown key {path + key!r}{where}; {hint}")
         default = flatten({key: _default_of(others[0], key)})
         given = flatten({key: data[key]})

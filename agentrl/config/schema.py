@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from agentrl.config.agents import AgentConfig, RoleRule, WorkspaceConfig
+from agentrl.config.agents import AgentConfig, RoleRule
 from agentrl.config.base import (
     Count,
     Name,
@@ -319,7 +319,6 @@ class RunConfig(Section, frozen=True):
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best one
     max_empty_steps: Count = 3  # steps in a row without a usable rollout that end the run
     agent: AgentConfig = AgentConfig()
-    workspace: WorkspaceConfig = WorkspaceConfig()
     tasks: TasksConfig = TasksConfig()
     data: DataConfig = DataConfig()
     verifier: VerifierConfig = VerifierConfig()

@@ -15,7 +15,6 @@ from agentrl.base.access import is_loopback
 from agentrl.base.loading import is_installed
 from agentrl.config import policies as team
 from agentrl.config import prompts, selfplay, upstreams
-from agentrl.config.agents import WorkspaceConfig
 from agentrl.config.base import EXTERNAL, Section
 from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
@@ -74,7 +73,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _policies(config)
     yield from _stand_ins(config)
     yield from selfplay.problems(config)
-    yield from _workspace(config)
     yield from _data(config)
     yield from prompts.problems(config)
     searched = bool(config.prompts.components) and config.prompts.algorithm == "gepa"
@@ -152,24 +150,6 @@ def _roles(config: RunConfig) -> Iterator[str]:
         yield f"policies.{name}.roles is empty, so it would get no calls; name the roles it plays"
 
 
-def _workspace(config: RunConfig) -> Iterator[str]:
-    if not config.workspace.source:
-        if config.workspace != WorkspaceConfig():
-            yield "[workspace] has no effect without `source`, the files that it copies"
-        return
-    kind, sandbox = config.runner.executor, config.workspace.sandbox
-    if config.agent.path or kind not in ("auto", "command", "container"):
-        yield (
-            "[workspace] is for an agent that is a command, run by runner.executor = 'command' or "
-            "'container'"
-        )
-    if (sandbox == "container") != (kind == "container"):
-        yield (
-            f"workspace.sandbox = {sandbox!r} with runner.executor = {kind!r}: the sandbox and the "
-            "executor 'container' need each other; set both or neither"
-        )
-
-
 def _data(config: RunConfig) -> Iterator[str]:
     """A run on a data set runs no agent and serves no policy."""
     if not config.data.name:
@@ -178,7 +158,7 @@ def _data(config: RunConfig) -> Iterator[str]:
         return
     plain, own = RunConfig(), config.algorithm
     for table in PLAYING:
-        if getattr(config, table) != getattr(plain, table):
+        if getattr(config, table, None) != getattr(plain, table, None):  # a part may be missing
             yield f"[{table}] has no effect in a run on [data], which plays no rollouts; remove one"
     for key in SAMPLING:
         if getattr(own, key) != getattr(plain.algorithm, key):

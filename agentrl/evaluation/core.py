@@ -190,7 +190,7 @@ def plan_run(
     config: RunConfig, checkpoint: SavedCheckpoint, plan: EvaluationPlan, kind: str
 ) -> RunConfig:
     """The settings of the evaluation run."""
-    settings = [getattr(config, key) for key in GAMES]
+    settings = [getattr(config, key, None) for key in GAMES]  # a part may be missing
     directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
     # The newest modification time (ns) tells apart weights that another run wrote to the same path.
     # 0: a hub name.

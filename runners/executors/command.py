@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import shlex
 import shutil
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,16 +19,14 @@ from agentrl.runners.executors.contract import FailedAttemptError, SandboxExecut
 from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.runners.harnesses import preset as presets
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Json
 
-log = logging.getLogger("agentrl.runner")
 MB = 2**20
 
 
 class CommandExecutor(SandboxExecutor):
-    """Starts `agent.command`, or the program of a harness preset, for each attempt.
+    """Starts `agent.command` for each attempt.
 
     `runner.memory_mb` limits the data segment of each process (RLIMIT_DATA); a limit on their sum
     needs a container."""
@@ -40,15 +36,12 @@ class CommandExecutor(SandboxExecutor):
     ) -> None:
         """`root`: the run file's folder. `gateway`: base URL for agents on this machine."""
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
-        self.preset = presets.load_preset(agent.harness, root) if agent.harness else None
         self.folder = root / agent.folder
         self.agent, self.runner, self.gateway = agent, runner, gateway
         self._launcher = ProcessLauncher(env=contract.passed_environment(agent.pass_env))
 
     async def start(self) -> None:
         """Raise ConfigError if the command cannot be started in its folder."""
-        if self.preset is not None:
-            self.argv = [await self._harness(self.preset)]
         if not self.argv:
             raise ConfigError("agent.command is missing: write it as a list or a shell-like string")
         if not self.folder.is_dir():
@@ -57,19 +50,6 @@ class CommandExecutor(SandboxExecutor):
         if not ((self.folder / program).is_file() if "/" in program else shutil.which(program)):
             raise ConfigError(f"agent.command: there is no program {program!r} on this machine")
         await self._launcher.start()
-
-    async def _harness(self, preset: presets.Preset) -> str:
-        """Return the path of the preset's program; warn if its version is untested."""
-        program = preset.find_program(*self.argv[:1])
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-            version = await presets.version_of(program, Path(home))
-        if not preset.was_tested(version):
-            log.warning(
-                "%s is version %s, and its preset was tested with %s: check its requests with"
-                " `agentrl harness check %s`",
-                *(program, version or "?", " to ".join(preset.tested or ()), self.agent.harness),
-            )
-        return program
 
     async def close(self) -> None:
         await self._launcher.close()
@@ -85,21 +65,11 @@ class CommandExecutor(SandboxExecutor):
         env |= contract.attempt_environment(active, self.gateway, span, task)
         env["AGENTRL_TASK_FILE"] = str(folder / contract.TASK)
         env["AGENTRL_RESULT_FILE"] = str(folder / contract.RESULT)
-        argv, works_in, home = self.argv, self.folder, folder / "home"
+        works_in, home = self.folder, folder / "home"
         if (place := active.place) is not None:
             works_in, home = place.folder, Path(place.env["HOME"])
             env |= {**place.env, "AGENTRL_ROOT": str(self.folder)} | self.agent.env
-        if self.preset is not None:
-            asked = presets.prompt_of(input_of(active))
-            known = {"url": self.gateway, "key": active.key, "prompt": asked}
-            if "\0" in asked or len(asked.encode()) > contract.LARGEST_VARIABLE:
-                why = f"the task is too long for an argument of {self.preset.program}, or has a NUL"
-                raise FailedAttemptError(ErrorKind.AGENT, why)
-            preset = self.preset.filled(home=home, context=self.agent.context, **known)
-            home.mkdir(parents=True, exist_ok=True)
-            preset.write_files(home)
-            argv = [*argv, *preset.argv, *self.agent.args]
-            env |= presets.private_folders(str(home), works_in) | preset.env | self.agent.env
+        argv = self._command(active, env, home, works_in)
         if place is not None:
             place.give(home)
             argv = [*place.prefix, *argv]
@@ -107,6 +77,13 @@ class CommandExecutor(SandboxExecutor):
         if self.runner.memory_mb:
             spec["memory"] = self.runner.memory_mb * MB
         return spec
+
+    def _command(
+        self, active: ActiveAttempt, env: dict[str, str], home: Path, works_in: Path
+    ) -> list[str]:
+        """Return the command line of an attempt, and add to its variables. `home`: its own HOME, if
+        it has one. `works_in`: its working directory."""
+        return self.argv
 
     async def _run_process(
         self, active: ActiveAttempt, spec: ProcessSpec, folder: Path
@@ -120,7 +97,7 @@ class CommandExecutor(SandboxExecutor):
         stdout = OutputPipe(contract.LARGEST_RESULT)
         stderr = OutputPipe(LONGEST_TRACEBACK, tail=True)
         # A harness has its prompt as an argument, and would append its stdin to it.
-        stdin = os.devnull if self.preset is not None else folder / contract.TASK
+        stdin = os.devnull if self.agent.harness else folder / contract.TASK
         task = os.open(stdin, os.O_RDONLY)
         fds = [task, await stdout.open(), await stderr.open()]
         try:
@@ -145,7 +122,8 @@ class CommandExecutor(SandboxExecutor):
     def _read(self, folder: Path, status: int, stdout: str, stderr: str) -> Json:
         """Return the result of a process that exited. Raises FailedAttemptError."""
         # Harnesses print errors to stdout, among much else.
-        words = (line for line in stdout.splitlines() if self.preset and "error" in line.lower())
+        printed = stdout.splitlines() if self.agent.harness else ()
+        words = (line for line in printed if "error" in line.lower())
         contract.check_exit(status, "\n".join([stderr, *words]))
         try:
             if folder.is_symlink():

@@ -42,7 +42,6 @@ LARGEST_RESULT = 16 * 2**20  # bytes
 LARGEST_PRINT = 2**20  # bytes printed by one rollout in the runner's log
 PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "*_PROXY")
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
-DOCKER = ("DOCKER_*", "CONTAINER_*", "XDG_RUNTIME_DIR")  # of its command line
 # Frameworks send traces of their own to api.openai.com and telemetry.crewai.com by default.
 NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
 LOCAL = "127.0.0.1,localhost"
@@ -130,6 +129,14 @@ def task_variable(task: bytes) -> dict[str, str]:
 def passed_environment(patterns: Iterable[str]) -> dict[str, str]:
     """Return the runner's variables that a process on this machine inherits."""
     return matching(os.environ, (*PASSED, *patterns))
+
+
+def private_folders(home: str, repository: Path) -> dict[str, str]:
+    """Return variables that keep a program in the folders of its attempt. PWD is included: a shell
+    or wrapper may leave it stale, and some programs trust it."""
+    own = {"CONFIG": "config", "DATA": "local/share", "STATE": "local/state", "CACHE": "cache"}
+    xdg = {f"XDG_{name}_HOME": f"{home}/.{folder}" for name, folder in own.items()}
+    return {"HOME": home, "PWD": str(repository)} | xdg
 
 
 def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:

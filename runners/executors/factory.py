@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,30 +18,35 @@ from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent, loa
 from agentrl.runners.executors.pool import PoolExecutor
 
 KEY = "runner.executor"
-KINDS = {
-    "container": "agentrl.runners.executors.container:make",
-    "kubernetes": "agentrl.runners.executors.kubernetes:make",
-}
-"""Executors that are imported by those who name them only, and made like those of a plug-in."""
 
 
 def make_executor(
-    config: RunConfig, *, root: Path, gateway: str, runner: str, agent: object = None
+    config: RunConfig,
+    *,
+    root: Path,
+    gateway: str,
+    runner: str,
+    agent: object = None,
+    harness: Executor | None = None,
 ) -> Executor:
     """Create the run's executor. `agent`: an object or "file.py:name" that replaces the run file's
-    agent. `gateway`: base URL for agents on this machine. `runner`: this runner's name.
+    agent. `gateway`: base URL for agents on this machine. `runner`: this runner's name. `harness`:
+    runs `agent.harness` on this machine.
 
     Raises ConfigError or AgentError if agent and executor do not fit."""
     settings = config.runner
     kind = settings.executor
-    if (make := load_plugin("executors", kind, EXECUTORS, root, key=KEY)) is not None:
-        return _plugin(make, config, root, gateway, runner, agent)
+    make = load_plugin("executors", kind, EXECUTORS, root, key=KEY)
     path = agent if isinstance(agent, str) else config.agent.path
     own = None if isinstance(agent, str) else agent
     command = "" if agent else config.agent.harness or config.agent.command
-    if path and command:
+    if path and command and (make is None or settings.runs_commands):
         other = "harness" if config.agent.harness else "command"
         raise ConfigError(f"agent.path and agent.{other} are both set: leave one out")
+    if settings.runs_commands and (agent or path):
+        contract.refuse_path(config)
+    if make is not None:
+        return _plugin(make, config, root, gateway, runner, agent)
     if kind == "auto":
         kind = "command" if command else "async"
     if kind in ("async", "threads", "pool"):
@@ -57,12 +61,8 @@ def make_executor(
         if own is None:
             assert isinstance(settings, PoolRunnerConfig)
             return PoolExecutor(path, config.agent, settings, root=root)
-    if agent or path:
-        contract.refuse_path(config, "path" if kind == "pool" else "command")
-    if kind == "command":
-        return CommandExecutor(config.agent, settings, root=root, gateway=gateway)
-    make = EntryPoint(kind, KINDS[kind], "agentrl.executors").load()
-    return _plugin(make, config, root, gateway, runner, agent)
+        contract.refuse_path(config, "path")
+    return harness or CommandExecutor(config.agent, settings, root=root, gateway=gateway)
 
 
 def _plugin(

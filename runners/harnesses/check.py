@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from agentrl.config import AgentConfig, PolicyConfig, RunConfig, RunnerConfig, WorkspaceConfig
+from agentrl.config import AgentConfig, PolicyConfig, RunConfig, RunnerConfig
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.upstream import Upstream
 from agentrl.runners.harnesses.preset import load_preset, version_of
@@ -23,6 +24,7 @@ from agentrl.runners.harnesses.scripted import BUG, PROMPT, ScriptedModel
 from agentrl.runners.main import attempt_runner
 from agentrl.runners.worker import Worker
 from agentrl.runners.workspace.folders import Workspace
+from agentrl.runners.workspace.table import WorkspaceConfig
 from agentrl.store import open_store
 from agentrl.types import Json, NewRollout, PolicyVersion, Rollout, Transition
 
@@ -151,11 +153,12 @@ async def check(
     preset = load_preset(name, root)
     program, model, log = preset.find_program(program), ScriptedModel(), RequestLog()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        tables: Any = {"workspace": WorkspaceConfig(source="task.files", folder=folder)}
         config = RunConfig(
             agent=AgentConfig(harness=name, command=[program], env=dict(env or {})),
             policy=PolicyConfig(model="m", messages="as_sent"),
             runner=RunnerConfig(concurrency=concurrency),
-            workspace=WorkspaceConfig(source="task.files", folder=folder),
+            **tables,
         )
         version = await version_of(program, Path(folder))
         async with open_store(f"sqlite:///{folder}/store.db") as store, model.serving() as url:

@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.base import threads
-from agentrl.config import RoleRule, RunConfig
+from agentrl.config import RoleRule
 from agentrl.errors import ConfigError
 from agentrl.plugins import load_plugin
 from agentrl.types import Json
@@ -84,14 +84,6 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return first <= _numbers(version) <= last
 
 
-def private_folders(home: str, repository: Path) -> dict[str, str]:
-    """Return variables that keep a program in the folders of its attempt. PWD is included: a shell
-    or wrapper may leave it stale, and some programs trust it."""
-    own = {"CONFIG": "config", "DATA": "local/share", "STATE": "local/state", "CACHE": "cache"}
-    xdg = {f"XDG_{name}_HOME": f"{home}/.{folder}" for name, folder in own.items()}
-    return {"HOME": home, "PWD": str(repository)} | xdg
-
-
 def load_preset(name: str, root: Path) -> Preset:
     """Load a preset by name, or from a file relative to `root`. Raises ConfigError."""
     if name.endswith(".toml"):
@@ -100,12 +92,6 @@ def load_preset(name: str, root: Path) -> Preset:
     if found is None:
         return _read(HERE / f"{name}.toml")
     return found if isinstance(found, Preset) else _typed(found, name)
-
-
-def role_rules(config: RunConfig, root: Path) -> list[RoleRule]:
-    """Return the role rules of the run file, then those of its harness."""
-    own = load_preset(config.agent.harness, root).match if config.agent.harness else []
-    return [*config.role_rules, *own]
 
 
 def prompt_of(task_input: Json) -> str:

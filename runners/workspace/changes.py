@@ -10,8 +10,9 @@ import shutil
 import tarfile
 from pathlib import Path
 
+from agentrl.runners.hooks import WorkspaceError
 from agentrl.runners.workspace import cleaner
-from agentrl.runners.workspace.sources import WorkspaceError, no_space_or
+from agentrl.runners.workspace.sources import no_space_or
 
 LARGEST = 2**20  # bytes of a file of which `diff` shows lines
 LARGEST_PACK = 4 * 2**20  # bytes of changed files that are stored until scoring

@@ -24,17 +24,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentrl.base import threads
-from agentrl.config import ContainerRunnerConfig, RunConfig
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors.contract import DOCKER, passed_environment
+from agentrl.runners.executors.contract import passed_environment, private_folders
 from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import AgentPlace
-from agentrl.runners.harnesses.preset import private_folders
+from agentrl.runners.hooks import RunnerHooks, WorkspaceError, WorkspaceSource
 from agentrl.runners.workspace import cleaner, sources
 from agentrl.runners.workspace.changes import carry_over, diff, pack, unpack
 from agentrl.runners.workspace.sandbox import Sandbox
-from agentrl.runners.workspace.sources import Template, Templates, WorkspaceError, no_space_or
+from agentrl.runners.workspace.sources import Template, Templates, no_space_or
+from agentrl.runners.workspace.table import workspace_of
 from agentrl.types import Json, Task
 
 FOLDERS = ("home", "tmp", "io")
@@ -110,14 +111,12 @@ class Workspaces:
 
     def __init__(self, config: RunConfig, *, root: Path, gateway: str) -> None:
         """`gateway`: its base URL, the only address that a confined agent can connect to."""
-        self.config = settings = config.workspace
+        self.config = settings = workspace_of(config)
         self._kept = Path(config.output or root, "workspaces")
         self._everybody = Path(settings.folder or tempfile.gettempdir()).resolve()
         self._everybody /= f"agentrl-workspaces-{os.getuid()}"
         self.folder = self._everybody / f"{os.getpid()}-{os.urandom(4).hex()}"
-        runner = config.runner
-        self._container = runner.container if isinstance(runner, ContainerRunnerConfig) else None
-        self._memory, self._count = config.runner.memory_mb * 2**20, 0
+        self._runner, self._count = config.runner, 0
         hidden = [self._everybody, *_answers(config, root)]
         self.sandbox = Sandbox(settings, root.resolve(), gateway, hidden)
         self._templates = Templates(self.folder / "templates", root, self.sandbox.owner)
@@ -223,13 +222,12 @@ class Workspaces:
             env=passed_environment(()) | dict(workspace.place.env) | dict(env),
             folder=str(workspace.path),
         )
-        if self._container is not None:
-            name, own = f"agentrl-{os.urandom(8).hex()}", {**workspace.place.env, **env}
-            prefix = self.sandbox.in_container(self._container, name, workspace.folder, own)
-            spec["argv"], spec["env"] = [*prefix, *argv], passed_environment(DOCKER)
-            spec["after"] = [self._container.cli, "rm", "--force", name]
-        elif self._memory:
-            spec["memory"] = self._memory
+        name, own = f"agentrl-{os.urandom(8).hex()}", {**workspace.place.env, **env}
+        if (inside := self._runner.enclosure(name, str(workspace.folder), own)) is not None:
+            spec["argv"], spec["env"] = [*inside.prefix, *argv], passed_environment(inside.pass_env)
+            spec["after"] = inside.after
+        elif self._runner.memory_mb:
+            spec["memory"] = self._runner.memory_mb * 2**20
         fds = [os.open(os.devnull, os.O_RDONLY), await stdout.open(), await stderr.open()]
         process = await self._launcher.launch(spec, fds)
         try:
@@ -276,6 +274,20 @@ class Workspaces:
         os.close(theirs)
 
 
+class WorkspaceHooks(RunnerHooks):
+    """Gives each attempt a workspace."""
+
+    def __init__(self, config: RunConfig, root: Path) -> None:
+        self._config, self._root = config, root
+
+    def workspaces(self, gateway: str) -> WorkspaceSource:
+        return Workspaces(self._config, root=self._root, gateway=gateway)
+
+
+def join(config: RunConfig, root: Path) -> WorkspaceHooks | None:
+    return WorkspaceHooks(config, root) if workspace_of(config).source else None
+
+
 def _clear_if_dead(lock: Path) -> None:
     with contextlib.suppress(FileNotFoundError, BlockingIOError):
         fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
@@ -302,6 +314,6 @@ def _answers(config: RunConfig, root: Path) -> list[Path]:
     """Return paths that may contain answers: the run's output with its store, tasks, verifiers and
     `workspace.hide`."""
     named = [config.tasks.train, config.tasks.heldout, config.verifier.path]
-    named += [*config.verifier.rewards.values(), *config.workspace.hide]
+    named += [*config.verifier.rewards.values(), *workspace_of(config).hide]
     files = [root / name.partition(":")[0] for name in named if name]
     return [*files, Path(config.output)] if config.output else files

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import pwd
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
-from agentrl.config import WorkspaceConfig
-from agentrl.config.infrastructure import ContainerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.workspace import confine
 from agentrl.runners.workspace.sources import change_owner
+from agentrl.runners.workspace.table import WorkspaceConfig
 
 
 class Sandbox:
@@ -47,17 +46,6 @@ class Sandbox:
         if self.kind == "bubblewrap":
             program += self._bubblewrap(str(folder), str(works_in))
         return [*program, *argv]
-
-    def in_container(
-        self, container: ContainerConfig, name: str, folder: Path, env: Mapping[str, str]
-    ) -> list[str]:
-        """Return the prefix of a command line that runs a program in a container of the agent's
-        image, without network, in the working directory PWD."""
-        argv = [container.cli, "run", "--rm", "--init", "--name", name, "--network", "none"]
-        argv += ["--volume", f"{folder}:{folder}", "--workdir", env["PWD"]]
-        for key, value in env.items():
-            argv += ["--env", f"{key}={value}"]
-        return [*argv, *container.options, container.image]
 
     def give(self, folder: Path) -> None:
         """Make the user of the programs the owner of a folder's files."""

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from agentrl.base import threads
-from agentrl.errors import AgentRLError
+from agentrl.runners.hooks import WorkspaceError
 from agentrl.runners.workspace import cleaner
 from agentrl.types import Json
 
@@ -26,10 +26,6 @@ GIT_TIMEOUT = 300.0  # seconds
 GIT = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
 WHO = {"NAME": "agentrl", "EMAIL": "agentrl@localhost", "DATE": "2000-01-01T00:00:00Z"}
 GIT |= {f"GIT_{role}_{k}": v for role in ("AUTHOR", "COMMITTER") for k, v in WHO.items()}
-
-
-class WorkspaceError(AgentRLError):
-    """A workspace cannot be created, copied or written to. The message is one sentence."""
 
 
 @dataclass(slots=True)

@@ -24,9 +24,9 @@ from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway import prompt_size, upstream
 from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.hooks import WorkspaceSource
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
-from agentrl.runners.workspace.folders import Workspaces
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Attempt, NewRollout, PolicyVersion, Rollout, Sampling
@@ -231,7 +231,7 @@ class Bench:
         retries: RetriesConfig = RetriesConfig(),  # noqa: B008 - frozen
         calls_optional: bool = True,  # an agent of a test is often one line
         limits: AgentConfig = AgentConfig(),  # noqa: B008 - frozen
-        workspaces: Workspaces | None = None,
+        workspaces: WorkspaceSource | None = None,
         **config: Any,
     ) -> Worker:
         """`agent` is an agent, or a started executor."""

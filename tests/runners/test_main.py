@@ -21,7 +21,6 @@ from agentrl.runners import main
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.main import RunnerThread
 from agentrl.types import ENDED, NewRollout, PolicyVersion, RolloutState
-from tests.runners.workspace.conftest import configured
 from tests.store.conftest import _serving
 
 RUN = "main"
@@ -178,41 +177,6 @@ async def test_a_killed_runner_loses_no_rollout(
     assert await store.settled("a", timeout=60)
     (rollout,) = await store.rollouts(RUN)
     assert (rollout.state, rollout.attempts) == (RolloutState.SUCCEEDED, 2)
-
-
-SCORES = """
-import os, signal
-from pathlib import Path
-
-def verify(workspace, trace, result):
-    made = (workspace.path / "made").read_text()
-    if not (killed := Path("{folder}/killed")).exists():
-        killed.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return float((made, result, len(trace.transitions)) == ("by the agent", "said", 1))
-"""
-
-
-async def test_a_rollout_that_was_being_scored_is_scored_by_the_next_runner(
-    store: Any, model: Any, tmp_path: Path, runner: Start
-) -> None:
-    (tmp_path / "scores.py").write_text(SCORES.format(folder=tmp_path))
-    config = configured(
-        tmp_path,
-        "call('x'); open('made', 'w').write('by the agent'); print('said')",
-        verifier={"path": "scores.py:verify"},
-        runner={"score": 1, "lease": 1.0},
-    )
-    await open_run(store, model, config)
-    await store.enqueue([NewRollout(id="a", run=RUN, group="a", index=0, task=TASK)])
-    first = await runner()
-    assert await first.wait() == -signal.SIGKILL
-    await runner()
-    assert await store.settled("a", timeout=60)
-    (rollout,) = await store.rollouts(RUN)
-    assert (rollout.state, rollout.reward()) == (RolloutState.SUCCEEDED, 1.0)
-    assert rollout.attempts > 1
-    assert len(model.requests) == 1  # the agent ran once
 
 
 async def test_what_the_user_can_mend_is_one_sentence(

@@ -7,11 +7,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from agentrl.runners.executors.factory import make_executor
-from agentrl.runners.workspace.folders import Workspace, Workspaces
-from agentrl.types import RolloutState
 from tests.runners.test_partial import ask
-from tests.runners.workspace.conftest import configured
 
 
 class Pace:
@@ -87,49 +83,3 @@ async def test_without_stages_a_rollout_keeps_its_slot_to_its_end(bench: Any) ->
     await run_at(bench, pace, 6, concurrency=2)
     assert max(pace.most.values()) == 2
     assert pace.total == 2
-
-
-async def test_one_that_was_given_back_is_scored_and_not_run_again(
-    bench: Any, tmp_path: Any
-) -> None:
-    code = "call('x'); open('made', 'w').write('by the agent'); os.unlink('old'); print('said')"
-    config = configured(tmp_path, code)
-    url = bench.gateway.base_url
-    spaces = Workspaces(config, root=tmp_path, gateway=url)
-    executor = make_executor(config, root=tmp_path, gateway=url, runner="test")
-    await executor.start()
-    await spaces.start()
-    seen, scoring = [], asyncio.Event()
-
-    async def hang(workspace: Workspace) -> float:
-        scoring.set()
-        await asyncio.sleep(60)
-        return 0.0
-
-    def verify(workspace: Workspace, trace: Any, result: Any) -> float:
-        names = sorted(path.name for path in workspace.path.iterdir())
-        seen.append((names, (workspace.path / "made").read_text(), result, len(trace.transitions)))
-        return 0.5
-
-    try:
-        await bench.enqueue({"input": "x", "files": {"old": "x"}})
-        how: dict[str, Any] = {"workspaces": spaces, "score": 1, "drain": 0.0}
-        stop = asyncio.Event()
-        working = asyncio.create_task(bench.worker(executor, hang, **how).run(stop))
-        await scoring.wait()
-        stop.set()
-        await working
-        stop = asyncio.Event()
-        working = asyncio.create_task(bench.worker(executor, verify, **how).run(stop))
-        assert await bench.store.settled("g-r0", timeout=20.0)
-        stop.set()
-        await working
-        assert [path.name for path in spaces.folder.iterdir()] == ["templates"]
-    finally:
-        await executor.close()
-        await spaces.close()
-    (rollout,) = await bench.store.rollouts("test")
-    assert (rollout.state, rollout.reward()) == (RolloutState.SUCCEEDED, 0.5)
-    assert seen == [([".git", "made"], "by the agent", "said", 1)]
-    assert len(bench.model.requests) == 1
-    assert rollout.attempts == 2

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 from agentrl.base.parts import KINDS, parts
 from agentrl.cli.main import cli
-from agentrl.config import load
+from agentrl.config import from_store, load
 from agentrl.errors import ConfigError
 
-commands, settings = json.loads(sys.argv[1])
+commands, settings, kinds = json.loads(sys.argv[1])
 for part in parts():
     for kind in KINDS:
         for target in getattr(part, kind).values():
@@ -28,5 +28,8 @@ for setting in settings:
         load(Path("examples/staff/run.toml"), [setting])
     except ConfigError as error:
         sentences.append(str(error))
+for kind in kinds:  # a run that uses another kind was stored where the part is installed
+    table, _, tag = kind.rpartition(".")
+    from_store({table: {tag: {"x": 1}}})
 assert len(sentences) == len(commands) + len(settings)
 print(json.dumps({"parts": len(parts()), "sentences": sentences}))

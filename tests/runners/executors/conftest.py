@@ -15,7 +15,8 @@ import pytest
 from agentrl.config import RunConfig, resolve
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.factory import make_executor
-from tests.runners.executors.fake_kubernetes import FakeKubernetes
+from tests.runners.containers import fake_docker
+from tests.runners.containers.fake_kubernetes import FakeKubernetes
 
 HERE = Path(__file__).parent
 PYTHON = ("async", "threads", "pool")
@@ -47,7 +48,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     program = folder / "docker"
-    script = HERE / "fake_docker.py"
+    script = Path(str(fake_docker.__file__))
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -S {script} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")

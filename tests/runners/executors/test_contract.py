@@ -12,13 +12,15 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from agentrl.base.parts import installed_plugins
 from agentrl.runners.executors import contract
 from agentrl.runners.gateway import upstream
 from agentrl.types import ErrorKind, RolloutState
 from tests.runners.executors.conftest import PYTHON, settings
 
-KINDS = ("async", "threads", "pool", "command", "container", "kubernetes")
-OUTSIDE = ("pool", "command", "container", "kubernetes")  # of the runner's own process
+PARTS = sorted(installed_plugins("executors").names & {"container", "kubernetes"})
+KINDS = ("async", "threads", "pool", "command", *PARTS)
+OUTSIDE = ("pool", "command", *PARTS)  # of the runner's own process
 KEPT = ("pool", "command", "container")  # what a pod leaves behind is Kubernetes' business
 MB = 2**20
 

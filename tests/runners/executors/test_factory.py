@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.config import base, resolve
+from agentrl.base import parts
+from agentrl.config import resolve
 from agentrl.errors import ConfigError
 from agentrl.runners.executors.command import CommandExecutor
 from agentrl.runners.executors.factory import make_executor
@@ -50,13 +49,11 @@ def test_the_agent_decides_unless_the_run_file_does() -> None:
         (COMMAND, None, "async", "'async' runs agent.path, not agent.command"),
         (PATH, None, "command", "give it in the run file as agent.command"),
         ({}, len, "pool", "give it in the run file as agent.path"),
-        ({}, len, "container", "give it in the run file as agent.command"),
     ],
 )
 def test_what_does_not_fit(agent: Any, given: object, executor: str, says: str) -> None:
-    needed = {"container": {"image": "an-image"}} if executor == "container" else {}
     with pytest.raises(ConfigError, match=re.escape(says)):
-        chosen(agent, given, executor=executor, **needed)
+        chosen(agent, given, executor=executor)
 
 
 @pytest.mark.parametrize("executor", ["async", "threads", "pool"])
@@ -76,26 +73,6 @@ def example() -> str:
     )[0]
 
 
-def test_an_executor_of_its_own_module_is_imported_by_its_users_only() -> None:
-    """Without the modules, every other executor is made; theirs is named by the error."""
-    hide = """
-import sys
-from tests.runners.executors.test_factory import COMMAND, PATH, chosen
-for kind in ("container", "kubernetes"):
-    assert f"agentrl.runners.executors.{kind}" not in sys.modules
-    sys.modules[f"agentrl.runners.executors.{kind}"] = None
-for agent in (PATH, COMMAND):
-    chosen(agent)
-chosen(PATH, executor="pool")
-try:
-    chosen(COMMAND, executor="container", container={"image": "an-image"})
-except ImportError as error:
-    print(error)
-"""
-    asked = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=True)
-    assert "agentrl.runners.executors.container" in asked.stdout
-
-
 async def test_an_executor_from_outside_runs_agents(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +80,7 @@ async def test_an_executor_from_outside_runs_agents(
     monkeypatch.syspath_prepend(tmp_path)
     point = EntryPoint("thinking", "outside_executor:Thinking", "agentrl.executors")
     monkeypatch.setattr(
-        base, "_entry_points", lambda group, path: EntryPoints([point]).select(group=group)
+        parts, "_entry_points", lambda group, path: EntryPoints([point]).select(group=group)
     )
     for name in ("outside_executor.py:Thinking", "thinking"):
         config = resolve({"name": "test", "runner": {"executor": name}}, source="test")

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import AgentConfig, RoleRule, RunConfig, RunnerConfig, load, resolve, to_toml
+from agentrl.config import AgentConfig, RoleRule, RunConfig, load, resolve, to_toml
 from agentrl.errors import ConfigError
-from agentrl.runners.executors.command import CommandExecutor
 from agentrl.runners.features import run_features
-from agentrl.runners.harnesses.preset import HARNESSES, Preset, load_preset, role_rules
+from agentrl.runners.harnesses.executor import HarnessExecutor, join
+from agentrl.runners.harnesses.preset import HARNESSES, Preset, load_preset
+from agentrl.runners.hooks import role_rules, runner_hooks
 from agentrl.types import ErrorKind
 from tests.runners.conftest import Bench
 
@@ -55,9 +56,11 @@ def odd(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def executor(bench: Bench, root: Path, **settings: Any) -> CommandExecutor:
+def executor(bench: Bench, root: Path, **settings: Any) -> HarnessExecutor:
     agent = AgentConfig(**{"harness": "presets.py:odd", "command": str(root / "odd")} | settings)
-    return CommandExecutor(agent, RunnerConfig(), root=root, gateway=bench.gateway.base_url)
+    hooks = join(RunConfig(agent=agent), root)
+    assert hooks is not None
+    return hooks.executor(bench.gateway.base_url)
 
 
 async def test_a_program_finds_prompt_address_and_a_home_of_its_own(
@@ -174,7 +177,10 @@ def test_rules_of_the_run_file_come_before_those_of_the_harness(odd: Path) -> No
     config = load(file)
     scout = RoleRule(role="scout", header={"x-scout": "*"}, tools=True)
     assert config.roles == {"side": "policy"}
-    assert role_rules(config, odd) == [scout, RoleRule(role="side", tools=False)]
+    assert role_rules(config, runner_hooks(config, odd)) == [
+        scout,
+        RoleRule(role="side", tools=False),
+    ]
     (odd / "again.toml").write_text(to_toml(config))
     assert load(odd / "again.toml").role_rules == [scout]
 

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
+from agentrl.runners.containers import kubernetes as module
 from agentrl.runners.executors import contract
-from agentrl.runners.executors import kubernetes as module
 from agentrl.types import ErrorKind, RolloutState
 
 TEMPLATE = """

@@ -25,8 +25,9 @@ from typing import Any, cast
 import aiohttp
 import msgspec
 
-from agentrl.config import AgentConfig, KubernetesRunnerConfig, RunConfig
+from agentrl.config import AgentConfig
 from agentrl.errors import ConfigError
+from agentrl.runners.containers.table import KubernetesRunnerConfig
 from agentrl.runners.executors import contract, input_of, out_of_time
 from agentrl.runners.executors.contract import FailedAttemptError, SandboxExecutor
 from agentrl.runners.gateway.attribution import ActiveAttempt
@@ -49,16 +50,6 @@ RESULT_FILE = "/dev/termination-log"  # Kubernetes copies it to the pod's status
 RUNNER, RUN, ROLLOUT = "agentrl/runner", "agentrl/run", "agentrl/rollout"  # labels
 DELETE: dict[str, Any] = {"propagation_policy": "Background", "grace_period_seconds": 0}
 UNREACHABLE = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
-
-
-def make(config: RunConfig, root: Path, gateway: str, runner: str) -> KubernetesExecutor:
-    """The executor `runner.executor = "kubernetes"`."""
-    if config.agent.path:
-        contract.refuse_path(config)
-    assert isinstance(config.runner, KubernetesRunnerConfig)
-    run = f"{config.name} {config.store} {config.output}"  # rollout ids are not unique across runs
-    place: Any = {"root": root, "gateway": gateway, "name": runner, "run": run}
-    return KubernetesExecutor(config.agent, config.runner, **place)
 
 
 class KubernetesExecutor(SandboxExecutor):

@@ -13,8 +13,9 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentrl.config import AgentConfig, ContainerRunnerConfig, RunConfig
+from agentrl.config import AgentConfig
 from agentrl.errors import ConfigError
+from agentrl.runners.containers.table import CLIENT, ContainerRunnerConfig
 from agentrl.runners.executors import contract
 from agentrl.runners.executors.command import CommandExecutor
 from agentrl.runners.executors.contract import FailedAttemptError
@@ -29,14 +30,6 @@ KILLED = 128 + 9
 CHECK_TIMEOUT = 20.0  # seconds for the daemon to answer
 
 
-def make(config: RunConfig, root: Path, gateway: str, runner: str) -> ContainerExecutor:
-    """The executor `runner.executor = "container"`."""
-    if config.agent.path:
-        contract.refuse_path(config)
-    assert isinstance(config.runner, ContainerRunnerConfig)
-    return ContainerExecutor(config.agent, config.runner, root=root, gateway=gateway)
-
-
 class ContainerExecutor(CommandExecutor):
     """Runs `agent.command`, by default the image's own command, in `runner.container.image`."""
 
@@ -45,8 +38,8 @@ class ContainerExecutor(CommandExecutor):
     ) -> None:
         super().__init__(agent, runner, root=root, gateway=gateway)
         self.config = runner.container
-        self._launcher = ProcessLauncher(env=contract.passed_environment(contract.DOCKER))
-        reserved = (*contract.PASSED, *contract.DOCKER)
+        self._launcher = ProcessLauncher(env=contract.passed_environment(CLIENT))
+        reserved = (*contract.PASSED, *CLIENT)
         for name in contract.matching(_with_line_breaks(self._user_variables()), reserved):
             raise ConfigError(f"agent.env: {name} has several lines; containers take one line only")
         self._on_host = self.config.network == "host"
@@ -103,7 +96,7 @@ class ContainerExecutor(CommandExecutor):
         elif self.agent.folder:
             argv += ["--workdir", self.agent.folder]
         argv += [*self.config.options, self.config.image, *self.argv]
-        env = inside | contract.passed_environment(contract.DOCKER)
+        env = inside | contract.passed_environment(CLIENT)
         return ProcessSpec(argv=argv, env=env, after=[self.config.cli, "rm", "--force", name])
 
     def _read(self, folder: Path, status: int, stdout: str, stderr: str) -> Json:

@@ -1,0 +1,1 @@
+"""Agents in containers: docker or a compatible program, and Kubernetes."""
