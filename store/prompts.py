@@ -11,9 +11,9 @@ import msgspec
 from msgspec.structs import asdict
 
 from agentrl.errors import NotFound
-from agentrl.prompts import Candidate, Reflection
 from agentrl.store import limits, rows, runs
 from agentrl.store.database import Connection, load_sql
+from agentrl.store.records import Candidate, Reflection
 from agentrl.store.writer import Transaction
 from agentrl.types import PromptText
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import reduce
 from operator import or_
 from types import GenericAlias, UnionType
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 import msgspec
 
@@ -27,9 +27,15 @@ EXTERNAL = "external"  # tag of kinds from outside the library; `factory` has th
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the run file's tables."""
 
+    plays: ClassVar[bool] = False  # of a part's table: whether rollouts depend on it
+
     def problems(self, config: Any) -> Iterator[str]:
         """Error messages about this table in a run's settings; each names the key."""
         return iter(())
+
+    def evaluated(self, config: Any) -> Self:
+        """The table in an evaluation of the run with these settings."""
+        return self
 
 
 S = TypeVar("S", bound=Section)
@@ -71,6 +77,17 @@ def kinds(table: str, *own: type[Section]) -> Any:
     points = installed_plugins("kinds")
     parts = [point.load() for point in points if point.name.rpartition(".")[0] == table]
     return reduce(or_, (*own[:-1], *parts, own[-1]))
+
+
+def tables_of(config: msgspec.Struct) -> dict[str, Section]:
+    """The tables of a run, by name."""
+    values = {key: getattr(config, key) for key in config.__struct_fields__}
+    return {key: value for key, value in values.items() if isinstance(value, Section)}
+
+
+def played_tables(config: msgspec.Struct) -> list[str]:
+    """The parts' tables on which rollouts depend."""
+    return [key for key, table in tables_of(config).items() if table.plays]
 
 
 def structs_of(kind: Any) -> tuple[type[msgspec.Struct], ...]:

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentrl.prompts import Candidate
-from agentrl.store.records import Item
+from agentrl.store.records import Candidate, Item
 from agentrl.types import Credit, Json, Rollout, Trace, Transition
 from agentrl.view.tokens import Spelling
 

@@ -13,7 +13,6 @@ from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.judges.judge import Judges, make_judges
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import GroupSource
 from agentrl.algorithms.sampling.selfplay import SELFPLAY, OpponentPool, check_seat_comparison
@@ -167,19 +166,6 @@ class Teachers(Hooks):
             await teacher.check()
 
 
-class Prompts(Hooks):
-    """Prompts of the agent, searched for before or between steps (`[prompts]`)."""
-
-    schedule: PromptSchedule
-
-    async def start(self, run: ServedRun) -> None:
-        self.schedule = PromptSchedule(run.store, run.config, run.state, run.candidate)
-        await self.schedule.start()
-
-    async def before_step(self, step: int) -> None:
-        await self.schedule.before_step(step)
-
-
 class Judged(Hooks):
     """Rewards of judges (`[judges]`)."""
 
@@ -202,7 +188,6 @@ PARTS: tuple[tuple[Callable[[RunConfig], object], Callable[[RunConfig], Hooks]],
     (lambda config: config.selfplay.seats, SelfPlay),
     (lambda config: any(map(has_stand_ins, views(config))), Counterfactuals),
     (lambda config: any(own.teacher.upstream for own in views(config)), lambda _: Teachers()),
-    (lambda config: config.prompts.components, lambda _: Prompts()),
     (lambda config: config.judges, lambda _: Judged()),
 )
 """Whether the settings ask for a part, and the part."""
