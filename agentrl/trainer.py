@@ -243,8 +243,8 @@ async def supervise(
     """Start the processes of a run, show its progress, and stop them when the algorithm has ended.
     Returns its seconds; raises AgentRLError if another process ends first.
 
-    play: file of an evaluation plan to play instead; verb: "prompts" runs a prompt search; alone:
-    without what parts run beside it."""
+    play: file of an evaluation plan to play instead; verb: of `agentrl algorithm`; alone: without
+    what parts run beside it."""
     config, output = hide_secrets(config), Path(config.output)
     logs = make_folder(output / "logs")
     console = console or Console()
@@ -277,7 +277,7 @@ async def supervise(
         count = partial(_ended_rollouts, store, config.name)
         working = [_algorithm(algorithm), *(keep_alive(child, count) for child in workers)]
         working += [_local_runner(config, *local)] if local else []
-        quiet = verb == "prompts" or level > PHASE
+        quiet = verb != "start" or level > PHASE
         showing = [show_progress(store, config, console, quiet=quiet), log_lines.follow()]
         showing += [companion.keep() for companion in beside]
         watchers = [held.keeping, *(asyncio.create_task(work) for work in working)]

@@ -31,8 +31,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, Self
 
 from agentrl import types
-from agentrl.prompts import Candidate, Reflection
 from agentrl.store import records
+from agentrl.store.records import Candidate, Reflection
 
 
 class Store(Protocol):

@@ -68,6 +68,20 @@ def test_a_record_imports_nothing_of_its_part() -> None:
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.parametrize(
+    "target", [one for part in OWN for one in (*part.tables.values(), *part.kinds.values())]
+)
+def test_a_table_may_be_imported_before_the_settings(target: str) -> None:
+    module, _, name = target.partition(":")
+    code = (
+        f"from {module} import {name}; from agentrl.config import RunConfig;"
+        f"from agentrl.config.base import structs_of; import msgspec;"
+        "every = [f.type for f in msgspec.structs.fields(RunConfig)];"
+        f"assert any({name} in structs_of(kind) for kind in every)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("name", [point.name for point in entry_points(group="agentrl.parts")])
 def test_without_a_part_the_others_import_and_what_needs_it_says_so(name: str) -> None:
     (point,) = entry_points(group="agentrl.parts", name=name)

@@ -44,7 +44,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     sinks: Objects = {}
     training: Objects = {}  # of a training run: config -> `algorithms.train.hooks.Hooks`, or None
     runner: Objects = {}  # by setting: (config, root) -> `runners.hooks.RunnerHooks`, or None
+    candidates: Objects = {}  # without policies: (store, config, state) -> id of its texts, or None
     gateway: Objects = {}  # of a gateway: store -> `runners.gateway.features.Feature`
+    pages: Objects = {}  # of the view, by address: store -> `view.pages.PartPage`
     stores: Objects = {}  # by the scheme of their URLs
 
 

@@ -12,12 +12,7 @@ import msgspec
 from agentrl.base.parts import installed_plugins, missing
 from agentrl.config import RunConfig
 
-RESUMED = {
-    "train": "after the last committed step",
-    "prompts": "the search",
-    "crossplay": "with the games that are left",
-    "ablate": "with the games that are left",
-}  # commands that go on where they were stopped
+GAMES_LEFT = "with the games that are left"
 
 
 def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
@@ -32,9 +27,18 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
     return read
 
 
-def how_to_continue(arguments: list[str]) -> str:
+class ResumedCommand(click.Command):
+    """A command that goes on where it was stopped. continues: where, for a message."""
+
+    def __init__(self, *args: Any, continues: str, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.continues = continues
+
+
+def how_to_continue(group: click.Group, arguments: list[str]) -> str:
     """What the same command does after it was stopped; empty if it starts over."""
-    where = RESUMED.get(next(iter(arguments), ""))
+    command = group.get_command(click.Context(group), next(iter(arguments), ""))
+    where = command.continues if isinstance(command, ResumedCommand) else ""
     again = [one for one in arguments if one.partition("=")[0] in ("--fresh", "--from")]
     without = f" without {again[0].partition('=')[0]}" if again else ""
     return f" The same command{without} continues {where}." if where else ""

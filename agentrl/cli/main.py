@@ -19,13 +19,19 @@ from agentrl.base.processes import (
     PARENT,
     USER_ERROR,
     die_with_parent,
-    log_to_stderr,
     seal,
 )
-from agentrl.cli import AlgorithmsGroup, CommandGroup, config_file, how_to_continue
+from agentrl.cli import (
+    GAMES_LEFT,
+    AlgorithmGroup,
+    AlgorithmsGroup,
+    CommandGroup,
+    ResumedCommand,
+    config_file,
+    how_to_continue,
+)
 from agentrl.cli.data import data
 from agentrl.cli.export import export
-from agentrl.cli.prompts import prompts
 from agentrl.cli.rm import rm
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init, show_settings
@@ -43,7 +49,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (config_group, data, export, init, prompts, rm, store_group, why):
+for command in (config_group, data, export, init, rm, store_group, why):
     cli.add_command(command)
 
 
@@ -69,7 +75,7 @@ def _console_level(*, quiet: bool, verbose: bool) -> int:
     return console_level(quiet=quiet, verbose=verbose)
 
 
-@cli.command()
+@cli.command(cls=ResumedCommand, continues="after the last committed step")
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @quiet
@@ -132,7 +138,7 @@ def train(
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder of <component>.txt to use; default: the result of `agentrl prompts`.",
+    help="Folder of <component>.txt: prompts.directory; default: what `agentrl prompts` found.",
 )
 @click.option("--samples", type=click.IntRange(1), help="Rollouts per task: eval.samples, pass@k.")
 @quiet
@@ -156,13 +162,14 @@ def evaluate(
     if len(checkpoints) > 1:
         raise click.UsageError(f"one checkpoint at a time, not {', '.join(map(str, checkpoints))}")
     extra = [] if samples is None else [f"eval.samples={samples}"]
+    extra += [] if prompts is None else [f"prompts.directory={prompts.resolve()}"]
     config = load(run_file, [*(argument for argument in rest if "=" in argument), *extra])
     level = _console_level(quiet=quiet, verbose=verbose)
     checkpoint = checkpoints[0] if checkpoints else None
-    evaluation.evaluate(config, checkpoint, tasks, prompts=prompts, level=level)
+    evaluation.evaluate(config, checkpoint, tasks, level=level)
 
 
-@cli.command()
+@cli.command(cls=ResumedCommand, continues=GAMES_LEFT)
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option("--checkpoints", multiple=True, type=click.Path(path_type=Path), help="Repeatable.")
@@ -189,7 +196,7 @@ def crossplay(
     _print(commands.as_json(found) if plain else commands.table(found))
 
 
-@cli.command()
+@cli.command(cls=ResumedCommand, continues=GAMES_LEFT)
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option("--role", "roles", multiple=True, help="Repeatable; default: each in turn.")
@@ -302,7 +309,7 @@ def start_runner(store: str, run: str, key: str | None, root: Path | None) -> No
     sys.exit(run_forever(store, run, root=root, until_ended=own))
 
 
-@cli.group(hidden=True)
+@cli.group(cls=AlgorithmGroup, hidden=True)
 def algorithm() -> None:
     """The algorithm process; `agentrl train` starts it."""
 
@@ -312,23 +319,11 @@ def algorithm() -> None:
 def start_algorithm(config: RunConfig) -> None:
     die_with_parent()
     if has_no_own_policy(config):
-        from agentrl.algorithms.prompts.main import main as run_algorithm
+        from agentrl.algorithms.sampling.upstreams import main as run_algorithm
     else:
         from agentrl.algorithms.train.main import main as run_algorithm
 
     run_algorithm(config)
-
-
-@algorithm.command("prompts")
-@config_file
-def search_prompts(config: RunConfig) -> None:
-    die_with_parent()
-    log_to_stderr()
-    if has_no_own_policy(config):
-        from agentrl.algorithms.prompts.main import search_upstreams as search
-    else:
-        from agentrl.algorithms.train.builtin_hooks import search_prompts as search
-    asyncio.run(search(config))
 
 
 @algorithm.command("play")
@@ -355,7 +350,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        click.echo(f"\nStopped.{how_to_continue(sys.argv[1:])}", err=True)
+        click.echo(f"\nStopped.{how_to_continue(cli, sys.argv[1:])}", err=True)
         sys.exit(130)
 
 

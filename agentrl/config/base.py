@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import reduce
+from importlib.metadata import EntryPoint
 from operator import or_
 from types import GenericAlias, UnionType
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 import msgspec
 
@@ -27,9 +29,15 @@ EXTERNAL = "external"  # tag of kinds from outside the library; `factory` has th
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the run file's tables."""
 
+    plays: ClassVar[bool] = False  # of a part's table: whether rollouts depend on it
+
     def problems(self, config: Any) -> Iterator[str]:
         """Error messages about this table in a run's settings; each names the key."""
         return iter(())
+
+    def evaluated(self, config: Any) -> Self:
+        """The table in an evaluation of the run with these settings."""
+        return self
 
 
 S = TypeVar("S", bound=Section)
@@ -54,7 +62,7 @@ def with_parts(section: type[S], path: str = "") -> type[S]:
     for point in installed_plugins("tables"):
         parent, _, key = point.name.rpartition(".")
         if parent == path:
-            kind = point.load()
+            kind = _table(point)
             added[key] = (kind, {} if isinstance(kind, GenericAlias) else structs_of(kind)[0]())
     if not added:
         return section
@@ -69,8 +77,28 @@ def with_parts(section: type[S], path: str = "") -> type[S]:
 def kinds(table: str, *own: type[Section]) -> Any:
     """The kinds of a table: those of parts are before the last of its own, which is a plug-in's."""
     points = installed_plugins("kinds")
-    parts = [point.load() for point in points if point.name.rpartition(".")[0] == table]
+    parts = [_table(point) for point in points if point.name.rpartition(".")[0] == table]
     return reduce(or_, (*own[:-1], *parts, own[-1]))
+
+
+def tables_of(config: msgspec.Struct) -> dict[str, Section]:
+    """The tables of a run, by name."""
+    values = {key: getattr(config, key) for key in config.__struct_fields__}
+    return {key: value for key, value in values.items() if isinstance(value, Section)}
+
+
+def played_tables(config: msgspec.Struct) -> list[str]:
+    """The parts' tables on which rollouts depend."""
+    return [key for key, table in tables_of(config).items() if table.plays]
+
+
+def _table(point: EntryPoint) -> Any:
+    """A part's table. If its module was imported first, and imports this package, it is half empty:
+    it is imported again, and Python drops the first one when it ends."""
+    module = sys.modules.get(point.module)
+    if module is not None and getattr(module.__spec__, "_initializing", False):
+        del sys.modules[point.module]
+    return point.load()
 
 
 def structs_of(kind: Any) -> tuple[type[msgspec.Struct], ...]:

@@ -32,7 +32,6 @@ from agentrl.config.infrastructure import (
     TorchLearnerConfig,
 )
 from agentrl.config.opponents import Selfplay, SelfplayConfig
-from agentrl.config.prompts import PromptsConfig
 from agentrl.config.rewards import Judge, RewardModel, RewardModelTraining
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
@@ -339,7 +338,6 @@ class RunConfig(Section, frozen=True):
     runner: Runner = RunnerConfig()
     eval: EvalConfig = EvalConfig()
     selfplay: Selfplay = SelfplayConfig()
-    prompts: PromptsConfig = PromptsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which agents may use as a model name
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers its calls
     # [[roles.match]] in the run file: rules for the roles of calls without one. The first matching

@@ -14,8 +14,8 @@ import msgspec
 from agentrl.base.access import is_loopback
 from agentrl.base.loading import is_installed
 from agentrl.config import policies as team
-from agentrl.config import prompts, selfplay, upstreams
-from agentrl.config.base import EXTERNAL, Section
+from agentrl.config import selfplay, upstreams
+from agentrl.config.base import EXTERNAL, played_tables, tables_of
 from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
@@ -32,7 +32,7 @@ from agentrl.types import POLICY
 
 PLAYING = (
     "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models",
-    "judges", "runner", "selfplay", "upstreams", "roles", "role_rules", "prompts",
+    "judges", "runner", "selfplay", "upstreams", "roles", "role_rules",
 )  # fmt: skip
 SAMPLING = (
     "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
@@ -74,18 +74,13 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _stand_ins(config)
     yield from selfplay.problems(config)
     yield from _data(config)
-    yield from prompts.problems(config)
-    searched = bool(config.prompts.components) and config.prompts.algorithm == "gepa"
-    if searched and not is_installed("gepa"):
-        yield "prompts.algorithm: 'gepa' is not installed: pip install 'agentrl[prompts]'"
     yield from _warmup(config)
     yield from upstreams.judge_problems(config)
     yield from upstreams.teacher_problems(config)
     yield from _callers(config.engine)
     yield from _one_gpu(config)
-    for table in msgspec.structs.astuple(config):
-        if isinstance(table, Section):
-            yield from table.problems(config)
+    for table in tables_of(config).values():
+        yield from table.problems(config)
 
 
 def _one_gpu(config: RunConfig) -> Iterator[str]:
@@ -157,7 +152,7 @@ def _data(config: RunConfig) -> Iterator[str]:
             yield "[data] has no effect without `name`, a data set of the store"
         return
     plain, own = RunConfig(), config.algorithm
-    for table in PLAYING:
+    for table in (*PLAYING, *played_tables(config)):
         if getattr(config, table, None) != getattr(plain, table, None):  # a part may be missing
             yield f"[{table}] has no effect in a run on [data], which plays no rollouts; remove one"
     for key in SAMPLING:

@@ -29,6 +29,7 @@ from agentrl.base.processes import PHASE
 from agentrl.base.threads import run_blocking
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
+from agentrl.config.base import played_tables, tables_of
 from agentrl.config.load import store_in
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.config.schema import WarmupConfig
@@ -40,9 +41,9 @@ from agentrl.types import Json, Purpose, Rollout, RolloutState, RunState
 STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps and its writer's epoch
 GAMES = (
     "agent", "workspace", "verifier", "judges", "reward_models", "sampling", "policy", "policies",
-    "upstreams", "roles", "role_rules", "prompts", "seed",
+    "upstreams", "roles", "role_rules",
 )  # fmt: skip
-"""The settings that affect games."""
+"""The settings that affect games, besides the seed and those of parts."""
 Played = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
 
 
@@ -59,14 +60,10 @@ def evaluate(
     checkpoint: Path | None,
     tasks: str | None,
     *,
-    prompts: Path | None = None,
     level: int = PHASE,
 ) -> trainer.TrainingResult:
     """Score a checkpoint, by default the run's last one, or `[upstreams]` if the run has no model
-    of its own. Writes to the store that the run file names, if any. prompts: folder of prompt
-    texts."""
-    if prompts and not config.prompts.components:
-        raise ConfigError(f"--prompts {prompts}: [prompts.components] names no text to replace")
+    of its own. Writes to the store that the run file names, if any."""
     config = trainer.hide_secrets(config)
     if team.has_no_own_policy(config):
         if checkpoint:
@@ -82,17 +79,14 @@ def evaluate(
     name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
     own = evaluation_run(config, name, checkpoint and checkpoint.resolve())
+    evaluated = {key: table.evaluated(config) for key, table in tables_of(own).items()}
+    own = replace(own, **evaluated)
     config = replace(
         own,
         store=own.store if trainer.has_own_store(config) else config.store,
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
         selfplay=SelfplayConfig(),  # no opponents from a pool
-        prompts=replace(
-            config.prompts,
-            schedule="off",
-            directory=str(prompts.resolve() if prompts else Path(config.output, "prompts")),
-        ),
     )
     trainer.check(config)
     if checkpoint:
@@ -190,7 +184,8 @@ def plan_run(
     config: RunConfig, checkpoint: SavedCheckpoint, plan: EvaluationPlan, kind: str
 ) -> RunConfig:
     """The settings of the evaluation run."""
-    settings = [getattr(config, key, None) for key in GAMES]  # a part may be missing
+    keys = (*GAMES, *played_tables(config), "seed")
+    settings = [getattr(config, key, None) for key in keys]  # a part may be missing
     directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
     # The newest modification time (ns) tells apart weights that another run wrote to the same path.
     # 0: a hub name.

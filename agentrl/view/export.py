@@ -112,10 +112,9 @@ async def _pages(
     yield f"/run/{run}", _content(front)
     for dataset in front.values["datasets"]:
         yield f"/data/{dataset.name}", _content(await pages.data(dataset.name, {}))
-    prompts = await pages.prompts(run)
-    yield f"/prompts/{run}", _content(prompts)
-    for id in prompts.values["known"]:
-        yield f"/prompt/{id}", _content(await pages.prompt(run, id))
+    for address, part in pages.parts.items():
+        for id in await part.ids(run):
+            yield f"/{address}/{id}", _content(await part.page(id, {"run": run}))
     yield f"/policies/{run}", _content(await pages.policies(run))
     yield f"/groups/{run}", _content(await pages.groups(run, {}))
     steps: set[int] = set()

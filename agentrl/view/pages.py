@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from agentrl.base.parts import installed_plugins
 from agentrl.config import differences, from_store
 from agentrl.errors import AgentRLError, Forbidden, Invalid, NotFound
 from agentrl.store.base import Store
-from agentrl.store.records import Dataset, GroupRow
+from agentrl.store.records import Dataset
 from agentrl.telemetry.report import ELO, WIN_RATE, policies_without_calls, untrained_sentences
-from agentrl.types import Credit, ErrorKind, Purpose, RolloutState, RunState, StepRow, Trace
+from agentrl.types import Credit, ErrorKind, Json, Purpose, RolloutState, RunState, StepRow, Trace
 from agentrl.view import records
 from agentrl.view.tokens import Spelling, spelling
 
 SHOWN = ["reward/mean", "eval/score", "policy/entropy", "sampler/kl", "grad_norm"]
 SHOWN += ["reward/outcome/frac_zero_std", "completion/length_mean", "time/rollouts"]
 RUNS, GROUPS, FOUND, ITEMS = 50, 30, 50, 10  # rows per page
-EVALUATIONS = 500  # last groups of prompt searches whose scores are shown
 POINTS = 400  # per curve
 RECENT = 12  # last steps for which notes are shown
 KEPT = 8  # rollouts that are cached until the store changes
@@ -33,6 +33,18 @@ class Page(NamedTuple):
     template: str
     title: str
     values: Values
+
+
+class PartPage(Protocol):
+    """The pages of a part below one address. Their templates are in the folder of its module."""
+
+    def link(self, config: Mapping[str, Json]) -> str:
+        """The text of the link on the page of a run with these settings; empty: no link."""
+
+    async def ids(self, run: str) -> list[str]:
+        """What follows the address, for each page of a run."""
+
+    async def page(self, id: str, query: Query) -> Page: ...
 
 
 class Loaded(NamedTuple):
@@ -64,6 +76,8 @@ class Pages:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        points = installed_plugins("pages")
+        self.parts: dict[str, PartPage] = {point.name: point.load()(store) for point in points}
         self._kept: dict[tuple[str, int], Loaded] = {}
         self._spellings: dict[tuple[str, int, str], Spelling] = {}
 
@@ -109,6 +123,7 @@ class Pages:
         values["counts"] = await self.store.counts(run)
         values["failures"] = await self.store.failures(run)
         values["names"] = [] if live else await self.store.metric_names(run)
+        values["links"] = [(name, part.link(state.config)) for name, part in self.parts.items()]
         values["pool"] = any(name.startswith(ELO) for name in values["names"])
         values["datasets"] = [] if live else await self._datasets(state)
         values["at"] = recent[-1].at if recent else state.created
@@ -185,36 +200,8 @@ class Pages:
         made = [(one, (one.spec.get("run"), one.spec.get("expert"))) for one in found]
         return [x for x, runs in made if not state or x.name == own or state.run in runs]
 
-    async def prompts(self, run: str) -> Page:
-        """The candidates of the run's prompt searches, each below its parent."""
-        state, candidates = await self._state(run), await self.store.candidates(run)
-        rows = records.nested(candidates, lambda one: next(iter(one.parents), ""))
-        values = {"run": run, "rows": rows, "known": {one.id: one for one in candidates}}
-        return Page("prompts.html", f"{run} prompts", values | await self._evaluations(state))
-
-    async def prompt(self, run: str, id: str) -> Page:
-        state, known = await self._state(run), {x.id: x for x in await self.store.candidates(run)}
-        if (one := known.get(id)) is None:
-            raise NotFound(f"run {run!r} has no candidate {id!r}")
-        parent = known.get(next(iter(one.parents), ""), one)
-        pairs = zip(parent.texts, one.texts, strict=False)
-        texts = [(new, records.changes(old.text, new.text)) for old, new in pairs]
-        asked = [row for row in await self.store.reflections(run) if row.id == one.reflection]
-        values = {"run": run, "one": one, "parent": parent, "texts": texts, "asked": asked}
-        return Page("prompt.html", f"prompt {id}", values | await self._evaluations(state))
-
-    async def _evaluations(self, state: RunState) -> Values:
-        """(candidate, kind) -> the groups with which searches scored candidates."""
-        prefix, settings = f"{state.run}/prompts/", state.config.get("prompts") or {}
-        given: Any = {"purpose": Purpose.EVAL, "before": f"{state.run}/prompts0"}
-        found: dict[tuple[str, str], list[GroupRow]] = {}
-        for group in await self.store.groups(state.run, limit=EVALUATIONS, **given):
-            if group.id.startswith(prefix):
-                search, _, name = group.id.removeprefix(prefix).partition("/")
-                kind = "validation" if group.n == settings.get("validation") else "minibatch"
-                key = (name.rpartition(".")[2], search if search == "heldout" else kind)
-                found.setdefault(key, []).append(group)
-        return {"found": found}
+    async def of_part(self, address: str, id: str, query: Query) -> Page:
+        return await self.parts[address].page(id, query)
 
     async def groups(self, run: str, query: Query) -> Page:
         await self._state(run)
@@ -262,7 +249,7 @@ class Pages:
     async def rollout(self, id: str) -> Page:
         loaded = await self.load(id)
         row, calls = loaded.trace.rollout, loaded.trace.transitions
-        values = {"run": row.run, "o": row, "spans": loaded.trace.spans}
+        values = {"run": row.run, "o": row, "spans": loaded.trace.spans, "parts": self.parts}
         values["roles"] = sorted({call.role for call in calls})
         values["rewards"] = sorted(row.rewards, key=lambda one: one.target or "")
         values["calls"] = records.call_rows(loaded.trace, loaded.credits, self._speller(loaded))

@@ -7,18 +7,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from agentrl.prompts import Candidate
 from agentrl.store.records import Item
-from agentrl.types import Credit, Json, Rollout, Trace, Transition
+from agentrl.types import Credit, Json, Trace, Transition
 from agentrl.view.tokens import Spelling
 
 CAP = 2000  # characters of a message, task or result on a page; another page has all of it
 COLUMNS = ("advantage", "psi", "weight", "gate")
-T = TypeVar("T", Rollout, Candidate)
+T = TypeVar("T", bound="HasId")
 Spell = Callable[[str], Spelling]
 
 
@@ -120,6 +119,11 @@ def call_rows(trace: Trace, credits: Sequence[Credit], spell: Spell) -> list[dic
         row["rewards"] = [one for one in trace.rollout.rewards if one.target == call.id]
         rows.append(row)
     return rows
+
+
+class HasId(Protocol):
+    @property
+    def id(self) -> str: ...
 
 
 def nested(rows: Sequence[T], origin: Callable[[T], str]) -> list[tuple[int, T]]:

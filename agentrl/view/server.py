@@ -8,6 +8,7 @@ import secrets
 import sys
 import webbrowser
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -54,8 +55,6 @@ PATHS: dict[str, Shown] = {
     "/find/{id:path}": lambda pages, id, asked: pages.find(id, asked.query_params),
     "/policies/{id:path}": lambda pages, id, _: pages.policies(id),
     "/data/{id:path}": lambda pages, id, asked: pages.data(id, asked.query_params),
-    "/prompts/{id:path}": lambda pages, id, _: pages.prompts(id),
-    "/prompt/{id:path}": lambda pages, id, asked: pages.prompt(asked.query_params["run"], id),
     "/group/{id:path}": lambda pages, id, asked: pages.group(asked.query_params["run"], id),
     "/rollout/{id:path}": lambda pages, id, _: pages.rollout(id),
     "/attempts/{id:path}": lambda pages, id, _: pages.attempts(id),
@@ -74,6 +73,10 @@ PATHS: dict[str, Shown] = {
 }
 
 
+async def _of_part(address: str, pages: Pages, id: str, asked: Request) -> Page:
+    return await pages.of_part(address, id, asked.query_params)
+
+
 class ViewApp:
     """Pages, their data as JSON, and the stream of changes. Invariants: it answers only GET and
     HEAD, without a key only requests to this machine's name, and writes nothing."""
@@ -82,6 +85,10 @@ class ViewApp:
         self._keys, self._url, self._pages = keys, url, Pages(store)
         self._feed, self._explaining = ChangeFeed(store), asyncio.Semaphore(1)
         routes: list[Any] = [Route(path, self._answer(shown)) for path, shown in PATHS.items()]
+        routes += [
+            Route(f"/{address}/{{id:path}}", self._answer(partial(_of_part, address)))
+            for address in self._pages.parts
+        ]
         routes.append(Route("/explain/{id:path}", self._answer(self._explain)))
         routes += [Route("/events", self._events), Mount("/static", StaticFiles(directory=STATIC))]
         handlers: Any = dict.fromkeys((StoreError, HTTPException, KeyError), _refusal)

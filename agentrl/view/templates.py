@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
 from msgspec.json import encode
 
+from agentrl.base.parts import installed_plugins
 from agentrl.view.pages import Page
 from agentrl.view.records import CAP, text_of
 
@@ -48,9 +50,10 @@ def ago(context: Context, at: float) -> str:
 @cache
 def environment() -> Environment:
     options: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-    found = Environment(
-        loader=FileSystemLoader(HERE / "templates"), undefined=StrictUndefined, **options
-    )
+    modules = (find_spec(point.module) for point in installed_plugins("pages"))
+    own = {Path(module.origin).parent: None for module in modules if module and module.origin}
+    loader = FileSystemLoader([HERE / "templates", *own])
+    found = Environment(loader=loader, undefined=StrictUndefined, **options)
     found.filters |= {"shown": shown, "ago": ago, "text": text_of, "island": island, "heat": heat}
     found.globals["cap"] = CAP
     return found

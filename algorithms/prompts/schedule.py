@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from msgspec.structs import replace
 
+from agentrl.algorithms.prompts.search import candidate_id
+from agentrl.algorithms.prompts.table import found_texts, prompt_texts, prompts_of
+from agentrl.algorithms.sampling.rollouts import CandidateInUse
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
-from agentrl.config.prompts import found_texts, prompt_texts
-from agentrl.prompts import Candidate, CandidateInUse, candidate_id
 from agentrl.store.base import Store
+from agentrl.store.records import Candidate
 from agentrl.types import PromptText, RunState
 
 log = logging.getLogger("agentrl.algorithm")
@@ -30,7 +33,7 @@ class PromptSchedule:
 
     async def start(self) -> None:
         """Set the prompts of the next step, without a search that is due before it."""
-        prompts = self._config.prompts
+        prompts = prompts_of(self._config)
         if not prompts.components:
             return
         directory = None if prompts.schedule != "off" else found_texts(self._config)
@@ -44,7 +47,7 @@ class PromptSchedule:
 
     async def before_step(self, step: int) -> None:
         """If a search is due, run it from the prompts in use, with the current policies."""
-        prompts = self._config.prompts
+        prompts = prompts_of(self._config)
         every = prompts.every if prompts.schedule == "alternate" else max(1, self._config.steps)
         if not prompts.components or prompts.schedule == "off" or step % every:
             return
@@ -54,9 +57,17 @@ class PromptSchedule:
         for row in await self._store.steps(config.name, after=step - 1, limit=1):
             if row.step == step and "prompts/rollouts" in row.metrics:  # this search has ended
                 spent = int(row.metrics["prompts/rollouts"])
-                config = replace(config, prompts=replace(prompts, budget=spent, max_seconds=0.0))
+                limits: Any = {"prompts": replace(prompts, budget=spent, max_seconds=0.0)}
+                config = replace(config, **limits)
         await self._use(await search_prompts(self._store, config, self._state, self._texts, step))
 
     async def _use(self, candidate: Candidate) -> None:
         await self._store.put_candidates([candidate])
         self._texts, self.in_use.id = candidate.texts, candidate.id
+
+
+async def candidate_in_use(store: Store, config: RunConfig, state: RunState) -> str | None:
+    """The id of the texts that an evaluation without policies uses."""
+    schedule = PromptSchedule(store, config, state)
+    await schedule.start()
+    return schedule.in_use.id

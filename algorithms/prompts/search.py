@@ -11,14 +11,16 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 from msgspec.structs import replace
 
-from agentrl.config.prompts import PromptsConfig
+from agentrl.algorithms.prompts.table import PromptsConfig
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.prompts import Candidate, Reflection, candidate_id
+from agentrl.store.records import Candidate, Reflection
 from agentrl.types import Json, PromptText, Task
 
 log = logging.getLogger("agentrl.algorithm")
@@ -42,6 +44,11 @@ Here is what it read and said with them in some tasks, and what was wrong with t
 {ask} The new instructions have at most {length} characters. Keep what works, add what the assistant
 must know about such tasks, and give no answers of single tasks. Write the whole new instructions
 between lines of ```."""
+
+
+def candidate_id(texts: Sequence[PromptText]) -> str:
+    """A digest of the texts: equal for equal texts."""
+    return blake2b(msgspec.json.encode(texts), digest_size=8).hexdigest()
 
 
 class SearchEnd(Exception):

@@ -21,7 +21,9 @@ from typing import Any, TypeVar
 import aiohttp
 from msgspec.structs import replace
 
-from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers
+from agentrl import run_owner
+from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers, candidate_id
+from agentrl.algorithms.prompts.table import prompt_texts, prompts_of
 from agentrl.algorithms.sampling.chat_completion import complete, find_endpoint
 from agentrl.algorithms.sampling.evaluate import play
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
@@ -29,9 +31,11 @@ from agentrl.base.loading import load_tasks
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.prompts import Candidate, Reflection
+from agentrl.store import open_store
 from agentrl.store.base import Store
+from agentrl.store.records import Candidate, Reflection
 from agentrl.types import (
+    ENDED,
     NewRollout,
     PromptText,
     Purpose,
@@ -56,6 +60,7 @@ class StoredBackend:
         self, store: Store, config: RunConfig, state: RunState, tasks: list[Task], step: int | None
     ) -> None:
         self.store, self.config, self.state, self.tasks = store, config, state, tasks
+        self.settings = prompts_of(config)
         self.commits, self.step = step is None, step or 0
         self.name = f"{config.name}/prompts/{self.step:06d}"
         self.metrics: dict[str, float] = {}
@@ -70,7 +75,7 @@ class StoredBackend:
         self._known = {one.id: one for one in await self.store.reflections(self.config.name)}
         rows = await self.store.steps(self.config.name) if self.commits else []
         before = sum(row.metrics.get("time/step", 0.0) for row in rows if row.committed)
-        self._ends += (self.config.prompts.max_seconds or math.inf) - before
+        self._ends += (self.settings.max_seconds or math.inf) - before
 
     def play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
@@ -113,7 +118,7 @@ class StoredBackend:
             left = None if self._ends == math.inf else max(0.0, self._ends - time.monotonic())
             if not await self.store.settled(group, timeout=left):
                 await self.store.cancel([rollout.id for rollout in requested])
-                raise SearchEnd(f"its {self.config.prompts.max_seconds:g} seconds are over")
+                raise SearchEnd(f"its {self.settings.max_seconds:g} seconds are over")
         results: list[list[Played]] = []
         for group, (candidate, _) in zip(groups, batches, strict=True):
             rows = await self.store.rollouts(self.config.name, group=group)
@@ -130,7 +135,7 @@ class StoredBackend:
             log.warning("the verifier gives no reasons (Reward.note): the reflector sees numbers")
         self._scored = self._scored or bool(row.rewards)
         examples = {} if trace is None else {t.component: _example(trace, t) for t in texts}
-        shown = {name: str(row.task[name]) for name in self.config.prompts.show if name in row.task}
+        shown = {name: str(row.task[name]) for name in self.settings.show if name in row.task}
         return {name: {**example, **shown} for name, example in examples.items() if example}
 
     async def _ask(self, id: str, question: str, max_tokens: int | None) -> Reflection:
@@ -142,9 +147,9 @@ class StoredBackend:
                 )
             return self._known[id]
         if time.monotonic() > self._ends:
-            raise SearchEnd(f"its {self.config.prompts.max_seconds:g} seconds are over")
+            raise SearchEnd(f"its {self.settings.max_seconds:g} seconds are over")
         started = time.monotonic()
-        who = self.config.prompts.reflector
+        who = self.settings.reflector
         more = {} if max_tokens is None else {"max_tokens": max_tokens}
         endpoint = await find_endpoint(self.store, self.config, who)
         async with aiohttp.ClientSession() as session:
@@ -208,15 +213,16 @@ async def search_prompts(
     belongs to; None: the iterations of the search are the steps of the run."""
     train = load_tasks(config.tasks.train, Path(config.root), key="tasks.train")
     heldout = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
-    if len(train) <= config.prompts.validation:
+    settings = prompts_of(config)
+    if len(train) <= settings.validation:
         raise ConfigError(
-            f"prompts.validation = {config.prompts.validation} takes all of the {len(train)} tasks "
+            f"prompts.validation = {settings.validation} takes all of the {len(train)} tasks "
             "of tasks.train; lower it, or add tasks"
         )
     backend = StoredBackend(store, config, state, list(train), step)
     await backend.load()
     search = Search(
-        config.prompts,
+        settings,
         texts,
         backend,
         len(train),
@@ -225,7 +231,7 @@ async def search_prompts(
         random_seed=config.seed,
         answers=answers(train, heldout),
     )
-    log.log(PHASE, f"searching prompts ({config.prompts.algorithm}, {len(texts)} texts)")
+    log.log(PHASE, f"searching prompts ({settings.algorithm}, {len(texts)} texts)")
     await asyncio.to_thread(_run, search)
     best = replace(search.best, state="chosen")
     await store.put_candidates([best])
@@ -263,3 +269,20 @@ async def play_heldout(
         values = {f"{name}_missing": float(len(rows) - len(known))}
         values |= {name: fmean(known)} if known else {}
         await store.log(config.name, step, values, epoch=state.epoch)
+
+
+async def search_upstreams(config: RunConfig) -> None:
+    """Search for a run that only calls `[upstreams]`."""
+    async with open_store(config.store) as store:
+        state = await run_owner.open_as_child(store, config)
+        await search_and_score(store, config, state)
+
+
+async def search_and_score(store: Store, config: RunConfig, state: RunState) -> None:
+    """Search prompts, then score the result and the agent's own texts on the held-out tasks."""
+    texts = prompt_texts(config)
+    best = await search_prompts(store, config, state, texts, None)
+    step = len([row for row in await store.steps(config.name) if row.committed])
+    scored = {"prompts/heldout_before": candidate_id(texts), "prompts/heldout": best.id}
+    await play_heldout(store, config, state, scored, step)
+    await store.log(config.name, 0, {ENDED: 1.0}, epoch=state.epoch)

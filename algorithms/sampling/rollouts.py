@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from msgspec.structs import replace
@@ -12,6 +13,13 @@ from agentrl.types import NewRollout, Purpose, Sampling, Task
 
 STEADY = "one_step_off"  # the overlap whose tokens depend on no timing
 URGENT = 1  # priority of rollouts that the loop waits for, above that of prefetched ones
+
+
+@dataclass(slots=True)
+class CandidateInUse:
+    """The candidate of newly requested rollouts; None: the agent's own texts."""
+
+    id: str | None = None
 
 
 def evaluation_rollouts(

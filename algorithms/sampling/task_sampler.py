@@ -16,9 +16,8 @@ import torch
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.state import CountedMeans
-from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
+from agentrl.algorithms.sampling.rollouts import URGENT, CandidateInUse, new_rollout
 from agentrl.config import RunConfig
-from agentrl.prompts import CandidateInUse
 from agentrl.types import Branch, Group, Json, NewRollout, Rollout, Task
 
 DIFFICULTY = "difficulty"  # key of TaskDifficulty in the state of the run

@@ -13,8 +13,6 @@ from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.judges.judge import Judges, make_judges
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.prompts.main import search
-from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import GroupSource
 from agentrl.algorithms.sampling.selfplay import SELFPLAY, OpponentPool, check_seat_comparison
@@ -23,7 +21,6 @@ from agentrl.algorithms.train.hooks import AllHooks, Hooks, LoadedRun, ServedRun
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.offline import DatasetCollector, from_dataset, on_dataset
 from agentrl.algorithms.train.snapshots import SnapshotStore
-from agentrl.algorithms.train.stages import served
 from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.teacher import RemoteTeacher, make_teacher
 from agentrl.base.parts import installed_plugins
@@ -169,19 +166,6 @@ class Teachers(Hooks):
             await teacher.check()
 
 
-class Prompts(Hooks):
-    """Prompts of the agent, searched for before or between steps (`[prompts]`)."""
-
-    schedule: PromptSchedule
-
-    async def start(self, run: ServedRun) -> None:
-        self.schedule = PromptSchedule(run.store, run.config, run.state, run.candidate)
-        await self.schedule.start()
-
-    async def before_step(self, step: int) -> None:
-        await self.schedule.before_step(step)
-
-
 class Judged(Hooks):
     """Rewards of judges (`[judges]`)."""
 
@@ -204,7 +188,6 @@ PARTS: tuple[tuple[Callable[[RunConfig], object], Callable[[RunConfig], Hooks]],
     (lambda config: config.selfplay.seats, SelfPlay),
     (lambda config: any(map(has_stand_ins, views(config))), Counterfactuals),
     (lambda config: any(own.teacher.upstream for own in views(config)), lambda _: Teachers()),
-    (lambda config: config.prompts.components, lambda _: Prompts()),
     (lambda config: config.judges, lambda _: Judged()),
 )
 """Whether the settings ask for a part, and the part."""
@@ -229,9 +212,3 @@ def by_difficulty(tasks: TasksConfig) -> bool:
 
 def has_stand_ins(config: RunConfig) -> bool:
     return bool(config.algorithm.counterfactual.stand_ins)
-
-
-async def search_prompts(config: RunConfig) -> None:
-    """Search the agent's prompts with the run's policies, which do not learn."""
-    async with served(config, 0) as (store, state):
-        await search(store, config, state)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.algorithms.sampling.evaluate import evaluate_heldout
+from agentrl.algorithms.sampling.rollouts import CandidateInUse
 from agentrl.algorithms.sampling.scores import has_stalled
 from agentrl.algorithms.train.checkpoint import export_checkpoint, mark_best
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.base.files import PARTIAL, atomic_directory, delete_directory
 from agentrl.config import RunConfig
-from agentrl.prompts import CandidateInUse
 from agentrl.store.base import Store
 from agentrl.types import Json
 

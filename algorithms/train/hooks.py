@@ -17,6 +17,7 @@ from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.collect import GroupSource
+from agentrl.algorithms.sampling.rollouts import CandidateInUse
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.policy_set import PolicySet
@@ -24,7 +25,6 @@ from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.step import Updater
 from agentrl.base.folder_lock import FolderLock
 from agentrl.config import RunConfig
-from agentrl.prompts import CandidateInUse
 from agentrl.store.base import Store
 from agentrl.types import Group, RunState, StepReward
 

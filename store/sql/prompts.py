@@ -11,8 +11,8 @@ import msgspec
 from msgspec.structs import asdict
 
 from agentrl.errors import NotFound
-from agentrl.prompts import Candidate, Reflection
 from agentrl.store import limits, rows
+from agentrl.store.records import Candidate, Reflection
 from agentrl.store.sql import runs
 from agentrl.store.sql.database import Connection, load_sql
 from agentrl.store.sql.writer import Transaction

@@ -44,28 +44,6 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[upstreams.judge]\nbase_url = 'http://x'\ntext = 'no'", [], r"either its base_url or"),
         ("[upstreams.judge]\nmodel = 'x'\ntext = ''", [], r"model and key_env are of a base_url"),
         ("[upstreams.policy]\nbase_url = 'http://x'", [], r"has the name of a policy"),
-        ("[prompts]\nbudget = 9", [], r"\[prompts\] has no effect without prompts\.components"),
-        (
-            "[prompts]\nreflector = 'x'\n[prompts.components]\na = 'a.txt'",
-            [],
-            r"prompts\.reflector = 'x'; name who proposes texts: policy",
-        ),
-        (
-            "[prompts]\nreflector = 'policy'\nbudget = 56\n[prompts.components]\na = 'a.txt'",
-            [],
-            r"prompts\.budget = 56 rollouts .* at least 57",
-        ),
-        (
-            "[prompts]\nreflector = 'policy'\nschedule = 'alternate'\n"
-            "[prompts.components]\na = 'a.txt'\n[algorithm]\nmax_staleness = 1",
-            [],
-            r"prompts\.schedule = 'alternate' with algorithm\.max_staleness",
-        ),
-        (
-            "[prompts]\nreflector = 'policy'\n[prompts.components]\na = { file = 'a', rol = 'b' }",
-            [],
-            r"prompts\.components\.a",
-        ),
         ("[roles]\ncritic = 'juge'", [], r"roles\.critic = 'juge'; valid: policy"),
         ("[algorithm]\nlrr = 1", [], r"'algorithm\.lrr' in \[algorithm\]; did you mean 'lr'\?"),
         ("[sampling]\ntemp = 1", [], r"'sampling\.temp' in \[sampling\]; valid: .*temperature"),
@@ -313,7 +291,6 @@ def test_a_rule_of_roles_is_named_as_in_the_run_file() -> None:
     [
         {"algorithm": {"close_at": 4}},
         {"algorithm": {"group_deadline": 9.0}},
-        {"prompts": {"components": {"a": "a.txt"}, "reflector": "policy", "algorithm": "apo"}},
     ],
 )
 def test_a_run_on_data_refuses_what_is_about_rollouts(table: dict[str, Any]) -> None:

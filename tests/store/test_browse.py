@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import Forbidden, Invalid, NotFound, StoreError
-from agentrl.prompts import Reflection
 from agentrl.store import open_store
 from agentrl.store.http.wire import READERS, VERBS
+from agentrl.store.records import Reflection
 from agentrl.types import ErrorKind, Purpose, Reward, RolloutState, Scope
 
 

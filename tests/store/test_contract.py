@@ -12,8 +12,8 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from agentrl.errors import Conflict, Fenced, Invalid, NotFound, StoreError
-from agentrl.prompts import Candidate, Reflection
 from agentrl.store.limits import LONGEST_LEASE
+from agentrl.store.records import Candidate, Reflection
 from agentrl.types import (
     Branch,
     Counts,

@@ -16,10 +16,10 @@ from typing import Any
 from msgspec import to_builtins
 from msgspec.structs import replace
 
+from agentrl.algorithms.prompts.search import candidate_id
 from agentrl.config.load import resolve
-from agentrl.prompts import Candidate, Reflection, candidate_id
 from agentrl.store import open_store
-from agentrl.store.records import Item, Side, digest_of
+from agentrl.store.records import Candidate, Item, Reflection, Side, digest_of
 from agentrl.types import (
     Attempt,
     Branch,

@@ -20,7 +20,8 @@ import pytest
 from agentrl.cli.main import cli
 from agentrl.store import open_store
 from agentrl.types import Credit, Trace, float32
-from agentrl.view.templates import STATIC, environment
+from agentrl.view.pages import Pages
+from agentrl.view.templates import STATIC, environment, render
 from tests.agentrl.view import filled
 from tests.agentrl.view.filled import start, stop
 
@@ -122,6 +123,19 @@ def test_scores_and_texts_of_candidates(client: httpx.Client) -> None:
     page = client.get(f"/prompt/{filled.CANDIDATES[1]}?run=search").text
     assert "Answer. Be <del>brief.</del><ins>polite." in page
     assert "Why? &lt;/script&gt;" in page
+
+
+async def test_without_their_part_candidates_are_named_and_lead_nowhere(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    await filled.fill_search(url, tmp_path)
+    async with open_store(url, readonly=True) as store:
+        pages, rollout = Pages(store), f"search/prompts/heldout/{filled.CANDIDATES[1]}/0000"
+        for prompts in (True, False):
+            run, read = render(await pages.run("search", {})), render(await pages.rollout(rollout))
+            assert ('href="/prompts/search"' in run) == prompts
+            assert ('href="/prompt/' in read) == prompts
+            assert f"prompt {filled.CANDIDATES[1]}" in read
+            pages.parts = {}
 
 
 def test_the_whole_message_has_its_own_address(client: httpx.Client) -> None:

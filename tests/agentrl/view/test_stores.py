@@ -32,8 +32,8 @@ async def shown(url: str, folder: Path) -> list[str]:
             await pages.rollout("run/train/0000003/0001"),
             await pages.data("likes", {}),
             await pages.data("likes", {"split": "test", "version": "2"}),
-            await pages.prompts("search"),
-            await pages.prompt("search", BETTER),
+            await pages.of_part("prompts", "search", {}),
+            await pages.of_part("prompt", BETTER, {"run": "search"}),
         ]
     times = re.compile(r'\d+ \w+ ago|\d+\.\d\d s\b|<td class="n">\d+\.\d\d</td>')
     return [times.sub("", render(page)) for page in found]

@@ -12,11 +12,13 @@ from msgspec.structs import replace
 from agentrl.algorithms.credit.baselines import Ema
 from agentrl.algorithms.prompts import stored
 from agentrl.algorithms.prompts.schedule import PromptSchedule
+from agentrl.algorithms.prompts.search import candidate_id
+from agentrl.algorithms.sampling.rollouts import CandidateInUse
 from agentrl.algorithms.sampling.task_sampler import TaskDifficulty, TaskSampler, joining_rollout
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import Invalid
-from agentrl.prompts import Candidate, CandidateInUse, candidate_id
 from agentrl.store import open_store
+from agentrl.store.records import Candidate
 from agentrl.types import Branch, Group, Reward, StepCommit
 from tests.factories import rollout
 

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from agentrl.algorithms.prompts.apo import apo_search
 from agentrl.algorithms.prompts.gepa import gepa_search
 from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers
+from agentrl.algorithms.prompts.table import prompt_texts
 from agentrl.config import resolve
-from agentrl.config.prompts import prompt_texts
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.prompts import Candidate, Reflection
+from agentrl.store.records import Candidate, Reflection
 from agentrl.types import PromptText
 from examples.orders import world
 from tests.benchmarks.prompts import CONFIG, SEEDS, TEXTS, InProcess, blind_search, measure, run
@@ -185,8 +185,10 @@ def test_answers_are_what_only_held_out_tasks_say() -> None:
 def test_no_torch_is_needed() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import agentrl.algorithms.prompts.main, agentrl.algorithms.prompts.gepa\n"
-        "import agentrl.evaluation.prompts, agentrl.runners.main"
+        "import agentrl.algorithms.sampling.upstreams, agentrl.algorithms.prompts.schedule\n"
+        "import agentrl.algorithms.prompts.stored, agentrl.algorithms.prompts.gepa\n"
+        "import agentrl.algorithms.prompts.command, agentrl.algorithms.prompts.result\n"
+        "import agentrl.algorithms.prompts.gateway, agentrl.runners.main"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

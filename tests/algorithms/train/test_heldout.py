@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from agentrl.algorithms.sampling.rollouts import CandidateInUse
 from agentrl.algorithms.train import heldout
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
 from agentrl.base.files import PARTIAL
 from agentrl.config import resolve
-from agentrl.prompts import CandidateInUse
 
 
 async def nothing(*given: Any) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import msgspec
 import openai
 import pytest
 
-from agentrl.prompts import Candidate
+from agentrl.algorithms.prompts.gateway import PromptNotFoundError, apply_prompts
 from agentrl.runners.dialects.base import CHAT
 from agentrl.runners.dialects.base import TEXT as COMPLETIONS
 from agentrl.runners.dialects.conversation import ConversationMemory
-from agentrl.runners.gateway.prompts import PromptNotFoundError, apply_prompts
 from agentrl.runners.gateway.request import read_request
+from agentrl.store.records import Candidate
 from agentrl.types import ErrorKind, PromptText
 
 SEED, NEW, TODAY = "Be brief.", "Answer in one word.", "\nToday is Monday."

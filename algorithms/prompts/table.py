@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
+from msgspec.structs import replace
+
+from agentrl.base.loading import is_installed
 from agentrl.config.base import Count, Name, Natural, NonNegative, Section
 from agentrl.errors import ConfigError
 from agentrl.types import PromptText
@@ -42,12 +45,54 @@ class PromptsConfig(Section, frozen=True):
     schedule: Literal["off", "before", "alternate"] = "off"
     every: Count = 50  # steps between two searches, with schedule = "alternate"
 
+    plays: ClassVar[bool] = True
+
+    def evaluated(self, config: Any) -> Self:
+        if not self.components:
+            return self
+        directory = self.directory or str(Path(config.output, "prompts"))
+        return replace(self, schedule="off", directory=directory)
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if not self.components:
+            if self != PromptsConfig():
+                yield "[prompts] has no effect without prompts.components, the texts to rewrite"
+            return
+        known = {*config.upstreams, *(config.policies or {"policy"})}
+        if self.reflector not in known:
+            yield (
+                f"prompts.reflector = {self.reflector!r}; name who proposes texts: "
+                f"{', '.join(sorted(known))}"
+            )
+        if self.algorithm == "apo" and self.proposals != 1:
+            yield "prompts.proposals is for algorithm = 'gepa'; apo asks for a whole beam at a time"
+        if self.schedule != "alternate" and self.every != PromptsConfig().every:
+            yield "prompts.every has no effect without prompts.schedule = 'alternate'"
+        if self.schedule == "alternate" and config.algorithm.max_staleness:
+            yield (
+                "prompts.schedule = 'alternate' with algorithm.max_staleness: rollouts requested "
+                "ahead would use the previous texts; remove one of them"
+            )
+        least = self.validation + 3 * (self.minibatch + self.validation)
+        if self.budget < least:
+            yield (
+                f"prompts.budget = {self.budget} rollouts are too few to evaluate; give at least "
+                f"{least}, validation + 3 x (minibatch + validation)"
+            )
+        if self.algorithm == "gepa" and not is_installed("gepa"):
+            yield "prompts.algorithm: 'gepa' is not installed: pip install 'agentrl[prompts]'"
+
+
+def prompts_of(config: Any) -> PromptsConfig:
+    settings: PromptsConfig = config.prompts
+    return settings
+
 
 def prompt_texts(config: Any, directory: Path | None = None) -> list[PromptText]:
     """The components of a run with the texts of their files, or of the files in `directory`. Raises
     ConfigError for missing or empty files, and for texts of which one contains another."""
     found: list[PromptText] = []
-    for name, given in config.prompts.components.items():
+    for name, given in prompts_of(config).components.items():
         own = PromptComponent(file=given) if isinstance(given, str) else given
         seed = _text(name, config.path(own.file))
         text = _text(name, directory / f"{name}.txt") if directory else seed
@@ -64,7 +109,7 @@ def prompt_texts(config: Any, directory: Path | None = None) -> list[PromptText]
 
 def found_texts(config: Any) -> Path | None:
     """The folder of texts from the settings or from a search; None if it does not exist."""
-    folder = Path(config.prompts.directory or Path(config.output, "prompts"))
+    folder = Path(prompts_of(config).directory or Path(config.output, "prompts"))
     return folder if folder.is_dir() else None
 
 
@@ -74,33 +119,3 @@ def _text(name: str, file: Path) -> str:
     if not (text := file.read_text(encoding="utf-8").strip()):
         raise ConfigError(f"prompts.components.{name}: {file} is empty")
     return text
-
-
-def problems(config: Any) -> Iterator[str]:
-    """Error messages about [prompts] in a run's settings."""
-    prompts: PromptsConfig = config.prompts
-    if not prompts.components:
-        if prompts != PromptsConfig():
-            yield "[prompts] has no effect without prompts.components, the texts that it rewrites"
-        return
-    known = {*config.upstreams, *(config.policies or {"policy"})}
-    if prompts.reflector not in known:
-        yield (
-            f"prompts.reflector = {prompts.reflector!r}; name who proposes texts: "
-            f"{', '.join(sorted(known))}"
-        )
-    if prompts.algorithm == "apo" and prompts.proposals != 1:
-        yield "prompts.proposals is for algorithm = 'gepa'; apo asks for a whole beam at a time"
-    if prompts.schedule != "alternate" and prompts.every != PromptsConfig().every:
-        yield "prompts.every has no effect without prompts.schedule = 'alternate'"
-    if prompts.schedule == "alternate" and config.algorithm.max_staleness:
-        yield (
-            "prompts.schedule = 'alternate' with algorithm.max_staleness: rollouts requested ahead "
-            "would use the previous texts; remove one of them"
-        )
-    least = prompts.validation + 3 * (prompts.minibatch + prompts.validation)
-    if prompts.budget < least:
-        yield (
-            f"prompts.budget = {prompts.budget} rollouts are too few to evaluate; give at least "
-            f"{least}, validation + 3 x (minibatch + validation)"
-        )

@@ -16,6 +16,7 @@ from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.refusals import RefusedError
 from agentrl.runners.gateway.request import ModelRequest
+from agentrl.store.base import Store
 from agentrl.types import Json, PromptText
 
 SYSTEM = ("system", "developer")
@@ -35,6 +36,10 @@ class CandidatePrompts(Feature):
         if prompts := active.attempt.prompts:
             active.roles = {*active.roles, *(prompt.role for prompt in prompts)}
             active.changes.append(_with_prompts)
+
+
+def candidate_prompts(store: Store) -> CandidatePrompts:
+    return CandidatePrompts()
 
 
 def _with_prompts(call: ReceivedCall) -> ReceivedCall:

@@ -6,11 +6,15 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
-from agentrl.cli.prompts import prompts
-from agentrl.config import load
-from agentrl.config.prompts import prompt_texts
+from agentrl.algorithms.prompts.command import prompts
+from agentrl.algorithms.prompts.table import prompt_texts
+from agentrl.cli import how_to_continue
+from agentrl.cli.main import cli
+from agentrl.config import RunConfig, load
+from agentrl.evaluation import core as evaluation
 from agentrl.store import open_store
 from agentrl.types import NewRollout, Outcome, Reward, Transition, float32, int32
 
@@ -93,3 +97,27 @@ def test_a_run_without_calls_is_a_sentence(tmp_path: Path) -> None:
     asyncio.run(fill(url))
     ran = CliRunner().invoke(prompts, ["find", "other", "--store", url])
     assert "has no calls" in str(ran.exception)
+
+
+def test_the_folder_of_an_evaluation_is_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "texts").mkdir()
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "[upstreams.t]\ntext = 'x'\n[prompts]\nreflector = 't'\nalgorithm = 'apo'\n"
+        "[prompts.components]\na = 'a.txt'\n"
+    )
+    seen: list[RunConfig] = []
+    monkeypatch.setattr(evaluation, "evaluate", lambda config, *_, **__: seen.append(config))
+    monkeypatch.chdir(tmp_path)
+    ran = CliRunner().invoke(cli, ["eval", str(file), "--prompts", "texts"])
+    assert ran.exit_code == 0, ran.output
+    assert seen[0].prompts.directory == str(tmp_path / "texts")
+    file.write_text("[upstreams.t]\ntext = 'x'\n")
+    ran = CliRunner().invoke(cli, ["eval", str(file), "--prompts", "texts"])
+    assert "[prompts] has no effect without prompts.components" in str(ran.exception)
+
+
+def test_a_stopped_search_says_that_it_goes_on() -> None:
+    assert how_to_continue(cli, ["prompts", "x"]) == " The same command continues the search."

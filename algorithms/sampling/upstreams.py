@@ -1,0 +1,34 @@
+"""The algorithm process of a run that only calls `[upstreams]`. Does not import torch."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from agentrl import run_owner
+from agentrl.algorithms.sampling.evaluate import evaluate_heldout
+from agentrl.base.loading import load_tasks
+from agentrl.base.parts import installed_plugins
+from agentrl.base.processes import log_to_stderr
+from agentrl.config import RunConfig
+from agentrl.store import open_store
+from agentrl.types import ENDED
+
+
+def main(config: RunConfig) -> None:
+    """Evaluate the upstreams of a run."""
+    log_to_stderr()
+    asyncio.run(evaluate_upstreams(config))
+
+
+async def evaluate_upstreams(config: RunConfig) -> None:
+    """Score the upstreams on the held-out tasks."""
+    tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
+    tasks = tasks[: config.eval.tasks or None]
+    async with open_store(config.store) as store:
+        state = await run_owner.open_as_child(store, config)
+        points = installed_plugins("candidates")
+        given = [await point.load()(store, config, state) for point in points]
+        candidate = next(filter(None, given), None)
+        await evaluate_heldout(store, config, state.epoch, 0, tasks, candidate)
+        await store.log(config.name, 0, {ENDED: 1.0}, epoch=state.epoch)
