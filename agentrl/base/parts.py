@@ -43,6 +43,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     added_rewards: Objects = {}  # by the reference of a reward that is added to groups
     sinks: Objects = {}
     training: Objects = {}  # of a training run: config -> `algorithms.train.hooks.Hooks`, or None
+    figures: Objects = {}  # of a step, on the console: its metrics -> {label: text}
+    reports: Objects = {}  # of a finished run: its `StepRow`s -> something rich prints, or None
     gateway: Objects = {}  # of a gateway: store -> `runners.gateway.features.Feature`
     stores: Objects = {}  # by the scheme of their URLs
 

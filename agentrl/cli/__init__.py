@@ -8,16 +8,18 @@ from typing import Any
 
 import click
 import msgspec
+from rich.console import Console, RenderableType
 
 from agentrl.base.parts import installed_plugins, missing
 from agentrl.config import RunConfig
 
-RESUMED = {
-    "train": "after the last committed step",
-    "prompts": "the search",
-    "crossplay": "with the games that are left",
-    "ablate": "with the games that are left",
-}  # commands that go on where they were stopped
+
+class ResumableCommand(click.Command):
+    """A command that goes on where it was stopped. resumes: what it continues, in a message."""
+
+    def __init__(self, *args: Any, resumes: str, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.resumes = resumes
 
 
 def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
@@ -32,9 +34,10 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
     return read
 
 
-def how_to_continue(arguments: list[str]) -> str:
+def how_to_continue(group: click.Group, arguments: list[str]) -> str:
     """What the same command does after it was stopped; empty if it starts over."""
-    where = RESUMED.get(next(iter(arguments), ""))
+    command = group.get_command(click.Context(group), next(iter(arguments), ""))
+    where = command.resumes if isinstance(command, ResumableCommand) else ""
     again = [one for one in arguments if one.partition("=")[0] in ("--fresh", "--from")]
     without = f" without {again[0].partition('=')[0]}" if again else ""
     return f" The same command{without} continues {where}." if where else ""
@@ -80,3 +83,11 @@ def _read(context: click.Context, option: click.Parameter, file: Path) -> RunCon
 
 config_file = click.argument("config", type=click.Path(path_type=Path), callback=_read)
 """The settings of a run, which its front has written for its processes."""
+
+
+def print_result(result: RenderableType) -> None:
+    """Print text unchanged, and a table to fit the terminal."""
+    if isinstance(result, str):
+        click.echo(result, nl=result[-1:] not in ("", "\n"))
+    else:
+        Console().print(result)

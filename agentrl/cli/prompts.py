@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
+from agentrl.cli import ResumableCommand
 from agentrl.config import load, store_of
 from agentrl.telemetry.console import console_level
 
 
-@click.command()
+@click.command(cls=ResumableCommand, resumes="the search")
 @click.argument("run_file")
 @click.argument("overrides", nargs=-1)
 @click.option("--fresh", is_flag=True, help="Delete the outputs of an earlier search.")

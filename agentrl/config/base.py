@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import reduce
 from operator import or_
 from types import GenericAlias, UnionType
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import msgspec
 
@@ -26,6 +26,8 @@ EXTERNAL = "external"  # tag of kinds from outside the library; `factory` has th
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the run file's tables."""
+
+    of_rollouts: ClassVar[bool] = False  # a part's table that has no effect in a run on [data]
 
     def problems(self, config: Any) -> Iterator[str]:
         """Error messages about this table in a run's settings; each names the key."""
@@ -71,6 +73,13 @@ def kinds(table: str, *own: type[Section]) -> Any:
     points = installed_plugins("kinds")
     parts = [point.load() for point in points if point.name.rpartition(".")[0] == table]
     return reduce(or_, (*own[:-1], *parts, own[-1]))
+
+
+def optional(config: Any, path: str) -> Any:
+    """A setting of a part, or None if the part is not installed."""
+    for key in path.split("."):
+        config = getattr(config, key, None)
+    return config
 
 
 def structs_of(kind: Any) -> tuple[type[msgspec.Struct], ...]:

@@ -31,7 +31,6 @@ from agentrl.config.infrastructure import (
     RunnerConfig,
     TorchLearnerConfig,
 )
-from agentrl.config.opponents import Selfplay, SelfplayConfig
 from agentrl.config.prompts import PromptsConfig
 from agentrl.config.rewards import Judge, RewardModel, RewardModelTraining
 from agentrl.team_rewards import EXACT
@@ -338,7 +337,6 @@ class RunConfig(Section, frozen=True):
     engine: Engine = EmbeddedEngineConfig()
     runner: Runner = RunnerConfig()
     eval: EvalConfig = EvalConfig()
-    selfplay: Selfplay = SelfplayConfig()
     prompts: PromptsConfig = PromptsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which agents may use as a model name
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers its calls

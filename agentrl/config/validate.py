@@ -14,7 +14,7 @@ import msgspec
 from agentrl.base.access import is_loopback
 from agentrl.base.loading import is_installed
 from agentrl.config import policies as team
-from agentrl.config import prompts, selfplay, upstreams
+from agentrl.config import prompts, upstreams
 from agentrl.config.agents import WorkspaceConfig
 from agentrl.config.base import EXTERNAL, Section
 from agentrl.config.infrastructure import EngineConfig
@@ -33,7 +33,7 @@ from agentrl.types import POLICY
 
 PLAYING = (
     "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models",
-    "judges", "runner", "selfplay", "upstreams", "roles", "role_rules", "prompts",
+    "judges", "runner", "upstreams", "roles", "role_rules", "prompts",
 )  # fmt: skip
 SAMPLING = (
     "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
@@ -73,7 +73,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield "eval.functions are given a checkpoint, and [upstreams] have none: leave them out"
     yield from _policies(config)
     yield from _stand_ins(config)
-    yield from selfplay.problems(config)
     yield from _workspace(config)
     yield from _data(config)
     yield from prompts.problems(config)
@@ -177,12 +176,19 @@ def _data(config: RunConfig) -> Iterator[str]:
             yield "[data] has no effect without `name`, a data set of the store"
         return
     plain, own = RunConfig(), config.algorithm
-    for table in PLAYING:
+    others = (name for name in config.__struct_fields__ if of_rollouts(getattr(config, name)))
+    for table in (*PLAYING, *others):
         if getattr(config, table) != getattr(plain, table):
             yield f"[{table}] has no effect in a run on [data], which plays no rollouts; remove one"
-    for key in SAMPLING:
+    others = (name for name in own.__struct_fields__ if of_rollouts(getattr(own, name)))
+    for key in (*SAMPLING, *others):
         if getattr(own, key) != getattr(plain.algorithm, key):
             yield f"algorithm.{key} has no effect in a run on [data], which plays no rollouts"
+
+
+def of_rollouts(table: object) -> bool:
+    """Whether it is a part's table that has no effect without rollouts."""
+    return isinstance(table, Section) and table.of_rollouts
 
 
 def _warmup(config: RunConfig) -> Iterator[str]:
@@ -262,9 +268,11 @@ def _view(config: RunConfig, name: str) -> Iterator[str]:
 def _stand_ins(config: RunConfig) -> Iterator[str]:
     """Counterfactual rollouts replace trained policies with known policies or upstreams."""
     given, ahead = config.algorithm.counterfactual.stand_ins, config.algorithm.max_staleness
-    if given and (config.algorithm.branching.kind != "none" or config.selfplay.seats):
-        other = "selfplay" if config.selfplay.seats else "algorithm.branching"
-        yield f"algorithm.counterfactual cannot replay rollouts of [{other}]; remove one of them"
+    if given and config.algorithm.branching.kind != "none":
+        yield (
+            "algorithm.counterfactual cannot replay rollouts of [algorithm.branching]; remove one "
+            "of them"
+        )
     if given and ahead:
         yield (
             f"algorithm.max_staleness = {ahead:g} lets a step train rollouts that have no replays "

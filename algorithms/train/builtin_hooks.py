@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
-from pathlib import Path
 
 import aiohttp
 
@@ -16,12 +14,10 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import GroupSource
-from agentrl.algorithms.sampling.selfplay import SELFPLAY, OpponentPool, check_seat_comparison
 from agentrl.algorithms.sampling.task_sampler import DIFFICULTY, TaskDifficulty, TaskSampler
 from agentrl.algorithms.train.hooks import AllHooks, Hooks, LoadedRun, ServedRun
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.offline import DatasetCollector, from_dataset, on_dataset
-from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.teacher import RemoteTeacher, make_teacher
 from agentrl.base.parts import installed_plugins
@@ -34,7 +30,6 @@ from agentrl.config.policies import (
     view,
 )
 from agentrl.config.schema import TasksConfig
-from agentrl.config.selfplay import learning_policy
 from agentrl.types import POLICY, Group, StepReward
 
 
@@ -75,46 +70,6 @@ class Curriculum(Hooks):
 
     def claimed(self, groups: Sequence[Group]) -> Metrics:
         return self.difficulty.observe(groups)
-
-
-class SelfPlay(Hooks):
-    """Games against itself or a pool of snapshots (`[selfplay]`)."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.settings, self.policy = config.selfplay, learning_policy(config)
-        ahead = ceil(config.algorithm.max_staleness)
-        self.pool = OpponentPool(self.settings, self.policy, config.seed, ahead=ahead)
-        self.snapshots: SnapshotStore | None = None
-
-    def check(self, algos: Mapping[str, Algo], resample: str | None) -> None:
-        check_seat_comparison(algos[self.policy])
-
-    def state(self) -> Mapping[str, StatePart]:
-        return {} if self.settings.opponents == "self" else {SELFPLAY: self.pool}
-
-    def sampling(self, tasks: TaskSampler) -> TaskSampler:
-        return replace(tasks, seats=self.pool.seats)
-
-    async def start(self, run: ServedRun) -> None:
-        if self.settings.opponents == "self":
-            return
-        learner, folder = run.policies.updaters[self.policy].learner, Path(run.config.output)
-        self.snapshots = SnapshotStore(
-            self.pool, learner, run.serving, run.store, run.config.name, folder / "pool"
-        )
-        await self.snapshots.start(run.state.step)
-
-    def claimed(self, groups: Sequence[Group]) -> Metrics:
-        return self.pool.record_games(groups)
-
-    async def before_commit(self, steps: int) -> list[StepReward]:
-        if self.snapshots is not None:
-            await self.snapshots.save_due(steps)
-        return []
-
-    async def published(self) -> None:
-        if self.snapshots is not None:
-            await self.snapshots.serve_pool()
 
 
 class Counterfactuals(Hooks):
@@ -199,7 +154,6 @@ class Judged(Hooks):
 PARTS: tuple[tuple[Callable[[RunConfig], object], Callable[[RunConfig], Hooks]], ...] = (
     (lambda config: config.data.name, lambda _: DataSet()),
     (lambda config: by_difficulty(config.tasks), Curriculum),
-    (lambda config: config.selfplay.seats, SelfPlay),
     (lambda config: any(map(has_stand_ins, views(config))), Counterfactuals),
     (lambda config: any(own.teacher.upstream for own in views(config)), lambda _: Teachers()),
     (lambda config: config.prompts.components, lambda _: Prompts()),

@@ -139,7 +139,7 @@ def test_ctrl_c_says_what_continues(
     def interrupted(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main, "cli", interrupted)
+    monkeypatch.setattr(main.cli, "main", interrupted)
     monkeypatch.setattr(main, "seal", lambda: None)
     monkeypatch.setattr("sys.argv", ["agentrl", *command.split()])
     with pytest.raises(SystemExit) as ended:

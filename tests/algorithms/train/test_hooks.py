@@ -32,7 +32,7 @@ OPTIONAL = {
 
 
 @pytest.mark.parametrize(
-    "name", ["main", "stages", "build", "loop", "step", "heldout", "policy_set", "parts"]
+    "name", ["main", "stages", "build", "loop", "step", "heldout", "policy_set", "hooks"]
 )
 def test_what_builds_and_runs_a_step_knows_no_part(name: str) -> None:
     folder = Path(agentrl.algorithms.__file__).parent / "train"
