@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from agentrl.base.jsonvalues import NotJsonError, as_json, check_json
+from agentrl.base.parts import missing
 from agentrl.base.row_files import read_rows
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import Json
@@ -44,7 +45,8 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
     try:
         module = importlib.import_module(source)
     except ImportError as error:
-        raise ConfigError(f"{key} = {path!r}: cannot import it: {error}") from error
+        why = missing("libraries", error.name or "") or error
+        raise ConfigError(f"{key} = {path!r}: cannot import it: {why}") from error
     except Exception as error:  # a user's module may raise anything
         raise import_error(f"{key} = {path!r}: importing it", error) from error
     if not hasattr(module, name):

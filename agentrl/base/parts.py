@@ -47,6 +47,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     reports: Objects = {}  # of a finished run: its `StepRow`s -> something rich prints, or None
     gateway: Objects = {}  # of a gateway: store -> `runners.gateway.features.Feature`
     stores: Objects = {}  # by the scheme of their URLs
+    libraries: Objects = {}  # by the name of a module that users import: an object in it
 
 
 KINDS = Part.__struct_fields__[4:]  # of what parts contribute

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from agentrl.base.loading import load_attribute
 from agentrl.base.parts import KINDS, parts
 from agentrl.cli.main import cli
 from agentrl.config import load
 from agentrl.errors import ConfigError
 
-commands, settings = json.loads(sys.argv[1])
+commands, settings, libraries = json.loads(sys.argv[1])
 for part in parts():
     for kind in KINDS:
         for target in getattr(part, kind).values():
@@ -28,5 +29,10 @@ for setting in settings:
         load(Path("examples/staff/run.toml"), [setting])
     except ConfigError as error:
         sentences.append(str(error))
-assert len(sentences) == len(commands) + len(settings)
+for module in libraries:
+    try:
+        load_attribute(f"{module}:x", Path(), key="agent.path")
+    except ConfigError as error:
+        sentences.append(str(error))
+assert len(sentences) == len(commands) + len(settings) + len(libraries)
 print(json.dumps({"parts": len(parts()), "sentences": sentences}))
