@@ -9,7 +9,6 @@ from agentrl.config import RoleRule
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.prompt_rule import ChatTemplates
 from agentrl.runners.gateway.prompts import CandidatePrompts
-from agentrl.runners.gateway.replay import Replays
 from agentrl.runners.gateway.role_rules import RoleRules
 from agentrl.store.base import Store
 
@@ -19,6 +18,6 @@ def run_features(
 ) -> list[Feature]:
     """Return them in the order in which they change a call: a candidate's texts depend on its role.
     as_sent: whether `policy.messages` is "as_sent"."""
-    features: list[Feature] = [RoleRules(rules), CandidatePrompts(), Replays(store)]
+    features: list[Feature] = [RoleRules(rules), CandidatePrompts()]
     features += [point.load()(store) for point in installed_plugins("gateway")]
     return features if as_sent else [*features, ChatTemplates()]

@@ -42,6 +42,19 @@ def kind_of(section: Section) -> str:
     return getattr(section, "factory", "") or str(section.__struct_config__.tag)
 
 
+class Joining(Section, frozen=True):
+    """Base of a part's tables in [algorithm] by which more rollouts join a group when its own have
+    ended."""
+
+    of_rollouts: ClassVar[bool] = True
+    trains: ClassVar[bool] = False  # whether these may be trained
+
+    @property
+    def joins(self) -> bool:
+        """Whether the settings ask for any."""
+        return False
+
+
 class KindSection(Section, frozen=True):
     """Base of tables with several kinds, selected by the key `kind`."""
 
@@ -86,3 +99,7 @@ def structs_of(kind: Any) -> tuple[type[msgspec.Struct], ...]:
     """The structs in a type, which may be a union."""
     every = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return tuple(one for one in every if isinstance(one, type) and issubclass(one, msgspec.Struct))
+
+
+def field_types(section: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(section)}

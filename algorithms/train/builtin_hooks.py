@@ -12,7 +12,6 @@ from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.judges.judge import Judges, make_judges
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.prompts.schedule import PromptSchedule
-from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import GroupSource
 from agentrl.algorithms.sampling.task_sampler import DIFFICULTY, TaskDifficulty, TaskSampler
 from agentrl.algorithms.train.hooks import AllHooks, Hooks, LoadedRun, ServedRun
@@ -22,13 +21,7 @@ from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.teacher import RemoteTeacher, make_teacher
 from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
-from agentrl.config.policies import (
-    INITIAL,
-    initial_version,
-    policy_of_role,
-    trained_policies,
-    view,
-)
+from agentrl.config.policies import trained_policies, view
 from agentrl.config.schema import TasksConfig
 from agentrl.types import POLICY, Group, StepReward
 
@@ -70,38 +63,6 @@ class Curriculum(Hooks):
 
     def claimed(self, groups: Sequence[Group]) -> Metrics:
         return self.difficulty.observe(groups)
-
-
-class Counterfactuals(Hooks):
-    """Repetitions of rollouts with stand-ins (`algorithm.counterfactual`)."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-
-    def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
-        return counterfactuals.with_optional_reward(config.algorithm.counterfactual, algo)
-
-    def check(self, algos: Mapping[str, Algo], resample: str | None) -> None:
-        counterfactuals.check_counterfactuals(self.config, algos, resample)
-
-    def updater(self, updater: Updater, model: LoadedModel) -> Updater:
-        config, name = updater.config, updater.policy
-        if not counterfactuals.uses_counterfactuals(config.algorithm.counterfactual, updater.algo):
-            return updater
-        rewards = counterfactuals.RoleRewards(counterfactuals.coalition_formula(config), name)
-        before = updater.preprocessor
-        return replace(
-            updater, preprocessor=replace(before, completers=(rewards, *before.completers))
-        )
-
-    async def start(self, run: ServedRun) -> None:
-        """Serve the untrained versions of policies that stand in, if the run trains anything."""
-        named = self.config.algorithm.counterfactual.stand_ins if self.config.steps else {}
-        roles = [role for role, player in named.items() if player == INITIAL]
-        policies = (policy_of_role(self.config, role) for role in roles)
-        if players := dict(initial_version(self.config, policy) for policy in policies):
-            async with run.serving.updating():
-                await run.serving.serve_frozen(players)
 
 
 class Teachers(Hooks):
@@ -154,7 +115,6 @@ class Judged(Hooks):
 PARTS: tuple[tuple[Callable[[RunConfig], object], Callable[[RunConfig], Hooks]], ...] = (
     (lambda config: config.data.name, lambda _: DataSet()),
     (lambda config: by_difficulty(config.tasks), Curriculum),
-    (lambda config: any(map(has_stand_ins, views(config))), Counterfactuals),
     (lambda config: any(own.teacher.upstream for own in views(config)), lambda _: Teachers()),
     (lambda config: config.prompts.components, lambda _: Prompts()),
     (lambda config: config.judges, lambda _: Judged()),
@@ -177,7 +137,3 @@ def views(config: RunConfig) -> Iterator[RunConfig]:
 
 def by_difficulty(tasks: TasksConfig) -> bool:
     return tasks.order == "difficulty" or tasks.solved is not None
-
-
-def has_stand_ins(config: RunConfig) -> bool:
-    return bool(config.algorithm.counterfactual.stand_ins)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.evaluation import ablation
+from agentrl.teams import ablation
 from tests.agentrl.games import game, run_of
 
 
