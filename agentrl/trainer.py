@@ -48,7 +48,7 @@ from agentrl.types import Json
 
 RUN_OUTPUTS = (
     *("store.db*", "run.json", "logs", "checkpoints", "dumps", "curve.png", "plan.json"),
-    *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl", "players", "pool"),
+    *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl", "players"),
 )  # what a run writes into its output folder, besides its parts
 
 

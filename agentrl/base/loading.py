@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from agentrl.base.jsonvalues import NotJsonError, as_json, check_json
+from agentrl.base.parts import known, missing
 from agentrl.base.row_files import read_rows
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import Json
@@ -44,13 +45,20 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
     try:
         module = importlib.import_module(source)
     except ImportError as error:
-        raise ConfigError(f"{key} = {path!r}: cannot import it: {error}") from error
+        why = _of_a_missing_part(error.name or "") or error
+        raise ConfigError(f"{key} = {path!r}: cannot import it: {why}") from error
     except Exception as error:  # a user's module may raise anything
         raise import_error(f"{key} = {path!r}: importing it", error) from error
     if not hasattr(module, name):
         public = [item for item in vars(module) if not item.startswith("_")]
         raise ConfigError(f"{key} = {path!r}: it has no {name!r}; {nearest(name, public)}")
     return getattr(module, name)
+
+
+def _of_a_missing_part(module: str) -> str | None:
+    """A sentence about the part that has a module that could not be found, if so."""
+    inside = (name for name in known("libraries") if f"{name}.".startswith(f"{module}."))
+    return next((why for name in inside if (why := missing("libraries", name))), None)
 
 
 def _enter(folder: str) -> None:

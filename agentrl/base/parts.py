@@ -45,9 +45,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     training: Objects = {}  # of a training run: config -> `algorithms.train.hooks.Hooks`, or None
     runner: Objects = {}  # by setting: (config, root) -> `runners.hooks.RunnerHooks`, or None
     candidates: Objects = {}  # without policies: (store, config, state) -> id of its texts, or None
+    figures: Objects = {}  # of a step, on the console: its metrics -> {label: text}
+    reports: Objects = {}  # of a finished run: its `StepRow`s -> something rich prints, or None
     gateway: Objects = {}  # of a gateway: store -> `runners.gateway.features.Feature`
     pages: Objects = {}  # of the view, by address: store -> `view.pages.PartPage`
     stores: Objects = {}  # by the scheme of their URLs
+    libraries: Objects = {}  # by the name of a module that users import: an object in it
 
 
 KINDS = Part.__struct_fields__[4:]  # of what parts contribute

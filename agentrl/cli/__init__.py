@@ -8,11 +8,10 @@ from typing import Any
 
 import click
 import msgspec
+from rich.console import Console, RenderableType
 
 from agentrl.base.parts import installed_plugins, missing
 from agentrl.config import RunConfig
-
-GAMES_LEFT = "with the games that are left"
 
 
 def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
@@ -84,3 +83,11 @@ def _read(context: click.Context, option: click.Parameter, file: Path) -> RunCon
 
 config_file = click.argument("config", type=click.Path(path_type=Path), callback=_read)
 """The settings of a run, which its front has written for its processes."""
+
+
+def print_result(result: RenderableType) -> None:
+    """Print text unchanged, and a table to fit the terminal."""
+    if isinstance(result, str):
+        click.echo(result, nl=result[-1:] not in ("", "\n"))
+    else:
+        Console().print(result)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 import msgspec
-from rich.console import Console, RenderableType
 
 from agentrl import __version__
 from agentrl.base.parts import installed_plugins
@@ -22,13 +21,13 @@ from agentrl.base.processes import (
     seal,
 )
 from agentrl.cli import (
-    GAMES_LEFT,
     AlgorithmGroup,
     AlgorithmsGroup,
     CommandGroup,
     ResumedCommand,
     config_file,
     how_to_continue,
+    print_result,
 )
 from agentrl.cli.data import data
 from agentrl.cli.export import export
@@ -169,58 +168,6 @@ def evaluate(
     evaluation.evaluate(config, checkpoint, tasks, level=level)
 
 
-@cli.command(cls=ResumedCommand, continues=GAMES_LEFT)
-@click.argument("run_file", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
-@click.option("--checkpoints", multiple=True, type=click.Path(path_type=Path), help="Repeatable.")
-@click.option("--every", type=click.IntRange(1), help="Only the run's checkpoints every N steps.")
-@click.option("--games", type=click.IntRange(1), default=20, help="Games per pair.")
-@click.option("--fresh", is_flag=True, help="Play all games again.")
-@click.option("--json", "plain", is_flag=True, help="JSON instead of a table.")
-def crossplay(
-    run_file: Path,
-    overrides: tuple[str, ...],
-    checkpoints: tuple[Path, ...],
-    every: int | None,
-    games: int,
-    fresh: bool,
-    plain: bool,
-) -> None:
-    """Play checkpoints of RUN_FILE's policy, by default all on disk, against each other.
-
-    Prints the mean return of each pair, with seats swapped, and Elo ratings."""
-    from agentrl.evaluation import crossplay as commands
-
-    config = load(run_file, overrides)
-    found = commands.crossplay(config, checkpoints, every=every or 0, games=games, fresh=fresh)
-    _print(commands.as_json(found) if plain else commands.table(found))
-
-
-@cli.command(cls=ResumedCommand, continues=GAMES_LEFT)
-@click.argument("run_file", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
-@click.option("--role", "roles", multiple=True, help="Repeatable; default: each in turn.")
-@click.option(
-    "--with", "replacement", type=click.Path(path_type=Path), help="Replace by this checkpoint."
-)
-@click.option("--fresh", is_flag=True, help="Play all games again.")
-@click.option("--json", "plain", is_flag=True, help="JSON instead of a table.")
-def ablate(
-    run_file: Path,
-    overrides: tuple[str, ...],
-    roles: tuple[str, ...],
-    replacement: Path | None,
-    fresh: bool,
-    plain: bool,
-) -> None:
-    """Score RUN_FILE's team with one role played by its untrained policy."""
-    from agentrl.evaluation import ablation
-    from agentrl.evaluation.core import as_json
-
-    rows = ablation.ablate(load(run_file, overrides), roles, replacement, fresh=fresh)
-    _print(as_json(rows) if plain else ablation.table(rows))
-
-
 @cli.command()
 @click.argument("rollout")
 @click.option("--store", help="Store URL; default: the store of the rollout's run.")
@@ -253,7 +200,7 @@ def metrics(run: str, form: str | None, store: str | None) -> None:
     from agentrl.cli import metrics as commands
 
     show = {"csv": commands.as_csv, "json": commands.as_json}.get(form or "", commands.table)
-    _print(show(asyncio.run(commands.read(store or store_of(run), run))))
+    print_result(show(asyncio.run(commands.read(store or store_of(run), run))))
 
 
 @cli.group(cls=AlgorithmsGroup, invoke_without_command=True)
@@ -352,11 +299,3 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         click.echo(f"\nStopped.{how_to_continue(cli, sys.argv[1:])}", err=True)
         sys.exit(130)
-
-
-def _print(result: RenderableType) -> None:
-    """Print text unchanged, and a table to fit the terminal."""
-    if isinstance(result, str):
-        click.echo(result, nl=result[-1:] not in ("", "\n"))
-    else:
-        Console().print(result)

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 import msgspec
+from msgspec.structs import astuple
 
 from agentrl.config import (
     RunConfig,
@@ -94,7 +95,7 @@ def run_file_schema() -> dict[str, Any]:
     """The JSON Schema of the run file. A table with several kinds may omit its tag, for the default
     kind, or have the tag of a kind from outside the library."""
     made, config = msgspec.json.schema(RunConfig), RunConfig()
-    tables = (config.engine, config.learner, config.runner, config.selfplay)
+    tables = (table for table in astuple(config) if isinstance(table, Section))
     known = sections()
     defaults = {*map(type, tables), rewards.RewardModelConfig}
     for name, table in made["$defs"].items():
@@ -104,7 +105,7 @@ def run_file_schema() -> dict[str, Any]:
             table["properties"] |= {field: {"type": "string"}}
             del table["properties"]["factory"]
             table["required"].remove("factory")
-        elif section in defaults:
+        elif field and section in defaults:
             table["required"].remove(field)
         for key in table["properties"].keys() & (said := comments(section)).keys():
             table["properties"][key].setdefault("description", said[key])

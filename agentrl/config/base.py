@@ -8,7 +8,7 @@ from functools import reduce
 from importlib.metadata import EntryPoint
 from operator import or_
 from types import GenericAlias, UnionType
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import msgspec
 
@@ -35,7 +35,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Error messages about this table in a run's settings; each names the key."""
         return iter(())
 
-    def evaluated(self, config: Any) -> Self:
+    def evaluated(self, config: Any) -> Section:
         """The table in an evaluation of the run with these settings."""
         return self
 
@@ -46,6 +46,19 @@ S = TypeVar("S", bound=Section)
 def kind_of(section: Section) -> str:
     """The name of a table's kind in the run file."""
     return getattr(section, "factory", "") or str(section.__struct_config__.tag)
+
+
+class Joining(Section, frozen=True):
+    """Base of a part's tables in [algorithm] by which more rollouts join a group when its own have
+    ended."""
+
+    plays: ClassVar[bool] = True
+    trains: ClassVar[bool] = False  # whether these may be trained
+
+    @property
+    def joins(self) -> bool:
+        """Whether the settings ask for any."""
+        return False
 
 
 class KindSection(Section, frozen=True):
@@ -101,7 +114,18 @@ def _table(point: EntryPoint) -> Any:
     return point.load()
 
 
+def optional(config: Any, path: str) -> Any:
+    """A setting of a part, or None if the part is not installed."""
+    for key in path.split("."):
+        config = getattr(config, key, None)
+    return config
+
+
 def structs_of(kind: Any) -> tuple[type[msgspec.Struct], ...]:
     """The structs in a type, which may be a union."""
     every = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return tuple(one for one in every if isinstance(one, type) and issubclass(one, msgspec.Struct))
+
+
+def field_types(section: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(section)}

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 
 from agentrl.base.parts import installed_plugins, missing
-from agentrl.config.base import EXTERNAL, structs_of
+from agentrl.config.base import EXTERNAL, field_types, structs_of
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, nearest
 
@@ -38,10 +38,6 @@ def check_keys(
     stored: remove all settings of other kinds, which earlier versions stored. Raises ConfigError
     for an unknown key in the table or a nested one."""
     return _Reader(source, stored).table((section,), data, prefix)
-
-
-def field_types(section: Struct) -> dict[str, Any]:
-    return {field.name: field.type for field in msgspec.structs.fields(section)}
 
 
 class _Reader:

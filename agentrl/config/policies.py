@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from agentrl.config.base import field_types, structs_of
 from agentrl.config.schema import (
     AlgorithmConfig,
     CriticConfig,
@@ -22,7 +23,6 @@ from agentrl.config.schema import (
 )
 from agentrl.types import POLICY, Json
 
-INITIAL = "first"  # in `stand_ins`: the role's own policy before training
 TABLES: dict[str, type[msgspec.Struct]] = {
     "algorithm": AlgorithmConfig,
     "critic": CriticConfig,
@@ -31,8 +31,8 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 }
 """The tables that a policy may override."""
 SHARED = frozenset({"groups", "group_size", "max_staleness", "dynamic_sampling", "max_rounds"})
-SHARED |= {"branching", "counterfactual", "store_credit"}
-SHARED |= {"overlap", "order", "stale", "close_at", "group_deadline"}
+SHARED |= {"store_credit", "overlap", "order", "stale", "close_at", "group_deadline"}
+SHARED |= {name for name, kind in field_types(AlgorithmConfig).items() if structs_of(kind)}
 """Settings of `[algorithm]` for the whole run, because all policies learn from the same groups."""
 Seats = dict[str, str]  # role -> player of a plan, or policy of the run
 
@@ -77,14 +77,6 @@ def policy_by_role(config: RunConfig) -> dict[str, str]:
     """Role -> the policy or upstream that plays it, from `[roles]` and `[policies]`."""
     own = {role: name for name, member in config.policies.items() for role in member.roles}
     return own | config.roles
-
-
-def stand_ins(config: RunConfig) -> dict[str, str]:
-    """Role -> served name of the policy or upstream that plays it in counterfactual rollouts."""
-    return {
-        role: initial_name(policy_of_role(config, role)) if player == INITIAL else player
-        for role, player in config.algorithm.counterfactual.stand_ins.items()
-    }
 
 
 def policy_of_role(config: RunConfig, role: str) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from agentrl.config.agents import AgentConfig, RoleRule
 from agentrl.config.base import (
     Count,
+    Joining,
     Name,
     Natural,
     NonNegative,
@@ -31,9 +32,7 @@ from agentrl.config.infrastructure import (
     RunnerConfig,
     TorchLearnerConfig,
 )
-from agentrl.config.opponents import Selfplay, SelfplayConfig
 from agentrl.config.rewards import Judge, RewardModel, RewardModelTraining
-from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
 MODEL_LR = 1e-5  # default learning rate of a critic that is a model of its own
@@ -120,50 +119,6 @@ class TeamConfig(Section, frozen=True):
     every: Count = 1  # steps of each turn
 
 
-class BranchingConfig(Section, frozen=True):
-    """Additional rollouts of a group, queued when the group's own have ended. Each replays the
-    first calls of an earlier rollout and samples the rest.
-
-    mc: branch before each call of every rollout. tree: branch before the calls of the group in
-    which the policy is least certain."""
-
-    kind: Literal["none", "mc", "tree"] = "none"  # the calls that are sampled again
-    width: Count = 1  # branches per call
-    calls: Natural = 0  # most calls, least certain first: per rollout (mc; 0: all) or group (tree)
-
-    def __post_init__(self) -> None:
-        if self.kind == "none" and (self.width, self.calls) != (1, 0):
-            raise ValueError("width and calls have no effect without kind = 'mc' or 'tree'")
-        if self.kind == "tree" and not self.calls:
-            raise ValueError("kind = 'tree' needs `calls`, the number of calls per group")
-
-
-class CounterfactualConfig(Section, frozen=True):
-    """Replays of rollouts with other policies in some roles, queued when the rollouts have ended.
-    They measure the contribution of a role: see `algorithms.multiagent.counterfactuals`."""
-
-    # Role -> its replacement: a policy, an upstream, or "first", the role's own policy before
-    # training. The contributions of these roles are measured.
-    stand_ins: dict[str, str] = {}
-    # Reward of a role: the value of the team minus that of the team without the role, or the role's
-    # mean marginal contribution to coalitions of the others.
-    value: Literal["difference", "shapley"] = "difference"
-    orders: Natural = 0  # sampled orders of joining, for Shapley values of more than 4 roles
-    width: Count = 1  # replays per coalition, whose mean is its value
-
-    def __post_init__(self) -> None:
-        if not self.stand_ins and (self.value, self.orders, self.width) != ("difference", 0, 1):
-            raise ValueError("value, orders and width have no effect without stand_ins")
-        many = self.value == "shapley" and len(self.stand_ins) > EXACT
-        if many and not self.orders:
-            raise ValueError(
-                f"{len(self.stand_ins)} roles can join in too many orders to take them all; set "
-                "`orders`, the number to sample"
-            )
-        if self.orders and not many:
-            raise ValueError(f"orders are for Shapley values of more than {EXACT} roles")
-
-
 class AlgorithmConfig(Section, frozen=True):
     """How a policy learns from a batch. `options` are arguments of the preset."""
 
@@ -212,13 +167,26 @@ class AlgorithmConfig(Section, frozen=True):
     max_bad_steps: Count = 3  # non-finite optimizer steps in a row that end the run
     weight_decay: NonNegative = 0.0  # decay of AdamW, per step and unit of lr
     max_grad_norm: Positive = 1.0  # gradients are clipped to this norm
-    branching: BranchingConfig = BranchingConfig()
-    counterfactual: CounterfactualConfig = CounterfactualConfig()
 
     @property
     def samples_during_update(self) -> bool:
         """Whether the sampler has its own copy of the weights and continues during updates."""
         return self.overlap in ("in_flight", "one_step_off")
+
+    @property
+    def joining(self) -> list[Joining]:
+        """The tables of parts by which more rollouts join a group when its own have ended."""
+        every = (getattr(self, name) for name in self.__struct_fields__)
+        return [table for table in every if isinstance(table, Joining) and table.joins]
+
+    @property
+    def trains_joined(self) -> bool:
+        """Whether more than `group_size` rollouts of a group may be trained."""
+        return any(table.trains for table in self.joining)
+
+
+if not TYPE_CHECKING:
+    AlgorithmConfig = with_parts(AlgorithmConfig, "algorithm")
 
 
 class DataConfig(Section, frozen=True):
@@ -337,7 +305,6 @@ class RunConfig(Section, frozen=True):
     engine: Engine = EmbeddedEngineConfig()
     runner: Runner = RunnerConfig()
     eval: EvalConfig = EvalConfig()
-    selfplay: Selfplay = SelfplayConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which agents may use as a model name
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers its calls
     # [[roles.match]] in the run file: rules for the roles of calls without one. The first matching

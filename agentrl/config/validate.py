@@ -14,8 +14,8 @@ import msgspec
 from agentrl.base.access import is_loopback
 from agentrl.base.loading import is_installed
 from agentrl.config import policies as team
-from agentrl.config import selfplay, upstreams
-from agentrl.config.base import EXTERNAL, played_tables, tables_of
+from agentrl.config import upstreams
+from agentrl.config.base import EXTERNAL, Section, played_tables
 from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
@@ -32,11 +32,11 @@ from agentrl.types import POLICY
 
 PLAYING = (
     "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models",
-    "judges", "runner", "selfplay", "upstreams", "roles", "role_rules",
+    "judges", "runner", "upstreams", "roles", "role_rules",
 )  # fmt: skip
 SAMPLING = (
     "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
-    "branching", "counterfactual", "close_at", "group_deadline", "max_kl",
+    "close_at", "group_deadline", "max_kl",
 )  # fmt: skip
 
 
@@ -71,16 +71,22 @@ def _problems(config: RunConfig) -> Iterator[str]:
     if config.eval.functions and team.has_no_own_policy(config) and not config.data.name:
         yield "eval.functions are given a checkpoint, and [upstreams] have none: leave them out"
     yield from _policies(config)
-    yield from _stand_ins(config)
-    yield from selfplay.problems(config)
     yield from _data(config)
     yield from _warmup(config)
     yield from upstreams.judge_problems(config)
     yield from upstreams.teacher_problems(config)
     yield from _callers(config.engine)
     yield from _one_gpu(config)
-    for table in tables_of(config).values():
+    for table in _sections(config):
         yield from table.problems(config)
+
+
+def _sections(table: Section) -> Iterator[Section]:
+    """The tables in a table, with theirs."""
+    for inner in msgspec.structs.astuple(table):
+        if isinstance(inner, Section):
+            yield inner
+            yield from _sections(inner)
 
 
 def _one_gpu(config: RunConfig) -> Iterator[str]:
@@ -116,7 +122,7 @@ def _numbers(config: RunConfig) -> Iterator[str]:
     ):
         if wrong:
             yield f"sampling.{name} = {getattr(sampling, name)}; it must be {allowed}"
-    if algorithm.branching.kind == "none" and algorithm.min_group > algorithm.group_size:
+    if algorithm.min_group > algorithm.group_size and not algorithm.trains_joined:
         yield (
             f"algorithm.min_group = {algorithm.min_group} drops every group of "
             f"algorithm.group_size = {algorithm.group_size}; lower min_group or raise group_size"
@@ -155,7 +161,7 @@ def _data(config: RunConfig) -> Iterator[str]:
     for table in (*PLAYING, *played_tables(config)):
         if getattr(config, table, None) != getattr(plain, table, None):  # a part may be missing
             yield f"[{table}] has no effect in a run on [data], which plays no rollouts; remove one"
-    for key in SAMPLING:
+    for key in (*SAMPLING, *played_tables(own)):
         if getattr(own, key) != getattr(plain.algorithm, key):
             yield f"algorithm.{key} has no effect in a run on [data], which plays no rollouts"
 
@@ -234,33 +240,6 @@ def _view(config: RunConfig, name: str) -> Iterator[str]:
         )
 
 
-def _stand_ins(config: RunConfig) -> Iterator[str]:
-    """Counterfactual rollouts replace trained policies with known policies or upstreams."""
-    given, ahead = config.algorithm.counterfactual.stand_ins, config.algorithm.max_staleness
-    if given and (config.algorithm.branching.kind != "none" or config.selfplay.seats):
-        other = "selfplay" if config.selfplay.seats else "algorithm.branching"
-        yield f"algorithm.counterfactual cannot replay rollouts of [{other}]; remove one of them"
-    if given and ahead:
-        yield (
-            f"algorithm.max_staleness = {ahead:g} lets a step train rollouts that have no replays "
-            "yet, from which algorithm.counterfactual learns nothing; remove one of them"
-        )
-    trained, others = team.trained_policies(config), {*config.policies, *config.upstreams}
-    known = others | {team.INITIAL} | (set() if config.policies else {POLICY})
-    for role, player in given.items():
-        where = f"algorithm.counterfactual.stand_ins.{role}"
-        if team.policy_of_role(config, role) not in trained:
-            learning = {r for r, name in team.policy_by_role(config).items() if name in trained}
-            yield f"{where}: no trained policy plays this role; {nearest(role, learning)}"
-        if player not in known:
-            yield f"{where} = {player!r}; {nearest(player, known)}"
-        if player == team.INITIAL and player in others:
-            yield (
-                f"{where} = {player!r} means the role's own policy before training, but another "
-                "player has this name; rename that one"
-            )
-
-
 def _lora(settings: LoraConfig) -> Iterator[str]:
     for key, default in msgspec.structs.asdict(LoraConfig()).items():
         if not settings.rank and getattr(settings, key) != default:
@@ -312,9 +291,8 @@ def _staleness(config: RunConfig) -> Iterator[str]:
             f"engine.keys = {keys!r} has no effect unless algorithm.overlap = 'in_flight', because "
             "no call runs while weights change; remove it"
         )
-    grows = algorithm.branching.kind != "none" or algorithm.counterfactual.stand_ins
     for key in ("order", "close_at", "group_deadline"):
-        if grows and getattr(algorithm, key) != getattr(AlgorithmConfig(), key):
+        if algorithm.joining and getattr(algorithm, key) != getattr(AlgorithmConfig(), key):
             yield (
                 f"algorithm.{key}: rollouts join a group when all of its own have ended, with "
                 "algorithm.branching or counterfactual; remove one of them"

@@ -27,7 +27,7 @@ from agentrl.base.files import make_folder
 from agentrl.base.loading import load_tasks
 from agentrl.base.processes import PHASE
 from agentrl.base.threads import run_blocking
-from agentrl.config import LoraConfig, PolicyConfig, RunConfig, SelfplayConfig
+from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config import policies as team
 from agentrl.config.base import played_tables, tables_of
 from agentrl.config.load import store_in
@@ -86,7 +86,6 @@ def evaluate(
         store=own.store if trainer.has_own_store(config) else config.store,
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
-        selfplay=SelfplayConfig(),  # no opponents from a pool
     )
     trainer.check(config)
     if checkpoint:

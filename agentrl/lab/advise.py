@@ -169,7 +169,7 @@ def advice(config: RunConfig, batch: Batch, states: States) -> list[tuple[str, s
         found.append(peers)
     if config.critic.model:
         found.append(("turn-ppo", "values states by the run's critic"))
-    if config.algorithm.branching.kind != "none":
+    if config.algorithm.trains_joined:
         found.append(("vineppo", "values calls by the run's branches"))
     if peers not in found and states.calls > 1:
         found.append(peers)

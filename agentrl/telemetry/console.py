@@ -197,7 +197,7 @@ def _reward_and_rates(metrics: dict[str, float]) -> tuple[str, str, str]:
         loss, accuracy = (f"{word} {_number(metrics, name)}" for word, name in names.items())
         return loss, accuracy, f"chosen log-prob down by {_number(metrics, 'logps/chosen_drop')}"
     outcome = f"reward {_number(metrics, 'reward/mean')} ± {_number(metrics, 'reward/std')}"
-    seats = "  ".join(f"{name} {value}" for name, value in report.game_figures(metrics).items())
+    seats = "  ".join(f"{name} {value}" for name, value in report.step_figures(metrics).items())
     return (
         seats or outcome,
         f"{_rate(metrics, 'rollouts')} rollouts/s",

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.algorithms.diagnostics.why import not_improved
+from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
 from agentrl.store.base import Store
@@ -20,10 +21,7 @@ from agentrl.types import Purpose, Rollout, RolloutState, StepRow
 
 LOOK_BACK = 3  # last evaluations to search for examples
 NAMED = 1000  # most failed rollouts whose kinds are counted
-WIN_RATE, ELO, FIRST = "selfplay/win_rate/", "selfplay/elo/", "@000000"
 FUNCTIONS = "eval/function/"  # metrics of `eval.functions`
-RETURN = "reward/role:outcome/"  # of a seat
-SEAT = re.compile(rf"{RETURN}(.+)/mean")
 
 
 async def print_report(
@@ -39,8 +37,9 @@ async def print_report(
     table = score_table(steps, await _outcomes(store, config, steps))
     if table.row_count:
         console.print(table)
-    if (pool := win_rate_table(steps)) is not None:
-        console.print(pool)
+    for point in installed_plugins("reports"):
+        if (shown := point.load()(steps)) is not None:
+            console.print(shown)
     for title, rollout in (await _examples(store, config, steps)).items():
         trace = await store.trace(rollout.id)
         if trace:
@@ -120,9 +119,9 @@ def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
 
 def score_table(steps: list[StepRow], outcomes: Iterable[float] = ()) -> Table:
     """A table of held-out scores before and after training (or of the only evaluation), also by
-    role, and of the games in the first and last step. outcomes: of evaluated rollouts."""
+    role, and what parts show of the first and last step. outcomes: of evaluated rollouts."""
     form = ".1%" if has_fractions(steps, outcomes) else ".3g"
-    games = [found for row in steps if (found := game_figures(row.metrics))]
+    figures = [found for row in steps if (found := step_figures(row.metrics))]
     steps = [row for row in steps if any(name.startswith("eval/") for name in row.metrics)] or steps
     shown = {"before": steps[0].metrics, "after": steps[-1].metrics}
     if len(steps) == 1:
@@ -141,29 +140,15 @@ def score_table(steps: list[StepRow], outcomes: Iterable[float] = ()) -> Table:
             table.add_row("  without a score", *(f"{value:.0f}" for value in missing))
     for name, label in function_names(steps).items():
         table.add_row(label, *(f"{metrics.get(name, nan):.3g}" for metrics in shown.values()))
-    for name in games[-1] if games else ():
-        table.add_row(f"training: {name}", games[0].get(name, "-"), games[-1][name])
+    for name in figures[-1] if figures else ():
+        table.add_row(f"training: {name}", figures[0].get(name, "-"), figures[-1][name])
     return table
 
 
-def game_figures(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Label -> text about the games of a step: mean return of each seat with its standard
-    deviation, calls and illegal moves per game, and win rates against the first policy and the
-    whole pool. Empty without self-play."""
-    if "selfplay/games" not in metrics:
-        return {}
-    seats = sorted(seat[1] for name in metrics if (seat := SEAT.fullmatch(name)))
-    found = {
-        seat: f"{metrics[f'{RETURN}{seat}/mean']:.3f} ± {metrics[f'{RETURN}{seat}/std']:.3f}"
-        for seat in seats
-    }
-    found["calls a game"] = f"{metrics.get('calls', 0.0) / max(metrics['rollouts'], 1.0):.1f}"
-    if (invalid := metrics.get("reward/role:invalid/mean")) is not None:
-        found["illegal moves"] = f"{abs(invalid) * len(seats):.2f}"
-    first = [x for name, x in metrics.items() if name.startswith(WIN_RATE) and FIRST in name]
-    pool = [metrics[name] for name in ("selfplay/win_rate",) if name in metrics]
-    known = {"against the first": first, "against the pool": pool}
-    return found | {label: f"{x:.0%}" for label, values in known.items() for x in values}
+def step_figures(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Label -> text of what parts show of a step."""
+    points = installed_plugins("figures")
+    return {label: text for point in points for label, text in point.load()(metrics).items()}
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -287,30 +272,3 @@ def _times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
     wasted = total("tokens/wasted")
     end = f"; {wasted:.0f} tokens of cancelled rollouts" if wasted else ""
     return f"{seconds:.0f} s: {', '.join(parts)}{end}"
-
-
-def win_rate_table(steps: Sequence[StepRow]) -> Table | None:
-    """A table of the win rates of each snapshot of a self-play pool (row) against the others
-    (column), estimated when the snapshot was taken, and of final Elo ratings; None without a
-    pool."""
-    known = {row.step + 1: row.metrics for row in steps if row.committed}
-    last = known[max(known)] if known else {}
-    pool = {_taken(key): last[key] for key in sorted(last) if key.startswith(ELO)}
-    if not pool:
-        return None
-    columns = (f"@{taken}" for taken in pool)
-    table = _table("win rate of the row against the column", *columns, "Elo")
-    for taken, rating in pool.items():
-        table.add_row(f"@{taken}", *_rates(known.get(taken, {}), pool), f"{rating:.0f}")
-    table.add_row("in the end", *_rates(last, pool), f"{last['selfplay/elo']:.0f}")
-    return table
-
-
-def _rates(metrics: dict[str, float], columns: dict[int, float]) -> list[str]:
-    found = {_taken(key): value for key, value in metrics.items() if key.startswith(WIN_RATE)}
-    return [f"{found[taken]:.0%}" if taken in found else "" for taken in columns]
-
-
-def _taken(key: str) -> int:
-    """The number of steps after which a metric's snapshot was taken."""
-    return int(key.rpartition("@")[2])

@@ -12,7 +12,7 @@ from agentrl.config import differences, from_store
 from agentrl.errors import AgentRLError, Forbidden, Invalid, NotFound
 from agentrl.store.base import Store
 from agentrl.store.records import Dataset
-from agentrl.telemetry.report import ELO, WIN_RATE, policies_without_calls, untrained_sentences
+from agentrl.telemetry.report import policies_without_calls, untrained_sentences
 from agentrl.types import Credit, ErrorKind, Json, Purpose, RolloutState, RunState, StepRow, Trace
 from agentrl.view import records
 from agentrl.view.tokens import Spelling, spelling
@@ -21,6 +21,7 @@ SHOWN = ["reward/mean", "eval/score", "policy/entropy", "sampler/kl", "grad_norm
 SHOWN += ["reward/outcome/frac_zero_std", "completion/length_mean", "time/rollouts"]
 RUNS, GROUPS, FOUND, ITEMS = 50, 30, 50, 10  # rows per page
 POINTS = 400  # per curve
+ELO, WIN_RATE = "selfplay/elo/", "selfplay/win_rate/"  # metrics of snapshots
 RECENT = 12  # last steps for which notes are shown
 KEPT = 8  # rollouts that are cached until the store changes
 Query = Mapping[str, str]

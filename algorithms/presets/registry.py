@@ -180,9 +180,9 @@ def check_supplies(algo: Algo, supplies: Collection[str]) -> None:
 
 
 def check_group(config: AlgorithmConfig, algo: Algo) -> None:
-    """Raise ConfigError for a group size that the algorithm cannot learn from. Branching is not
-    checked: it makes groups larger than `group_size`."""
-    if config.branching.kind == "none" and config.group_size < algo.group:
+    """Raise ConfigError for a group size that the algorithm cannot learn from. Not checked if
+    further rollouts join a group, which make it larger than `group_size`."""
+    if config.group_size < algo.group and not config.trains_joined:
         raise ConfigError(
             f"algorithm.group_size = {config.group_size}: {algo.name!r} with these options learns "
             f"nothing from groups of fewer than {algo.group} rollouts, because the baseline of a "

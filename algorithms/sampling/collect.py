@@ -13,7 +13,7 @@ count.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, isfinite, isnan
 from statistics import fmean
@@ -23,7 +23,6 @@ from agentrl.algorithms.credit.core import SPREAD
 from agentrl.algorithms.data.merge import valid_for_any
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling.branching import request_branches
 from agentrl.algorithms.sampling.stragglers import (
     cancel_stale,
     cancelled_metrics,
@@ -36,7 +35,7 @@ from agentrl.config.policies import trained_policies
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
 from agentrl.store.limits import LARGEST_REWARD, ROUNDING
-from agentrl.types import Counts, Group, Purpose, Rollout, Transition
+from agentrl.types import Counts, Group, NewRollout, Purpose, Rollout, Transition
 
 log = logging.getLogger(__name__)
 ROUNDS = 10  # of replacements; verl's max_num_gen_batches
@@ -63,6 +62,13 @@ class GroupSource(Protocol):
 Observer = Callable[[Sequence[Group]], Mapping[str, float]]
 """Learns from all readable groups that a step has claimed; returns metrics."""
 
+Requested = Callable[[Sequence[NewRollout]], Awaitable[None]]
+"""Called with rollouts of the step that have been requested, before their groups are claimed."""
+
+
+async def nothing_more(rollouts: Sequence[NewRollout]) -> None:
+    """As `Requested`: no rollouts join the groups."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collector:
@@ -76,6 +82,7 @@ class Collector:
     resample: str | None = None
     vocabulary: Vocabulary = field(default_factory=dict)
     observer: Observer | None = None
+    requested: Requested = nothing_more
 
     async def collect(self, step: int) -> Collected:
         """Collect the `algorithm.groups` groups of a step.
@@ -132,7 +139,7 @@ class Collector:
             replaced += missing
             others = self.tasks.replacements(step, number, missing)
             await self.store.enqueue(others)
-            await request_branches(self.store, self.config, others)
+            await self.requested(others)
             claimed = await self.claim(len(claimed) + missing)
         return claimed, replaced
 
@@ -144,7 +151,7 @@ class Collector:
             last = await self.store.groups(self.config.name, purpose=Purpose.TRAIN, limit=1)
             first = 1 + group_number(last[0].id) if last else 0
             await self.store.enqueue(self.tasks.groups(first, free))
-        await request_branches(self.store, self.config, self.tasks.rollouts(step))
+        await self.requested(self.tasks.rollouts(step))
 
     def is_informative(self, group: Group) -> bool:
         """Whether enough rollouts of a valid group have the reward, with different values."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
-from pathlib import Path
 
 import aiohttp
 
@@ -13,27 +11,17 @@ from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.judges.judge import Judges, make_judges
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import GroupSource
-from agentrl.algorithms.sampling.selfplay import SELFPLAY, OpponentPool, check_seat_comparison
 from agentrl.algorithms.sampling.task_sampler import DIFFICULTY, TaskDifficulty, TaskSampler
 from agentrl.algorithms.train.hooks import AllHooks, Hooks, LoadedRun, ServedRun
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.offline import DatasetCollector, from_dataset, on_dataset
-from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.teacher import RemoteTeacher, make_teacher
 from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
-from agentrl.config.policies import (
-    INITIAL,
-    initial_version,
-    policy_of_role,
-    trained_policies,
-    view,
-)
+from agentrl.config.policies import trained_policies, view
 from agentrl.config.schema import TasksConfig
-from agentrl.config.selfplay import learning_policy
 from agentrl.types import POLICY, Group, StepReward
 
 
@@ -76,78 +64,6 @@ class Curriculum(Hooks):
         return self.difficulty.observe(groups)
 
 
-class SelfPlay(Hooks):
-    """Games against itself or a pool of snapshots (`[selfplay]`)."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.settings, self.policy = config.selfplay, learning_policy(config)
-        ahead = ceil(config.algorithm.max_staleness)
-        self.pool = OpponentPool(self.settings, self.policy, config.seed, ahead=ahead)
-        self.snapshots: SnapshotStore | None = None
-
-    def check(self, algos: Mapping[str, Algo], resample: str | None) -> None:
-        check_seat_comparison(algos[self.policy])
-
-    def state(self) -> Mapping[str, StatePart]:
-        return {} if self.settings.opponents == "self" else {SELFPLAY: self.pool}
-
-    def sampling(self, tasks: TaskSampler) -> TaskSampler:
-        return replace(tasks, seats=self.pool.seats)
-
-    async def start(self, run: ServedRun) -> None:
-        if self.settings.opponents == "self":
-            return
-        learner, folder = run.policies.updaters[self.policy].learner, Path(run.config.output)
-        self.snapshots = SnapshotStore(
-            self.pool, learner, run.serving, run.store, run.config.name, folder / "pool"
-        )
-        await self.snapshots.start(run.state.step)
-
-    def claimed(self, groups: Sequence[Group]) -> Metrics:
-        return self.pool.record_games(groups)
-
-    async def before_commit(self, steps: int) -> list[StepReward]:
-        if self.snapshots is not None:
-            await self.snapshots.save_due(steps)
-        return []
-
-    async def published(self) -> None:
-        if self.snapshots is not None:
-            await self.snapshots.serve_pool()
-
-
-class Counterfactuals(Hooks):
-    """Repetitions of rollouts with stand-ins (`algorithm.counterfactual`)."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-
-    def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
-        return counterfactuals.with_optional_reward(config.algorithm.counterfactual, algo)
-
-    def check(self, algos: Mapping[str, Algo], resample: str | None) -> None:
-        counterfactuals.check_counterfactuals(self.config, algos, resample)
-
-    def updater(self, updater: Updater, model: LoadedModel) -> Updater:
-        config, name = updater.config, updater.policy
-        if not counterfactuals.uses_counterfactuals(config.algorithm.counterfactual, updater.algo):
-            return updater
-        rewards = counterfactuals.RoleRewards(counterfactuals.coalition_formula(config), name)
-        before = updater.preprocessor
-        return replace(
-            updater, preprocessor=replace(before, completers=(rewards, *before.completers))
-        )
-
-    async def start(self, run: ServedRun) -> None:
-        """Serve the untrained versions of policies that stand in, if the run trains anything."""
-        named = self.config.algorithm.counterfactual.stand_ins if self.config.steps else {}
-        roles = [role for role, player in named.items() if player == INITIAL]
-        policies = (policy_of_role(self.config, role) for role in roles)
-        if players := dict(initial_version(self.config, policy) for policy in policies):
-            async with run.serving.updating():
-                await run.serving.serve_frozen(players)
-
-
 class Teachers(Hooks):
     """Teachers at a server (`teacher.upstream`)."""
 
@@ -185,8 +101,6 @@ class Judged(Hooks):
 PARTS: tuple[tuple[Callable[[RunConfig], object], Callable[[RunConfig], Hooks]], ...] = (
     (lambda config: config.data.name, lambda _: DataSet()),
     (lambda config: by_difficulty(config.tasks), Curriculum),
-    (lambda config: config.selfplay.seats, SelfPlay),
-    (lambda config: any(map(has_stand_ins, views(config))), Counterfactuals),
     (lambda config: any(own.teacher.upstream for own in views(config)), lambda _: Teachers()),
     (lambda config: config.judges, lambda _: Judged()),
 )
@@ -208,7 +122,3 @@ def views(config: RunConfig) -> Iterator[RunConfig]:
 
 def by_difficulty(tasks: TasksConfig) -> bool:
     return tasks.order == "difficulty" or tasks.solved is not None
-
-
-def has_stand_ins(config: RunConfig) -> bool:
-    return bool(config.algorithm.counterfactual.stand_ins)

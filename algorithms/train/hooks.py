@@ -26,7 +26,7 @@ from agentrl.algorithms.train.step import Updater
 from agentrl.base.folder_lock import FolderLock
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
-from agentrl.types import Group, RunState, StepReward
+from agentrl.types import Group, NewRollout, RunState, StepReward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,10 @@ class Hooks:
     async def before_step(self, step: int) -> None:
         """Called before the groups of a step are requested."""
 
+    async def requested(self, rollouts: Sequence[NewRollout]) -> None:
+        """Called when rollouts of the step have been requested, before their groups are claimed: a
+        part may wait for them to end, and request more that join their groups."""
+
     def claimed(self, groups: Sequence[Group]) -> Metrics:
         """Learn from all readable groups that a step has claimed, also those that it replaces."""
         return {}
@@ -162,6 +166,10 @@ class AllHooks(Hooks):
     async def before_step(self, step: int) -> None:
         for part in self.each:
             await part.before_step(step)
+
+    async def requested(self, rollouts: Sequence[NewRollout]) -> None:
+        for part in self.each:
+            await part.requested(rollouts)
 
     def claimed(self, groups: Sequence[Group]) -> Metrics:
         return {name: x for part in self.each for name, x in part.claimed(groups).items()}

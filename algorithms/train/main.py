@@ -61,7 +61,7 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
         if source is None:
             source = Collector(
                 config, live.store, state.epoch, tasks, resample, vocabulary_sizes(models),
-                observer=parts.claimed,
+                observer=parts.claimed, requested=parts.requested,
             )  # fmt: skip
         evaluator = HeldoutEvaluator(
             config, live.store, state.epoch, state.identity, live.policies, live.serving, heldout,

@@ -1,6 +1,6 @@
 """Compute the answer to the question, and reward each call by its role.
 
-The paper does not give its weights: those of `agentrl.team_rewards` are ours, and so is the choice
+The paper does not give its weights: those of `agentrl.teams.rewards` are ours, and so is the choice
 to reward a critic only for its format.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 from board import HERE, MOVES, answer, parse, square
 
 from agentrl import Reward, Scope, Trace, Transition
-from agentrl.team_rewards import sage_challenger, sage_planner, sage_solver
+from agentrl.teams.rewards import sage_challenger, sage_planner, sage_solver
 
 
 def verify(result: dict[str, Any], trace: Trace) -> list[Reward]:

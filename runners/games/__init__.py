@@ -4,12 +4,30 @@
 `games`: OpenSpiel is imported when the first game is loaded.
 """
 
-from agentrl.runners.games.agent import GameAgent as GameAgent
-from agentrl.runners.games.agent import ask_for_move as ask_for_move
-from agentrl.runners.games.match import GameResult as GameResult
-from agentrl.runners.games.match import GameTask as GameTask
-from agentrl.runners.games.match import Match as Match
-from agentrl.runners.games.match import verify as verify
-from agentrl.runners.games.rules import Game as Game
-from agentrl.runners.games.rules import View as View
-from agentrl.runners.games.rules import role_of as role_of
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl.runners.games.agent import GameAgent as GameAgent
+    from agentrl.runners.games.agent import ask_for_move as ask_for_move
+    from agentrl.runners.games.match import GameResult as GameResult
+    from agentrl.runners.games.match import GameTask as GameTask
+    from agentrl.runners.games.match import Match as Match
+    from agentrl.runners.games.match import verify as verify
+    from agentrl.runners.games.rules import Game as Game
+    from agentrl.runners.games.rules import View as View
+    from agentrl.runners.games.rules import role_of as role_of
+
+# Imported late, because the part's record in this folder imports nothing of it.
+LATE = {
+    "agent": "GameAgent ask_for_move",
+    "match": "GameResult GameTask Match verify",
+    "rules": "Game View role_of",
+}
+HOME = {name: module for module, names in LATE.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    if name in HOME:
+        return getattr(import_module(f"{__name__}.{HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from agentrl.config import LoraConfig, differences, resolve, to_toml
 from agentrl.config.policies import policy_by_role, view
-from agentrl.config.policies import stand_ins as in_place
 from agentrl.errors import ConfigError
 
 
@@ -87,21 +86,6 @@ def test_a_policy_has_what_differs_and_the_rest_of_the_run() -> None:
     assert planner.critic.lr == 0.1
     assert policy_by_role(config) == {"planner": "planner", "solver": "solver", "critic": "solver"}
     assert tomllib.loads(to_toml(config))["policies"]["solver"]["algorithm"]["preset"] == "gspo"
-
-
-def test_who_stands_in_for_a_role() -> None:
-    stand_ins = {"planner": "first", "critic": "mute", "solver": "planner"}
-    data = team(roles=["solver", "critic"]) | {
-        "upstreams": {"mute": {"text": ""}},
-        "algorithm": {"counterfactual": {"stand_ins": stand_ins}},
-    }
-    config = resolve(data, source="run.toml")
-    assert in_place(config) == {"planner": "planner@000000", "critic": "mute", "solver": "planner"}
-    assert view(config, "solver").algorithm.counterfactual == config.algorithm.counterfactual
-    alone = resolve(
-        {"algorithm": {"counterfactual": {"stand_ins": {"any": "first"}}}}, source="run.toml"
-    )
-    assert in_place(alone) == {"any": "policy@000000"}
 
 
 def test_a_frozen_adapter_inherits_nothing_of_the_run() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +20,7 @@ from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.replays.branching import request_branches
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import RunConfig, RunnerConfig, resolve
@@ -104,7 +106,8 @@ async def sampled(store: Store, server: EmbeddedServer, config: RunConfig) -> Gr
     for killed in (True, False):
         state = await store.open_run("run", {})
         async with working(store, server):
-            collector = Collector(config, store, state.epoch, tasks)
+            grow = partial(request_branches, store, config)
+            collector = Collector(config, store, state.epoch, tasks, requested=grow)
             collecting = asyncio.create_task(collector.collect(0))
             if killed:
                 await until(store, SIZE + 2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.diagnostics.metrics import replay_metrics
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.counterfactuals import (
+from agentrl.algorithms.replays.branching import request_branches
+from agentrl.algorithms.replays.counterfactuals import (
     RoleRewards,
     coalition_formula,
 )
+from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import RunConfig, RunnerConfig, UpstreamConfig, resolve
 from agentrl.runners.execution import AttemptRunner
@@ -119,7 +121,8 @@ async def sampled(store: Store, server: EmbeddedServer, config: RunConfig) -> Gr
     for killed in (True, False):
         state = await store.open_run("run", {})
         async with working(store, server):
-            collector = Collector(config, store, state.epoch, tasks)
+            grow = partial(request_branches, store, config)
+            collector = Collector(config, store, state.epoch, tasks, requested=grow)
             collecting = asyncio.create_task(collector.collect(0))
             if killed:
                 await until(store, SIZE + 3)

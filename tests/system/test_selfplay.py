@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from agentrl.config import PfspOpponents, RunConfig
+from agentrl.config import RunConfig, resolve
 from agentrl.store import open_store
 from agentrl.types import Attempt, Json, Outcome, Reward, Rollout, Scope, Transition, float32, int32
 from tests import warm
@@ -32,8 +32,9 @@ STEPS = 5
 def config(folder: Path, model: Path) -> RunConfig:
     settings = steady.config(folder, model)
     spiral = replace(settings.algorithm, preset="spiral", minibatches=1, epochs=1)
-    games = PfspOpponents(seats=SEATS, self_share=0.25, every=1, pool=2)
-    return replace(settings, algorithm=spiral, selfplay=games, steps=STEPS)
+    games = {"opponents": "pfsp", "seats": SEATS, "self_share": 0.25, "every": 1, "pool": 2}
+    selfplay = resolve({"selfplay": games}, source="test").selfplay
+    return replace(settings, algorithm=spiral, selfplay=selfplay, steps=STEPS)
 
 
 def played(attempt: Attempt, policies: list[str]) -> tuple[list[Transition], Outcome]:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from agentrl.base.loading import load_attribute
 from agentrl.base.parts import KINDS, parts
 from agentrl.cli.main import cli
 from agentrl.config import from_store, load
 from agentrl.errors import ConfigError
 
-commands, settings, kinds = json.loads(sys.argv[1])
+commands, settings, kinds, libraries = json.loads(sys.argv[1])
 for part in parts():
     for kind in KINDS:
         for target in getattr(part, kind).values():
@@ -28,8 +29,13 @@ for setting in settings:
         load(Path("examples/staff/run.toml"), [setting])
     except ConfigError as error:
         sentences.append(str(error))
+for module in libraries:
+    try:
+        load_attribute(f"{module}:x", Path(), key="agent.path")
+    except ConfigError as error:
+        sentences.append(str(error))
+assert len(sentences) == len(commands) + len(settings) + len(libraries)
 for kind in kinds:  # a run that uses another kind was stored where the part is installed
     table, _, tag = kind.rpartition(".")
     from_store({table: {tag: {"x": 1}}})
-assert len(sentences) == len(commands) + len(settings)
 print(json.dumps({"parts": len(parts()), "sentences": sentences}))

@@ -1,7 +1,7 @@
 """More presets and modifiers for teams and self-play.
 
 A batch has the calls of one policy only. Credit that depends on other roles' calls is therefore a
-reward from the verifier, which sees the whole rollout (`agentrl.team_rewards` has the formulas).
+reward from the verifier, which sees the whole rollout (`agentrl.teams.rewards` has the formulas).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def magrpo(
     """Joint rollouts compared by the team's return (reward `outcome`), the same advantage for every
     call of every role, on sums of log-probs. In cross mode, answers of one role compared by their
     mean return over all combinations with the other roles' answers (`transition:cross`, from
-    `agentrl.team_rewards.cross`). baseline: mean of all (MAGRPO), mean of the others (MARLOO),
+    `agentrl.teams.rewards.cross`). baseline: mean of all (MAGRPO), mean of the others (MARLOO),
     maximum (MAREMAX, never above 0) or none (MAREINFORCE). arXiv 2508.04652."""
     level, name = ("transition", "transition:cross") if mode == "cross" else ("rollout", "outcome")
     reward = reward or name
@@ -116,7 +116,7 @@ def sage(reward: str) -> Algo:
 @preset("maporl", reward="transition:maporl", clip=PPO_CLIP, kl=True)
 def maporl(reward: str, *, value: str = "") -> Algo:
     """PPO for each role of a debate, with every answer an episode of its own: its reward, which
-    `agentrl.team_rewards.maporl` computes from the verifier's scores, already includes the later
+    `agentrl.teams.rewards.maporl` computes from the verifier's scores, already includes the later
     rounds. `value`: a reward that holds V of each call; default: the critic. arXiv 2502.18439."""
     advantage = SingleCallAdvantage(turns.value_of(value), reward)
     return Algo(GroupRelative(advantage, by=("role",), norm="std"), agg=TOKENS)
@@ -125,7 +125,7 @@ def maporl(reward: str, *, value: str = "") -> Algo:
 @preset("marti", reward="transition:marti", clip=PPO_CLIP, kl=True)
 def marti(reward: str) -> Algo:
     """Answers compared with those of the same role and turn by a reward for improving on earlier
-    answers, which `agentrl.team_rewards.marti` computes from the verifier's scores. MARTI,
+    answers, which `agentrl.teams.rewards.marti` computes from the verifier's scores. MARTI,
     OpenReview E7jZqo0A50."""
     return Algo(GroupRelative(reward, at="transition", by=("group", "role", "turn"), norm="std"))
 
@@ -135,8 +135,9 @@ def difference(
     reward: str, *, baseline: Literal["mean", "none"] = "mean", std: bool = False
 ) -> Algo:
     """Each role's reward is the team's reward minus the team's reward without the role, from
-    replays (`algorithm.counterfactual`) or the verifier (`agentrl.team_rewards.difference`).
-    baseline: the group's mean, or none, because it is a difference already. arXiv 2012.11258."""
+    replays (`algorithm.counterfactual`) or the verifier
+    (`agentrl.algorithms.replays.coalitions.difference`). baseline: the group's mean, or none,
+    because it is a difference already. arXiv 2012.11258."""
     norm: core.Norm = "std" if std else "none"
     return Algo(GroupRelative(reward, by=("group", "role"), base=baseline, norm=norm))
 
@@ -145,7 +146,7 @@ def difference(
 def shapley(reward: str, *, std: bool = False) -> Algo:
     """Each role compared by its Shapley value, the mean contribution to the coalitions of the
     others, from replays (`algorithm.counterfactual`) or the verifier
-    (`agentrl.team_rewards.shapley`). arXiv 1907.05707."""
+    (`agentrl.algorithms.replays.coalitions.shapley`). arXiv 1907.05707."""
     return Algo(GroupRelative(reward, by=("group", "role"), norm="std" if std else "none"))
 
 

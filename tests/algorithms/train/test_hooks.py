@@ -28,7 +28,7 @@ from agentrl.algorithms.train.hooks import AllHooks, Hooks, ServedRun
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.config import RunConfig, resolve
 from agentrl.plugins import check_protocol
-from agentrl.types import Group, Reward, StepReward
+from agentrl.types import Group, NewRollout, Reward, StepReward
 
 OPTIONAL = {
     "judges", "prompts", "offline", "snapshots", "selfplay", "teacher", "counterfactuals",
@@ -69,6 +69,9 @@ class Noted(Hooks):
 
     async def before_step(self, step: int) -> None:
         self.note(f"before {step}")
+
+    async def requested(self, rollouts: Sequence[NewRollout]) -> None:
+        self.note(f"requested {len(rollouts)}")
 
     def claimed(self, groups: Sequence[Group]) -> Metrics:
         return {self.name: float(len(groups))}
@@ -158,12 +161,15 @@ async def test_the_loop_calls_every_part_in_order(
     ]  # fmt: skip
 
 
-def test_several_parts_are_one() -> None:
-    parts = AllHooks(Noted("a", []), Noted("b", []))
+async def test_several_parts_are_one() -> None:
+    seen: list[str] = []
+    parts = AllHooks(Noted("a", seen), Noted("b", seen))
     algo = parts.algorithm(resolve({}, source="test"), catalogue.make("grpo", {}))
     assert algo.rewards == ("outcome", "a", "b")
     assert parts.state().keys() == {"a", "b"}
     assert parts.claimed([]) == {"a": 0.0, "b": 0.0}
+    await parts.requested([])
+    assert seen == ["requested 0 a", "requested 0 b"]
 
 
 JUDGE = {"kind": "pointwise", "upstream": "u", "rubric": "r"}
@@ -178,6 +184,8 @@ JUDGE = {"kind": "pointwise", "upstream": "u", "rubric": "r"}
         ({"tasks": {"solved": 0.9}}, ["Curriculum"]),
         ({"selfplay": {"seats": ["x", "o"]}, "algorithm": {"preset": "spiral"}}, ["SelfPlay"]),
         ({"algorithm": {"counterfactual": {"stand_ins": {"x": "first"}}}}, ["Counterfactuals"]),
+        ({"algorithm": {"branching": {"kind": "mc"}}}, ["Branches"]),
+        ({"selfplay": {"seats": ["x", "o"]}, "steps": 0}, []),
         ({"teacher": {"upstream": "u"}, "algorithm": {"preset": "distill"}}, ["Teachers"]),
         ({"judges": {"j": JUDGE}, "tasks": {"solved": 0.9}}, ["Curriculum", "Judged"]),
     ],

@@ -12,9 +12,9 @@ import agentrl
 from agentrl.algorithms.train.main import play_plan
 from agentrl.config import resolve
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
-from agentrl.evaluation import ablation
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
+from agentrl.teams import ablation
 
 
 def team_of_two() -> Any:

@@ -16,7 +16,7 @@ import torch
 from agentrl.algorithms.multiagent.coma import CriticTraining, Kind, TeamCritic, TeamShape
 from agentrl.algorithms.multiagent.episodes import Episode
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.team_rewards import Coalition, shapley
+from agentrl.algorithms.replays.coalitions import Coalition, shapley
 from tests.algorithms.worlds import Call, Play, world
 
 RARE = 0.1  # how often a rollout succeeds, in `highest`

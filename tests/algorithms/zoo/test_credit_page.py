@@ -17,7 +17,7 @@ from msgspec.structs import replace
 import agentrl.algorithms
 from agentrl.algorithms.diagnostics.explain import explain
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.sampling.counterfactuals import (
+from agentrl.algorithms.replays.counterfactuals import (
     RoleRewards,
     check_counterfactuals,
     coalition_formula,

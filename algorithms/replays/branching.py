@@ -1,5 +1,5 @@
 """Branches: rollouts that repeat the first calls of another rollout and sample the rest anew (see
-`runners.gateway.replay`), to estimate the value of a call from several continuations.
+`gateway`), to estimate the value of a call from several continuations.
 
 Branches join the group of their source before it is claimed; credit over trees of rollouts
 (`zoo.trees`) compares them. Always true: requests are deterministic, ids included, because
@@ -18,9 +18,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import trainable, valid_for_any
-from agentrl.algorithms.sampling.counterfactuals import counterfactual_rollouts
+from agentrl.algorithms.replays.counterfactuals import counterfactual_rollouts
+from agentrl.algorithms.replays.table import BranchingConfig, branching_of, counterfactual_of
 from agentrl.algorithms.sampling.task_sampler import joining_rollout
-from agentrl.config import BranchingConfig, RunConfig
+from agentrl.config import RunConfig
 from agentrl.config.policies import trained_policies
 from agentrl.errors import Conflict
 from agentrl.store.base import Store
@@ -41,8 +42,7 @@ class Fork(NamedTuple):
 async def request_branches(store: Store, config: RunConfig, rollouts: Sequence[NewRollout]) -> None:
     """Wait for the rollouts to end, request the branches or counterfactual rollouts of their
     groups, and wait for these."""
-    settings = config.algorithm
-    if settings.branching.kind == "none" and not settings.counterfactual.stand_ins:
+    if not config.algorithm.joining:
         return
     async with asyncio.TaskGroup() as tasks:
         for group in dict.fromkeys(rollout.group for rollout in rollouts):
@@ -54,7 +54,7 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
     rows = await store.rollouts(config.name, group=group)
     calls = await store.calls([row.id for row in rows if row.branch is None])
     rollouts = [replace(row, transitions=calls[row.id]) for row in rows if row.id in calls]
-    replayed = config.algorithm.counterfactual.stand_ins
+    replayed = counterfactual_of(config).stand_ins
     more = counterfactual_rollouts(config, rollouts) if replayed else branches(config, rollouts)
     try:
         await store.enqueue(more)
@@ -66,7 +66,7 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
 
 def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
     """The branches to request for one group. rollouts: those of the group that are no branches."""
-    settings = config.algorithm.branching
+    settings = branching_of(config)
     policies = trained_policies(config)
     chosen = choose_forks(settings, [list(forks(rollout, policies)) for rollout in rollouts])
     by_id = {rollout.id: rollout for rollout in rollouts}

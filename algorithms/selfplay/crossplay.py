@@ -15,8 +15,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from agentrl.algorithms.sampling.ratings import fit_ratings
-from agentrl.config import RunConfig, selfplay
+from agentrl import config as settings  # first: it loads the tables of parts
+from agentrl.algorithms.selfplay.ratings import fit_ratings, game_score, returns
+from agentrl.algorithms.selfplay.table import learning_policy, selfplay_of
 from agentrl.config.policies import EvaluationPlan, Seats
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
@@ -45,7 +46,7 @@ class PayoffMatrix:
 
 
 def crossplay(
-    config: RunConfig,
+    config: settings.RunConfig,
     paths: Sequence[Path],
     *,
     every: int = 0,
@@ -57,14 +58,14 @@ def crossplay(
 
     games: per pair; fresh: play all games again. Raises ConfigError for fewer than two
     checkpoints."""
-    roles = config.selfplay.seats
+    roles = selfplay_of(config).seats
     if not roles:
         raise ConfigError(
             "selfplay.seats is empty: name the roles of the agent that play against each other, "
             "such as selfplay.seats = ['player_0', 'player_1']"
         )
     chosen = chosen_checkpoints(config, paths, every)
-    policy = selfplay.learning_policy(config)
+    policy = learning_policy(config)
     players = dict(evaluation.frozen_policy(config, checkpoint, policy) for checkpoint in chosen)
     if len(players) < len(chosen):
         raise ConfigError("two checkpoints have the same name: give each only once")
@@ -94,7 +95,7 @@ def without_scripts(task: dict[str, Json], roles: Sequence[str]) -> dict[str, Js
 
 
 def chosen_checkpoints(
-    config: RunConfig, paths: Sequence[Path], every: int = 0
+    config: settings.RunConfig, paths: Sequence[Path], every: int = 0
 ) -> list[SavedCheckpoint]:
     """The checkpoints to compare. Raises ConfigError for fewer than two."""
     if paths and every:
@@ -146,11 +147,11 @@ def matchup(games: Sequence[tuple[str, Rollout]], roles: Sequence[str]) -> Match
     """The result of (seat of the row's player, game) pairs."""
     values, score = [], 0.0
     for role, rollout in games:
-        got = selfplay.returns(rollout, roles)
+        got = returns(rollout, roles)
         if got is None:
             continue
         values.append(got[role])
-        score += selfplay.game_score(got, role, roles)
+        score += game_score(got, role, roles)
     mean, error = evaluation.mean_and_error(values)
     return Matchup(len(values), len(games) - len(values), mean, error, score)
 

@@ -2,8 +2,8 @@
 
 A counterfactual rollout repeats a rollout with stand-ins in some of the roles. The other roles'
 calls are replayed while their prompts are the same, and sampled by the current policy after that
-(see `runners.gateway.replay`). The outcomes are the values of coalitions, from which the formulas
-of `team_rewards` compute role rewards; the verifier needs no change.
+(see `gateway`). The outcomes are the values of coalitions, from which the formulas
+of `coalitions` compute role rewards; the verifier needs no change.
 
 Always true: they join the group of their rollout before it is claimed, requests are deterministic,
 as for branches, and no policy trains on them. The members of a team are the roles that made a call.
@@ -24,11 +24,17 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import valid_for_any
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.replays.coalitions import Coalition, Value, difference, shapley
+from agentrl.algorithms.replays.table import INITIAL, CounterfactualConfig, counterfactual_of
 from agentrl.algorithms.sampling.task_sampler import joining_rollout
-from agentrl.config import CounterfactualConfig, RunConfig
-from agentrl.config.policies import policy_by_role, stand_ins, trained_policies
+from agentrl.config import RunConfig
+from agentrl.config.policies import (
+    initial_name,
+    policy_by_role,
+    policy_of_role,
+    trained_policies,
+)
 from agentrl.errors import ConfigError, TrainingError, nearest
-from agentrl.team_rewards import Coalition, Value, difference, shapley
 from agentrl.types import Branch, Group, NewRollout, Reward, Rollout, RolloutState, Scope
 
 log = logging.getLogger(__name__)
@@ -69,8 +75,16 @@ class CoalitionFormula:
         return [members - coalition for coalition in read if coalition != members]
 
 
+def stand_ins(config: RunConfig) -> dict[str, str]:
+    """Role -> served name of the policy or upstream that plays it in counterfactual rollouts."""
+    return {
+        role: initial_name(policy_of_role(config, role)) if player == INITIAL else player
+        for role, player in counterfactual_of(config).stand_ins.items()
+    }
+
+
 def coalition_formula(config: RunConfig) -> CoalitionFormula:
-    return CoalitionFormula(config.algorithm.counterfactual, config.seed)
+    return CoalitionFormula(counterfactual_of(config), config.seed)
 
 
 def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
@@ -85,7 +99,7 @@ def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> l
             seats = {**rollout.seats, **{role: players[role] for role in absent}}
             calls = len(rollout.transitions)
             branch = Branch(rollout=rollout.id, calls=calls, without=absent)
-            for _ in range(config.algorithm.counterfactual.width):
+            for _ in range(counterfactual_of(config).width):
                 requested.append(joining_rollout(config, rollout, branch, seats, len(requested)))
     return requested
 
@@ -186,7 +200,7 @@ def check_counterfactuals(
     """Raise ConfigError if no policy reads counterfactual rewards, if a role that learns from them
     has no stand-in, and if `resample`, the reward of dynamic sampling, is counterfactual: it is
     unknown when groups are sampled."""
-    settings = config.algorithm.counterfactual
+    settings = counterfactual_of(config)
     name = f"role:{settings.value}"
     if not settings.stand_ins:
         return

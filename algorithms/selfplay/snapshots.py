@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.sampling.selfplay import OpponentPool
+from agentrl.algorithms.selfplay.pool import OpponentPool
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.base.files import PARTIAL, delete_directory

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.sampling.ratings import elo
-from agentrl.algorithms.sampling.selfplay import (
+from agentrl.algorithms.selfplay.pool import (
     MEMORY,
     OpponentPool,
     SeatRecord,
@@ -21,6 +20,7 @@ from agentrl.algorithms.sampling.selfplay import (
     check_seat_comparison,
     most_redundant,
 )
+from agentrl.algorithms.selfplay.ratings import elo
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import Branch, Group, Reward, Rollout, RolloutState, Scope

@@ -8,10 +8,9 @@ from random import Random
 
 import pytest
 
-from agentrl.team_rewards import (
-    Coalition,
+from agentrl.algorithms.replays.coalitions import Coalition, difference, shapley
+from agentrl.teams.rewards import (
     cross,
-    difference,
     m_grpo_main,
     m_grpo_sub,
     maporl,
@@ -21,7 +20,6 @@ from agentrl.team_rewards import (
     sage_challenger,
     sage_planner,
     sage_solver,
-    shapley,
 )
 from agentrl.types import Transition, float32, int32
 

@@ -1,21 +1,41 @@
 """Ratings of players: Elo, win rates, priorities of opponents.
 
 A score is the result of a game for one player: 1 won, 0.5 drawn, 0 lost. All functions are pure;
-`selfplay` keeps the state.
+`pool` keeps the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import exp, log, log10
+from collections.abc import Mapping, Sequence
+from math import exp, isfinite, log, log10
 from statistics import fmean
 from typing import Literal
+
+from agentrl.types import Rollout, RolloutState, Scope
 
 Priority = Literal["hard", "variance"]
 
 SCALE = 400.0  # Elo points for odds of ten to one
 PRIOR = 1.0  # wins and losses that a Beta(1, 1) prior adds
 ROUNDS, CLOSE = 10_000, 1e-9  # most iterations of a fit, and the change of log-odds that ends it
+
+
+def returns(rollout: Rollout, roles: Sequence[str]) -> dict[str, float] | None:
+    """The return of each role; None if the game failed or a return is missing."""
+    found = {
+        row.target: row.value
+        for row in rollout.rewards
+        if row.scope is Scope.ROLE and row.name == "outcome" and row.target and isfinite(row.value)
+    }
+    complete = rollout.state is RolloutState.SUCCEEDED and found.keys() >= set(roles)
+    return found if complete else None
+
+
+def game_score(got: Mapping[str, float], role: str, roles: Sequence[str]) -> float:
+    """1 if a role's return is above the mean of the other roles' returns, 1/2 if equal, else 0.
+    Also meaningful in general-sum games."""
+    rest = fmean(got[other] for other in roles if other != role)
+    return (1 + (got[role] > rest) - (got[role] < rest)) / 2
 
 
 def expected(rating: float, other: float) -> float:

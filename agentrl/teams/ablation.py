@@ -15,6 +15,7 @@ from rich.table import Table
 
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
+from agentrl.config.base import optional
 from agentrl.config.policies import EvaluationPlan, Seats, initial_version
 from agentrl.errors import ConfigError, nearest
 from agentrl.evaluation import core as evaluation
@@ -83,7 +84,7 @@ def trained_roles(config: RunConfig) -> dict[str, str]:
     trained = team.trained_policies(config)
     roles = team.policy_by_role(config)
     return {role: name for role, name in roles.items() if name in trained} or (
-        {} if config.policies else dict.fromkeys(config.selfplay.seats, POLICY)
+        {} if config.policies else dict.fromkeys(optional(config, "selfplay.seats") or [], POLICY)
     )
 
 

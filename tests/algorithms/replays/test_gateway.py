@@ -10,7 +10,7 @@ import openai
 import pytest
 
 import agentrl
-from agentrl.runners.gateway.replay import recording
+from agentrl.algorithms.replays.gateway import recording
 from agentrl.types import (
     Branch,
     PolicyVersion,

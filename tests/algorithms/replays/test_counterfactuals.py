@@ -16,19 +16,21 @@ from agentrl.algorithms.diagnostics.metrics import replay_metrics
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.sampling import collect
-from agentrl.algorithms.sampling.counterfactuals import (
+from agentrl.algorithms.replays.counterfactuals import (
     RoleRewards,
     check_counterfactuals,
     coalition_formula,
     counterfactual_rollouts,
+    stand_ins,
     uses_counterfactuals,
     with_optional_reward,
 )
+from agentrl.algorithms.sampling import collect
 from agentrl.algorithms.train.build import group_requirements
 from agentrl.algorithms.train.builtin_hooks import hooks_of
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.config import RunConfig, resolve
+from agentrl.config.policies import view
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import (
     Branch,
@@ -44,6 +46,7 @@ from agentrl.types import (
     int32,
 )
 from tests import factories
+from tests.agentrl.test_policies import team as members
 
 GAME = {"1": 0.2, "12": 0.6, "13": 0.4, "23": 0.0, "123": 1.0}  # the catalogue's, E13
 ROLES = ["1", "2", "3"]
@@ -344,3 +347,18 @@ def test_a_policy_cannot_have_replays_of_its_own() -> None:
     policies = {"reader": {**PAIR["policies"]["reader"], "algorithm": {"counterfactual": {}}}}
     with pytest.raises(ConfigError, match=r"algorithm.counterfactual: all policies learn from"):
         resolve({"policy": {"model": "m"}, "policies": policies}, source="test")
+
+
+def test_who_stands_in_for_a_role() -> None:
+    replaced = {"planner": "first", "critic": "mute", "solver": "planner"}
+    data = members(roles=["solver", "critic"]) | {
+        "upstreams": {"mute": {"text": ""}},
+        "algorithm": {"counterfactual": {"stand_ins": replaced}},
+    }
+    config = resolve(data, source="run.toml")
+    assert stand_ins(config) == {"planner": "planner@000000", "critic": "mute", "solver": "planner"}
+    assert view(config, "solver").algorithm.counterfactual == config.algorithm.counterfactual
+    alone = resolve(
+        {"algorithm": {"counterfactual": {"stand_ins": {"any": "first"}}}}, source="run.toml"
+    )
+    assert stand_ins(alone) == {"any": "policy@000000"}

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
+from agentrl.algorithms.replays.coalitions import difference
+from agentrl.algorithms.replays.gateway import Recording, recorded_calls
 from agentrl.runners.dialects.base import CHAT
-from agentrl.runners.gateway.replay import Recording, recorded_calls
 from agentrl.runners.gateway.request import ModelRequest
-from agentrl.team_rewards import difference
 from agentrl.types import Branch, Transition, float32, int32
 
 ROLES = ("planner", "critic", "solver")

@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.diagnostics.metrics import replay_metrics
-from agentrl.algorithms.sampling.branching import branches, choose_forks, forks
-from agentrl.config import BranchingConfig, RunConfig, resolve
+from agentrl.algorithms.replays.branching import branches, choose_forks, forks
+from agentrl.algorithms.replays.table import BranchingConfig
+from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.types import (
     Branch,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.algorithms.train.snapshots import SnapshotStore
+from agentrl.algorithms.selfplay.pool import OpponentPool
+from agentrl.algorithms.selfplay.snapshots import SnapshotStore
 from agentrl.config import RunConfig, resolve
 from agentrl.store import open_store
 from agentrl.store.base import Store

@@ -6,7 +6,7 @@ from math import log10
 
 import pytest
 
-from agentrl.algorithms.sampling.ratings import elo, expected, fit_ratings, priorities, win_rate
+from agentrl.algorithms.selfplay.ratings import elo, expected, fit_ratings, priorities, win_rate
 
 RATES = (0.9, 0.5, 0.1)
 

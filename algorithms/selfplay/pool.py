@@ -4,7 +4,7 @@ Owns the pool, a part of the run's state: snapshots of one policy, its scores ag
 by seat, and Elo ratings. Changes once per trained step. Always true: the policy in each seat is a
 function of seed, group, index and the pool at the time of the request; all rollouts of a group have
 the same opponent, in every seat but the learner's, and the learner plays each seat equally often,
-so rewards of one seat are compared under equal conditions. `train.snapshots` saves and serves the
+so rewards of one seat are compared under equal conditions. `snapshots` saves and serves the
 weights.
 
 A score is 1 if the learner's return is above the mean of the other seats' returns, 1/2 if it is
@@ -26,9 +26,8 @@ from agentrl.algorithms.credit.baselines import Ema
 from agentrl.algorithms.credit.core import GroupRelative, Whiten
 from agentrl.algorithms.credit.parts import parts_of
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling.ratings import elo, priorities, win_rate
-from agentrl.config import PfspOpponents, SelfplayConfig, SnapshotOpponents
-from agentrl.config.selfplay import game_score, returns
+from agentrl.algorithms.selfplay.ratings import elo, game_score, priorities, returns, win_rate
+from agentrl.algorithms.selfplay.table import PfspOpponents, SelfplayConfig, SnapshotOpponents
 from agentrl.errors import ConfigError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout, RolloutState, Scope
 

@@ -1,0 +1,1 @@
+"""Trees and counterfactuals: rollouts that repeat a part of another one, and join its group."""
