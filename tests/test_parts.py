@@ -74,10 +74,12 @@ def test_a_record_imports_nothing_of_its_part() -> None:
 def test_a_table_may_be_imported_before_the_settings(target: str) -> None:
     module, _, name = target.partition(":")
     code = (
-        f"from {module} import {name}; from agentrl.config import RunConfig;"
-        f"from agentrl.config.base import structs_of; import msgspec;"
-        "every = [f.type for f in msgspec.structs.fields(RunConfig)];"
-        f"assert any({name} in structs_of(kind) for kind in every)"
+        f"from {module} import {name}; from agentrl.config import AlgorithmConfig, RunConfig;"
+        "from agentrl.config.base import structs_of; import msgspec;"
+        "tables = (RunConfig, AlgorithmConfig);"
+        "every = [f.type for table in tables for f in msgspec.structs.fields(table)];"
+        f"own = structs_of({name});"
+        "assert any(set(own) <= set(structs_of(kind)) for kind in every)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
