@@ -28,10 +28,10 @@ from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.presets.hierarchy import HiperGae
 from agentrl.algorithms.presets.states import SameStateRelative
 from agentrl.algorithms.presets.teams import RoleFilter
+from agentrl.algorithms.replays.presets import BranchAdvantage
 from agentrl.algorithms.zoo.critics.presets import BiLevelGae
 from agentrl.algorithms.zoo.hindsight.presets import HindsightReturns
 from agentrl.algorithms.zoo.states.presets import PeerValues
-from agentrl.algorithms.zoo.trees.presets import BranchAdvantage
 from agentrl.errors import TrainingError
 from tests.algorithms.naive import (
     naive_bi_level,
