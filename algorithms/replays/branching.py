@@ -2,7 +2,7 @@
 `gateway`), to estimate the value of a call from several continuations.
 
 Branches join the group of their source before it is claimed; credit over trees of rollouts
-(`zoo.trees`) compares them. Always true: requests are deterministic, ids included, because
+(`presets`) compares them. Always true: requests are deterministic, ids included, because
 they depend only on ended rollouts that are no branches themselves. So a run that was killed between
 requesting and claiming requests nothing twice.
 """

@@ -15,6 +15,7 @@ from tests.algorithms.objective.test_sides import PUBLISHED as SIDE_CASES
 from tests.algorithms.objective.test_symbols import CASES as SYMBOL_CASES
 from tests.algorithms.presets.test_catalogue import CASES, refuses_rewards_of_more_than_rollouts
 from tests.algorithms.presets.test_turns import CASES as AGENT_CASES
+from tests.algorithms.replays.test_preset_credit import CASES as TREES
 from tests.algorithms.zoo.baselines.test_losses import CASES as BASELINES
 from tests.algorithms.zoo.critics.test_credit import CASES as CRITICS
 from tests.algorithms.zoo.gates.test_losses import CASES as GATES
@@ -23,7 +24,6 @@ from tests.algorithms.zoo.preferences.test_losses import PUBLISHED as PREFERENCE
 from tests.algorithms.zoo.process.test_credit import CASES as PROCESS
 from tests.algorithms.zoo.states.test_credit import CASES as STATES
 from tests.algorithms.zoo.teams.test_credit import CASES as TEAMS
-from tests.algorithms.zoo.trees.test_credit import CASES as TREES
 
 presets, modifiers = installed()
 

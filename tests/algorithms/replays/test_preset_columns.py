@@ -7,7 +7,7 @@ import random
 import pytest
 
 from agentrl.algorithms.credit.core import GroupRelative
-from agentrl.algorithms.zoo.trees.presets import BranchAdvantage
+from agentrl.algorithms.replays.presets import BranchAdvantage
 from tests.algorithms.credit.test_turns import SEEDS, agree, near
 from tests.algorithms.naive import (
     naive_siblings,

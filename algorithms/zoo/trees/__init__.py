@@ -1,1 +1,0 @@
-"""Credit of branching rollouts."""
