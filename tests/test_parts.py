@@ -77,7 +77,7 @@ def test_without_a_part_the_others_import_and_what_needs_it_says_so(name: str) -
     for kind in own.kinds:
         table, _, tag = kind.rpartition(".")
         settings.append(f"{table}.{fields.get(table, 'kind')}={tag}")
-    asked = json.dumps([[*own.commands], settings])
+    asked = json.dumps([[*own.commands], settings, [*own.stores]])
     env = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "without"), "WITHOUT_PARTS": name}
     command = [sys.executable, str(ROOT / "tests" / "without" / "look.py"), asked]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)

@@ -1,4 +1,5 @@
-"""Imports what installed parts contribute, and prints what commands and settings of others say."""
+"""Imports what installed parts contribute, and prints what commands, settings and stores of others
+say."""
 
 import json
 import sys
@@ -10,9 +11,11 @@ from click.testing import CliRunner
 from agentrl.base.parts import KINDS, parts
 from agentrl.cli.main import cli
 from agentrl.config import load
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, Invalid
+from agentrl.store import open_store
+from agentrl.store.urls import split_secret
 
-commands, settings = json.loads(sys.argv[1])
+commands, settings, schemes = json.loads(sys.argv[1])
 for part in parts():
     for kind in KINDS:
         for target in getattr(part, kind).values():
@@ -28,5 +31,12 @@ for setting in settings:
         load(Path("examples/staff/run.toml"), [setting])
     except ConfigError as error:
         sentences.append(str(error))
-assert len(sentences) == len(commands) + len(settings)
+for url in [f"{scheme}://me:hush@host/db" for scheme in schemes]:
+    for use in (open_store, split_secret):
+        try:
+            use(url)
+        except Invalid as error:
+            sentences.append(str(error))
+assert not any("hush" in sentence for sentence in sentences)
+assert len(sentences) == len(commands) + len(settings) + 2 * len(schemes)
 print(json.dumps({"parts": len(parts()), "sentences": sentences}))
