@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from agentrl.errors import Fenced, StoreError
 from agentrl.store.base import Store
-from agentrl.store.urls import scheme_of
+from agentrl.store.urls import backend_of
 
 __all__ = ["Fenced", "Store", "StoreError", "open_store"]
 
@@ -28,22 +28,4 @@ def open_store(
     missing or has too old a schema is an error. Leases use this machine's clock for a file, else
     the server's; tests pass another `clock` of unix seconds. Raises StoreError if the URL is
     invalid or the store cannot be opened."""
-    scheme = scheme_of(url)
-    if scheme in ("postgresql", "postgres"):
-        try:
-            from agentrl.store.postgres.store import PostgresStore
-        except ImportError as error:
-            raise StoreError(
-                f"postgresql:// needs psycopg ({error}): pip install 'agentrl[postgres]'."
-            ) from error
-        return PostgresStore(url, create=create, readonly=readonly, clock=clock)
-    if scheme in ("http", "https"):
-        from agentrl.store.http.client import connect
-
-        return connect(url, readonly=readonly)
-
-    from agentrl.store.sqlite.connection import Location
-    from agentrl.store.sqlite.store import SqliteStore
-
-    location = Location.parse(url, readonly=readonly)
-    return SqliteStore(location, create=create, clock=clock)
+    return backend_of(url).open(url, create=create, readonly=readonly, clock=clock)

@@ -1,77 +1,81 @@
-"""Store URLs: their schemes, and their forms without secrets for display and for processes."""
+"""Store URLs: which backend opens them, and their forms without secrets for display.
+
+A backend is found by the scheme, among SQLite, those of installed parts, and those that packages
+name by an entry point in the group `agentrl.stores`.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from difflib import get_close_matches
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+from agentrl.base import parts
 from agentrl.errors import Invalid
 
-SCHEMES = {
-    "sqlite": "sqlite:///path",
-    "postgresql": "postgresql://host/database",
-    "postgres": "postgresql://host/database",
-    "http": "http://host:port",
-    "https": "https://host:port",
-}
+if TYPE_CHECKING:
+    from agentrl.store.base import Store
+
+GROUP = "agentrl.stores"
+SQLITE = EntryPoint("sqlite", "agentrl.store.sqlite.backend:SQLITE", GROUP)
 BEGINNING = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|:/{0,2}|//)")
 
 
-def scheme_of(url: str) -> str | None:
-    """Return the scheme of a store's URL; None for a file path.
+class Opener(Protocol):
+    """Opens the store at a URL: see `agentrl.store.open_store`."""
 
-    Raises Invalid for an unknown scheme and for a misspelled URL such as `postgres//host/db`."""
+    def __call__(
+        self, url: str, *, create: bool, readonly: bool, clock: Callable[[], float] | None
+    ) -> Store: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBackend:
+    """The stores of a scheme. Its module imports drivers only where they are used."""
+
+    form: str  # of its URLs, for messages: "postgresql://host/database"
+    open: Opener
+    # A URL -> the same without its secret, and an environment variable with the secret from which
+    # `open` takes it. AGENTRL_STORE_ begins the variable's name, so that no other program gets it.
+    split_secret: Callable[[str], tuple[str, dict[str, str]]] = lambda url: (url, {})
+    backup: Callable[[str, Path], None] | None = None  # copies the store at a URL to a new file
+
+
+def backend_of(url: str) -> StoreBackend:
+    """Return the backend of a URL, or of the path of an SQLite file.
+
+    Raises Invalid for an unknown scheme, for a misspelled URL such as `postgres//host/db`, and for
+    the scheme of a part that is not installed."""
     begins = BEGINNING.match(url)
-    if begins is None:
-        return None
-    scheme, separator = begins.groups()
-    if separator == "://" and scheme in SCHEMES:
-        return scheme
-    near = get_close_matches(scheme.lower(), SCHEMES, n=1)
-    if not near and separator != "://":
-        return None
-    forms = (
-        SCHEMES[near[0]]
-        if near
-        else "sqlite:///path, postgresql://host/database or http://host:port"
-    )
-    raise Invalid(f"Store URL {split_password(url)[0]!r} is invalid: write it as {forms}.")
-
-
-def split_password(url: str) -> tuple[str, str | None]:
-    """Return the URL without its password, and the password if it has one."""
-    parts = urlsplit(url)
-    address, password = parts.netloc, None
-    user, at, host = address.rpartition("@")
-    name, colon, secret = user.partition(":")
-    if at and colon:
-        address, password = f"{name}@{host}", unquote(secret)
-    options = parse_qsl(parts.query, keep_blank_values=True)
-    kept = [(key, value) for key, value in options if key != "password"]
-    if len(kept) < len(options):
-        password = dict(options)["password"]
-    query = urlencode(kept, quote_via=quote, safe="/") if len(kept) < len(options) else parts.query
-    if address == parts.netloc and query == parts.query:
-        return url, password
-    public = urlunsplit((parts.scheme, address, parts.path, query, parts.fragment))
-    if "://" not in public:
-        public = public.replace(":", "://", 1)
-    return public, password
+    scheme, separator = begins.groups() if begins else ("", "")
+    backends = EntryPoints([SQLITE, *parts.installed_plugins("stores")])
+    if separator == "://" and scheme in backends.names:
+        return _load(backends, scheme)
+    near = get_close_matches(scheme.lower(), {*backends.names, *parts.known("stores")}, n=1)
+    if begins is None or (not near and separator != "://"):
+        return _load(backends, SQLITE.name)
+    # Anything before an @ or after a ? may be a secret.
+    shown = begins[0] + url[begins.end() :].rpartition("@")[2].partition("?")[0]
+    if near and (why := parts.missing("stores", near[0])):
+        raise Invalid(f"Store URL {shown!r} cannot be opened: {near[0]}: {why}.")
+    if near:
+        forms = [_load(backends, near[0]).form]
+    else:  # a backend may have several schemes
+        known = (_load(backends, name) for name in sorted(backends.names, reverse=True))
+        forms = [*{one.open: one.form for one in known}.values()]
+    form = " or ".join([", ".join(forms[:-1]), forms[-1]] if forms[1:] else forms)
+    raise Invalid(f"Store URL {shown!r} is invalid: write it as {form}.")
 
 
 def split_secret(url: str) -> tuple[str, dict[str, str]]:
     """Return a store's URL without its password or key, and an environment variable with it."""
-    scheme, _, _ = url.partition("://")
-    if scheme in ("postgresql", "postgres"):
-        public, password = split_password(url)
-        return public, {} if password is None else {"PGPASSWORD": password}
-    if scheme not in ("http", "https"):
-        return url, {}
-    parts = urlsplit(url)
-    _, _, host = parts.netloc.rpartition("@")
-    options = parse_qsl(parts.query, keep_blank_values=True)
-    key = unquote(parts.username or parts.password or "") or dict(options).get("key")
-    query = urlencode([(name, value) for name, value in options if name != "key"])
-    public = urlunsplit((parts.scheme, host, parts.path, query, parts.fragment))
-    return public, {"AGENTRL_STORE_KEY": key} if key else {}
+    return backend_of(url).split_secret(url)
+
+
+def _load(backends: EntryPoints, scheme: str) -> StoreBackend:
+    backend: StoreBackend = backends[scheme].load()
+    return backend

@@ -6,6 +6,7 @@ import hmac
 import os
 import ssl
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import ip_address
 
 from agentrl.errors import ConfigError
@@ -17,6 +18,21 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_loopback_host(host: str) -> bool:
+    """`is_loopback` for a host from a URL too, in which an IPv6 address has brackets."""
+    return is_loopback(host.removeprefix("[").removesuffix("]"))
+
+
+@lru_cache(64)
+def is_for_this_machine(host: bytes) -> bool:
+    """Whether the header Host names this machine. Otherwise a web page may have resolved its own
+    name to this address (DNS rebinding) to read a server through its visitor's browser."""
+    name = host.decode("latin-1").lower()
+    if not name.endswith("]"):  # an IPv6 address without a port
+        name = name.rpartition(":")[0] or name
+    return not name or is_loopback_host(name)
 
 
 def read_key(variable: str, setting: str, what: str) -> str:

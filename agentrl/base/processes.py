@@ -27,8 +27,10 @@ RESTARTS = 20  # deaths of a runner in a row, without a finished rollout, that e
 STEADY = 300.0  # seconds of uptime that reset a runner's count of deaths
 PAUSE = 1.0  # seconds before a runner is restarted
 PARENT = "AGENTRL_PARENT"  # pid of the parent, with which this process dies
-# Environment variables of the run's own processes, all of them sealed, but not of other programs.
+# Environment variables of the run's own processes, all of them sealed, but not of other programs;
+# neither are those that begin with STORE_SECRET, in which backends of the store find theirs.
 SECRETS = {"AGENTRL_STORE_KEY", "PGPASSWORD", "AGENTRL_AGENT_ENV"}
+STORE_SECRET = "AGENTRL_STORE_"
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
@@ -85,8 +87,9 @@ def environment() -> dict[str, str]:
 
 
 def environment_without_secrets() -> dict[str, str]:
-    """This process's environment without SECRETS, for programs that are not sealed."""
-    return {name: value for name, value in os.environ.items() if name not in SECRETS}
+    """This process's environment without secrets, for programs that are not sealed."""
+    kept = os.environ.keys() - SECRETS
+    return {name: os.environ[name] for name in kept if not name.startswith(STORE_SECRET)}
 
 
 @dataclass(slots=True)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import subprocess
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,16 +12,17 @@ import click
 import msgspec
 from rich.filesize import decimal
 
-from agentrl.errors import ConfigError, NotFound, StoreError
+from agentrl.cli import StoreGroup
+from agentrl.errors import NotFound, StoreError
 from agentrl.store import Store, open_store
 from agentrl.store.records import Pruned
-from agentrl.store.urls import scheme_of, split_secret
+from agentrl.store.urls import backend_of, split_secret
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 T = TypeVar("T")
 
 
-@click.group()
+@click.group(cls=StoreGroup)
 def store() -> None:
     """Serve, inspect and maintain a store."""
 
@@ -37,73 +35,6 @@ def age(_: click.Context, __: click.Parameter, value: str | None) -> float | Non
     if parts is None:
         raise click.BadParameter(f"{value!r} is no age: write it like 90s, 30m, 12h, 7d or 2w.")
     return float(parts[1]) * UNITS[parts[2]]
-
-
-@store.command()
-@click.argument("url")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=7411, show_default=True, help="0 for any free port.")
-@click.option(
-    "--keys",
-    "file",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="File with a line per key: admin:KEY, runner:KEY or reader:KEY; for one run only"
-    " runner@RUN:KEY or reader@RUN:KEY; with ;until=YYYY-MM-DD if it expires. Changes take effect"
-    " without a restart.",
-)
-@click.option("--max-body", default=64, show_default=True, help="MiB of one request.")
-@click.option(
-    "--processes",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Processes that serve together, each on a core of its own.",
-)
-@click.option("--keep-last", type=int, metavar="N", help="Prune hourly, keep the last N steps.")
-@click.option(
-    "--older-than", callback=age, metavar="AGE", help="Prune hourly what ended before AGE, as 7d."
-)
-def serve(
-    url: str,
-    host: str,
-    port: int,
-    file: Path | None,
-    max_body: int,
-    processes: int,
-    keep_last: int | None,
-    older_than: float | None,
-) -> None:
-    """Serve the store at URL to other machines over HTTP, until SIGTERM.
-
-    Keys come from --keys or the variable AGENTRL_STORE_KEYS, never from the command line, which
-    every user of the machine can read. Without keys only this machine is served. A key with scope
-    runner may claim, record and end rollouts; reader may only read; admin may do everything.
-    Clients open http://KEY@HOST:PORT, or http://HOST:PORT with the key in AGENTRL_STORE_KEY. With
-    --keep-last or --older-than, the server prunes like `agentrl store prune`."""
-    try:
-        from agentrl.store.http.keys import VARIABLE, KeyFile, Keys
-        from agentrl.store.http.serve import Retention, run
-    except ImportError as error:
-        raise ConfigError(f"{error.name} is missing: pip install 'agentrl[server]'") from None
-
-    if url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url} is a server already: give the URL of the store behind it")
-    if file is not None:
-        keys: Keys | KeyFile = KeyFile(file)
-    else:
-        given = os.environ.get(VARIABLE)
-        keys = Keys() if given is None else Keys.parse(given, VARIABLE)
-    limited = keep_last is not None or older_than is not None
-    retention = Retention(keep_last, older_than) if limited else None
-    run(
-        partial(open_store, url),
-        host,
-        port,
-        keys,
-        largest=max_body * 2**20,
-        retention=retention,
-        processes=processes,
-    )
 
 
 store_option = click.option(
@@ -147,21 +78,12 @@ def vacuum(url: str | None) -> None:
 @click.argument("url")
 @click.argument("file", type=click.Path(path_type=Path))
 def backup(url: str, file: Path) -> None:
-    """Copy the store at URL, an SQLite file or a PostgreSQL database, to FILE; runs may be live."""
-    scheme = scheme_of(url) or "sqlite"
-    if file.exists() or scheme.startswith("http"):
-        raise StoreError(f"Name a new file and the store behind a server, not {file} and {url}.")
-    if scheme == "sqlite":
-        from agentrl.store.sqlite.connection import Location
-
-        Location.parse(url).backup(file)
-    else:
-        address, secret = split_secret(url)
-        command = ["pg_dump", "--format=custom", f"--file={file}", f"--dbname={address}"]
-        try:
-            subprocess.run(command, env=os.environ | secret, check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise StoreError(f"The database was not copied: {error}.") from None
+    """Copy the store at URL, a file or a database, to FILE; runs may be live."""
+    copy = backend_of(url).backup
+    if file.exists() or copy is None:
+        shown, _ = split_secret(url)
+        raise StoreError(f"Name a new file and the store behind a server, not {file} and {shown}.")
+    copy(url, file)
     click.echo(f"{decimal(file.stat().st_size)} in {file}")
 
 

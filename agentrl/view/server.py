@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
-import uvicorn
 from msgspec.json import encode
 from starlette import responses
 from starlette.applications import Starlette
@@ -23,17 +22,18 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
-from agentrl.errors import Forbidden, Invalid, NotFound, StoreError, Unavailable
+from agentrl.base.access import Access, is_for_this_machine, is_loopback_host
+from agentrl.base.asgi_server import listen, run_loop, serve
+from agentrl.errors import ConfigError, Forbidden, Invalid, NotFound, StoreError, Unavailable
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.store.http.keys import Keys, is_for_this_machine, is_loopback_host
-from agentrl.store.http.serve import listen, serve
 from agentrl.store.urls import split_secret
 from agentrl.view.live import ChangeFeed
 from agentrl.view.pages import Page, Pages
 from agentrl.view.templates import STATIC, render
 
 KEY, COOKIE = "AGENTRL_VIEW_KEY", "agentrl-view"
+SHORTEST_KEY = 8  # characters
 EXPLAIN = 120.0  # timeout of a rollout's explanation in seconds
 STATUS = {NotFound: 404, Invalid: 400, KeyError: 400, Forbidden: 403, Unavailable: 503}
 SECURITY = {
@@ -81,8 +81,8 @@ class ViewApp:
     """Pages, their data as JSON, and the stream of changes. Invariants: it answers only GET and
     HEAD, without a key only requests to this machine's name, and writes nothing."""
 
-    def __init__(self, store: Store, keys: Keys, url: str) -> None:
-        self._keys, self._url, self._pages = keys, url, Pages(store)
+    def __init__(self, store: Store, access: Access, url: str) -> None:
+        self._access, self._url, self._pages = access, url, Pages(store)
         self._feed, self._explaining = ChangeFeed(store), asyncio.Semaphore(1)
         routes: list[Any] = [Route(path, self._answer(shown)) for path, shown in PATHS.items()]
         routes += [
@@ -113,13 +113,13 @@ class ViewApp:
         """The response to a request that is refused; None for a permitted one."""
         if request.method not in ("GET", "HEAD"):
             return _sentence("Only GET is answered here: nothing can be written.", 405)
-        if not self._keys:
+        if not self._access.keys:
             if is_for_this_machine(request.headers.get("host", "").encode("latin-1")):
                 return None
             return _sentence("Without a key this is only served as localhost or 127.0.0.1.", 403)
         given = request.query_params.get("key")
         key = request.cookies.get(COOKIE, "") if given is None else given
-        if self._keys.caller(f"Bearer {key}".encode(), 0.0) is None:
+        if not self._access.allows(key):
             text = "The key is missing or wrong: open the address that agentrl view printed."
             return _sentence(text, 401)
         if given is None:
@@ -177,6 +177,13 @@ async def _refusal(_: Request, error: Exception) -> responses.Response:
     return _sentence(f"The address lacks {error.args[0]}=." if lacks else str(error), status)
 
 
+def _access(key: str) -> Access:
+    """Who may look; without a key everybody on this machine. Raises ConfigError for a weak key."""
+    if key and not (len(key) >= SHORTEST_KEY and key.isascii() and key.isprintable()):
+        raise ConfigError(f"{KEY}: give a key of at least {SHORTEST_KEY} ASCII characters")
+    return Access(keys=(key,) if key else ())
+
+
 def run(url: str, host: str, port: int, *, start: str = "/", browse: bool = False) -> None:
     """Run the server until it is stopped; prints its address. Raises ConfigError for a port in use
     and StoreError for an unreadable store.
@@ -184,7 +191,7 @@ def run(url: str, host: str, port: int, *, start: str = "/", browse: bool = Fals
     If other machines can reach it, it requires a key: that of AGENTRL_VIEW_KEY, or a new one in the
     printed address."""
     key = os.environ.get(KEY) or ("" if is_loopback_host(host) else secrets.token_urlsafe(24))
-    keys = Keys.parse(f"admin:{key}", KEY) if key else Keys()
+    access = _access(key)
     query = f"?{urlencode({'key': key})}" if key else ""
 
     async def main() -> None:
@@ -198,9 +205,7 @@ def run(url: str, host: str, port: int, *, start: str = "/", browse: bool = Fals
                 if browse:
                     webbrowser.open(address)
 
-            await serve(ViewApp(store, keys, url), listening, ready)
+            await serve(ViewApp(store, access, url), listening, ready)
 
-    with listen(host, port, keys) as listening:
-        factory = uvicorn.Config("", loop="auto").get_loop_factory()
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(main())
+    with listen(host, port) as listening:
+        run_loop(main())

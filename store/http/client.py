@@ -27,11 +27,11 @@ from agentrl.errors import Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store import limits, rows
 from agentrl.store.base import Store
 from agentrl.store.http import wire
+from agentrl.store.http.backend import VARIABLE
 from agentrl.store.http.connections import CONNECT, Connections, NotHttp
 from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
 from agentrl.types import StepCommit
 
-VARIABLE = "AGENTRL_STORE_KEY"
 PATIENCE = 60.0  # seconds for which a call is retried
 BACKOFF, LONGEST = 0.05, 1.0  # seconds before a retry: the first, which doubles, and the maximum
 SILENCE = wire.POLL + 30.0  # seconds without a byte after which the connection counts as lost

@@ -20,7 +20,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.base.access import is_loopback
 from agentrl.errors import ConfigError, Forbidden, Invalid
 from agentrl.store.base import Store
 from agentrl.store.http.wire import CLAIM_SECRET, KeyScope
@@ -151,21 +150,6 @@ def _entry(word: str) -> tuple[bytes, KeyGrant]:
         time = datetime.fromisoformat(date)
         until = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
     return key.encode(), KeyGrant(KeyScope(kind), run, until)
-
-
-def is_loopback_host(host: str) -> bool:
-    """Whether this host name or address, possibly from a URL, always means this machine."""
-    return is_loopback(host.removeprefix("[").removesuffix("]"))
-
-
-@lru_cache(64)
-def is_for_this_machine(host: bytes) -> bool:
-    """Whether the header Host names this machine. Otherwise a web page may have resolved its own
-    name to this address (DNS rebinding) to read the store through its visitor's browser."""
-    name = host.decode("latin-1").lower()
-    if not name.endswith("]"):  # an IPv6 address without a port
-        name = name.rpartition(":")[0] or name
-    return not name or is_loopback_host(name)
 
 
 class Claims:

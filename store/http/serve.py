@@ -8,78 +8,23 @@ import logging
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
 
-import uvicorn
-from starlette.types import Receive, Scope, Send
-
-from agentrl.base.processes import allow_files, seal
+from agentrl.base import asgi_server
+from agentrl.base.access import is_loopback_host
+from agentrl.base.asgi_server import AsgiServer, run_loop
+from agentrl.base.processes import seal
 from agentrl.errors import AgentRLError, ConfigError, StoreError, user_message
 from agentrl.store.base import Store
-from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, is_loopback_host
-from agentrl.store.http.request_limits import ConnectionLimits, LimitedProtocol
+from agentrl.store.http.keys import VARIABLE, KeyFile, Keys
 from agentrl.store.http.server import StoreApp
 from agentrl.store.http.workers import Workers, end_with_parent
 from agentrl.store.sql.maintenance import limits
 from agentrl.store.sql.store import SqlStore
 
 log = logging.getLogger("agentrl.store")
-BACKLOG = 4096  # connections waiting to be accepted
-OWN_FILES = 256  # file descriptors for the server itself
-UNREAD = 60_000  # milliseconds until a response that the client does not read is dropped
-GRACE = 10  # seconds for calls in progress after SIGTERM
-
-
-class DrainingApp(Protocol):
-    """An application whose `drain` ends its long polls."""
-
-    def drain(self) -> None: ...
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
-
-
-class StoreServer(uvicorn.Server):
-    """At shutdown, ends the long polls, then waits for calls in progress."""
-
-    def __init__(self, app: DrainingApp, ready: Callable[[StoreServer], None]) -> None:
-        self._app, self._ready = app, ready
-        limits = ConnectionLimits(allow_files() - OWN_FILES)
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=cast(type[asyncio.Protocol], partial(LimitedProtocol, limits)),
-                proxy_headers=not isinstance(app, StoreApp),  # its limits apply to the peer
-                access_log=False,
-                log_level="warning",
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                date_header=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=75,  # longer than the client's, which then closes first
-                timeout_graceful_shutdown=GRACE,  # else an incomplete request blocks the shutdown
-            )
-        )
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready(self)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.drain()
-        await super().shutdown(sockets)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Only request a shutdown: uvicorn's raises the signal again before the store is closed."""
-        if threading.current_thread() is threading.main_thread():
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.handle_exit, number, None)
-        yield
 
 
 def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
@@ -90,30 +35,14 @@ def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
             f"--host {host}: other machines could write to the store; give keys with --keys FILE or"
             f" {VARIABLE}, or bind to 127.0.0.1"
         )
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"the server cannot listen on {host} port {port} ({error}); choose another --port, or 0"
-            " for any free one"
-        ) from error
-    # Connections inherit NODELAY; the event loop sets it only on sockets that it creates. Without
-    # it the body of a response, written after the headers, waits 40 ms for their acknowledgement.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if sys.platform.startswith("linux"):
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD)
-    return listening
+    return asgi_server.listen(host, port)
 
 
 async def serve(
-    app: DrainingApp,
-    listening: socket.socket,
-    ready: Callable[[StoreServer], None] = lambda _: None,
+    app: StoreApp, listening: socket.socket, ready: Callable[[AsgiServer], None]
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `should_exit` of the server, which is passed to `ready`. Calls
-    in progress are finished, unless they take longer than GRACE."""
-    await StoreServer(app, ready).serve([listening])
+    """Serve, with limits of connections that apply to the peer, which may be a proxy."""
+    await asgi_server.serve(app, listening, ready, proxied=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +82,7 @@ def run(
     with listen(host, port, keys) as listening:
         bound = listening.getsockname()[1]
 
-        def ready(_: StoreServer) -> None:
+        def ready(_: AsgiServer) -> None:
             print(f"Serving at http://{f'[{host}]' if ':' in host else host}:{bound}", flush=True)
 
         async def main() -> None:
@@ -177,7 +106,7 @@ def run_worker(
     """Serve as one of several processes, until SIGTERM or the end of the one that started it."""
     seal()
 
-    def ready(server: StoreServer) -> None:
+    def ready(server: AsgiServer) -> None:
         end_with_parent(lambda: server.handle_exit(signal.SIGTERM, None))
 
     async def main() -> None:
@@ -189,12 +118,6 @@ def run_worker(
     except AgentRLError as error:
         log.warning("worker: %s", user_message(error))
         sys.exit(1)
-
-
-def run_loop(main: Coroutine[None, None, None]) -> None:
-    factory = uvicorn.Config("", loop="auto").get_loop_factory()
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(main)
 
 
 async def ended(task: asyncio.Task[None]) -> None:

@@ -28,18 +28,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from agentrl.base.access import is_for_this_machine
 from agentrl.errors import Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
-from agentrl.store.http.keys import (
-    Claims,
-    KeyFile,
-    KeyGrant,
-    Keys,
-    is_for_this_machine,
-    with_secret,
-)
-from agentrl.store.http.request_limits import BodyReader
+from agentrl.store.http.bodies import BodyReader
+from agentrl.store.http.keys import Claims, KeyFile, KeyGrant, Keys, with_secret
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, KeyScope, Verb
 from agentrl.store.sql.repeats import IdempotentCall, start_call
 

@@ -18,8 +18,8 @@ from psycopg.rows import DictRow, dict_row
 from psycopg.types.numeric import Int8Dumper
 
 from agentrl.errors import Invalid, Unavailable
+from agentrl.store.postgres.backend import split_password
 from agentrl.store.sql.database import Parameters, Statement
-from agentrl.store.urls import split_password
 
 log = logging.getLogger("agentrl.store")
 STARTING = 60.0  # seconds to wait for a server that reports that it is starting or stopping

@@ -63,7 +63,6 @@ class PostgresStore(SqlStore):
             session,
             PostgresReadPool(server),
             feed,
-            notify=lambda topics, _: feed.notify(topics),
             stop_listening=listener.close,
             shrink=server.vacuum,
         )

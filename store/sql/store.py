@@ -67,9 +67,9 @@ class NoWriter(Writer):
 
 
 class SqlStore:
-    """See `agentrl.store.base.Store` for the verbs. Calls `notify` with the topics of every commit;
-    `stop_listening` stops the thread that listens to other processes; `shrink` returns free space
-    to the file system. Without a `session` the store is read-only."""
+    """See `agentrl.store.base.Store` for the verbs. `stop_listening` stops the thread that listens
+    to other processes; `shrink` returns free space to the file system. Without a `session` the
+    store is read-only."""
 
     def __init__(
         self,
@@ -78,7 +78,6 @@ class SqlStore:
         read_pool: ReadPool,
         feed: Feed,
         *,
-        notify: Callable[[int, int], None],
         stop_listening: Callable[[], None],
         shrink: Callable[[], None],
     ) -> None:
@@ -87,7 +86,7 @@ class SqlStore:
         self._stop_listening, self._shrink = stop_listening, shrink
         self._readers = ReaderThreads(read_pool)
         name = read_pool.name
-        self._writer = NoWriter(name) if session is None else Writer(name, session, notify)
+        self._writer = NoWriter(name) if session is None else Writer(name, session, feed.notify)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)

@@ -176,10 +176,10 @@ class _Notices:
 
 
 class Writer:
-    """Group commit. Calls `notify(topics, told)` after every commit with changes: `topics` for
-    waiters of this process, `told` for other processes."""
+    """Group commit. Calls `notify` with the topics of every commit with changes, for waiters of
+    this process; the session notifies other processes."""
 
-    def __init__(self, name: str, session: Session, notify: Callable[[int, int], None]) -> None:
+    def __init__(self, name: str, session: Session, notify: Callable[[int], None]) -> None:
         self._name, self._session, self._notify = name, session, notify
         self._lock = threading.Lock()  # held to post, to close and to fail
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()  # None, of `close`, is the last
@@ -244,20 +244,19 @@ class Writer:
 
     def _execute(self, group: list[_Job], last: bool) -> None:
         """Commit a group of verbs, answer them, and notify others if it is time."""
-        topics, told = self._commit(group) if group else (0, 0)
+        topics = self._commit(group) if group else 0
         resolve((job.future, job.error or job.result) for job in group)
-        if not told and self._notices.owed and (last or self._notices.wait() <= 0.0):
-            told = self._tell()
-        if topics or told:
-            self._notify(topics, told)
+        if self._notices.owed and (last or self._notices.wait() <= 0.0):
+            self._tell()
+        if topics:
+            self._notify(topics)
 
-    def _tell(self) -> int:
-        """Notify other processes outside a transaction with changes; return the topics."""
-        told = self._notices.owed
-        self._notices.sent(told, 0)
+    def _tell(self) -> None:
+        """Notify other processes outside a transaction with changes."""
+        owed = self._notices.owed
+        self._notices.sent(owed, 0)
         with suppress(*self._session.errors):  # they also poll occasionally
-            self._session.tell(told)
-        return told
+            self._session.tell(owed)
 
     def _ended(self, error: BaseException) -> Unavailable:
         ended = Unavailable(
@@ -269,9 +268,8 @@ class Writer:
 
     # -- one transaction ---------------------------------------------------------------------------
 
-    def _commit(self, jobs: list[_Job]) -> tuple[int, int]:
-        """Execute one transaction; return its topics, and those that others were notified of.
-        Errors are stored in the jobs."""
+    def _commit(self, jobs: list[_Job]) -> int:
+        """Execute one transaction and return its topics. Errors are stored in the jobs."""
         since = time.monotonic()
         while True:
             try:
@@ -286,11 +284,11 @@ class Writer:
                     continue
                 for job in jobs:
                     job.error = job.error or self._session.to_store_error(error)
-                return 0, 0
+                return 0
 
     def _transact(
         self, jobs: list[_Job], run: Callable[[list[_Job], Transaction], None], since: float
-    ) -> tuple[int, int]:
+    ) -> int:
         group = Transaction(self._session.conn, self._session.begin(), self._known)
         if self._stalled or time.monotonic() - since > STALL:
             group.extend_leases()
@@ -301,7 +299,7 @@ class Writer:
         self._known.keep(group.seen)
         self._notices.sent(told, group.topics)
         self._stalled = time.monotonic() - since > STALL
-        return group.topics, told
+        return group.topics
 
     def _run(self, jobs: list[_Job], tx: Transaction) -> None:
         bulks: dict[Any, list[_Job]] = defaultdict(list)

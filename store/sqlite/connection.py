@@ -212,10 +212,12 @@ class SqliteSession(_Connections):
         location: Location,
         file: StoreFile,
         committed: Callable[[sqlite3.Connection], None],
+        notify_others: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
         super().__init__(location, file)
         self._clock, self._committed = clock, committed  # called after every commit
+        self._notify_others = notify_others
         self.conn = location.connect()  # waits while another process recovers or closes the file
         self.conn.execute("pragma busy_timeout = 0")  # from here on `begin` waits by itself
 
@@ -232,9 +234,11 @@ class SqliteSession(_Connections):
     def commit(self, topics: int) -> None:
         self.conn.execute("commit")
         self._committed(self.conn)
+        if topics:
+            self._notify_others(topics)
 
     def tell(self, topics: int) -> None:
-        """Do nothing: `SqliteStore` notifies other processes."""
+        self._notify_others(topics)
 
     def rollback(self) -> None:
         if self.conn.in_transaction:

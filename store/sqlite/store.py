@@ -31,11 +31,6 @@ class SqliteStore(SqlStore):
         notifier = ChangeNotifier(location, file, feed.notify)
         checkpoints = None if location.readonly else WalCheckpointer(location)
 
-        def notify(topics: int, told: int) -> None:
-            feed.notify(topics)
-            if told:
-                notifier.notify_others(told)
-
         def stop_listening() -> None:
             notifier.close()
             if checkpoints is not None:
@@ -43,14 +38,15 @@ class SqliteStore(SqlStore):
 
         session = None
         if checkpoints is not None:
-            session = SqliteSession(location, file, checkpoints.committed, clock or time.time)
+            session = SqliteSession(
+                location, file, checkpoints.committed, notifier.notify_others, clock or time.time
+            )
         read_pool = SqliteReadPool(location, file)
         super().__init__(
             location.url,
             session,
             read_pool,
             feed,
-            notify=notify,
             stop_listening=stop_listening,
             shrink=location.vacuum,
         )

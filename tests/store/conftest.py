@@ -115,11 +115,11 @@ def serving() -> Callable[..., contextlib.AbstractContextManager[str]]:
 @contextlib.contextmanager
 def _serving(url: str, keys: str = "", *, largest: int = 2**26, **options: Any) -> Iterator[str]:
     from agentrl.store.http.keys import Keys
-    from agentrl.store.http.serve import StoreServer, listen, serve
+    from agentrl.store.http.serve import AsgiServer, listen, serve
     from agentrl.store.http.server import StoreApp
 
     known = Keys.parse(keys, "keys") if keys else Keys()
-    servers: SimpleQueue[StoreServer] = SimpleQueue()
+    servers: SimpleQueue[AsgiServer] = SimpleQueue()
 
     async def main() -> None:
         async with open_store(url, **options) as store:

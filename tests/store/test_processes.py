@@ -94,18 +94,22 @@ async def test_of_many_commits_others_are_told_at_once_and_of_the_last(
         monkeypatch.setattr(listener, "SLOW", 60.0)
 
     async with open_store(url) as one, open_store(url) as other, asyncio.timeout(30):
-        notify, started = one._writer._notify, time.monotonic()
+        session, started = one._writer._session, time.monotonic()
 
-        def count(topics: int, others: int) -> None:
-            told.append(others)
-            notify(topics, others)
+        def counted(notify: Callable[[int], None]) -> Callable[[int], None]:
+            def count(topics: int) -> None:
+                told.append(topics)
+                notify(topics)
+
+            return count
 
         async def follow() -> None:
             cursor = 0
             while cursor < steps + 1:
                 cursor = await other.wait(cursor)
 
-        monkeypatch.setattr(one._writer, "_notify", count)
+        monkeypatch.setattr(session, "commit", counted(session.commit))
+        monkeypatch.setattr(session, "tell", counted(session.tell))
         following = asyncio.create_task(follow())
         await one.open_run("run", {})
         for step in range(steps):

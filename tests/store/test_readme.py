@@ -11,7 +11,9 @@ from agentrl.store.http.wire import READERS, VERBS, KeyScope
 from agentrl.store.rows import from_blob
 from agentrl.store.sql import database
 
-PAGE = (database.SQL_FOLDER.parent / "README.md").read_text(encoding="utf-8")
+FOLDER = database.SQL_FOLDER.parent
+PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
+SERVING = (FOLDER / "http" / "README.md").read_text(encoding="utf-8")
 ROWS = re.findall(
     r"^\| (\d)[^|]*\| `([\d ]+)` \| `([\d ]+)` \| (none|\d) \| `([\d ]+)` \|$", PAGE, re.MULTILINE
 )
@@ -41,8 +43,8 @@ async def test_the_token_tree(tmp_path: Path, kit) -> None:
 
 
 def test_the_scopes() -> None:
-    (row,) = re.findall(r"^\| `runner` \| (.+), and", PAGE, re.MULTILINE)
+    (row,) = re.findall(r"^\| `runner` \| (.+), and", SERVING, re.MULTILINE)
     allowed = {name for name, verb in VERBS.items() if KeyScope.RUNNER in verb.scopes}
     assert set(re.findall(r"`(\w+)`", row)) == allowed
-    (row,) = re.findall(r"^\| `reader` \| (.+) \|$", PAGE, re.MULTILINE)
+    (row,) = re.findall(r"^\| `reader` \| (.+) \|$", SERVING, re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", row)) == READERS

@@ -456,12 +456,12 @@ async def test_a_verb_that_makes_a_rollout_claimable_hastens_the_notification(
                     patient.set()
                 return jobs.get(timeout=timeout)
 
-        def notify(_: int, others: int) -> None:
-            if others & QUEUE:
+        def notify_others(topics: int) -> None:
+            if topics & QUEUE:
                 loop.call_soon_threadsafe(told.set)
 
         monkeypatch.setattr(store._writer, "_jobs", Watched())
-        monkeypatch.setattr(store._writer, "_notify", notify)
+        monkeypatch.setattr(store._writer._session, "_notify_others", notify_others)
         for topics in (0, 0, QUEUE):  # the first is sent at once
             await post(lambda tx, topics=topics: tx.add_event("run", "rollout", "a", topics))
             if topics == 0 and store._writer._notices.owed:

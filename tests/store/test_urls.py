@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.base.processes import environment_without_secrets
 from agentrl.errors import Invalid
 from agentrl.store import open_store
-from agentrl.store.urls import scheme_of, split_secret
+from agentrl.store.sqlite.backend import SQLITE
+from agentrl.store.urls import backend_of, split_secret
 
 
 @pytest.mark.parametrize(
@@ -59,10 +61,53 @@ def test_a_misspelled_url_is_no_file(
 
 @pytest.mark.parametrize("path", ["runs/store.db", "/tmp/x.db", "runs//s.db", "sqlite/s.db", "s"])
 def test_a_path_is_a_file(path: str) -> None:
-    assert scheme_of(path) is None
+    assert backend_of(path) is SQLITE
 
 
-def test_a_misspelled_url_does_not_tell_its_password() -> None:
-    with pytest.raises(Invalid) as raised:
-        scheme_of("postgre://me:secret@host/db")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgre://me:secret@host/db",
+        "postgres//me:secret@host/db",
+        "htp://secret@host:7411",
+        "redis://host?key=secret",
+    ],
+)
+def test_a_misspelled_url_does_not_tell_its_password(url: str) -> None:
+    with pytest.raises(Invalid, match="host") as raised:
+        backend_of(url)
     assert "secret" not in str(raised.value)
+
+
+PACKAGE = """
+from agentrl.store import open_store
+from agentrl.store.urls import StoreBackend
+
+def open_folder(url, **options):
+    return open_store(url.removeprefix("folder://") + "/store.db", **options)
+
+def split_secret(url):
+    public, _, key = url.partition("#")
+    return public, {"AGENTRL_STORE_WORD": key}
+
+FOLDER = StoreBackend(form="folder://path", open=open_folder, split_secret=split_secret)
+"""
+
+
+async def test_a_package_adds_a_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder_store.py").write_text(PACKAGE)
+    package = tmp_path / "folder_store-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: folder-store\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[agentrl.stores]\nfolder = folder_store:FOLDER\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with open_store(f"folder://{tmp_path}", readonly=False) as store:
+        await store.open_run("run", {})
+    assert (tmp_path / "store.db").exists()
+    assert split_secret("folder://a#hush") == ("folder://a", {"AGENTRL_STORE_WORD": "hush"})
+    with pytest.raises(Invalid, match="write it as folder://path"):
+        open_store(f"foldr://{tmp_path}")
+    with pytest.raises(Invalid, match=r"sqlite:///path, .*folder://path"):
+        open_store("redis://host")
+    monkeypatch.setenv("AGENTRL_STORE_WORD", "hush")
+    assert "hush" not in environment_without_secrets().values()

@@ -1,4 +1,5 @@
-"""Imports what installed parts contribute, and prints what commands and settings of others say."""
+"""Imports what installed parts contribute, and prints what commands, settings and stores of others
+say."""
 
 import json
 import sys
@@ -11,9 +12,11 @@ from agentrl.base.loading import load_attribute
 from agentrl.base.parts import KINDS, parts
 from agentrl.cli.main import cli
 from agentrl.config import from_store, load
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, Invalid
+from agentrl.store import open_store
+from agentrl.store.urls import split_secret
 
-commands, settings, kinds, libraries = json.loads(sys.argv[1])
+commands, settings, kinds, libraries, schemes = json.loads(sys.argv[1])
 for part in parts():
     for kind in KINDS:
         for target in getattr(part, kind).values():
@@ -34,8 +37,15 @@ for module in libraries:
         load_attribute(f"{module}:x", Path(), key="agent.path")
     except ConfigError as error:
         sentences.append(str(error))
-assert len(sentences) == len(commands) + len(settings) + len(libraries)
 for kind in kinds:  # a run that uses another kind was stored where the part is installed
     table, _, tag = kind.rpartition(".")
     from_store({table: {tag: {"x": 1}}})
+for url in [f"{scheme}://me:hush@host/db" for scheme in schemes]:
+    for use in (open_store, split_secret):
+        try:
+            use(url)
+        except Invalid as error:
+            sentences.append(str(error))
+assert not any("hush" in sentence for sentence in sentences)
+assert len(sentences) == len(commands) + len(settings) + len(libraries) + 2 * len(schemes)
 print(json.dumps({"parts": len(parts()), "sentences": sentences}))

@@ -18,8 +18,10 @@ import httpx
 import pytest
 
 from agentrl.cli.main import cli
+from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.types import Credit, Trace, float32
+from agentrl.view import server
 from agentrl.view.pages import Pages
 from agentrl.view.templates import STATIC, environment, render
 from tests.agentrl.view import filled
@@ -198,6 +200,14 @@ def test_a_key_becomes_a_cookie(filled_store: str) -> None:
             assert client.get("/run/run").status_code == 200
     finally:
         stop(process)
+
+
+@pytest.mark.parametrize("key", ["short", "clé-of-view", "two\nlines-of-it"])
+def test_a_key_that_is_none_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTRL_VIEW_KEY", key)
+    with pytest.raises(ConfigError, match="at least 8 ASCII") as raised:
+        server.run("nowhere.db", "127.0.0.1", 0)
+    assert key not in str(raised.value)
 
 
 def test_the_server_imports_no_torch(filled_store: str) -> None:

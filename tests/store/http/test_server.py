@@ -22,9 +22,10 @@ from schemathesis import GenerationMode, openapi
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
+from agentrl.base import asgi_server, connection_limits
 from agentrl.errors import StoreError
 from agentrl.store import base, open_store
-from agentrl.store.http import request_limits, serve
+from agentrl.store.http import bodies, serve
 from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
 from agentrl.store.records import Pruned
 from agentrl.store.sql.repeats import KEPT
@@ -344,7 +345,7 @@ def half_a_request(address: str) -> Iterator[socket.socket]:
 
 
 def test_half_a_body_is_not_waited_for_without_end(serving, tmp_path, monkeypatch):
-    monkeypatch.setattr(request_limits, "SILENCE", 0.05)
+    monkeypatch.setattr(bodies, "SILENCE", 0.05)
     with (
         serving(f"sqlite:///{tmp_path / 'store.db'}") as address,
         half_a_request(address) as half,
@@ -353,8 +354,8 @@ def test_half_a_body_is_not_waited_for_without_end(serving, tmp_path, monkeypatc
 
 
 def test_an_address_has_so_many_idle_connections_and_no_other_pays_for_them(monkeypatch):
-    monkeypatch.setattr(request_limits, "IDLE", 2)
-    limits, closed = request_limits.ConnectionLimits(5), list[str]()
+    monkeypatch.setattr(connection_limits, "IDLE", 2)
+    limits, closed = connection_limits.ConnectionLimits(5), list[str]()
 
     def enter(name: str) -> Any:
         def abort() -> None:
@@ -375,7 +376,7 @@ def test_an_address_has_so_many_idle_connections_and_no_other_pays_for_them(monk
 
 
 def test_half_a_request_does_not_keep_the_server_from_ending(serving, tmp_path, monkeypatch):
-    monkeypatch.setattr(serve, "GRACE", 1)
+    monkeypatch.setattr(asgi_server, "GRACE", 1)
     with contextlib.ExitStack() as stack:
         with serving(f"sqlite:///{tmp_path / 'store.db'}") as address:
             half = stack.enter_context(half_a_request(address))

@@ -18,10 +18,10 @@ from agentrl.store import open_store
 from agentrl.store.postgres import connection, notify, pipeline
 from agentrl.store.postgres import migrations as postgres_migrations
 from agentrl.store.postgres import session as pgsession
+from agentrl.store.postgres.backend import split_password
 from agentrl.store.records import Item, Side
 from agentrl.store.sql import database, datasets, repeats, writer
 from agentrl.store.sqlite import migrations
-from agentrl.store.urls import split_password
 from agentrl.types import RolloutState
 
 NOUNS = ("datasets", "maintenance", "traces", "feed", "requests", "rewind", "rollouts", "runs")

@@ -1,4 +1,4 @@
-"""Limits for each client of the server: bytes of headers, time to send them, connections.
+"""Limits for each client of a uvicorn server: bytes of headers, time to send them, connections.
 
 Owns the idle connections: those without a complete request. Invariant: an address has at most IDLE
 of them and the server at most `most` connections in total, because a new connection closes the idle
@@ -10,23 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
-from starlette.exceptions import HTTPException
-from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
-
-from agentrl.errors import Unavailable
 
 HEAD = 32 * 1024  # bytes of a request without its body
 HEADERS = 100  # headers of a request
 HEAD_TIME = 10.0  # seconds to send the headers, or the rest of an unread body
 IDLE = 4096  # connections of one address without a complete request
 TOO_LARGE = f"The headers are larger than {HEAD} bytes, or more than {HEADERS}: send less."
-SILENCE = 30.0  # seconds without a byte after which a body is abandoned
-WHOLE = 120.0  # seconds for a complete body
-HELD = 128 * 2**20  # total bytes of all incomplete bodies
 
 
 class ConnectionLimits:
@@ -66,8 +58,8 @@ class ConnectionLimits:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on the size of headers and the time to send them.
-    `BodyReader` limits the time for a body."""
+    """uvicorn's protocol with limits on the size of headers and the time to send them, not on
+    the time for a body: the application reads it."""
 
     def __init__(self, guard: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -158,59 +150,3 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-
-class BodyReader:
-    """Reads the request bodies of one server."""
-
-    def __init__(self, largest: int) -> None:
-        self._largest, self._free = largest, max(HELD, largest)
-
-    async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
-        """Read a complete body. Raises HTTPException as soon as it is known to be too large,
-        Unavailable if the rest does not arrive or memory is short, ConnectionAbortedError if the
-        client has closed the connection."""
-        length = headers.get(b"content-length", b"0")
-        self._check(int(length) if length.isdigit() else 0)
-        body, more = await _part(receive)
-        self._check(len(body))
-        return await self._rest(bytearray(body), receive) if more else body
-
-    async def _rest(self, body: bytearray, receive: Receive) -> bytes:
-        held, more = self._hold(len(body)), True
-        try:
-            async with asyncio.timeout(WHOLE):
-                while more:
-                    part, more = await _part(receive)
-                    held += self._hold(len(part))
-                    body += part
-                    self._check(len(body))
-        except TimeoutError:
-            raise Unavailable(f"The body took over {WHOLE:.0f} s: send less at a time.") from None
-        finally:
-            self._free += held
-        return bytes(body)
-
-    def _hold(self, size: int) -> int:
-        if size > self._free:
-            raise Unavailable("Too many large bodies are being sent: repeat the call.")
-        self._free -= size
-        return size
-
-    def _check(self, size: int) -> None:
-        if size > self._largest:
-            raise HTTPException(
-                413, f"The body is larger than {self._largest} bytes: send less at a time."
-            )
-
-
-async def _part(receive: Receive) -> tuple[bytes, bool]:
-    """Receive the next bytes; return them and whether there are more."""
-    try:
-        async with asyncio.timeout(SILENCE):
-            message = await receive()
-    except TimeoutError:
-        raise Unavailable("The rest of the body did not come: repeat the call.") from None
-    if message["type"] == "http.disconnect":
-        raise ConnectionAbortedError
-    return message.get("body", b""), message.get("more_body", False)
