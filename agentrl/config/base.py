@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import reduce
 from operator import or_
 from types import GenericAlias, UnionType
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import msgspec
 
@@ -27,12 +27,26 @@ EXTERNAL = "external"  # tag of kinds from outside the library; `factory` has th
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the run file's tables."""
 
+    # Whether it gives rollouts a reward: one of several tables by name, which is the reward's.
+    gives_reward: ClassVar[bool] = False
+
     def problems(self, config: Any) -> Iterator[str]:
         """Error messages about this table in a run's settings; each names the key."""
         return iter(())
 
 
 S = TypeVar("S", bound=Section)
+
+
+def tables(config: Section) -> Iterator[tuple[str, Section]]:
+    """The tables of a run's settings by their paths, those by name too: `judges.quality`."""
+    for key in config.__struct_fields__:
+        value = getattr(config, key)
+        if isinstance(value, Section):
+            yield key, value
+        elif isinstance(value, dict):
+            named = ((f"{key}.{name}", own) for name, own in value.items())
+            yield from ((path, own) for path, own in named if isinstance(own, Section))
 
 
 def kind_of(section: Section) -> str:

@@ -33,7 +33,7 @@ from agentrl.config.infrastructure import (
 )
 from agentrl.config.opponents import Selfplay, SelfplayConfig
 from agentrl.config.prompts import PromptsConfig
-from agentrl.config.rewards import Judge, RewardModel, RewardModelTraining
+from agentrl.config.rewards import RewardModel, RewardModelTraining
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
@@ -333,7 +333,6 @@ class RunConfig(Section, frozen=True):
     teacher: TeacherConfig = TeacherConfig()
     reward_model: RewardModelTraining = RewardModelTraining()
     reward_models: dict[Name, RewardModel] = {}  # by the name of the reward
-    judges: dict[Name, Judge] = {}  # by the name of the reward
     learner: Learner = TorchLearnerConfig()
     engine: Engine = EmbeddedEngineConfig()
     runner: Runner = RunnerConfig()
@@ -345,6 +344,11 @@ class RunConfig(Section, frozen=True):
     # [[roles.match]] in the run file: rules for the roles of calls without one. The first matching
     # rule counts; the harness's own rules come last.
     role_rules: list[RoleRule] = []
+
+    @property
+    def endpoints(self) -> set[str]:
+        """The upstreams that are servers."""
+        return {name for name, upstream in self.upstreams.items() if upstream.text is None}
 
     def path(self, name: str) -> Path:
         """The path of a file named in the run file, relative to its folder."""

@@ -16,7 +16,7 @@ from agentrl.base.loading import is_installed
 from agentrl.config import policies as team
 from agentrl.config import prompts, selfplay, upstreams
 from agentrl.config.agents import WorkspaceConfig
-from agentrl.config.base import EXTERNAL, Section
+from agentrl.config.base import EXTERNAL, tables
 from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
@@ -81,13 +81,21 @@ def _problems(config: RunConfig) -> Iterator[str]:
     if searched and not is_installed("gepa"):
         yield "prompts.algorithm: 'gepa' is not installed: pip install 'agentrl[prompts]'"
     yield from _warmup(config)
-    yield from upstreams.judge_problems(config)
+    yield from _rewards(config)
     yield from upstreams.teacher_problems(config)
     yield from _callers(config.engine)
     yield from _one_gpu(config)
-    for table in msgspec.structs.astuple(config):
-        if isinstance(table, Section):
-            yield from table.problems(config)
+    for _, table in tables(config):
+        yield from table.problems(config)
+
+
+def _rewards(config: RunConfig) -> Iterator[str]:
+    """Tables that give rewards of the same name."""
+    given: dict[str, str] = {}
+    for path, table in tables(config):
+        kind, _, name = path.partition(".")
+        if table.gives_reward and given.setdefault(name, kind) != kind:
+            yield f"{path}: [{given[name]}] has a reward of that name; rename one"
 
 
 def _one_gpu(config: RunConfig) -> Iterator[str]:

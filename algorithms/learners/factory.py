@@ -264,10 +264,6 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
         if isinstance(model, ImplicitRewardModelConfig) and not model.train:
             for key in sorted(set(_changed_keys(model)) & {"lr", "loss"}):
                 yield f"reward_models.{name}.{key}", "and it does not learn without train"
-    for name in config.judges if not config.policies else ():
-        if name not in algo.rewards:
-            why = f"{preset} reads no reward {name!r}; name it in algorithm.options, or"
-            yield f"judges.{name}", why
     for key in _changed_keys(config.teacher) if "t" not in algo.needs else ():
         yield f"teacher.{key}", f"{preset} reads no teacher"
     if not config.teacher.upstream and "concurrency" in _changed_keys(config.teacher):

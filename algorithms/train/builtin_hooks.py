@@ -7,11 +7,8 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-import aiohttp
-
 from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.judges.judge import Judges, make_judges
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling import counterfactuals
@@ -180,22 +177,6 @@ class Prompts(Hooks):
         await self.schedule.before_step(step)
 
 
-class Judged(Hooks):
-    """Rewards of judges (`[judges]`)."""
-
-    judges: Judges
-
-    async def start(self, run: ServedRun) -> None:
-        session = await run.closing.enter_async_context(aiohttp.ClientSession())
-        self.judges = await make_judges(run.config, run.store, session)
-
-    async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
-        return await self.judges.complete(groups)
-
-    async def before_commit(self, steps: int) -> list[StepReward]:
-        return self.judges.rewards
-
-
 PARTS: tuple[tuple[Callable[[RunConfig], object], Callable[[RunConfig], Hooks]], ...] = (
     (lambda config: config.data.name, lambda _: DataSet()),
     (lambda config: by_difficulty(config.tasks), Curriculum),
@@ -203,7 +184,6 @@ PARTS: tuple[tuple[Callable[[RunConfig], object], Callable[[RunConfig], Hooks]],
     (lambda config: any(map(has_stand_ins, views(config))), Counterfactuals),
     (lambda config: any(own.teacher.upstream for own in views(config)), lambda _: Teachers()),
     (lambda config: config.prompts.components, lambda _: Prompts()),
-    (lambda config: config.judges, lambda _: Judged()),
 )
 """Whether the settings ask for a part, and the part."""
 
