@@ -23,11 +23,9 @@ from agentrl.base.processes import (
     seal,
 )
 from agentrl.cli import AlgorithmsGroup, CommandGroup, config_file, how_to_continue
-from agentrl.cli.data import data
 from agentrl.cli.export import export
 from agentrl.cli.harness import harness
 from agentrl.cli.prompts import prompts
-from agentrl.cli.rm import rm
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init, show_settings
 from agentrl.cli.store import store as store_group
@@ -44,7 +42,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (config_group, data, export, harness, init, prompts, rm, store_group, why):
+for command in (config_group, export, harness, init, prompts, store_group, why):
     cli.add_command(command)
 
 

@@ -29,6 +29,12 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     # Whether it gives rollouts a reward: one of several tables by name, which is the reward's.
     gives_reward: ClassVar[bool] = False
+    of_rollouts: ClassVar[bool] = False  # a part's table that has no effect in a run on [data]
+
+    @property
+    def replaces_rollouts(self) -> bool:
+        """Whether a run learns from what this table names, and plays no rollouts."""
+        return False
 
     def problems(self, config: Any) -> Iterator[str]:
         """Error messages about this table in a run's settings; each names the key."""

@@ -1,23 +1,10 @@
-"""Tables of reward models: `[reward_model]`, `[reward_models.NAME]`."""
+"""Tables of reward models: `[reward_models.NAME]`."""
 
 from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from agentrl.config.base import Count, KindSection, NonNegative, Positive, Section
-
-
-class RewardModelTraining(Section, frozen=True):
-    """How `agentrl rm train` trains `policy.model` as a reward model on the items of [data]."""
-
-    heads: Count = 1  # size of an ensemble of heads, each trained on its own sample of the items
-    # Coefficient of a pair's margin in the loss; 0: the better side must only score higher.
-    margin: NonNegative = 0.0
-    # Coefficient of (sum of a pair's scores)^2, which keeps scores around 0.
-    centre: NonNegative = 0.01
-    epochs: Count = 1  # passes over the items
-    batch: Count = 32  # items per optimizer step
-    lr: Positive = 1e-5  # peak: linear warm-up over 10 % of the steps, then linear decay to 0
+from agentrl.config.base import KindSection, NonNegative, Positive
 
 
 class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"):
@@ -25,6 +12,7 @@ class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"
     an ensemble from `agentrl rm train`."""
 
     gives_reward: ClassVar[bool] = True
+    of_rollouts: ClassVar[bool] = True
     model: str  # a checkpoint directory or hub name with the policy's vocabulary
     scope: Literal["rollout", "transition"] = "rollout"  # reward of the rollout, or of each call
     # For an ensemble: the reward is the mean score minus this times the standard deviation.

@@ -21,6 +21,7 @@ from agentrl.config.base import (
     Positive,
     Seconds,
     Section,
+    tables,
     with_parts,
 )
 from agentrl.config.infrastructure import (
@@ -33,7 +34,7 @@ from agentrl.config.infrastructure import (
 )
 from agentrl.config.opponents import Selfplay, SelfplayConfig
 from agentrl.config.prompts import PromptsConfig
-from agentrl.config.rewards import RewardModel, RewardModelTraining
+from agentrl.config.rewards import RewardModel
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
@@ -221,16 +222,6 @@ class AlgorithmConfig(Section, frozen=True):
         return self.overlap in ("in_flight", "one_step_off")
 
 
-class DataConfig(Section, frozen=True):
-    """Train on a data set of the store (see `agentrl data`) instead of agent, tasks and verifier. A
-    step trains on `algorithm.groups` items."""
-
-    name: str = ""  # of the data set; empty: train on rollouts
-    version: Natural = 0  # 0: the newest at the start of the run
-    split: str = "train"  # split for training
-    heldout: str = "test"  # split on which [eval] measures the loss
-
-
 class CriticConfig(Section, frozen=True):
     """The value model of presets such as ppo."""
 
@@ -320,7 +311,6 @@ class RunConfig(Section, frozen=True):
     agent: AgentConfig = AgentConfig()
     workspace: WorkspaceConfig = WorkspaceConfig()
     tasks: TasksConfig = TasksConfig()
-    data: DataConfig = DataConfig()
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()
     warmup: WarmupConfig = WarmupConfig()
@@ -331,7 +321,6 @@ class RunConfig(Section, frozen=True):
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
-    reward_model: RewardModelTraining = RewardModelTraining()
     reward_models: dict[Name, RewardModel] = {}  # by the name of the reward
     learner: Learner = TorchLearnerConfig()
     engine: Engine = EmbeddedEngineConfig()
@@ -349,6 +338,11 @@ class RunConfig(Section, frozen=True):
     def endpoints(self) -> set[str]:
         """The upstreams that are servers."""
         return {name for name, upstream in self.upstreams.items() if upstream.text is None}
+
+    @property
+    def plays_rollouts(self) -> bool:
+        """Whether it learns from rollouts of an agent, and not from what a part has instead."""
+        return not any(table.replaces_rollouts for _, table in tables(self))
 
     def path(self, name: str) -> Path:
         """The path of a file named in the run file, relative to its folder."""

@@ -21,7 +21,6 @@ from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
     AlgorithmConfig,
-    DataConfig,
     LoraConfig,
     MemberConfig,
     RunConfig,
@@ -30,15 +29,6 @@ from agentrl.config.schema import (
 )
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
-
-PLAYING = (
-    "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models",
-    "judges", "runner", "selfplay", "upstreams", "roles", "role_rules", "prompts",
-)  # fmt: skip
-SAMPLING = (
-    "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
-    "branching", "counterfactual", "close_at", "group_deadline", "max_kl",
-)  # fmt: skip
 
 
 def check(config: RunConfig, source: str) -> None:
@@ -69,13 +59,12 @@ def _problems(config: RunConfig) -> Iterator[str]:
     fixed = not (config.eval.sampled or config.eval.temperature or team.has_no_own_policy(config))
     if config.eval.samples > 1 and fixed:
         yield "eval.samples at temperature 0 are all the same: leave eval.sampled = true"
-    if config.eval.functions and team.has_no_own_policy(config) and not config.data.name:
+    if config.eval.functions and team.has_no_own_policy(config) and config.plays_rollouts:
         yield "eval.functions are given a checkpoint, and [upstreams] have none: leave them out"
     yield from _policies(config)
     yield from _stand_ins(config)
     yield from selfplay.problems(config)
     yield from _workspace(config)
-    yield from _data(config)
     yield from prompts.problems(config)
     searched = bool(config.prompts.components) and config.prompts.algorithm == "gepa"
     if searched and not is_installed("gepa"):
@@ -176,21 +165,6 @@ def _workspace(config: RunConfig) -> Iterator[str]:
             f"workspace.sandbox = {sandbox!r} with runner.executor = {kind!r}: the sandbox and the "
             "executor 'container' need each other; set both or neither"
         )
-
-
-def _data(config: RunConfig) -> Iterator[str]:
-    """A run on a data set runs no agent and serves no policy."""
-    if not config.data.name:
-        if config.data != DataConfig():
-            yield "[data] has no effect without `name`, a data set of the store"
-        return
-    plain, own = RunConfig(), config.algorithm
-    for table in PLAYING:
-        if getattr(config, table) != getattr(plain, table):
-            yield f"[{table}] has no effect in a run on [data], which plays no rollouts; remove one"
-    for key in SAMPLING:
-        if getattr(own, key) != getattr(plain.algorithm, key):
-            yield f"algorithm.{key} has no effect in a run on [data], which plays no rollouts"
 
 
 def _warmup(config: RunConfig) -> Iterator[str]:

@@ -29,6 +29,7 @@ from agentrl.base.processes import PHASE
 from agentrl.base.threads import run_blocking
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
+from agentrl.config.base import tables
 from agentrl.config.load import store_in
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.config.schema import WarmupConfig
@@ -39,7 +40,7 @@ from agentrl.types import Json, Purpose, Rollout, RolloutState, RunState
 
 STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps and its writer's epoch
 GAMES = (
-    "agent", "workspace", "verifier", "judges", "reward_models", "sampling", "policy", "policies",
+    "agent", "workspace", "verifier", "sampling", "policy", "policies",
     "upstreams", "roles", "role_rules", "prompts", "seed",
 )  # fmt: skip
 """The settings that affect games."""
@@ -191,6 +192,7 @@ def plan_run(
 ) -> RunConfig:
     """The settings of the evaluation run."""
     settings = [getattr(config, key) for key in GAMES]
+    settings += [named for named in tables(config) if named[1].gives_reward]
     directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
     # The newest modification time (ns) tells apart weights that another run wrote to the same path.
     # 0: a hub name.

@@ -16,6 +16,7 @@ class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
     """A model that judges rollouts; its verdicts are rewards of the table's name."""
 
     gives_reward: ClassVar[bool] = True
+    of_rollouts: ClassVar[bool] = True
     upstream: str  # one of [upstreams], or the name of a policy that judges
     # criterion, inserted in the question to the judge
     rubric: str = "how well the agent did what it was asked for"

@@ -164,7 +164,7 @@ def make_critic(
 
 def caches_reference(config: RunConfig, algo: Algo) -> bool:
     """Whether the reference's log-probs come from the store instead of a model in memory."""
-    return bool(config.data.name) and "q" in algo.needs and not config.reference.every
+    return not config.plays_rollouts and "q" in algo.needs and not config.reference.every
 
 
 def frozen_sources(config: RunConfig, algo: Algo, start: str) -> dict[Frozen, tuple[str, str]]:

@@ -12,12 +12,10 @@ from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.sampling import counterfactuals
-from agentrl.algorithms.sampling.collect import GroupSource
 from agentrl.algorithms.sampling.selfplay import SELFPLAY, OpponentPool, check_seat_comparison
 from agentrl.algorithms.sampling.task_sampler import DIFFICULTY, TaskDifficulty, TaskSampler
 from agentrl.algorithms.train.hooks import AllHooks, Hooks, LoadedRun, ServedRun
 from agentrl.algorithms.train.load_policies import LoadedModel
-from agentrl.algorithms.train.offline import DatasetCollector, from_dataset, on_dataset
 from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.teacher import RemoteTeacher, make_teacher
@@ -32,30 +30,7 @@ from agentrl.config.policies import (
 )
 from agentrl.config.schema import TasksConfig
 from agentrl.config.selfplay import learning_policy
-from agentrl.types import POLICY, Group, StepReward
-
-
-class DataSet(Hooks):
-    """Training on a data set (`[data]`)."""
-
-    collector: DatasetCollector
-
-    def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
-        return on_dataset(config, algo)
-
-    def updater(self, updater: Updater, model: LoadedModel) -> Updater:
-        return from_dataset(updater, lambda batch: self.collector.reference_logprobs(batch))
-
-    async def prepare(self, run: LoadedRun) -> None:
-        updater, (model,) = run.policies.updaters[POLICY], run.models
-        self.collector = DatasetCollector(run.config, run.store, run.state.epoch, updater, model)
-        await self.collector.prepare()
-
-    def source(self, run: LoadedRun) -> GroupSource:
-        return self.collector
-
-    async def evaluate(self, step: int, limit: int) -> None:
-        await self.collector.evaluate(step, limit)
+from agentrl.types import Group, StepReward
 
 
 class Curriculum(Hooks):
@@ -178,7 +153,6 @@ class Prompts(Hooks):
 
 
 PARTS: tuple[tuple[Callable[[RunConfig], object], Callable[[RunConfig], Hooks]], ...] = (
-    (lambda config: config.data.name, lambda _: DataSet()),
     (lambda config: by_difficulty(config.tasks), Curriculum),
     (lambda config: config.selfplay.seats, SelfPlay),
     (lambda config: any(map(has_stand_ins, views(config))), Counterfactuals),
