@@ -36,7 +36,6 @@ from agentrl.config import RunConfig, agent_env, differences, from_store, resolv
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS
 from agentrl.config.presets import check_presets
-from agentrl.datasets.pin import pin_dataset
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.plugins import load_plugin
 from agentrl.store import open_store
@@ -143,7 +142,7 @@ def check(config: RunConfig) -> None:
     check_presets(config)
     for point in installed_plugins("checks"):
         point.load()(config)
-    if config.steps and not (config.tasks.train or config.data.name):
+    if config.steps and config.plays_rollouts and not config.tasks.train:
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     if not config.steps and not config.tasks.heldout:
         raise ConfigError("tasks.heldout is missing: there is nothing to evaluate on")
@@ -223,7 +222,8 @@ async def front(
     process instead of runner processes. level: see `run_training`."""
     make_folder(Path(config.output))  # before the store, which is usually in it
     async with open_store(config.store) as store:
-        config = await pin_dataset(store, config)
+        for point in installed_plugins("settles"):
+            config = await point.load()(store, config)
         await refuse_changes(store, config)
         seconds = await supervise(store, config, local=local, level=level)
         return await _finish(store, config, seconds)
@@ -257,9 +257,9 @@ async def supervise(
         algorithm = Child("algorithm", ["algorithm", *order], logs / "algorithm.log")
         algorithm.variables[run_owner.VARIABLE] = held.owner
         arguments = ["runner", "start", "--store", config.store, "--run", config.name]
-        own = 0 if local or config.data.name else config.runner.processes
+        own = config.runner.processes if config.plays_rollouts and not local else 0
         workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(own)]
-        if not (own or local or config.data.name):
+        if config.plays_rollouts and not (own or local):
             console.print(_how_to_join(config), soft_wrap=True, highlight=False)
         points = () if alone or play else installed_plugins("beside")
         made = [point.load()(config, run_file, console) for point in points]

@@ -33,6 +33,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     commands: Objects = {}  # of the command line, as "store serve": `click.Command`
     checks: Objects = {}  # before a run starts: config -> None; raises ConfigError
     starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
+    settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
     beside: Objects = {}  # beside a run: (config, its file, console) -> its process, or None
     presets: Objects = {}
     learners: Objects = {}

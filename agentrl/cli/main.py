@@ -29,9 +29,7 @@ from agentrl.cli import (
     how_to_continue,
     print_result,
 )
-from agentrl.cli.data import data
 from agentrl.cli.export import export
-from agentrl.cli.rm import rm
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init, show_settings
 from agentrl.cli.store import store as store_group
@@ -48,7 +46,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (config_group, data, export, init, rm, store_group, why):
+for command in (config_group, export, init, store_group, why):
     cli.add_command(command)
 
 

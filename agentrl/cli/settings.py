@@ -7,7 +7,7 @@ import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import click
 import msgspec
@@ -18,7 +18,7 @@ from agentrl.config import (
     rewards,
     to_toml,
 )
-from agentrl.config.base import EXTERNAL, Section
+from agentrl.config.base import EXTERNAL, Section, structs_of
 from agentrl.config.policies import trained_policies, view
 from agentrl.errors import ConfigError
 from agentrl.types import Sampling
@@ -148,11 +148,18 @@ def comments(section: type[msgspec.Struct]) -> dict[str, str]:
                     found.setdefault(match[1], " ".join([*above, match[2] or ""]).strip())
                 above = []
     for field in msgspec.structs.fields(section):
-        if not found.get(field.name) and isinstance(field.default, msgspec.Struct):
-            found[field.name] = _summary(type(field.default))
+        if not found.get(field.name) and (tables := _tables_of(field)):
+            found[field.name] = _summary(tables[-1].__base__ if len(tables) > 1 else tables[0])
     return found | ({config.tag_field: _summary(section)} if config.tag_field else {})
 
 
-def _summary(table: type) -> str:
+def _tables_of(field: msgspec.structs.FieldInfo) -> tuple[type[msgspec.Struct], ...]:
+    """The kinds of a setting that is a table, or tables by name."""
+    if isinstance(field.default, msgspec.Struct):
+        return (type(field.default),)
+    return structs_of(get_args(field.type)[-1]) if get_origin(field.type) is dict else ()
+
+
+def _summary(table: Any) -> str:
     """The first sentence of a table's docstring."""
     return " ".join(inspect.cleandoc(table.__doc__ or "").split()).partition(". ")[0].rstrip(".")

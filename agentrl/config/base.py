@@ -30,6 +30,13 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of the run file's tables."""
 
     plays: ClassVar[bool] = False  # of a part's table: whether rollouts depend on it
+    # Whether it gives rollouts a reward: one of several tables by name, which is the reward's.
+    gives_reward: ClassVar[bool] = False
+
+    @property
+    def replaces_rollouts(self) -> bool:
+        """Whether a run learns from what this table names, and plays no rollouts."""
+        return False
 
     def problems(self, config: Any) -> Iterator[str]:
         """Error messages about this table in a run's settings; each names the key."""
@@ -41,6 +48,17 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 S = TypeVar("S", bound=Section)
+
+
+def tables(config: Section) -> Iterator[tuple[str, Section]]:
+    """The tables of a run's settings by their paths, those by name too: `judges.quality`."""
+    for key in config.__struct_fields__:
+        value = getattr(config, key)
+        if isinstance(value, Section):
+            yield key, value
+        elif isinstance(value, dict):
+            named = ((f"{key}.{name}", own) for name, own in value.items())
+            yield from ((path, own) for path, own in named if isinstance(own, Section))
 
 
 def kind_of(section: Section) -> str:
@@ -100,9 +118,9 @@ def tables_of(config: msgspec.Struct) -> dict[str, Section]:
     return {key: value for key, value in values.items() if isinstance(value, Section)}
 
 
-def played_tables(config: msgspec.Struct) -> list[str]:
+def played_tables(config: Section) -> list[str]:
     """The parts' tables on which rollouts depend."""
-    return [key for key, table in tables_of(config).items() if table.plays]
+    return list({path.partition(".")[0]: None for path, table in tables(config) if table.plays})
 
 
 def _table(point: EntryPoint) -> Any:

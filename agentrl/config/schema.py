@@ -22,6 +22,7 @@ from agentrl.config.base import (
     Positive,
     Seconds,
     Section,
+    tables,
     with_parts,
 )
 from agentrl.config.infrastructure import (
@@ -32,7 +33,7 @@ from agentrl.config.infrastructure import (
     RunnerConfig,
     TorchLearnerConfig,
 )
-from agentrl.config.rewards import Judge, RewardModel, RewardModelTraining
+from agentrl.config.rewards import RewardModel
 from agentrl.types import Sampling
 
 MODEL_LR = 1e-5  # default learning rate of a critic that is a model of its own
@@ -189,16 +190,6 @@ if not TYPE_CHECKING:
     AlgorithmConfig = with_parts(AlgorithmConfig, "algorithm")
 
 
-class DataConfig(Section, frozen=True):
-    """Train on a data set of the store (see `agentrl data`) instead of agent, tasks and verifier. A
-    step trains on `algorithm.groups` items."""
-
-    name: str = ""  # of the data set; empty: train on rollouts
-    version: Natural = 0  # 0: the newest at the start of the run
-    split: str = "train"  # split for training
-    heldout: str = "test"  # split on which [eval] measures the loss
-
-
 class CriticConfig(Section, frozen=True):
     """The value model of presets such as ppo."""
 
@@ -287,7 +278,6 @@ class RunConfig(Section, frozen=True):
     max_empty_steps: Count = 3  # steps in a row without a usable rollout that end the run
     agent: AgentConfig = AgentConfig()
     tasks: TasksConfig = TasksConfig()
-    data: DataConfig = DataConfig()
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()
     warmup: WarmupConfig = WarmupConfig()
@@ -298,9 +288,7 @@ class RunConfig(Section, frozen=True):
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
-    reward_model: RewardModelTraining = RewardModelTraining()
     reward_models: dict[Name, RewardModel] = {}  # by the name of the reward
-    judges: dict[Name, Judge] = {}  # by the name of the reward
     learner: Learner = TorchLearnerConfig()
     engine: Engine = EmbeddedEngineConfig()
     runner: Runner = RunnerConfig()
@@ -310,6 +298,16 @@ class RunConfig(Section, frozen=True):
     # [[roles.match]] in the run file: rules for the roles of calls without one. The first matching
     # rule counts; the harness's own rules come last.
     role_rules: list[RoleRule] = []
+
+    @property
+    def endpoints(self) -> set[str]:
+        """The upstreams that are servers."""
+        return {name for name, upstream in self.upstreams.items() if upstream.text is None}
+
+    @property
+    def plays_rollouts(self) -> bool:
+        """Whether it learns from rollouts of an agent, and not from what a part has instead."""
+        return not any(table.replaces_rollouts for _, table in tables(self))
 
     def path(self, name: str) -> Path:
         """The path of a file named in the run file, relative to its folder."""

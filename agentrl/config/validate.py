@@ -15,12 +15,11 @@ from agentrl.base.access import is_loopback
 from agentrl.base.loading import is_installed
 from agentrl.config import policies as team
 from agentrl.config import upstreams
-from agentrl.config.base import EXTERNAL, Section, played_tables
+from agentrl.config.base import EXTERNAL, Section, tables
 from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
     AlgorithmConfig,
-    DataConfig,
     LoraConfig,
     MemberConfig,
     RunConfig,
@@ -29,15 +28,6 @@ from agentrl.config.schema import (
 )
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
-
-PLAYING = (
-    "agent", "workspace", "tasks", "verifier", "policies", "team", "sampling", "reward_models",
-    "judges", "runner", "upstreams", "roles", "role_rules",
-)  # fmt: skip
-SAMPLING = (
-    "group_size", "min_group", "inexact", "max_staleness", "dynamic_sampling", "max_rounds",
-    "close_at", "group_deadline", "max_kl",
-)  # fmt: skip
 
 
 def check(config: RunConfig, source: str) -> None:
@@ -68,12 +58,11 @@ def _problems(config: RunConfig) -> Iterator[str]:
     fixed = not (config.eval.sampled or config.eval.temperature or team.has_no_own_policy(config))
     if config.eval.samples > 1 and fixed:
         yield "eval.samples at temperature 0 are all the same: leave eval.sampled = true"
-    if config.eval.functions and team.has_no_own_policy(config) and not config.data.name:
+    if config.eval.functions and team.has_no_own_policy(config) and config.plays_rollouts:
         yield "eval.functions are given a checkpoint, and [upstreams] have none: leave them out"
     yield from _policies(config)
-    yield from _data(config)
     yield from _warmup(config)
-    yield from upstreams.judge_problems(config)
+    yield from _rewards(config)
     yield from upstreams.teacher_problems(config)
     yield from _callers(config.engine)
     yield from _one_gpu(config)
@@ -82,11 +71,19 @@ def _problems(config: RunConfig) -> Iterator[str]:
 
 
 def _sections(table: Section) -> Iterator[Section]:
-    """The tables in a table, with theirs."""
-    for inner in msgspec.structs.astuple(table):
-        if isinstance(inner, Section):
-            yield inner
-            yield from _sections(inner)
+    """The tables in a table, those by name too, with theirs."""
+    for _, inner in tables(table):
+        yield inner
+        yield from _sections(inner)
+
+
+def _rewards(config: RunConfig) -> Iterator[str]:
+    """Tables that give rewards of the same name."""
+    given: dict[str, str] = {}
+    for path, table in tables(config):
+        kind, _, name = path.partition(".")
+        if table.gives_reward and given.setdefault(name, kind) != kind:
+            yield f"{path}: [{given[name]}] has a reward of that name; rename one"
 
 
 def _one_gpu(config: RunConfig) -> Iterator[str]:
@@ -149,21 +146,6 @@ def _roles(config: RunConfig) -> Iterator[str]:
             claimed[role] = f"policies.{name}.roles"
     for name in sorted(set(config.policies) - {POLICY, *team.policy_by_role(config).values()}):
         yield f"policies.{name}.roles is empty, so it would get no calls; name the roles it plays"
-
-
-def _data(config: RunConfig) -> Iterator[str]:
-    """A run on a data set runs no agent and serves no policy."""
-    if not config.data.name:
-        if config.data != DataConfig():
-            yield "[data] has no effect without `name`, a data set of the store"
-        return
-    plain, own = RunConfig(), config.algorithm
-    for table in (*PLAYING, *played_tables(config)):
-        if getattr(config, table, None) != getattr(plain, table, None):  # a part may be missing
-            yield f"[{table}] has no effect in a run on [data], which plays no rollouts; remove one"
-    for key in (*SAMPLING, *played_tables(own)):
-        if getattr(own, key) != getattr(plain.algorithm, key):
-            yield f"algorithm.{key} has no effect in a run on [data], which plays no rollouts"
 
 
 def _warmup(config: RunConfig) -> Iterator[str]:

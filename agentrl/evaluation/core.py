@@ -183,7 +183,7 @@ def plan_run(
     config: RunConfig, checkpoint: SavedCheckpoint, plan: EvaluationPlan, kind: str
 ) -> RunConfig:
     """The settings of the evaluation run."""
-    keys = (*GAMES, *played_tables(config), "seed")
+    keys = dict.fromkeys((*GAMES, *played_tables(config), "seed"))
     settings = [getattr(config, key, None) for key in keys]  # a part may be missing
     directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
     # The newest modification time (ns) tells apart weights that another run wrote to the same path.

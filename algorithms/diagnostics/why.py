@@ -158,7 +158,7 @@ def changes_of(rows: Sequence[Mapping[str, float]], config: RunConfig) -> dict[s
     """How the held-out scores and the training reward changed. No training reward where it is no
     evidence: in games one seat's win is another's loss, tasks may be chosen by their reward, and
     the rewards of a data set do not change."""
-    chosen = config.tasks.order == "difficulty" or bool(config.data.name)
+    chosen = config.tasks.order == "difficulty" or not config.plays_rollouts
     game = any("selfplay/games" in row for row in rows)
     measured = {
         HELD_OUT: [_held_out(row, "eval/score") for row in rows if "eval/score" in row],

@@ -22,12 +22,21 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from agentrl.config import RunConfig  # before this part's table, which its schema imports
+
+# isort: split
 from agentrl.algorithms.judges import questions
 from agentrl.algorithms.judges.questions import Messages, Question, Verdict
+from agentrl.algorithms.judges.table import (
+    GroupJudge,
+    Judge,
+    PairwiseJudge,
+    PointwiseJudge,
+    PrincipleJudge,
+    judges_of,
+)
 from agentrl.algorithms.sampling.chat_completion import Endpoint, complete, find_endpoint
 from agentrl.algorithms.sampling.collect import is_learned_from
-from agentrl.config import RunConfig
-from agentrl.config.rewards import GroupJudge, Judge, PairwiseJudge, PointwiseJudge, PrincipleJudge
 from agentrl.errors import TrainingError
 from agentrl.store.base import Store
 from agentrl.store.records import Judgement
@@ -229,7 +238,7 @@ class Judges:
 
 async def make_judges(config: RunConfig, store: Store, session: aiohttp.ClientSession) -> Judges:
     """Build the judges of a run. Their budgets include the use of committed steps."""
-    judges = config.judges.items()
+    judges = judges_of(config).items()
     clients = [JudgeClient(name, settings, config, store, session) for name, settings in judges]
     for row in await store.steps(config.name) if clients else []:
         for judge in clients:

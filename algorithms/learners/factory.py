@@ -164,7 +164,7 @@ def make_critic(
 
 def caches_reference(config: RunConfig, algo: Algo) -> bool:
     """Whether the reference's log-probs come from the store instead of a model in memory."""
-    return bool(config.data.name) and "reference" in algo.needs and not config.reference.every
+    return not config.plays_rollouts and "reference" in algo.needs and not config.reference.every
 
 
 def frozen_sources(config: RunConfig, algo: Algo, start: str) -> dict[Frozen, tuple[str, str]]:
@@ -264,10 +264,6 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
         if isinstance(model, ImplicitRewardModelConfig) and not model.train:
             for key in sorted(set(_changed_keys(model)) & {"lr", "loss"}):
                 yield f"reward_models.{name}.{key}", "and it does not learn without train"
-    for name in config.judges if not config.policies else ():
-        if name not in algo.rewards:
-            why = f"{preset} reads no reward {name!r}; name it in algorithm.options, or"
-            yield f"judges.{name}", why
     for key in _changed_keys(config.teacher) if "teacher" not in algo.needs else ():
         yield f"teacher.{key}", f"{preset} reads no teacher"
     if not config.teacher.upstream and "concurrency" in _changed_keys(config.teacher):

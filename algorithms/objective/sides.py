@@ -21,8 +21,8 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import rollout_rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import reduce_by
+from agentrl.algorithms.objective.pairing import How, choose_pairs
 from agentrl.algorithms.objective.prepare import TrainedPolicy
-from agentrl.datasets.pairing import How, choose_pairs
 from agentrl.errors import TrainingError
 from agentrl.types import Group, Reward, Rollout
 

@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from agentrl.algorithms.credit.core import ZeroAdvantage
 from agentrl.algorithms.objective.core import TOKENS, Algo
+from agentrl.algorithms.objective.pairing import How
 from agentrl.algorithms.objective.sides import SideLoss, Sums, with_mismatched
 from agentrl.algorithms.presets.declare import (
     AlgoPreset,
@@ -30,7 +31,6 @@ from agentrl.algorithms.presets.declare import (
 )
 from agentrl.algorithms.presets.registry import parts_of_name
 from agentrl.config import Natural, Positive
-from agentrl.datasets.pairing import How
 from agentrl.errors import ConfigError
 
 Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5)]  # fraction of wrong labels

@@ -1,51 +1,22 @@
-"""The optional parts of this library, by the settings that ask for them. See `parts`."""
+"""The optional parts of this library, by the settings that ask for them. See `hooks`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import aiohttp
-
 from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.judges.judge import Judges, make_judges
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling.collect import GroupSource
 from agentrl.algorithms.sampling.task_sampler import DIFFICULTY, TaskDifficulty, TaskSampler
-from agentrl.algorithms.train.hooks import AllHooks, Hooks, LoadedRun, ServedRun
+from agentrl.algorithms.train.hooks import AllHooks, Hooks, LoadedRun
 from agentrl.algorithms.train.load_policies import LoadedModel
-from agentrl.algorithms.train.offline import DatasetCollector, from_dataset, on_dataset
 from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.train.teacher import RemoteTeacher, make_teacher
 from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
 from agentrl.config.policies import trained_policies, view
 from agentrl.config.schema import TasksConfig
-from agentrl.types import POLICY, Group, StepReward
-
-
-class DataSet(Hooks):
-    """Training on a data set (`[data]`)."""
-
-    collector: DatasetCollector
-
-    def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
-        return on_dataset(config, algo)
-
-    def updater(self, updater: Updater, model: LoadedModel) -> Updater:
-        return from_dataset(updater, lambda batch: self.collector.reference_logprobs(batch))
-
-    async def prepare(self, run: LoadedRun) -> None:
-        updater, (model,) = run.policies.updaters[POLICY], run.models
-        self.collector = DatasetCollector(run.config, run.store, run.state.epoch, updater, model)
-        await self.collector.prepare()
-
-    def source(self, run: LoadedRun) -> GroupSource:
-        return self.collector
-
-    async def evaluate(self, step: int, limit: int) -> None:
-        await self.collector.evaluate(step, limit)
+from agentrl.types import Group
 
 
 class Curriculum(Hooks):
@@ -82,27 +53,9 @@ class Teachers(Hooks):
             await teacher.check()
 
 
-class Judged(Hooks):
-    """Rewards of judges (`[judges]`)."""
-
-    judges: Judges
-
-    async def start(self, run: ServedRun) -> None:
-        session = await run.closing.enter_async_context(aiohttp.ClientSession())
-        self.judges = await make_judges(run.config, run.store, session)
-
-    async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
-        return await self.judges.complete(groups)
-
-    async def before_commit(self, steps: int) -> list[StepReward]:
-        return self.judges.rewards
-
-
 PARTS: tuple[tuple[Callable[[RunConfig], object], Callable[[RunConfig], Hooks]], ...] = (
-    (lambda config: config.data.name, lambda _: DataSet()),
     (lambda config: by_difficulty(config.tasks), Curriculum),
     (lambda config: any(own.teacher.upstream for own in views(config)), lambda _: Teachers()),
-    (lambda config: config.judges, lambda _: Judged()),
 )
 """Whether the settings ask for a part, and the part."""
 

@@ -77,8 +77,9 @@ def memory(config: RunConfig, network: Any) -> tuple[bool, str]:
 def duration(config: RunConfig, network: Any) -> Iterator[str]:
     """A sentence with the time of the run if each rollout is one call."""
     algorithm, runner = config.algorithm, config.runner
-    if config.data.name or config.engine.kind != "embedded":
-        what = "a run on [data]" if config.data.name else f"engine.kind = {config.engine.kind!r}"
+    if not config.plays_rollouts or config.engine.kind != "embedded":
+        engine = f"engine.kind = {config.engine.kind!r}"
+        what = engine if config.plays_rollouts else "a run without rollouts"
         yield f"time: not estimated for {what}; the first steps will tell"
         return
     rollouts = algorithm.groups * algorithm.group_size

@@ -40,6 +40,7 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.core import Algo, loss_terms, psi
+from agentrl.algorithms.objective.pairing import choose_pairs
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.objective.sides import (
     MISMATCHED,
@@ -49,7 +50,6 @@ from agentrl.algorithms.objective.sides import (
     with_mismatched,
 )
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.datasets.pairing import choose_pairs
 from agentrl.types import Group, Reward, Transition, float32, int32
 from tests import factories
 

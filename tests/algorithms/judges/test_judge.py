@@ -334,3 +334,12 @@ def test_a_record_has_each_conversation_once_sub_agents_too() -> None:
 def test_a_judge_that_cannot_be_is_refused(judge: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(**judge)
+
+
+@pytest.mark.parametrize("name", ["quality", "Quality.2"])
+def test_a_reward_model_has_another_name_than_a_judge(name: str) -> None:
+    judge, model = GIVEN["judges"]["quality"], {"model": "m"}
+    tables = GIVEN | {"judges": {name: judge}, "reward_models": {name: model}}
+    with pytest.raises(ConfigError, match=f"{re.escape(name)}: .* a reward of that name; rename"):
+        resolve(tables, source="test")
+    assert resolve(tables | {"reward_models": {"other": model}}, source="test")

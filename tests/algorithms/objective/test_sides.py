@@ -21,10 +21,10 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.objective.core import Algo, loss_terms, psi
+from agentrl.algorithms.objective.pairing import choose_pairs
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit, with_mismatched
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.datasets.pairing import choose_pairs
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import Group, Reward, Transition, float32, int32
 from tests import factories

@@ -21,13 +21,13 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.learners.verl.settings import settings as verl_settings
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.preferences.collector import from_dataset
+from agentrl.algorithms.preferences.table import DataConfig
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train import optimize
-from agentrl.algorithms.train.offline import from_dataset
 from agentrl.algorithms.train.optimize import MAX_KL, measured_rows
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, load, resolve
-from agentrl.config.schema import DataConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Group, Reward, Transition, float32, int32
 from tests import factories

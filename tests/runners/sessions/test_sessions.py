@@ -16,9 +16,9 @@ import pytest
 from aiohttp import web
 from msgspec.structs import replace
 
+from agentrl.algorithms.preferences.draft import Draft
+from agentrl.algorithms.preferences.mining import MineSpec, mine
 from agentrl.config import RunConfig, resolve
-from agentrl.datasets.draft import Draft
-from agentrl.datasets.mining import MineSpec, mine
 from agentrl.errors import ConfigError, Invalid, NotFound
 from agentrl.runners.sessions import recorder as module
 from agentrl.runners.sessions.command import check

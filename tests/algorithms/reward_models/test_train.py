@@ -15,14 +15,14 @@ from msgspec import json
 from transformers import AutoModelForSequenceClassification
 
 from agentrl.algorithms.learners.reward_models import ScalarScorer, load_scalar
-from agentrl.algorithms.learners.reward_training import (
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.reward_models.trainer import (
     Example,
     RewardTrainer,
     best_of_n,
     make_scorer,
     preference_metrics,
 )
-from agentrl.algorithms.model.load import load_model
 from agentrl.cli.main import cli
 from agentrl.store import open_store
 from agentrl.store.records import Item, Side, digest_of

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from agentrl.cli.data import data
+from agentrl.algorithms.preferences.command import data
 from agentrl.store import Store, open_store
 from agentrl.store.records import Item
 from agentrl.types import Branch, NewRollout, Outcome, Reward, Transition, float32, int32

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agentrl.algorithms.preferences.collector import step_items
+from agentrl.algorithms.preferences.pin import pin_dataset
 from agentrl.algorithms.train import main
 from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.builtin_hooks import hooks_of
-from agentrl.algorithms.train.offline import step_items
 from agentrl.config import RunConfig, resolve
-from agentrl.datasets.pin import pin_dataset
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.store.records import Item, Side, digest_of

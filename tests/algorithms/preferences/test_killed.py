@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.datasets import draft
+from agentrl.algorithms.preferences import draft
 from agentrl.store import open_store
-from tests.agentrl.datasets.test_mining import play
+from tests.algorithms.preferences.test_mining import play
 
 CHILD = """
 import os, signal, sys
-from agentrl.cli.data import data
-from agentrl.datasets import draft
+from agentrl.algorithms.preferences.command import data
+from agentrl.algorithms.preferences import draft
 from agentrl.store.sqlite.store import SqliteStore
 
 draft.CHUNK, left = 4, int(sys.argv.pop(1))

@@ -21,7 +21,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentrl import run_owner
 from agentrl.algorithms.learners.reward_models import ScalarScorer, load_scalar
-from agentrl.algorithms.learners.reward_training import (
+from agentrl.algorithms.model.chat import Chat
+from agentrl.algorithms.model.load import Tokenizer, context_length, load_model
+from agentrl.algorithms.model.text import Codec
+from agentrl.algorithms.preferences.pin import pin_dataset
+from agentrl.algorithms.preferences.table import data_of
+from agentrl.algorithms.reward_models.table import training_of
+from agentrl.algorithms.reward_models.trainer import (
     Example,
     RewardTrainer,
     Text,
@@ -29,14 +35,10 @@ from agentrl.algorithms.learners.reward_training import (
     make_scorer,
     preference_metrics,
 )
-from agentrl.algorithms.model.chat import Chat
-from agentrl.algorithms.model.load import Tokenizer, context_length, load_model
-from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.load_policies import policy_directory
 from agentrl.algorithms.train.optimize import learning_rate
 from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.datasets.pin import pin_dataset
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
 from agentrl.store.records import Item
@@ -56,7 +58,7 @@ class Reader:
     async def examples(self, config: RunConfig, split: str) -> list[Example]:
         """The examples of a split that fit into the context. Raises ConfigError if there are none,
         or no such data set."""
-        data = (await pin_dataset(self.store, config)).data
+        data = data_of(await pin_dataset(self.store, config))
         items = await self.store.items(data.name, data.version, split=split)
         sides = await self.store.sides([side for item in items for side in item.sides])
         every = [example for item in items for example in self._of(item, sides)]
@@ -95,11 +97,11 @@ async def train_reward_model(config: RunConfig, store: Store) -> Metrics:
     """Train and write the reward model of a run; returns its metrics on the held-out items.
 
     Raises ConfigError for a data set without usable items."""
-    settings = config.reward_model
+    settings = training_of(config)
     model, tokenizer = _policy(config)
     reader = Reader(store, tokenizer, context_length(model))
-    examples = await reader.examples(config, config.data.split)
-    heldout = await reader.examples(config, config.data.heldout)
+    examples = await reader.examples(config, data_of(config).split)
+    heldout = await reader.examples(config, data_of(config).heldout)
     scorer = make_scorer(model, tokenizer, settings.heads, config.learner.token_budget)
     trainer = RewardTrainer(scorer, tokenizer, settings.centre, settings.margin)
     order = [

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from agentrl.datasets.draft import Draft
+from agentrl.algorithms.preferences.draft import Draft
 from agentrl.errors import ConfigError
 from agentrl.store.records import Kind
 from agentrl.types import Json, Transition, float32, int32

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from agentrl.cli.data import data
-from agentrl.datasets.draft import Draft
-from agentrl.datasets.files import export_rows
-from agentrl.datasets.formats import add_row
+from agentrl.algorithms.preferences.command import data
+from agentrl.algorithms.preferences.draft import Draft
+from agentrl.algorithms.preferences.files import export_rows
+from agentrl.algorithms.preferences.formats import add_row
 from agentrl.errors import ConfigError, NotFound
 from agentrl.store import Store, open_store
 from agentrl.store.records import Item

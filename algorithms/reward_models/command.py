@@ -30,7 +30,7 @@ def rm() -> None:
 def train(run_file: Path, overrides: tuple[str, ...], plain: bool) -> None:
     """Train a reward model on the items of [data] in RUN_FILE, from its policy.model, into
     <output>/reward_model: the `model` of a [reward_models.NAME]."""
-    from agentrl.algorithms.train.reward_model import train_reward_model
+    from agentrl.algorithms.reward_models.train import train_reward_model
 
     config = _config(run_file, overrides)
 
@@ -62,8 +62,9 @@ def evaluate(
 ) -> None:
     """Print the reward model's accuracy on held-out items, and the verifier's outcome of the best
     of n stored rollouts by its score."""
-    from agentrl.algorithms.learners.reward_training import preference_metrics
-    from agentrl.algorithms.train import reward_model
+    from agentrl.algorithms.preferences.table import data_of
+    from agentrl.algorithms.reward_models import train as reward_model
+    from agentrl.algorithms.reward_models.trainer import preference_metrics
 
     config = _config(run_file, overrides)
     source = str(model or Path(config.output, "reward_model"))
@@ -72,7 +73,7 @@ def evaluate(
         scorer, tokenizer = reward_model.load_reward_model(config, source)
         async with open_store(config.store) as store:
             reader = reward_model.Reader(store, tokenizer, None)
-            items = await reader.examples(config, config.data.heldout)
+            items = await reader.examples(config, data_of(config).heldout)
             found = preference_metrics(scorer, items)
             if sizes:
                 name = run or config.name
@@ -86,7 +87,7 @@ def evaluate(
 
 def _config(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
     config = load(run_file, overrides)
-    if not config.data.name:
+    if config.plays_rollouts:
         raise ConfigError("data.name is missing: name the data set to learn from (`agentrl data`)")
     return config
 

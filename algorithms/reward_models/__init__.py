@@ -1,0 +1,1 @@
+"""Reward models trained on data sets, and their evaluation."""
