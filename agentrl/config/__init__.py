@@ -30,7 +30,6 @@ from agentrl.config.load import to_toml as to_toml
 from agentrl.config.opponents import PfspOpponents as PfspOpponents
 from agentrl.config.opponents import SelfplayConfig as SelfplayConfig
 from agentrl.config.opponents import SnapshotOpponents as SnapshotOpponents
-from agentrl.config.rewards import ImplicitRewardModelConfig as ImplicitRewardModelConfig
 from agentrl.config.schema import AlgorithmConfig as AlgorithmConfig
 from agentrl.config.schema import BranchingConfig as BranchingConfig
 from agentrl.config.schema import CounterfactualConfig as CounterfactualConfig

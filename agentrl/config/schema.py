@@ -34,7 +34,6 @@ from agentrl.config.infrastructure import (
 )
 from agentrl.config.opponents import Selfplay, SelfplayConfig
 from agentrl.config.prompts import PromptsConfig
-from agentrl.config.rewards import RewardModel
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
@@ -321,7 +320,6 @@ class RunConfig(Section, frozen=True):
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
-    reward_models: dict[Name, RewardModel] = {}  # by the name of the reward
     learner: Learner = TorchLearnerConfig()
     engine: Engine = EmbeddedEngineConfig()
     runner: Runner = RunnerConfig()
