@@ -15,7 +15,6 @@ from msgspec.structs import astuple
 
 from agentrl.config import (
     RunConfig,
-    rewards,
     to_toml,
 )
 from agentrl.config.base import EXTERNAL, Section, structs_of
@@ -97,7 +96,8 @@ def run_file_schema() -> dict[str, Any]:
     made, config = msgspec.json.schema(RunConfig), RunConfig()
     tables = (table for table in astuple(config) if isinstance(table, Section))
     known = sections()
-    defaults = {*map(type, tables), rewards.RewardModelConfig}
+    named = (_tables_of(field) for field in msgspec.structs.fields(RunConfig))
+    defaults = {*map(type, tables), *(kinds[0] for kinds in named if len(kinds) > 1)}
     for name, table in made["$defs"].items():
         section = known[name]
         field = section.__struct_config__.tag_field

@@ -24,7 +24,6 @@ from agentrl.config.load import resolve as resolve
 from agentrl.config.load import store_in as store_in
 from agentrl.config.load import store_of as store_of
 from agentrl.config.load import to_toml as to_toml
-from agentrl.config.rewards import ImplicitRewardModelConfig as ImplicitRewardModelConfig
 from agentrl.config.schema import AlgorithmConfig as AlgorithmConfig
 from agentrl.config.schema import LoraConfig as LoraConfig
 from agentrl.config.schema import PolicyConfig as PolicyConfig

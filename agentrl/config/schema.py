@@ -33,7 +33,6 @@ from agentrl.config.infrastructure import (
     RunnerConfig,
     TorchLearnerConfig,
 )
-from agentrl.config.rewards import RewardModel
 from agentrl.types import Sampling
 
 MODEL_LR = 1e-5  # default learning rate of a critic that is a model of its own
@@ -288,7 +287,6 @@ class RunConfig(Section, frozen=True):
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
-    reward_models: dict[Name, RewardModel] = {}  # by the name of the reward
     learner: Learner = TorchLearnerConfig()
     engine: Engine = EmbeddedEngineConfig()
     runner: Runner = RunnerConfig()

@@ -191,11 +191,6 @@ def _policies(config: RunConfig) -> Iterator[str]:
     names = team.trained_policies(config)
     if not names:
         yield "[policies]: all of them are frozen; at least one must learn"
-    if config.reward_models:
-        yield (
-            "[reward_models] score the calls of a single policy, but the run has [policies]; let "
-            "the verifier return the reward"
-        )
     if config.team.schedule == "together" and config.team.every != 1:
         yield "team.every has no effect for team.schedule = 'together'"
     for name in names:

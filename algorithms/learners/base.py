@@ -57,6 +57,16 @@ class StepReport(msgspec.Struct, kw_only=True):
         return self.logprobs if self.symbols is None else self.symbols
 
 
+class SavedPart(Protocol):
+    """What is in the checkpoints of a learner beside its policy."""
+
+    def save(self, directory: Path) -> None: ...
+
+    def read(self, directory: Path) -> Callable[[], None]:
+        """Read a checkpoint; returns a function that restores it. Raises PolicyError."""
+        ...
+
+
 class Learner(Protocol):
     """Owns weights, optimizer and their random state. One caller at a time."""
 

@@ -15,31 +15,21 @@ from agentrl.algorithms.learners.auxiliary import (
     Reference,
     ValueModel,
     check_vocabulary,
-    freeze,
     load_auxiliary,
 )
 from agentrl.algorithms.learners.base import Frozen, Learner
 from agentrl.algorithms.learners.older import current_form
-from agentrl.algorithms.learners.reward_models import (
-    ImplicitScorer,
-    ImplicitTrainer,
-    RewardModel,
-    ScalarScorer,
-    load_scalar,
-)
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.learners.verl.settings import settings as verl_settings
 from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
-from agentrl.algorithms.model.load import Tokenizer, context_length
+from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.model.packing import supported_packing
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import Supply
 from agentrl.base.failures import brief
 from agentrl.config import (
-    ImplicitRewardModelConfig,
     RunConfig,
     Section,
     TorchLearnerConfig,
@@ -47,7 +37,7 @@ from agentrl.config import (
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.plugins import check_protocol
-from agentrl.types import POLICY, Scope
+from agentrl.types import POLICY
 
 HEAD_STEP = 0.05  # a shared head's learning rate times its width: how far AdamW moves a value
 
@@ -59,7 +49,6 @@ def make_learner(
     tokenizer: Tokenizer,
     start: str,
     adapters: Adapters | None = None,
-    trainers: tuple[ImplicitTrainer, ...] = (),
     policy: str = POLICY,
 ) -> Learner:
     """Build the learner of `model`, loaded from `start`, or of its adapter `policy`. The caller
@@ -69,7 +58,6 @@ def make_learner(
     missing verl, and a plug-in that is no learner or lacks a stream."""
     own = config.learner
     if factory := learner_factory(config):
-        _check_no_reward_model_learns(config)
         made = factory(config, algo, model, tokenizer, adapters, policy)
         learner: Learner = current_form(made, by=factory)
         check_protocol(learner, Learner, by=factory, key="learner.kind")
@@ -113,7 +101,6 @@ def make_learner(
         threads=_threads(own.threads, model),
         adapters=adapters,
         policy=policy,
-        trainers=trainers,
         offload=own.offload,
         release=config.engine.frees_gpu,
     )
@@ -196,45 +183,6 @@ def make_frozen_models(
     }
 
 
-def make_reward_models(
-    config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
-) -> tuple[tuple[RewardModel, ...], tuple[ImplicitTrainer, ...]]:
-    """Load the reward models, with the trainers of those that learn.
-
-    Raises PolicyError for a model that cannot be loaded, has another vocabulary or the wrong kind.
-    """
-    models: list[RewardModel] = []
-    trainers: list[ImplicitTrainer] = []
-    packing, budget = config.learner.packed, config.learner.token_budget
-    for name, settings in config.reward_models.items():
-        key, scope = f"reward_models.{name}", Scope(settings.scope)
-        if not isinstance(settings, ImplicitRewardModelConfig):
-            source = config.model_source(settings.model)
-            model = load_scalar(f"{key}.model", source, policy, tokenizer)
-            packed = supported_packing(model, packing)
-            scalar = ScalarScorer(model, packed, budget, settings.disagreement)
-            models.append(RewardModel(name, scalar, scope, context=context_length(model)))
-            continue
-        source, other = (
-            config.model_source(path) if path else start
-            for path in (settings.model, settings.reference)
-        )
-        model = freeze(load_auxiliary(f"{key}.model", source, policy, tokenizer))
-        against = freeze(load_auxiliary(f"{key}.reference", other, policy, tokenizer))
-        scorer = ImplicitScorer(
-            model, against, settings.beta, supported_packing(model, packing), budget
-        )
-        limits = [limit for each in (model, against) if (limit := context_length(each)) is not None]
-        context = min(limits, default=None)
-        models.append(RewardModel(name, scorer, scope, sums=True, context=context))
-        if settings.train and isinstance(config.learner, TorchLearnerConfig):
-            norm, kind = config.algorithm.max_grad_norm, config.learner.optimizer
-            trainers.append(
-                ImplicitTrainer(models[-1], scorer, settings.lr, norm, kind, settings.loss)
-            )
-    return tuple(models), tuple(trainers)
-
-
 def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]:
     """Settings without effect, each with the reason."""
     preset = f"and algorithm.preset = {algo.name!r}"
@@ -256,14 +204,6 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
         yield "reference.every", why
     if not reference.target and "horizon" in _changed_keys(reference):
         yield "reference.horizon", "and there is no reference.target"
-    for name, model in config.reward_models.items():
-        reward = name if model.scope == "rollout" else f"{model.scope}:{name}"
-        if reward not in algo.rewards:
-            why = f"{preset} reads no reward {reward!r}; name it in algorithm.options, or"
-            yield f"reward_models.{name}", why
-        if isinstance(model, ImplicitRewardModelConfig) and not model.train:
-            for key in sorted(set(_changed_keys(model)) & {"lr", "loss"}):
-                yield f"reward_models.{name}.{key}", "and it does not learn without train"
     for key in _changed_keys(config.teacher) if "teacher" not in algo.needs else ():
         yield f"teacher.{key}", f"{preset} reads no teacher"
     if not config.teacher.upstream and "concurrency" in _changed_keys(config.teacher):
@@ -277,15 +217,6 @@ def _changed_keys(section: Section) -> list[str]:
     """Keys that differ from their defaults."""
     fields = msgspec.structs.fields(section)
     return [field.name for field in fields if getattr(section, field.name) != field.default]
-
-
-def _check_no_reward_model_learns(config: RunConfig) -> None:
-    for name, section in config.reward_models.items():
-        if isinstance(section, ImplicitRewardModelConfig) and section.train:
-            raise ConfigError(
-                f"reward_models.{name}.train: checkpoints of learner.kind = "
-                f"{config.learner.kind!r} hold no reward model; leave it out"
-            )
 
 
 def _check_streams(kind: str, algo: Algo, learner: Learner, given: set[str]) -> None:

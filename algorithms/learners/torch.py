@@ -27,13 +27,13 @@ from agentrl.algorithms.learners.base import (
     Frozen,
     PolicyWeights,
     Psi,
+    SavedPart,
     Scored,
     StepReport,
     critic_metrics,
     fixed_psi,
 )
 from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
-from agentrl.algorithms.learners.reward_models import ImplicitTrainer
 from agentrl.algorithms.model.cpu_threads import ThreadTuner
 from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
 from agentrl.algorithms.model.load import Tokenizer
@@ -77,7 +77,6 @@ class TorchLearner(PolicyWeights):
         threads: ThreadTuner | int | None = None,
         critic: ValueModel | None = None,
         frozen: Mapping[Frozen, Reference] | None = None,
-        trainers: Sequence[ImplicitTrainer] = (),
         offload: bool = False,
         release: bool = False,
     ) -> None:
@@ -85,11 +84,11 @@ class TorchLearner(PolicyWeights):
         when memory runs out. gradient_checkpointing: see `memory.recomputing`. fp32_head: see
         `model.lm_head`. adapters: train only the adapter `policy`; other learners may train the
         others. threads: CPU threads of a call, default: those of its thread. frozen: the reference,
-        by default an adapter's base model, and the teacher. trainers: reward models saved
-        with the policy. offload: `rest` moves the optimizer's state to the host; release: `rest`
-        frees unused GPU memory. Raises PolicyError for a model that it cannot train."""
+        by default an adapter's base model, and the teacher. offload: `rest` moves the
+        optimizer's state to the host; release: `rest` frees unused GPU memory. Raises PolicyError
+        for a model that it cannot train."""
         check_model(model)
-        self.critic, self.frozen, self.trainers = critic, dict(frozen or {}), tuple(trainers)
+        self.critic, self.frozen, self.more = critic, dict(frozen or {}), list[SavedPart]()
         values: tuple[Supply, ...] = () if critic is None else ("values",)
         supplies = ("top_tokens", "entropy", *values, *self.frozen)
         super().__init__(model, tokenizer, adapters, policy, supplies)
@@ -200,10 +199,14 @@ class TorchLearner(PolicyWeights):
         for restore in restores:
             restore()
 
-    def _saved_parts(self) -> list[Optimizer | ValueModel | Reference | ImplicitTrainer]:
+    def keep(self, *parts: SavedPart) -> None:
+        """Save and read these with the policy."""
+        self.more += parts
+
+    def _saved_parts(self) -> list[SavedPart]:
         """The parts of a checkpoint besides the policy."""
         critic = (self.critic,) if self.critic else ()
-        return [self.optimizer, *critic, *self.frozen.values(), *self.trainers]
+        return [self.optimizer, *critic, *self.frozen.values(), *self.more]
 
     def _adapted(self, *, base: bool = False) -> AbstractContextManager[None]:
         """Context in which the model is the trained policy; base: the model without adapter."""

@@ -1,1 +1,1 @@
-"""Reward models trained on data sets, and their evaluation."""
+"""Reward models: models whose scores are rewards, and their training."""

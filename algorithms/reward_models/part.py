@@ -3,9 +3,13 @@ from agentrl.base.parts import Part
 HERE = "agentrl.algorithms.reward_models"
 
 PART = Part(
-    name="reward model training",
-    summary="Train reward models on data sets, and evaluate them.",
+    name="reward models",
+    summary="Models whose scores are rewards, and their training on data sets.",
     uses=("data sets",),
-    tables={"reward_model": f"{HERE}.table:RewardModelTraining"},
+    tables={
+        "reward_model": f"{HERE}.table:RewardModelTraining",
+        "reward_models": f"{HERE}.table:REWARD_MODELS",
+    },
     commands={"rm": f"{HERE}.command:rm"},
+    training={"reward_models": f"{HERE}.training:join"},
 )

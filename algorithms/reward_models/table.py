@@ -1,10 +1,11 @@
-"""The table [reward_model] of the run file."""
+"""The tables [reward_model] and [reward_models.NAME] of the run file."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
 
-from agentrl.config.base import Count, NonNegative, Positive, Section
+from agentrl.config.base import Count, KindSection, Name, NonNegative, Positive, Section
 
 
 class RewardModelTraining(Section, frozen=True):
@@ -20,6 +21,47 @@ class RewardModelTraining(Section, frozen=True):
     lr: Positive = 1e-5  # peak: linear warm-up over 10 % of the steps, then linear decay to 0
 
 
+class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"):
+    """A model whose scores are rewards of the table's name: a decoder with a head of one label, or
+    an ensemble from `agentrl rm train`."""
+
+    gives_reward: ClassVar[bool] = True
+    plays: ClassVar[bool] = True
+    model: str  # a checkpoint directory or hub name with the policy's vocabulary
+    scope: Literal["rollout", "transition"] = "rollout"  # reward of the rollout, or of each call
+    # For an ensemble: the reward is the mean score minus this times the standard deviation.
+    disagreement: NonNegative = 0.5
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if config.policies:
+            yield (
+                "[reward_models] score the calls of a single policy, but the run has [policies]; "
+                "let the verifier return the reward"
+            )
+
+
+class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
+    """A decoder whose reward is beta * (its log-prob - the reference's log-prob)."""
+
+    model: str = ""  # a checkpoint directory or hub name; empty: the initial policy
+    beta: Positive = 0.05  # reward per nat of the log ratio
+    reference: str = ""  # a checkpoint directory or hub name; empty: the initial policy
+    train: bool = False  # train it on every step, after it has scored the step
+    # train on outcomes from 0 to 1 (PRIME), or on pairs of rollouts of a group (iStar)
+    loss: Literal["outcome", "pairs"] = "outcome"
+    lr: Positive = 1e-6  # constant, with `train`
+
+
+RewardModel = RewardModelConfig | ImplicitRewardModelConfig
+REWARD_MODELS = dict[Name, RewardModel]
+
+
 def training_of(config: Any) -> RewardModelTraining:
     settings: RewardModelTraining = config.reward_model
     return settings
+
+
+def models_of(config: Any) -> dict[str, RewardModel]:
+    """The reward models of a run, by the name of the reward."""
+    models: dict[str, RewardModel] = config.reward_models
+    return models

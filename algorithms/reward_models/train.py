@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import run_owner
-from agentrl.algorithms.learners.reward_models import ScalarScorer, load_scalar
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.load import Tokenizer, context_length, load_model
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.preferences.pin import pin_dataset
 from agentrl.algorithms.preferences.table import data_of
+from agentrl.algorithms.reward_models.scorers import ScalarScorer, load_scalar
 from agentrl.algorithms.reward_models.table import training_of
 from agentrl.algorithms.reward_models.trainer import (
     Example,

@@ -22,8 +22,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from agentrl.algorithms.learners.optimizer import Optimizer
-from agentrl.algorithms.learners.reward_models import ENSEMBLE, ScalarScorer
 from agentrl.algorithms.model.load import Tokenizer, no_progress_bars
+from agentrl.algorithms.reward_models.scorers import ENSEMBLE, ScalarScorer
 from agentrl.errors import PolicyError, TrainingError
 
 Text = tuple[int, ...]  # token ids; the state after the last is scored

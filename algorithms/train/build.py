@@ -134,21 +134,19 @@ def make_updater(
     failed optimizer steps."""
     settings, tokenizer = config.algorithm, model.tokenizer
     loaded = model.model, tokenizer, model.source
-    scorers, trainers = factory.make_reward_models(config, *loaded)
-    learner = factory.make_learner(config, algo, *loaded, model.adapters, trainers, name)
+    learner = factory.make_learner(config, algo, *loaded, model.adapters, name)
     state, anchor = make_state(config, algo, learner.frozen.get("reference"))
     context = context_length(model.model)
     completers: list[Completer] = [ProcessedScorer(learner, context, name, algo.rewards)]
     if settings.inexact == "retokenize":  # before reward models, which need the token ids
         completers.append(Retokenizer(tokenizer, learner, context, name, algo.rewards))
-    completers += scorers
     return Updater(
         config,
         algo,
         learner,
         state=state,
         preprocessor=Preprocessor(
-            tuple(completers), tuple(trainers), context, name, tokenizer=tokenizer
+            tuple(completers), context=context, policy=name, tokenizer=tokenizer
         ),
         anchor=anchor,
         recorder=CreditRecorder(name) if settings.store_credit else None,

@@ -14,7 +14,6 @@ from agentrl.algorithms.data.merge import build_batch, map_calls, own_calls, tra
 from agentrl.algorithms.data.rewards import check_rewards
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.learners.reward_models import ImplicitTrainer
 from agentrl.algorithms.model.chat import Chat, RequestError, tool_names
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
@@ -30,6 +29,12 @@ class Completer(Protocol):
     def complete(self, groups: list[Group]) -> list[Group]: ...
 
 
+class GroupLearner(Protocol):
+    """Learns from the complete groups of a step, before the policy does."""
+
+    def learn(self, groups: Sequence[Group]) -> Metrics: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedGroups:
     """Groups ready for credit."""
@@ -43,7 +48,7 @@ class Preprocessor:
     """Prepares collected groups for credit."""
 
     completers: tuple[Completer, ...] = ()  # in this order
-    trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn after scoring
+    trainers: tuple[GroupLearner, ...] = ()  # of what learns after the groups are complete
     context: int | None = None  # most tokens that the model can read; longer calls are dropped
     policy: str = POLICY  # whose calls are trained on
     step_rewards: list[StepReward] = field(default_factory=list)  # added, to be committed

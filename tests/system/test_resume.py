@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.cli.algorithms import explain_rollout
 from agentrl.cli.export import export
-from agentrl.config import ImplicitRewardModelConfig, RunConfig
+from agentrl.config import RunConfig, resolve
 from agentrl.errors import NotFound, PolicyError
 from agentrl.store import open_store
 from agentrl.types import RunState
@@ -214,8 +214,9 @@ def judging(folder: Path, model: Path) -> RunConfig:
     settings = config(folder, model)
     streams = {"outcome": {}, "hunch": {"scope": "transition"}}
     algorithm = replace(settings.algorithm, preset="streams", options={"streams": streams})
-    hunch = ImplicitRewardModelConfig(model=str(model), scope="transition")
-    return replace(settings, algorithm=algorithm, reward_models={"hunch": hunch}, steps=3)
+    hunch = {"kind": "implicit", "model": str(model), "scope": "transition"}
+    models = resolve({"reward_models": {"hunch": hunch}}, source="test").reward_models
+    return replace(settings, algorithm=algorithm, reward_models=models, steps=3)
 
 
 def test_rewards_of_a_model_are_in_the_store_once_and_explained(

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.config import ImplicitRewardModelConfig, RunConfig, VerlConfig, VerlLearnerConfig
+from agentrl.config import RunConfig, VerlConfig, VerlLearnerConfig
 from agentrl.config.keys import flatten
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError
@@ -233,7 +233,3 @@ def _unsupported_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
                 "megatron's is learner.verl.options.engine.override_transformer_config."
                 "recompute_granularity",
             )
-    for name, model in config.reward_models.items():
-        if isinstance(model, ImplicitRewardModelConfig) and model.train:
-            why = "the verl learner's checkpoints hold no reward model"
-            yield f"reward_models.{name}.train", why

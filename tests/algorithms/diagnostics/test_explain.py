@@ -20,11 +20,11 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.explain import brief, explain, links, report
-from agentrl.algorithms.learners.reward_models import RewardModel
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.kl_control import KlController, ReferenceControl
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import installed, make
+from agentrl.algorithms.reward_models.scorers import RewardModel
 from agentrl.algorithms.train.prepare import Completer, Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.cli.main import cli

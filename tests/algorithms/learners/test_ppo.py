@@ -14,7 +14,6 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import LearnerDefaults, Psi, Scored, StepReport
-from agentrl.algorithms.learners.reward_models import RewardModel
 from agentrl.algorithms.learners.score import score_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
@@ -28,6 +27,7 @@ from agentrl.algorithms.objective.kl_control import (
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.reward_models.scorers import RewardModel
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from msgspec import json
 from transformers import AutoModelForSequenceClassification
 
-from agentrl.algorithms.learners.reward_models import ScalarScorer, load_scalar
 from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.reward_models.scorers import ScalarScorer, load_scalar
 from agentrl.algorithms.reward_models.trainer import (
     Example,
     RewardTrainer,

@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from agentrl.algorithms.learners import factory
-from agentrl.algorithms.learners.reward_models import (
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.reward_models import training
+from agentrl.algorithms.reward_models.scorers import (
     ImplicitScorer,
     RewardModel,
     ScalarScorer,
     load_scalar,
 )
-from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.presets import catalogue
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, PolicyError, TrainingError
 from agentrl.types import (
@@ -189,7 +189,7 @@ def test_the_run_file_names_them(tiny_model_dir: Path, score_dir: Path) -> None:
         "hunch": {"model": str(tiny_model_dir), "kind": "implicit", "scope": "transition"},
     }
     config = resolve({"reward_models": table}, source="run.toml")
-    models, _ = factory.make_reward_models(config, policy, tokenizer, str(tiny_model_dir))
+    models, _ = training.make_reward_models(config, policy, tokenizer, str(tiny_model_dir))
     made = groups()
     for model in models:
         made = model.complete(made)
@@ -197,9 +197,9 @@ def test_the_run_file_names_them(tiny_model_dir: Path, score_dir: Path) -> None:
     assert set(given(made, "hunch").values()) == {0.0}
     streams = {"taste": {}, "hunch": {"scope": "transition"}}
     algo = catalogue.make("streams", {"streams": streams})
-    factory.refuse_unused_settings(config, algo)
+    training.refuse_unused_settings(config, algo)
     with pytest.raises(ConfigError, match=r"reward_models\.taste is set, .* no reward 'taste'"):
-        factory.refuse_unused_settings(config, catalogue.make("grpo", {}))
+        training.refuse_unused_settings(config, catalogue.make("grpo", {}))
     odd = {"taste": {"model": "x", "beta": 0.1}}
     with pytest.raises(ConfigError, match=r"reward_models\.taste\.beta is for .*kind = 'implicit'"):
         resolve({"reward_models": odd}, source="run.toml")
@@ -221,7 +221,7 @@ def test_what_the_model_cannot_read_has_no_score(
     for scope in ("rollout", "transition"):
         table = {"rm": {"model": source, "kind": kind, "scope": scope}}
         config = resolve({"reward_models": table}, source="run.toml")
-        (model,), _ = factory.make_reward_models(config, policy, tokenizer, str(tiny_model_dir))
+        (model,), _ = training.make_reward_models(config, policy, tokenizer, str(tiny_model_dir))
         full = [call("a0", [1] * 510, [4, 5])]
         long = [call("b0", [1], [2]), call("b1", [1] * 511, [4, 5])]
         rows = [rollout("a", full), rollout("b", long)]

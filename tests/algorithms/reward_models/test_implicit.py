@@ -10,18 +10,19 @@ from msgspec.structs import replace
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
-from agentrl.algorithms.learners import factory
-from agentrl.algorithms.learners.reward_models import ImplicitTrainer, RewardModel
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.reward_models import training
+from agentrl.algorithms.reward_models.scorers import ImplicitTrainer, RewardModel
+from agentrl.algorithms.reward_models.training import RewardModels
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError, TrainingError
 from agentrl.types import Group, Reward
-from tests.algorithms.learners.test_reward_models import call, rollout
+from tests.algorithms.reward_models.test_scorers import call, rollout
 
 Made = tuple[RewardModel, ImplicitTrainer]
 
@@ -30,7 +31,7 @@ def make(directory: Path, scope: str = "rollout", **more: object) -> Made:
     table = {"model": str(directory), "kind": "implicit", "scope": scope, "beta": 0.5}
     config = resolve({"reward_models": {"prm": table | {"train": True} | more}}, source="run.toml")
     policy, tokenizer = load_model(directory, device="cpu")
-    (model,), (trainer,) = factory.make_reward_models(config, policy, tokenizer, str(directory))
+    (model,), (trainer,) = training.make_reward_models(config, policy, tokenizer, str(directory))
     return model, trainer
 
 
@@ -115,7 +116,9 @@ def test_it_resumes_bit_for_bit_and_a_damaged_file_changes_nothing(
     def made() -> tuple[RewardModel, ImplicitTrainer, TorchLearner]:
         model, trainer = make(tiny_model_dir, lr=1e-3)
         policy, tokenizer = load_model(tiny_model_dir, device="cpu")
-        return model, trainer, TorchLearner(policy, tokenizer, threads=1, trainers=(trainer,))
+        learner = TorchLearner(policy, tokenizer, threads=1)
+        learner.keep(trainer)
+        return model, trainer, learner
 
     def train(model: RewardModel, trainer: ImplicitTrainer) -> list[dict[str, float]]:
         return [trainer.learn(model.complete(groups(1.0, 0.0, 1.0))) for _ in range(2)]
@@ -156,6 +159,16 @@ def test_a_scalar_model_does_not_learn() -> None:
     ):
         table = {"prm": {"model": "x"} | settings}
         with pytest.raises(ConfigError, match=why):
-            factory.refuse_unused_settings(
+            training.refuse_unused_settings(
                 resolve({"reward_models": table}, source="run.toml"), algo
             )
+
+
+@pytest.mark.parametrize("kind", ["verl", "mine.py:learner"])
+def test_it_learns_beside_the_torch_learner_only(kind: str) -> None:
+    algo = catalogue.make("streams", {"streams": {"prm": {}}})
+    table = {"prm": {"model": "m", "kind": "implicit", "train": True}}
+    tables = {"reward_models": table, "learner": {"kind": kind}}
+    with pytest.raises(ConfigError, match=r"reward_models\.prm\.train: .* hold no reward model"):
+        RewardModels().algorithm(resolve(tables, source="test"), algo)
+    assert RewardModels().algorithm(resolve({"reward_models": table}, source="test"), algo) is algo
