@@ -135,7 +135,7 @@ def test_psi_is_minus_the_gradient_of_verls_loss(
     theirs_name: str, given: dict[str, Any], name: str, options: dict[str, Any], average: str
 ) -> None:
     algo = make(name, options)
-    sampler = any(gate.den == "b" for gate in algo.gates)  # DPPO: against the sampler itself
+    sampler = any(gate.den == "sampler" for gate in algo.gates)  # DPPO: against the sampler itself
     for seed in SEEDS:
         data = rollouts(seed)
         # GMPO's clip takes the sign of a whole row's advantage.
