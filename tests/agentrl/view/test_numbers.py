@@ -42,7 +42,9 @@ def stored_calls(draw: st.DrawFn) -> list[tuple[int, dict[str, list[float]]]]:
 async def fill(url: str, folder: Path, calls: list[tuple[int, dict[str, list[float]]]]) -> None:
     """A trained group of two rollouts with these calls, of which one succeeded."""
     async with open_store(url) as store:
-        state = await store.open_run(RUN, filled.config(folder, None))
+        # A preset that remembers nothing: baselines of another would be what it remembers.
+        settings = filled.config(folder, None, algorithm={"preset": "grpo"})
+        state = await store.open_run(RUN, settings)
         await store.enqueue(
             [
                 NewRollout(id=f"{GROUP}/{i:04}", run=RUN, group=GROUP, index=i, task={}, step=0)

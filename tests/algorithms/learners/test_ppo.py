@@ -329,21 +329,29 @@ def test_ppo_learns_a_bandit_and_its_values(tiny_model_dir: Path, critic: str) -
 def test_a_resumed_run_continues_bit_for_bit(
     tiny_model_dir: Path, tmp_path: Path, critic: str
 ) -> None:
-    def train(learner: TorchLearner, kl: KlController, first: int, last: int) -> list[float]:
+    def start(learner: TorchLearner) -> Updater:
+        kl = KlController(0.1, 0.01, 100)
         steps = updater(learner, kl=0.1, kl_adapts=kl, minibatches=2, lr=1e-3)
+        steps.state.parts["kl"] = kl
+        return steps
+
+    def train(steps: Updater, first: int, last: int) -> list[float]:
         return [
-            steps.update(step, sampled(learner, step, 6))["loss"] for step in range(first, last)
+            steps.update(step, sampled(steps.learner, step, 6))["loss"]
+            for step in range(first, last)
         ]
 
-    whole, half, other = (make_learner(tiny_model_dir, critic, seed) for seed in range(3))
-    one, two, three = (KlController(0.1, 0.01, 100) for _ in range(3))
-    losses = train(whole, one, 0, 4)
-    assert train(half, two, 0, 2) == losses[:2]
-    save_checkpoint(tmp_path / "here", half, AlgorithmState((), {"kl": two}).dump())
-    AlgorithmState((), {"kl": three}).restore(load_checkpoint(tmp_path / "here", other))
-    assert train(other, three, 2, 4) == losses[2:]
-    assert three.beta == one.beta != 0.1
-    for mine, theirs in zip(whole.model.parameters(), other.model.parameters(), strict=True):
+    learners = [make_learner(tiny_model_dir, critic, seed) for seed in range(3)]
+    whole, half, other = map(start, learners)
+    losses = train(whole, 0, 4)
+    assert train(half, 0, 2) == losses[:2]
+    save_checkpoint(tmp_path / "here", learners[1], half.state.dump())
+    other.state.restore(load_checkpoint(tmp_path / "here", learners[2]))
+    assert train(other, 2, 4) == losses[2:]
+    kept = [steps.state.parts["kl"] for steps in (whole, other)]
+    assert kept[0].dump() == kept[1].dump() != KlController(0.1, 0.01, 100).dump()
+    models = [one.model.parameters() for one in (learners[0], learners[2])]
+    for mine, theirs in zip(*models, strict=True):
         assert torch.equal(mine, theirs)
 
 
