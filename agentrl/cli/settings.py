@@ -62,7 +62,7 @@ def show_settings(config: RunConfig) -> None:
     lines: list[str] = []
     if find_spec("torch") and find_spec("transformers"):  # the extra `train`
         from agentrl.algorithms.train.build import group_requirements, load_algorithms
-        from agentrl.algorithms.train.builtin_hooks import hooks_of
+        from agentrl.algorithms.train.hooks import hooks_of
 
         parts = hooks_of(config)
         group_requirements(config, load_algorithms(config, parts), parts)

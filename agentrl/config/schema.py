@@ -7,11 +7,13 @@ change what a run learns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from agentrl.base.parts import missing
 from agentrl.config.agents import AgentConfig, RoleRule
 from agentrl.config.base import (
     Count,
@@ -225,6 +227,10 @@ class TeacherConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         if self.model and self.upstream:
             raise ValueError("give a model or an upstream, not both")
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.upstream and (why := missing("training", "teacher.upstream")):
+            yield f"teacher.upstream: {why}"
 
 
 class UpstreamConfig(Section, frozen=True):

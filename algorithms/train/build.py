@@ -24,8 +24,7 @@ from agentrl.algorithms.objective.kl_control import (
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group, check_staleness
 from agentrl.algorithms.sampling.collect import resampling_reward
-from agentrl.algorithms.train.builtin_hooks import hooks_of
-from agentrl.algorithms.train.hooks import Hooks
+from agentrl.algorithms.train.hooks import Hooks, hooks_of
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.prepare import Completer, Preprocessor, ProcessedScorer, Retokenizer

@@ -20,8 +20,8 @@ from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import build
-from agentrl.algorithms.train.builtin_hooks import hooks_of
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
+from agentrl.algorithms.train.hooks import hooks_of
 from agentrl.algorithms.train.load_policies import (
     vocabulary_sizes,
 )

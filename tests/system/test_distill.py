@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentrl.algorithms.model.load import load_model
 from tests.algorithms.train.test_teacher import FakeVllm
+
+from agentrl.algorithms.model.load import load_model
 from tests.system.test_run import agentrl, measured
 
 RUN = """

@@ -33,8 +33,8 @@ from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.tiny import word_tokenizer
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling.chat_completion import Endpoint
+from agentrl.algorithms.teachers.remote import RemoteTeacher
 from agentrl.algorithms.train.step import Updater
-from agentrl.algorithms.train.teacher import RemoteTeacher
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
 from agentrl.runners.features import run_features

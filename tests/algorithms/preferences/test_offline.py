@@ -14,7 +14,7 @@ from agentrl.algorithms.preferences.collector import step_items
 from agentrl.algorithms.preferences.pin import pin_dataset
 from agentrl.algorithms.train import main
 from agentrl.algorithms.train.build import load_algorithm
-from agentrl.algorithms.train.builtin_hooks import hooks_of
+from agentrl.algorithms.train.hooks import hooks_of
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.store import open_store

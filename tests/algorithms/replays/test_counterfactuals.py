@@ -27,7 +27,7 @@ from agentrl.algorithms.replays.counterfactuals import (
 )
 from agentrl.algorithms.sampling import collect
 from agentrl.algorithms.train.build import group_requirements
-from agentrl.algorithms.train.builtin_hooks import hooks_of
+from agentrl.algorithms.train.hooks import hooks_of
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.config import RunConfig, resolve
 from agentrl.config.policies import view

@@ -23,8 +23,7 @@ from agentrl.algorithms.objective.ratios import Candidates, LogProbs, _say_renam
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train import loop as module
-from agentrl.algorithms.train.builtin_hooks import hooks_of
-from agentrl.algorithms.train.hooks import AllHooks, Hooks, ServedRun
+from agentrl.algorithms.train.hooks import AllHooks, Hooks, ServedRun, hooks_of
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.config import RunConfig, resolve
 from agentrl.plugins import check_protocol

@@ -23,8 +23,8 @@ from agentrl.algorithms.train.build import (
     load_algorithms,
     make_policies,
 )
-from agentrl.algorithms.train.builtin_hooks import hooks_of
 from agentrl.algorithms.train.checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
+from agentrl.algorithms.train.hooks import hooks_of
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers

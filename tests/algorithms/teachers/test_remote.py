@@ -23,9 +23,9 @@ from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling import chat_completion
 from agentrl.algorithms.sampling.chat_completion import Endpoint
+from agentrl.algorithms.teachers.remote import RemoteTeacher, make_teacher
 from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.step import Updater
-from agentrl.algorithms.train.teacher import RemoteTeacher, make_teacher
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import AgentRLError, ConfigError, PolicyError, TrainingError
 from tests.algorithms.learners.test_learner import make_batch

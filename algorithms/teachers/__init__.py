@@ -1,0 +1,1 @@
+"""Teachers behind a server, whose log-probs a policy imitates."""
