@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.algorithms.train.test_teacher import FakeVllm
+from tests.algorithms.teachers.test_remote import FakeVllm
 
 from agentrl.algorithms.model.load import load_model
 from tests.system.test_run import agentrl, measured
