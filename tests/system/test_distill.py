@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.algorithms.teachers.test_remote import FakeVllm
-
 from agentrl.algorithms.model.load import load_model
+from tests.algorithms.teachers.test_remote import FakeVllm
 from tests.system.test_run import agentrl, measured
 
 RUN = """
