@@ -91,13 +91,21 @@ def missing(kind: str, name: str) -> str | None:
     return f"it belongs to the part {part!r}, which is not installed here"
 
 
-def known(kind: str) -> dict[str, str]:
+@cache
+def known(kind: str) -> Mapping[str, str]:
     """The library's part, installed or not, that contributes each thing of a kind."""
     names: dict[str, str] = json.loads(KNOWN.read_bytes()).get(kind, {})
     return names
 
 
-@cache
 def _entry_points(group: str, path: tuple[str, ...]) -> EntryPoints:
-    """Cached by `path` (`sys.path`), because reading entry points takes 10 ms."""
-    return entry_points(group=group)
+    return _every_entry_point(path).get(group, EntryPoints())
+
+
+@cache
+def _every_entry_point(path: tuple[str, ...]) -> dict[str, EntryPoints]:
+    """Those of this library's groups. Cached by `path` (`sys.path`), because reading them takes
+    10 ms, for one group or for all."""
+    found = entry_points()
+    groups = {group for group in found.groups if group.startswith("agentrl.")}
+    return {group: found.select(group=group) for group in groups}

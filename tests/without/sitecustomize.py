@@ -28,11 +28,14 @@ FOLDERS = [
 
 
 def entry_points(**chosen):  # type: ignore[no-untyped-def]
-    found = every(**chosen)
-    if not chosen:
-        return found
-    kept = (point for point in found if not point.module.startswith(tuple(FOLDERS)))
-    return importlib.metadata.EntryPoints(kept)
+    found = every()
+    points = importlib.metadata.EntryPoints(
+        point
+        for group in found.groups
+        for point in found.select(group=group)
+        if not point.value.startswith(tuple(FOLDERS))
+    )
+    return points.select(**chosen) if chosen else points
 
 
 if NAMES:
