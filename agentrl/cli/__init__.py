@@ -44,18 +44,17 @@ def how_to_continue(group: click.Group, arguments: list[str]) -> str:
 
 
 class CommandGroup(click.Group):
-    """A group that also has the commands of installed parts, whose names begin with `path`."""
-
-    path = ""
+    """A group that also has the commands of installed parts, whose names begin with its own."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         named = (point.name.rpartition(" ") for point in installed_plugins("commands"))
-        return sorted({*self.commands, *(name for path, _, name in named if path == self.path)})
+        own = _path(ctx)
+        return sorted({*self.commands, *(name for path, _, name in named if path == own)})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if own := super().get_command(ctx, cmd_name):
             return own
-        path = f"{self.path} {cmd_name}".strip()
+        path = f"{_path(ctx)} {cmd_name}".strip()
         points = installed_plugins("commands")
         if path in points.names:
             command: click.Command = points[path].load()
@@ -65,16 +64,10 @@ class CommandGroup(click.Group):
         return None
 
 
-class StoreGroup(CommandGroup):
-    path = "store"
-
-
-class AlgorithmGroup(CommandGroup):
-    path = "algorithm"
-
-
-class AlgorithmsGroup(CommandGroup):
-    path = "algorithms"
+def _path(context: click.Context) -> str:
+    """The name of a group without the program's: `store`."""
+    above = context.parent
+    return f"{_path(above)} {context.info_name}".strip() if above else ""
 
 
 def _read(context: click.Context, option: click.Parameter, file: Path) -> RunConfig:

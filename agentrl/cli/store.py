@@ -12,7 +12,7 @@ import click
 import msgspec
 from rich.filesize import decimal
 
-from agentrl.cli import StoreGroup
+from agentrl.cli import CommandGroup
 from agentrl.errors import NotFound, StoreError
 from agentrl.store import Store, open_store
 from agentrl.store.records import Pruned
@@ -22,7 +22,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 T = TypeVar("T")
 
 
-@click.group(cls=StoreGroup)
+@click.group(cls=CommandGroup)
 def store() -> None:
     """Serve, inspect and maintain a store."""
 
