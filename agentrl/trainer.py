@@ -261,9 +261,7 @@ async def supervise(
         workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(own)]
         if config.plays_rollouts and not (own or local):
             console.print(_how_to_join(config), soft_wrap=True, highlight=False)
-        points = () if alone or play else installed_plugins("beside")
-        made = [point.load()(config, run_file, console) for point in points]
-        beside: list[Companion] = [companion for companion in made if companion]
+        beside = [] if alone or play else _companions(config, run_file, console)
         logged = [algorithm, *workers, *(companion.child for companion in beside)]
         log_lines = LogFollower(console, level, [child.log for child in logged])
         started = time.monotonic()
@@ -291,6 +289,12 @@ async def supervise(
         for task in done:
             task.result()
     return time.monotonic() - started
+
+
+def _companions(config: RunConfig, run_file: Path, console: Console) -> list[Companion]:
+    """What parts run beside this run, not started yet."""
+    made = (point.load()(config, run_file, console) for point in installed_plugins("beside"))
+    return [companion for companion in made if companion]
 
 
 def _write_settings(path: Path, config: RunConfig) -> Path:

@@ -112,12 +112,6 @@ def kinds(table: str, *own: type[Section]) -> Any:
     return reduce(or_, (*own[:-1], *parts, own[-1]))
 
 
-def tables_of(config: msgspec.Struct) -> dict[str, Section]:
-    """The tables of a run, by name."""
-    values = {key: getattr(config, key) for key in config.__struct_fields__}
-    return {key: value for key, value in values.items() if isinstance(value, Section)}
-
-
 def played_tables(config: Section) -> list[str]:
     """The parts' tables on which rollouts depend."""
     return list({path.partition(".")[0]: None for path, table in tables(config) if table.plays})

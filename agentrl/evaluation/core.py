@@ -29,7 +29,7 @@ from agentrl.base.processes import PHASE
 from agentrl.base.threads import run_blocking
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config import policies as team
-from agentrl.config.base import played_tables, tables_of
+from agentrl.config.base import played_tables, tables
 from agentrl.config.load import store_in
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.config.schema import WarmupConfig
@@ -79,7 +79,7 @@ def evaluate(
     name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
     own = evaluation_run(config, name, checkpoint and checkpoint.resolve())
-    evaluated = {key: table.evaluated(config) for key, table in tables_of(own).items()}
+    evaluated = {key: one.evaluated(config) for key, one in tables(own) if "." not in key}
     own = replace(own, **evaluated)
     config = replace(
         own,
