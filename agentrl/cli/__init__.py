@@ -44,17 +44,20 @@ def how_to_continue(group: click.Group, arguments: list[str]) -> str:
 
 
 class CommandGroup(click.Group):
-    """A group that also has the commands of installed parts, whose names begin with its own."""
+    """A group that also has the commands of installed parts, whose names begin with `path`."""
+
+    def __init__(self, *args: Any, path: str = "", **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.path = path
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         named = (point.name.rpartition(" ") for point in installed_plugins("commands"))
-        own = _path(ctx)
-        return sorted({*self.commands, *(name for path, _, name in named if path == own)})
+        return sorted({*self.commands, *(name for path, _, name in named if path == self.path)})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if own := super().get_command(ctx, cmd_name):
             return own
-        path = f"{_path(ctx)} {cmd_name}".strip()
+        path = f"{self.path} {cmd_name}".strip()
         points = installed_plugins("commands")
         if path in points.names:
             command: click.Command = points[path].load()
@@ -62,12 +65,6 @@ class CommandGroup(click.Group):
         if why := missing("commands", path):
             raise click.UsageError(f"{path}: {why}")
         return None
-
-
-def _path(context: click.Context) -> str:
-    """The name of a group without the program's: `store`."""
-    above = context.parent
-    return f"{_path(above)} {context.info_name}".strip() if above else ""
 
 
 def _read(context: click.Context, option: click.Parameter, file: Path) -> RunConfig:

@@ -199,7 +199,7 @@ def metrics(run: str, form: str | None, store: str | None) -> None:
     print_result(show(asyncio.run(commands.read(store or store_of(run), run))))
 
 
-@cli.group(cls=CommandGroup, invoke_without_command=True)
+@cli.group(cls=CommandGroup, path="algorithms", invoke_without_command=True)
 @click.option("--for", "file", type=click.Path(path_type=Path), help="Only those for this run.")
 @click.pass_context
 def algorithms(context: click.Context, file: Path | None) -> None:
@@ -252,7 +252,7 @@ def start_runner(store: str, run: str, key: str | None, root: Path | None) -> No
     sys.exit(run_forever(store, run, root=root, until_ended=own))
 
 
-@cli.group(cls=CommandGroup, hidden=True)
+@cli.group(cls=CommandGroup, path="algorithm", hidden=True)
 def algorithm() -> None:
     """The algorithm process; `agentrl train` starts it."""
 

@@ -22,7 +22,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 T = TypeVar("T")
 
 
-@click.group(cls=CommandGroup)
+@click.group(cls=CommandGroup, path="store")
 def store() -> None:
     """Serve, inspect and maintain a store."""
 
