@@ -129,6 +129,17 @@ class Learner(Protocol):
         """Stop what the learner has started. May be called again."""
 
 
+ReferenceElsewhere = Callable[[Batch], Tensor]
+"""Log-probs [N] of the reference, if the learner does not hold it."""
+
+
+class Teacher(Protocol):
+    """A teacher outside the learner."""
+
+    def top(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """As `Learner.top`, for as many tokens as the algorithm reads."""
+
+
 class FrozenModel(Protocol):
     """A model of a learner that does not learn."""
 
