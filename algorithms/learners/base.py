@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Literal, Protocol
 
 import msgspec
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
@@ -207,6 +208,15 @@ class PolicyWeights(LearnerDefaults):
         if self.adapters is not None:
             return self.adapters.read(self.policy, directory)
         return read_policy(self.model, directory)
+
+    @torch.no_grad()
+    def restore_policy(self, weights: Mapping[str, Tensor]) -> None:
+        """Set the weights to those of `read_policy`."""
+        if self.adapters is not None:
+            self.adapters.restore(self.policy, weights)
+            return
+        for name, tensor in self.model.state_dict().items():
+            tensor.copy_(weights[name])
 
     def check_supply(self, asked: Supply) -> None:
         """Raise PolicyError for a model that the learner does not have."""
