@@ -286,11 +286,6 @@ class Rollout(Record, frozen=True):
         rows = (row for row in self.rewards if row.scope is Scope.ROLLOUT and row.name == name)
         return next((row.value for row in rows), float("nan"))
 
-    @property
-    def counterfactual(self) -> bool:
-        """Whether it replays another rollout without some roles."""
-        return self.branch is not None and bool(self.branch.without)
-
 
 class Group(Record, frozen=True):
     """The rollouts of one task that are compared with each other; all are terminal."""

@@ -1,8 +1,11 @@
 """Settings: the run file as typed, validated values.
 
-`schema` and `infrastructure` define the tables, `validate` checks combinations of settings, `load`
-reads the file; other packages import from here.
+`schema` and `infrastructure` define the tables, `validate` checks combinations of settings,
+`run_file` reads the file; other packages import from here.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from agentrl.config.agents import AgentConfig as AgentConfig
 from agentrl.config.agents import RetriesConfig as RetriesConfig
@@ -17,15 +20,39 @@ from agentrl.config.infrastructure import RunnerConfig as RunnerConfig
 from agentrl.config.infrastructure import TorchLearnerConfig as TorchLearnerConfig
 from agentrl.config.infrastructure import VerlConfig as VerlConfig
 from agentrl.config.infrastructure import VerlLearnerConfig as VerlLearnerConfig
-from agentrl.config.load import differences as differences
-from agentrl.config.load import from_store as from_store
-from agentrl.config.load import load as load
-from agentrl.config.load import resolve as resolve
-from agentrl.config.load import store_in as store_in
-from agentrl.config.load import store_of as store_of
-from agentrl.config.load import to_toml as to_toml
-from agentrl.config.schema import AlgorithmConfig as AlgorithmConfig
-from agentrl.config.schema import LoraConfig as LoraConfig
-from agentrl.config.schema import PolicyConfig as PolicyConfig
-from agentrl.config.schema import RunConfig as RunConfig
-from agentrl.config.schema import UpstreamConfig as UpstreamConfig
+
+if TYPE_CHECKING:
+    from agentrl.config.run_file import differences as differences
+    from agentrl.config.run_file import from_store as from_store
+    from agentrl.config.run_file import load as load
+    from agentrl.config.run_file import resolve as resolve
+    from agentrl.config.run_file import store_in as store_in
+    from agentrl.config.run_file import store_of as store_of
+    from agentrl.config.run_file import to_toml as to_toml
+    from agentrl.config.schema import AlgorithmConfig as AlgorithmConfig
+    from agentrl.config.schema import LoraConfig as LoraConfig
+    from agentrl.config.schema import PolicyConfig as PolicyConfig
+    from agentrl.config.schema import RunConfig as RunConfig
+    from agentrl.config.schema import UpstreamConfig as UpstreamConfig
+
+# Imported late: `schema` imports the tables of parts, and these the modules above.
+LATE = {
+    "differences": "run_file",
+    "from_store": "run_file",
+    "load": "run_file",
+    "resolve": "run_file",
+    "store_in": "run_file",
+    "store_of": "run_file",
+    "to_toml": "run_file",
+    "AlgorithmConfig": "schema",
+    "LoraConfig": "schema",
+    "PolicyConfig": "schema",
+    "RunConfig": "schema",
+    "UpstreamConfig": "schema",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in LATE:
+        return getattr(import_module(f"agentrl.config.{LATE[name]}"), name)
+    raise AttributeError(f"module 'agentrl.config' has no attribute {name!r}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import reduce
-from importlib.metadata import EntryPoint
 from operator import or_
 from types import GenericAlias, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
@@ -93,7 +91,7 @@ def with_parts(section: type[S], path: str = "") -> type[S]:
     for point in installed_plugins("tables"):
         parent, _, key = point.name.rpartition(".")
         if parent == path:
-            kind = _table(point)
+            kind = point.load()
             added[key] = (kind, {} if isinstance(kind, GenericAlias) else structs_of(kind)[0]())
     if not added:
         return section
@@ -108,22 +106,13 @@ def with_parts(section: type[S], path: str = "") -> type[S]:
 def kinds(table: str, *own: type[Section]) -> Any:
     """The kinds of a table: those of parts are before the last of its own, which is a plug-in's."""
     points = installed_plugins("kinds")
-    parts = [_table(point) for point in points if point.name.rpartition(".")[0] == table]
+    parts = [point.load() for point in points if point.name.rpartition(".")[0] == table]
     return reduce(or_, (*own[:-1], *parts, own[-1]))
 
 
 def played_tables(config: Section) -> list[str]:
     """The parts' tables on which rollouts depend."""
     return list({path.partition(".")[0]: None for path, table in tables(config) if table.plays})
-
-
-def _table(point: EntryPoint) -> Any:
-    """A part's table. If its module was imported first, and imports this package, it is half empty:
-    it is imported again, and Python drops the first one when it ends."""
-    module = sys.modules.get(point.module)
-    if module is not None and getattr(module.__spec__, "_initializing", False):
-        del sys.modules[point.module]
-    return point.load()
 
 
 def optional(config: Any, path: str) -> Any:

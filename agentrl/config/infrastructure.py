@@ -1,13 +1,14 @@
 """Infrastructure settings: learner (trains), engine (serves the policy), runner (runs agents).
 
 A table with several kinds has one class per kind, selected by its tag (`kind` or `executor`), with
-only the settings of this kind. Their base class has the settings of all kinds.
+only the settings of this kind. Their base class has the settings of all kinds. Parts have further
+kinds, which derive from it; `schema` has them all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from agentrl.base.access import Access, read_key
 from agentrl.config.base import (
@@ -20,7 +21,6 @@ from agentrl.config.base import (
     Seconds,
     Section,
     kind_of,
-    kinds,
 )
 
 ENGINES = ("embedded",)
@@ -85,9 +85,6 @@ class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERN
 
     factory: str  # "file.py:name", "package.module:name" or the name of an entry point
     options: dict[str, Any] = {}  # any keys, for the factory
-
-
-Learner = TorchLearnerConfig | VerlLearnerConfig | ExternalLearnerConfig
 
 
 class EngineConfig(KindSection, frozen=True, tag_field="kind"):
@@ -163,12 +160,6 @@ class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL
 
     factory: str  # "file.py:name", "package.module:name" or the name of an entry point
     options: dict[str, Any] = {}  # any keys, for the factory
-
-
-if TYPE_CHECKING:
-    Engine = EngineConfig
-else:
-    Engine = kinds("engine", EmbeddedEngineConfig, ExternalEngineConfig)
 
 
 class PoolConfig(Section, frozen=True):
@@ -253,15 +244,14 @@ class ExternalRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag=EXTERNAL
     options: dict[str, Any] = {}  # any keys, for the factory
 
 
-if TYPE_CHECKING:
-    Runner = RunnerConfig
-else:
-    Runner = kinds(
-        "runner",
-        RunnerConfig,
-        AsyncRunnerConfig,
-        ThreadsRunnerConfig,
-        CommandRunnerConfig,
-        PoolRunnerConfig,
-        ExternalRunnerConfig,
-    )
+# The library's own kinds of tables, the default first and a plug-in's last.
+OWN_LEARNERS = TorchLearnerConfig, VerlLearnerConfig, ExternalLearnerConfig
+OWN_ENGINES = EmbeddedEngineConfig, ExternalEngineConfig
+OWN_RUNNERS = (
+    RunnerConfig,
+    AsyncRunnerConfig,
+    ThreadsRunnerConfig,
+    CommandRunnerConfig,
+    PoolRunnerConfig,
+    ExternalRunnerConfig,
+)

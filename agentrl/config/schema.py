@@ -24,20 +24,32 @@ from agentrl.config.base import (
     Positive,
     Seconds,
     Section,
+    kinds,
     tables,
     with_parts,
 )
 from agentrl.config.infrastructure import (
+    OWN_ENGINES,
+    OWN_LEARNERS,
+    OWN_RUNNERS,
     EmbeddedEngineConfig,
-    Engine,
-    Learner,
-    Runner,
+    EngineConfig,
+    LearnerConfig,
     RunnerConfig,
     TorchLearnerConfig,
 )
 from agentrl.types import Sampling
 
 MODEL_LR = 1e-5  # default learning rate of a critic that is a model of its own
+
+if TYPE_CHECKING:
+    Learner = LearnerConfig
+    Engine = EngineConfig
+    Runner = RunnerConfig
+else:
+    Learner = kinds("learner", *OWN_LEARNERS)
+    Engine = kinds("engine", *OWN_ENGINES)
+    Runner = kinds("runner", *OWN_RUNNERS)
 
 
 class TasksConfig(Section, frozen=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from agentrl.algorithms.model.load import context_length, vocabulary_size
+from agentrl.algorithms.model.attention import context_length
+from agentrl.algorithms.model.load import vocabulary_size
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.train import estimate
 from agentrl.algorithms.train.load_policies import LoadedModel

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from agentrl import trainer
 from agentrl.algorithms.engines.base import VERSION_HEADER
-from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.algorithms.model.proof import one_row, tolerance, trie_gap
 from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.algorithms.train.serving import policy_server
 from agentrl.base.files import make_folder
 from agentrl.base.loading import task_file
 from agentrl.config import RunConfig

@@ -30,8 +30,8 @@ from agentrl.base.threads import run_blocking
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config import policies as team
 from agentrl.config.base import played_tables, tables
-from agentrl.config.load import store_in
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
+from agentrl.config.run_file import store_in
 from agentrl.config.schema import WarmupConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.store import open_store

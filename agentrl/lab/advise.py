@@ -13,8 +13,7 @@ from agentrl.algorithms.credit.peers import trust_in_states
 from agentrl.algorithms.credit.shrinkage import mean_by
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, known_mean, reduce_by, units
-from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.data.rewards import reward_reference
+from agentrl.algorithms.data.merge import build_batch, reward_reference
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.store import open_store

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, lift, next_same, owner, reduce_by, scan, units
-from agentrl.algorithms.data.rewards import split_reference
+from agentrl.algorithms.data.merge import split_reference
 from agentrl.errors import TrainingError, nearest
 
 Credit = Callable[[Batch], Tensor]

@@ -46,7 +46,7 @@ class Batch:
     transition_role: Tensor  # int64 [S], index into `roles`
     row_rollout: Tensor  # int64 [R]
     rollout_group: Tensor  # int64 [U]
-    # By reward reference (see rewards.py), float64 at the level of its scope: rollouts [U], roles
+    # By reward reference (see merge.py), float64 at the level of its scope: rollouts [U], roles
     # of rollouts [U * K] or transitions [S]; NaN = missing.
     rewards: dict[str, Tensor]
     roles: list[str]

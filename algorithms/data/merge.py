@@ -1,8 +1,13 @@
-"""Merge stored model calls to rows: one row per branch of an attempt's token tree.
+"""Stored groups to a batch: calls are merged to rows of tokens, and what else is known of them
+becomes columns of ids and of rewards.
 
-A call extends a row whose tokens are an exact prefix of its prompt. Every other call (a sub-agent,
-a second sample of one prompt, a compacted history) starts a new row. Invariant: each sampled token
-is an action exactly once, after exactly the tokens it was sampled from; elsewhere it is context.
+One row per branch of an attempt's token tree: a call extends a row whose tokens are an exact prefix
+of its prompt. Every other call (a sub-agent, a second sample of one prompt, a compacted history)
+starts a new row. Invariant: each sampled token is an action exactly once, after exactly the tokens
+it was sampled from; elsewhere it is context.
+
+A reward reference is `name` (scope rollout), `role:name` or `transition:name`. A column of rewards
+has one number per rollout, role or call; NaN if there is no row.
 """
 
 from __future__ import annotations
@@ -12,19 +17,24 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+import msgspec
 import torch
 from msgspec import structs
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
-from agentrl.algorithms.data.rewards import (
-    chosen_action,
-    dense_ids,
-    has_reward,
-    last_observation,
-    reward_column,
+from agentrl.errors import TrainingError, nearest
+from agentrl.types import (
+    POLICY,
+    Group,
+    Json,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Scope,
+    Transition,
 )
-from agentrl.types import POLICY, Group, Purpose, Rollout, RolloutState, Transition
 
 
 def trainable(transition: Transition, policy: str = POLICY) -> bool:
@@ -36,6 +46,11 @@ def trainable(transition: Transition, policy: str = POLICY) -> bool:
         and len(transition.logprobs) == len(transition.completion)
         and all(map(math.isfinite, transition.logprobs))
     )
+
+
+def counterfactual(rollout: Rollout) -> bool:
+    """Whether it replays another rollout without some roles."""
+    return rollout.branch is not None and bool(rollout.branch.without)
 
 
 def valid(
@@ -57,7 +72,7 @@ def valid_for_any(
     which get token ids before training (`algorithm.inexact`)."""
     return (
         rollout.purpose is Purpose.TRAIN
-        and not rollout.counterfactual
+        and not counterfactual(rollout)
         and (rollout.state is RolloutState.SUCCEEDED or has_reward(rollout, reward_names))
         and any(
             trainable(call, call.policy) or (retokenized and not call.exact)
@@ -67,29 +82,56 @@ def valid_for_any(
     )
 
 
-def merge(transitions: Sequence[Transition]) -> list[TokenRow]:
-    """Rows of one attempt, in the order of their first call. `TokenRow.transition` indexes
-    `transitions`, which must all be `trainable`.
+def own_calls(groups: Iterable[Group], policy: str = POLICY) -> list[Transition]:
+    """Calls that `policy` sampled, without those that a branch replays, which count where they were
+    sampled, and those of counterfactual rollouts."""
+    rows = [row for group in groups for row in group.rollouts if not counterfactual(row)]
+    calls = [call for row in rows for call in row.transitions]
+    return [call for call in calls if call.policy == policy and call.repeats is None]
 
-    Each call, shortest prompt first, continues the longest row that is a prefix of it. This
-    forwards the fewest tokens: the rows that a call can continue are prefixes of one another, so
-    every call that could have continued one of the others still can. A call without sampled tokens
-    is in no row, nor is one that repeats another rollout's call, which is trained there."""
-    branches: list[_Branch] = []
-    by_length = sorted(range(len(transitions)), key=lambda i: (len(transitions[i].prompt), i))
-    for index in by_length:
-        if len(transitions[index].completion) == 0 or transitions[index].repeats is not None:
-            continue
-        prompt = transitions[index].prompt.tobytes()
-        open_branches = (branch for branch in branches if prompt.startswith(branch.tokens))
-        branch = max(open_branches, key=lambda branch: len(branch.tokens), default=None)
-        if branch is None:
-            branch = _Branch()
-            branches.append(branch)
-        branch.tokens = prompt + transitions[index].completion.tobytes()
-        branch.calls.append(index)
-    branches.sort(key=lambda branch: min(branch.calls))
-    return [_row(branch, transitions) for branch in branches]
+
+def map_calls(
+    groups: list[Group], change: Callable[[Transition], Transition | None]
+) -> list[Group]:
+    """Apply `change` to every call of the groups; drops calls for which it returns None."""
+
+    def changed(rollout: Rollout) -> Rollout:
+        calls = [new for call in rollout.transitions if (new := change(call)) is not None]
+        return structs.replace(rollout, transitions=calls)
+
+    return [structs.replace(group, rollouts=list(map(changed, group.rollouts))) for group in groups]
+
+
+def new_messages(call: Transition) -> list[dict[str, Json]]:
+    """The messages after the agent's latest answer: its newest observation."""
+    newest = len(call.messages)
+    while newest and call.messages[newest - 1].get("role") != "assistant":
+        newest -= 1
+    return call.messages[newest:]
+
+
+def last_observation(call: Transition) -> Hashable:
+    """A call's state: the messages after the agent's latest answer, or the whole prompt if the
+    messages are unknown. Tool call ids are left out, because they differ between equal states."""
+    seen = [(m.get("role"), m.get("content")) for m in new_messages(call)]
+    return msgspec.json.encode(seen) if seen else call.prompt.tobytes()
+
+
+def chosen_action(call: Transition) -> Hashable:
+    """A call's action: its tool calls with their arguments but no ids, else its text, else (the
+    message is unknown) its tokens."""
+    answer = call.answer or {}
+    calls = answer.get("tool_calls")
+    items = calls if isinstance(calls, list) else []
+    tools = [item.get("function") for item in items if isinstance(item, dict)]
+    action = tools or answer.get("content")
+    return msgspec.json.encode(action) if action else call.completion.tobytes()
+
+
+def dense_ids(values: Iterable[Hashable]) -> Tensor:
+    """Ids of the values, int64, numbered by first appearance."""
+    ids: dict[Hashable, int] = {}
+    return torch.tensor([ids.setdefault(value, len(ids)) for value in values], dtype=torch.int64)
 
 
 def build_batch(
@@ -151,40 +193,29 @@ def build_batch(
     )
 
 
-def map_calls(
-    groups: list[Group], change: Callable[[Transition], Transition | None]
-) -> list[Group]:
-    """Apply `change` to every call of the groups; drops calls for which it returns None."""
+def merge(transitions: Sequence[Transition]) -> list[TokenRow]:
+    """Rows of one attempt, in the order of their first call. `TokenRow.transition` indexes
+    `transitions`, which must all be `trainable`.
 
-    def changed(rollout: Rollout) -> Rollout:
-        calls = [new for call in rollout.transitions if (new := change(call)) is not None]
-        return structs.replace(rollout, transitions=calls)
-
-    return [structs.replace(group, rollouts=list(map(changed, group.rollouts))) for group in groups]
-
-
-def _token_version(rows: Iterable[TokenRow], calls: Sequence[Transition]) -> Tensor:
-    """`token_versions` of all rows, int64 [N]."""
-    in_order = [call for row in rows for call in dict.fromkeys(row.transition.tolist())]
-    return _cat([token_versions(calls[call]) for call in in_order], torch.int64)
-
-
-def token_versions(call: Transition) -> Tensor:
-    """Version of the policy that sampled each token, int64 [C]; -1 if unknown."""
-    spans = call.spans or [(0, -1 if call.version is None else call.version)]
-    starts = _ids([*(start for start, _ in spans), len(call.completion)])
-    return _ids(version for _, version in spans).repeat_interleave(starts.diff())
-
-
-def _merge_each(attempts: Sequence[Sequence[Transition]]) -> tuple[list[TokenRow], list[int]]:
-    """Rows of several attempts, with calls numbered consecutively, and the attempt of each row."""
-    rows, numbers, first = list[TokenRow](), list[int](), 0
-    for number, calls in enumerate(attempts):
-        merged = merge(calls)
-        rows += [replace(row, transition=row.transition + first) for row in merged]
-        numbers += [number] * len(merged)
-        first += len(calls)
-    return rows, numbers
+    Each call, shortest prompt first, continues the longest row that is a prefix of it. This
+    forwards the fewest tokens: the rows that a call can continue are prefixes of one another, so
+    every call that could have continued one of the others still can. A call without sampled tokens
+    is in no row, nor is one that repeats another rollout's call, which is trained there."""
+    branches: list[_Branch] = []
+    by_length = sorted(range(len(transitions)), key=lambda i: (len(transitions[i].prompt), i))
+    for index in by_length:
+        if len(transitions[index].completion) == 0 or transitions[index].repeats is not None:
+            continue
+        prompt = transitions[index].prompt.tobytes()
+        open_branches = (branch for branch in branches if prompt.startswith(branch.tokens))
+        branch = max(open_branches, key=lambda branch: len(branch.tokens), default=None)
+        if branch is None:
+            branch = _Branch()
+            branches.append(branch)
+        branch.tokens = prompt + transitions[index].completion.tobytes()
+        branch.calls.append(index)
+    branches.sort(key=lambda branch: min(branch.calls))
+    return [_row(branch, transitions) for branch in branches]
 
 
 @dataclass(slots=True)
@@ -208,6 +239,30 @@ def _row(branch: _Branch, transitions: Sequence[Transition]) -> TokenRow:
     )
 
 
+def _merge_each(attempts: Sequence[Sequence[Transition]]) -> tuple[list[TokenRow], list[int]]:
+    """Rows of several attempts, with calls numbered consecutively, and the attempt of each row."""
+    rows, numbers, first = list[TokenRow](), list[int](), 0
+    for number, calls in enumerate(attempts):
+        merged = merge(calls)
+        rows += [replace(row, transition=row.transition + first) for row in merged]
+        numbers += [number] * len(merged)
+        first += len(calls)
+    return rows, numbers
+
+
+def _token_version(rows: Iterable[TokenRow], calls: Sequence[Transition]) -> Tensor:
+    """`token_versions` of all rows, int64 [N]."""
+    in_order = [call for row in rows for call in dict.fromkeys(row.transition.tolist())]
+    return _cat([token_versions(calls[call]) for call in in_order], torch.int64)
+
+
+def token_versions(call: Transition) -> Tensor:
+    """Version of the policy that sampled each token, int64 [C]; -1 if unknown."""
+    spans = call.spans or [(0, -1 if call.version is None else call.version)]
+    starts = _ids([*(start for start, _ in spans), len(call.completion)])
+    return _ids(version for _, version in spans).repeat_interleave(starts.diff())
+
+
 def _ids(values: Iterable[int]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int64)
 
@@ -216,9 +271,102 @@ def _cat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
 
 
-def own_calls(groups: Iterable[Group], policy: str = POLICY) -> list[Transition]:
-    """Calls that `policy` sampled, without those that a branch replays, which count where they were
-    sampled, and those of counterfactual rollouts."""
-    rows = [row for group in groups for row in group.rollouts if not row.counterfactual]
-    calls = [call for row in rows for call in row.transitions]
-    return [call for call in calls if call.policy == policy and call.repeats is None]
+def split_reference(reference: str) -> tuple[Scope, str]:
+    """Scope and name of a reward reference; the scope is rollout if none is given."""
+    scope, colon, name = reference.partition(":")
+    if colon and scope in (Scope.ROLLOUT, Scope.ROLE, Scope.TRANSITION):
+        return Scope(scope), name
+    return Scope.ROLLOUT, reference
+
+
+def reward_reference(reward: Reward) -> str:
+    """The reference of a reward row."""
+    return reward.name if reward.scope is Scope.ROLLOUT else f"{reward.scope}:{reward.name}"
+
+
+def has_reward(rollout: Rollout, references: Sequence[str]) -> bool:
+    """Whether the rollout has any of the rewards, not NaN."""
+    return any(
+        reward_reference(row) in references and not math.isnan(row.value) for row in rollout.rewards
+    )
+
+
+def reward_column(
+    name: str,
+    rollouts: Sequence[Rollout],
+    calls: Sequence[Transition],
+    roles: Sequence[str],
+    policy: str = POLICY,
+) -> Tensor:
+    """The values of a reward, float64: per rollout [U], role [U * K] (roles of one rollout are
+    contiguous) or call [S]. The first of several rows for one target counts. A role's reward is
+    missing if another policy played the role: an opponent's return is no baseline."""
+    rows = [_by_target(rollout, name) for rollout in rollouts]
+    scope, _ = split_reference(name)
+    values: Iterable[float]
+    if scope is Scope.ROLLOUT:
+        values = (next(iter(row.values()), math.nan) for row in rows)
+    elif scope is Scope.ROLE:
+        taken = (roles_of_others(rollout, policy) for rollout in rollouts)
+        values = (
+            math.nan if role in others else row.get(role, math.nan)
+            for row, others in zip(rows, taken, strict=True)
+            for role in roles
+        )
+    else:
+        by_id = {target: value for row in rows for target, value in row.items()}
+        values = (by_id.get(call.id, math.nan) for call in calls)
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
+def _by_target(rollout: Rollout, name: str) -> dict[str, float]:
+    """Values of a reward by target."""
+    rows: dict[str, float] = {}
+    for row in rollout.rewards:
+        if reward_reference(row) == name:
+            rows.setdefault(row.target or "", row.value)
+    return rows
+
+
+def roles_of_others(rollout: Rollout, policy: str) -> set[str]:
+    """The roles of a rollout that were not played by `policy`."""
+    own = {call.role for call in rollout.transitions if call.policy == policy}
+    seated = {role for role, name in rollout.seats.items() if name != policy}
+    return seated.union(call.role for call in rollout.transitions) - own
+
+
+def check_rewards(groups: Sequence[Group], references: Iterable[str]) -> None:
+    """Raise TrainingError for a reward that no rollout has although some succeeded, and for rows
+    with an unknown role or call as target. A reward that only some rollouts have is no error."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    done = sum(rollout.state is RolloutState.SUCCEEDED for rollout in rollouts)
+    where = f"of the {len(rollouts)} rollouts of step {groups[0].step}" if groups else ""
+    present = {reward_reference(row) for rollout in rollouts for row in rollout.rewards}
+    for name in references:
+        if name not in present and done:
+            hint = nearest(name, present) if present else "they have no reward at all"
+            raise TrainingError(
+                f"algorithm.options: none {where}, {done} of which succeeded, has a reward "
+                f"{name!r}; {hint}. Let the verifier return it, or name another reward"
+            )
+        _check_targets(rollouts, name, where)
+
+
+def _check_targets(rollouts: Sequence[Rollout], name: str, where: str) -> None:
+    scope, _ = split_reference(name)
+    if scope is Scope.ROLLOUT:
+        return
+    roles = {call.role for rollout in rollouts for call in rollout.transitions}
+    roles.update(seat for rollout in rollouts for seat in rollout.seats)
+    lost: list[str] = []
+    for rollout in rollouts:
+        calls = {call.id for call in rollout.transitions}
+        known = roles if scope is Scope.ROLE else calls
+        lost += [target for target in _by_target(rollout, name) if target not in known]
+    if lost:
+        what = "role" if scope is Scope.ROLE else "call"
+        hint = f"; {nearest(lost[0], roles)}" if what == "role" and roles else ""
+        raise TrainingError(
+            f"{len(lost)} rewards {name!r} {where} name a {what} that no transition has, "
+            f"such as {lost[0]!r}{hint}"
+        )

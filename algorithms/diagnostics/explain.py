@@ -20,8 +20,7 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import GroupRelative, WeightedSum
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner
-from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.data.rewards import check_rewards, reward_reference
+from agentrl.algorithms.data.merge import build_batch, check_rewards, reward_reference
 from agentrl.algorithms.diagnostics.credit_records import Stored, read, replayed
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo

@@ -21,8 +21,7 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import has_variance, level_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import reduce_by, units
-from agentrl.algorithms.data.merge import own_calls
-from agentrl.algorithms.data.rewards import reward_reference
+from agentrl.algorithms.data.merge import counterfactual, own_calls, reward_reference
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import (
     Algo,
@@ -63,7 +62,7 @@ COUNTS = frozenset(
 def group_metrics(groups: Sequence[Group]) -> Metrics:
     """Counts of groups, and rewards without counterfactual rollouts; the same for every policy."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    played = [rollout for rollout in rollouts if not rollout.counterfactual]
+    played = [rollout for rollout in rollouts if not counterfactual(rollout)]
     kinds = Counter(row.failure.kind for row in rollouts if row.failure)
     return {
         "rollouts": len(rollouts),
@@ -182,14 +181,14 @@ def replay_metrics(groups: Sequence[Group]) -> Metrics:
     answered from the record. Empty without branches and counterfactual rollouts."""
     rows = [row for group in groups for row in group.rollouts if row.branch is not None]
     repeated = [sum(call.repeats is not None for call in row.transitions) for row in rows]
-    replays = [row for row in rows if row.counterfactual]
+    replays = [row for row in rows if counterfactual(row)]
     metrics: Metrics = {"calls/repeated": sum(repeated)} if rows else {}
     if replays:
         missing = sum(isnan(row.reward()) for row in replays)
         metrics |= {"replays": len(replays), "replays/missing": missing}
     if len(replays) < len(rows):
         diverged = sum(
-            not row.counterfactual and row.branch is not None and count < row.branch.calls
+            not counterfactual(row) and row.branch is not None and count < row.branch.calls
             for row, count in zip(rows, repeated, strict=True)
         )
         metrics |= {"branches": len(rows) - len(replays), "branches/diverged": diverged}

@@ -17,7 +17,7 @@ from statistics import fmean
 from agentrl.base.failures import brief
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
-from agentrl.config.load import from_store
+from agentrl.config.run_file import from_store
 from agentrl.errors import NotFound
 from agentrl.store.base import Store
 from agentrl.types import EMPTY, ErrorKind, FailureCount, Purpose, Rollout, RolloutState

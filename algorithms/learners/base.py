@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Literal, Protocol
 
 import msgspec
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
@@ -129,6 +130,17 @@ class Learner(Protocol):
         """Stop what the learner has started. May be called again."""
 
 
+ReferenceElsewhere = Callable[[Batch], Tensor]
+"""Log-probs [N] of the reference, if the learner does not hold it."""
+
+
+class Teacher(Protocol):
+    """A teacher outside the learner."""
+
+    def top(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """As `Learner.top`, for as many tokens as the algorithm reads."""
+
+
 class FrozenModel(Protocol):
     """A model of a learner that does not learn."""
 
@@ -196,6 +208,15 @@ class PolicyWeights(LearnerDefaults):
         if self.adapters is not None:
             return self.adapters.read(self.policy, directory)
         return read_policy(self.model, directory)
+
+    @torch.no_grad()
+    def restore_policy(self, weights: Mapping[str, Tensor]) -> None:
+        """Set the weights to those of `read_policy`."""
+        if self.adapters is not None:
+            self.adapters.restore(self.policy, weights)
+            return
+        for name, tensor in self.model.state_dict().items():
+            tensor.copy_(weights[name])
 
     def check_supply(self, asked: Supply) -> None:
         """Raise PolicyError for a model that the learner does not have."""

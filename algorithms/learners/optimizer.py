@@ -8,7 +8,7 @@ model weight is its master weight rounded once.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -53,7 +53,6 @@ class Optimizer:
             hook = partial(_move_gradient, self.masters[name])
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.inner = _make(kind, list(self.masters.values()), weight_decay)
-        self.marked = WeightCopy()
 
     def clip(self, limit: float) -> float:
         """Clip the gradients to this norm; returns the norm before clipping."""
@@ -75,9 +74,8 @@ class Optimizer:
             ) from None
         self._round()
 
-    def shrink(self, share: float) -> None:
-        """As `Learner.shrink`, from the weights that `marked` has taken."""
-        self.marked.shrink(self.masters.values(), share)
+    def shrunk(self, share: float) -> None:
+        """After the master weights were set back, to this share of their way: see `Learner`."""
         shrink_momentum(self.inner, share)
         self._round()
 
@@ -146,31 +144,6 @@ def shrink_momentum(optimizer: torch.optim.Optimizer, share: float) -> None:
         # Of bitsandbytes' 8 bits, those of large weights have a scale for each block.
         first = next(key for key in ("exp_avg", "absmax1", "state1") if key in state)
         state[first].mul_(share**2)
-
-
-class WeightCopy:
-    """A copy of weights in the host's memory, to go back to."""
-
-    def __init__(self) -> None:
-        self.kept: list[Tensor] = []
-
-    @torch.no_grad()
-    def take(self, weights: Iterable[Tensor]) -> None:
-        """Copy the weights over what was kept."""
-        now = list(weights)
-        if not self.kept:  # pinned, so that the device goes on while they are copied
-            self.kept = [
-                torch.empty(w.shape, dtype=w.dtype, pin_memory=w.device.type == "cuda") for w in now
-            ]
-        for copy, weight in zip(self.kept, now, strict=True):
-            copy.copy_(weight, non_blocking=True)
-
-    @torch.no_grad()
-    def shrink(self, weights: Iterable[Tensor], share: float) -> None:
-        """Leave the weights this share of their way from the copy; 0: at the copy, bit by bit."""
-        for copy, weight in zip(self.kept, weights, strict=True):
-            there = copy.to(weight.device)
-            weight.copy_(there.lerp(weight, share) if share else there)
 
 
 def save_trained(module: Module, optimizer: Optimizer, file: Path) -> None:

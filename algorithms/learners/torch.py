@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,31 @@ from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import POLICY
 
 T = TypeVar("T")
+Score = Callable[[PreTrainedModel, Pack], Tensor]
+
+
+class WeightCopy:
+    """A copy of weights in the host's memory, to go back to."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    @torch.no_grad()
+    def take(self, now: Sequence[Tensor]) -> None:
+        """Copy these weights over what was kept."""
+        if not self.kept:  # pinned, so that the device goes on while they are copied
+            self.kept = [
+                torch.empty(w.shape, dtype=w.dtype, pin_memory=w.device.type == "cuda") for w in now
+            ]
+        for copy, weight in zip(self.kept, now, strict=True):
+            copy.copy_(weight, non_blocking=True)
+
+    @torch.no_grad()
+    def shrink(self, weights: Iterable[Tensor], share: float) -> None:
+        """Leave the weights this share of their way from the copy; 0: at the copy, bit by bit."""
+        for copy, weight in zip(self.kept, weights, strict=True):
+            there = copy.to(weight.device)
+            weight.copy_(there.lerp(weight, share) if share else there)
 
 
 class TorchLearner(PolicyWeights):
@@ -84,9 +109,9 @@ class TorchLearner(PolicyWeights):
         when memory runs out. gradient_checkpointing: see `memory.recomputing`. fp32_head: see
         `model.lm_head`. adapters: train only the adapter `policy`; other learners may train the
         others. threads: CPU threads of a call, default: those of its thread. frozen: the reference,
-        by default an adapter's base model, and the teacher. offload: `rest` moves the
-        optimizer's state to the host; release: `rest` frees unused GPU memory. Raises PolicyError
-        for a model that it cannot train."""
+        by default an adapter's base model, and the teacher. offload: `rest` moves the optimizer's
+        state to the host; release: `rest` frees unused GPU memory. Raises PolicyError for a model
+        that it cannot train."""
         check_model(model)
         self.critic, self.frozen, self.more = critic, dict(frozen or {}), list[SavedPart]()
         values: tuple[Supply, ...] = () if critic is None else ("values",)
@@ -96,9 +121,8 @@ class TorchLearner(PolicyWeights):
         if offload and model.device.type == "cpu":
             raise PolicyError("learner.offload: the policy is on the host already; leave it out")
         self._offload, self._release = offload, offload or release
-        self.max_grad_norm = max_grad_norm
-        self.packing = supported_packing(model, packing)
-        self.token_budget = token_budget
+        self.max_grad_norm, self.marked = max_grad_norm, WeightCopy()
+        self.packing, self.token_budget = supported_packing(model, packing), token_budget
         decoders = [model, critic.decoder] if critic and critic.decoder else [model]
         self.recomputed = [
             layer for each in decoders if gradient_checkpointing for layer in memory.layers_of(each)
@@ -170,10 +194,11 @@ class TorchLearner(PolicyWeights):
         return report
 
     def mark(self) -> None:
-        self.optimizer.marked.take(self.optimizer.masters.values())
+        self.marked.take(list(self.optimizer.masters.values()))
 
     def shrink(self, share: float) -> None:
-        self.optimizer.shrink(share)
+        self.marked.shrink(self.optimizer.masters.values(), share)
+        self.optimizer.shrunk(share)
 
     def rest(self) -> None:
         if self._offload:
@@ -190,12 +215,7 @@ class TorchLearner(PolicyWeights):
     def load(self, directory: Path) -> None:
         weights = self.read_policy(directory)
         restores = [part.read(directory) for part in self._saved_parts()]
-        if self.adapters is None:
-            with torch.no_grad():
-                for name, tensor in self.model.state_dict().items():
-                    tensor.copy_(weights[name])
-        else:
-            self.adapters.restore(self.policy, weights)
+        self.restore_policy(weights)
         for restore in restores:
             restore()
 
@@ -214,13 +234,7 @@ class TorchLearner(PolicyWeights):
             return nullcontext()
         return self.adapters.using(None if base else self.policy)
 
-    def _scored(
-        self,
-        batch: Batch,
-        of: Scored,
-        score: Callable[[PreTrainedModel, Pack], Tensor],
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def _scored(self, batch: Batch, of: Scored, score: Score, dtype: torch.dtype) -> Tensor:
         """`score` of every action, computed pack by pack, [N] in token order, no graph."""
 
         def compute(model: PreTrainedModel) -> Tensor:
@@ -261,11 +275,9 @@ class TorchLearner(PolicyWeights):
         self, model: PreTrainedModel, pack: Pack, hidden: Tensor, logprobs: Tensor, ids: Tensor
     ) -> Tensor:
         """Log-probs [n, K] of `ids` [n, K], whose first column is the actions."""
-        head, device = model.get_output_embeddings(), hidden.device
-        temperature = pack.temperature.to(device)
-        return other_logprobs(
-            head, hidden, ids.to(device), logprobs, temperature, fp32=self.fp32_head
-        )
+        head, to = model.get_output_embeddings(), hidden.device
+        temperature = pack.temperature.to(to)
+        return other_logprobs(head, hidden, ids.to(to), logprobs, temperature, fp32=self.fp32_head)
 
     def _backward(
         self, batch: Batch, psi: Psi, terms: ValueTerms | None, eta: Tensor | None
@@ -347,14 +359,10 @@ class TorchLearner(PolicyWeights):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob and entropy [n] of the actions of a pack, and the hidden states [n, H] before
         them."""
-        hidden_NH, device = hidden_states(model, pack), model.device
+        hidden_NH, to = hidden_states(model, pack), model.device
+        given = hidden_NH, pack.actions.to(to), pack.temperature.to(to)
         logprobs_N, entropy_N = action_logprobs(
-            model.get_output_embeddings(),
-            hidden_NH,
-            pack.actions.to(device),
-            pack.temperature.to(device),
-            fp32=self.fp32_head,
-            learn_entropy=learn_entropy,
+            model.get_output_embeddings(), *given, fp32=self.fp32_head, learn_entropy=learn_entropy
         )
         return logprobs_N, entropy_N, hidden_NH
 

@@ -70,6 +70,13 @@ def incompatibility(model: torch.nn.Module) -> str | None:
     return None
 
 
+def context_length(model: torch.nn.Module) -> int | None:
+    """The largest number of positions of a model, or None if its configuration has none."""
+    network: Any = model
+    tokens: int | None = getattr(network.config.get_text_config(), "max_position_embeddings", None)
+    return tokens
+
+
 def install(model: torch.nn.Module) -> None:
     """Make a model without an `incompatibility` use `attention`."""
     network: Any = model

@@ -151,13 +151,6 @@ def copy_weights(module: Module, saved: Mapping[str, Tensor]) -> None:
             parameter.copy_(saved[name])
 
 
-def context_length(model: Model) -> int | None:
-    """The context length of a model in tokens, or None if its configuration has none."""
-    config: Any = model.config
-    tokens: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return tokens
-
-
 def vocabulary_size(model: Model) -> int:
     """The number of token ids that a model has an embedding for."""
     network: Any = model

@@ -29,7 +29,6 @@ from torch.nn.utils.rnn import pad_sequence
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.model import attention
 from agentrl.algorithms.model.lm_head import action_logprobs
-from agentrl.algorithms.model.load import context_length
 from agentrl.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     Installs the attention function of `attention`, which without a pack is SDPA; for a model that
     does not support it every branch is computed separately. Raises PolicyError for a row that is
     longer than the model's context."""
-    limit, longest = context_length(model), int(pack.positions.max()) + 1
+    limit, longest = attention.context_length(model), int(pack.positions.max()) + 1
     if limit and longest > limit:
         raise PolicyError(
             f"a row of {longest} tokens before its last action is longer than the context of model "

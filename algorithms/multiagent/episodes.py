@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.data.rewards import new_messages
+from agentrl.algorithms.data.merge import new_messages
 from agentrl.errors import TrainingError, nearest
 from agentrl.types import Rollout, Transition
 

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.auxiliary import load_auxiliary
-from agentrl.algorithms.learners.base import Learner, Scored
+from agentrl.algorithms.learners.base import Learner, ReferenceElsewhere, Scored
 from agentrl.algorithms.learners.factory import caches_reference
-from agentrl.algorithms.learners.score import ReferenceElsewhere, score_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import vocabulary_size
 from agentrl.algorithms.objective.core import Algo, loss_terms
@@ -161,8 +160,7 @@ class DatasetCollector:
             return
         groups = await self._groups(data_of(self.config).heldout, range(len(items)), step)
         await self._read_reference(groups)
-        batch = updater.batch(groups)
-        batch, given = score_batch(updater.algo, updater.learner, batch, updater.reference)
+        batch, given = updater.score(updater.algo, updater.batch(groups))
         terms = loss_terms(updater.algo, batch, given, fresh=True)
         assert terms.sides is not None
         p = updater.learner.logprobs(batch).double()

@@ -122,7 +122,8 @@ def _judged(
     if spec.steps is not None and not spec.steps[0] <= row.step <= spec.steps[1]:
         return None
     own = [call for call in calls if call.policy == spec.policy]
-    ended = row.state in (RolloutState.SUCCEEDED, RolloutState.FAILED) and not row.counterfactual
+    ended = row.state in (RolloutState.SUCCEEDED, RolloutState.FAILED)
+    ended &= not (row.branch and row.branch.without)  # it repeats another one
     defects = {
         "rollouts that have not ended": not ended,
         "rollouts without the reward": isnan(value) and not _rewarded(spec, row, own),

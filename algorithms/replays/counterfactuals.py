@@ -22,7 +22,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from agentrl.algorithms.data.merge import valid_for_any
+from agentrl.algorithms.data.merge import counterfactual, valid_for_any
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.replays.coalitions import Coalition, Value, difference, shapley
 from agentrl.algorithms.replays.table import INITIAL, CounterfactualConfig, counterfactual_of
@@ -120,7 +120,7 @@ class RoleRewards:
         outcome, and if the verifier returns the same reward."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         self._check(rollouts)
-        replays = [rollout for rollout in rollouts if rollout.counterfactual]
+        replays = [rollout for rollout in rollouts if counterfactual(rollout)]
         if replays and all(isnan(rollout.reward()) for rollout in replays):
             log.warning(
                 "None of the %d replays of step %d has an outcome: nothing is learned from it.",
@@ -157,12 +157,12 @@ class RoleRewards:
 
     def _rewarded(self, rollout: Rollout, group: Group) -> Rollout:
         """Add role rewards to a rollout, computed from its counterfactual rollouts in the group."""
-        if rollout.counterfactual:
+        if counterfactual(rollout):
             return rollout
         members = self.formula.members(rollout)
         outcomes: dict[Coalition, list[float]] = defaultdict(list)  # by replaced roles
         for row in group.rollouts:
-            if row.counterfactual and row.branch and row.branch.rollout == rollout.id:
+            if counterfactual(row) and row.branch and row.branch.rollout == rollout.id:
                 outcomes[frozenset(row.branch.without)].append(row.reward())
 
         def value(coalition: Coalition) -> float:

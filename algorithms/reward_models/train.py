@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import run_owner
+from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.chat import Chat
-from agentrl.algorithms.model.load import Tokenizer, context_length, load_model
+from agentrl.algorithms.model.load import Tokenizer, load_model
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.preferences.pin import pin_dataset
 from agentrl.algorithms.preferences.table import data_of

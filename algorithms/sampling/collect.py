@@ -20,8 +20,7 @@ from statistics import fmean
 from typing import Protocol
 
 from agentrl.algorithms.credit.core import SPREAD
-from agentrl.algorithms.data.merge import valid_for_any
-from agentrl.algorithms.data.rewards import reward_reference
+from agentrl.algorithms.data.merge import counterfactual, reward_reference, valid_for_any
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.stragglers import (
     cancel_stale,
@@ -221,7 +220,7 @@ def resampling_metrics(
     reward/sampled_mean: mean over all sampled rollouts but counterfactual ones; reward/mean is over
     trained groups."""
     every = (rollout for group in claimed for rollout in group.rollouts)
-    played = [rollout for rollout in every if not rollout.counterfactual]
+    played = [rollout for rollout in every if not counterfactual(rollout)]
     rewards = [value for row in played if not isnan(value := row.reward())]
     mean = {"reward/sampled_mean": fmean(rewards)} if rewards else {}
     return mean | {"groups/resampled": float(replaced), "groups/discarded": float(len(discarded))}

@@ -13,7 +13,7 @@ from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.dump import BadSteps
 from agentrl.algorithms.learners import factory
-from agentrl.algorithms.model.load import context_length
+from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.proof import trie_gap
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.kl_control import (

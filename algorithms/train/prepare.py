@@ -10,8 +10,13 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from agentrl.algorithms.data.merge import build_batch, map_calls, own_calls, trainable
-from agentrl.algorithms.data.rewards import check_rewards
+from agentrl.algorithms.data.merge import (
+    build_batch,
+    check_rewards,
+    map_calls,
+    own_calls,
+    trainable,
+)
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.model.chat import Chat, RequestError, tool_names

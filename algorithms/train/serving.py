@@ -16,15 +16,19 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentrl.algorithms.engines.base import PolicyServer, advertised_url, run_unless_failed
-from agentrl.algorithms.engines.factory import policy_server
+from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model import lora
+from agentrl.algorithms.model.load import Model, Tokenizer
+from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.plugins import engine_factory
 from agentrl.algorithms.train.load_policies import LoadedModel, load_base_model
 from agentrl.base.files import atomic_directory
 from agentrl.config import RunConfig
 from agentrl.config.policies import FrozenPolicy, view
 from agentrl.errors import ConfigError, PolicyError
+from agentrl.plugins import check_protocol
 from agentrl.store.base import Store
-from agentrl.types import PolicyVersion
+from agentrl.types import POLICY, PolicyVersion
 
 
 class PolicyServers:
@@ -220,3 +224,35 @@ def _make_server(config: RunConfig, base: LoadedModel, number: int) -> PolicySer
         output = str(Path(config.output, "servers", str(number)))
         config = replace(config, engine=replace(config.engine, port=0), output=output)
     return policy_server(config, base.model, base.tokenizer, base.adapters, base.policies[0])
+
+
+def policy_server(
+    config: RunConfig,
+    model: Model,
+    tokenizer: Tokenizer,
+    adapters: Adapters | None = None,
+    name: str = POLICY,
+) -> PolicyServer:
+    """A policy server, not yet started, for the trained model (as policy `name`) or its adapters.
+
+    Raises PolicyError for a model that it cannot serve, and for a missing vLLM."""
+    engine = config.engine
+    if factory := engine_factory(config):
+        server: PolicyServer = factory(config, model, tokenizer, adapters, name)
+        check_protocol(server, PolicyServer, by=factory, key="engine.kind")
+        return server
+    if engine.kind == "embedded":
+        return EmbeddedServer(
+            model,
+            tokenizer,
+            host=engine.host,
+            port=engine.port,
+            name=name,
+            max_batch=engine.max_batch,
+            max_context=engine.max_context,
+            threads=engine.threads,
+            adapters=adapters,
+            keys=engine.keys if config.algorithm.samples_during_update else None,
+            access=engine.access,
+        )
+    raise ConfigError(f"engine.kind = {engine.kind!r} is not served here")

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import ceil
+from typing import NamedTuple
+
+from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
@@ -18,13 +21,14 @@ from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.dump import BadSteps
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.diagnostics.report import report
-from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.learners.score import ReferenceElsewhere, Scored, Teacher, score_batch
+from agentrl.algorithms.learners.base import Learner, ReferenceElsewhere, Teacher
 from agentrl.algorithms.objective.core import Algo, compute_advantages
+from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.objective.prepare import TrainedPolicy
+from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit
-from agentrl.algorithms.objective.staleness import withhold
+from agentrl.algorithms.objective.staleness import old_policy_share, withhold
 from agentrl.algorithms.objective.values import critic_terms
 from agentrl.algorithms.presets.registry import check_supplies
 from agentrl.algorithms.train.optimize import (
@@ -48,6 +52,14 @@ class Built:
     batch: Batch
     recalled: Recalled  # the state between steps, before and after this one
     withheld: int  # tokens that are too old
+
+
+class Scored(NamedTuple):
+    """A batch with `values`, `reference` and the `symbols` of a distillation over several tokens;
+    and the log-probs of other models, float64."""
+
+    batch: Batch
+    given: GivenLogProbs
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +107,7 @@ class Updater:
         algo = self.anchor.kl.tuned(self.algo) if self.anchor.kl else self.algo
         prepared = self.preprocessor.prepare(groups, algo, self.trained)
         built = self.build(algo, prepared.groups, now)
-        scored = self.score(built, now)
+        scored = self.score(built.algo, built.batch, now)
         clip = self.config.critic.clip
         values = critic_terms(built.algo, scored.batch, clip=clip) if algo.critic else None
         credit = compute_advantages(built.algo, scored.batch)
@@ -126,12 +138,32 @@ class Updater:
         algo = withhold(algo, batch, oldest) if withheld else algo
         return Built(algo, batch, recalled, withheld)
 
-    def score(self, built: Built, version: int) -> Scored:
-        """What the models make of the batch that the algorithm reads."""
-        return score_batch(
-            built.algo, self.learner, built.batch, self.reference, self.teacher,
-            version=version, current=self.config.algorithm.lr_ess is not None,
-        )  # fmt: skip
+    def score(self, algo: Algo, batch: Batch, version: int | None = None) -> Scored:
+        """The critic's values and the log-probs of other models that the algorithm reads. version:
+        the policy's, if it is about to be trained."""
+        learner, teacher, given = self.learner, self.teacher, GivenLogProbs()
+        if "reference" in algo.needs:
+            elsewhere = self.reference
+            found = elsewhere(batch) if elsewhere else learner.logprobs(batch, "reference")
+            batch = replace(batch, reference=found.double())
+            given = replace(given, reference=batch.reference)
+        if algo.distill is not None and batch.n_tokens:
+            taught = teacher.top(batch) if teacher else _taught(algo.distill, learner, batch)
+            batch = replace(batch, symbols=taught[0])
+            first = taught[1][:, 0].double()
+            given = replace(given, teacher=first, teacher_candidates=taught[1])
+        elif "teacher" in algo.needs:
+            of_teacher = (
+                teacher.top(batch)[1][:, 0] if teacher else learner.logprobs(batch, "teacher")
+            )
+            given = replace(given, teacher=of_teacher.double())
+        if algo.critic:
+            batch = replace(batch, values=learner.values(batch))
+        if version is not None and algo.old_from_versions:
+            given = replace(given, current_in_old=old_policy_share(batch.lag(version)))
+        if version is not None and self.config.algorithm.lr_ess is not None and batch.n_tokens:
+            given = replace(given, old=learner.logprobs(batch))
+        return Scored(batch, given)
 
     def batch(self, groups: list[Group], min_group: int | None = None) -> Batch:
         """The trainable tokens of the groups, with the rewards that the algorithm reads. min_group:
@@ -141,3 +173,11 @@ class Updater:
         names += () if side is None else (WEIGHT, MISMATCHED)
         batch = build_batch(groups, reward_names=names, min_group=least, policy=self.policy)
         return batch if side is None else replace(batch, row_unit=row_unit(side, batch))
+
+
+def _taught(distill: TopKDistillation, learner: Learner, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The tokens [N, K] on which teacher and policy are compared, and the teacher's log-probs."""
+    if distill.of == "teacher":
+        return learner.top(batch, distill.k, "teacher")
+    symbols, _ = learner.top(batch, distill.k)
+    return symbols, learner.symbol_logprobs(replace(batch, symbols=symbols), "teacher")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.train.serving import policy_server
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
 from tests.algorithms.learners.test_learner import make_batch

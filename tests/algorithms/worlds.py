@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.rewards import dense_ids
+from agentrl.algorithms.data.merge import dense_ids
 
 NAN = math.nan
 

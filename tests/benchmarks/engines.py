@@ -34,10 +34,10 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl.algorithms.engines.base import PolicyServer
-from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.train.serving import policy_server
 from agentrl.config import resolve
 from agentrl.store import open_store
 from agentrl.types import POLICY

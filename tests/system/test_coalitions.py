@@ -14,7 +14,7 @@ import openai
 import pytest
 
 import agentrl
-from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.data.merge import build_batch, counterfactual
 from agentrl.algorithms.diagnostics.metrics import replay_metrics
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
@@ -145,7 +145,7 @@ async def test_what_each_role_adds_is_what_it_said(server: EmbeddedServer, tmp_p
         "calls/repeated": SIZE * (3 * 2 + 3 * 1),  # without one role, without two
     }
     (whole,) = RoleRewards(coalition_formula(config), "policy").complete([group])
-    sources = [row for row in whole.rollouts if not row.counterfactual]
+    sources = [row for row in whole.rollouts if not counterfactual(row)]
     assert len(sources) == SIZE
     for row in sources:
         added = {r.target: r.value for r in row.rewards if r.scope is Scope.ROLE}
@@ -235,7 +235,7 @@ async def test_first_versions_stand_in_for_what_learns(folder: Path) -> None:
         "debater": 2, "judge": 2, "debater@000000": 0,
     }  # fmt: skip
     players = {"left": "debater@000000", "right": "debater@000000", "judge": "mute"}
-    replays = [row for row in rollouts if row.counterfactual]
+    replays = [row for row in rollouts if counterfactual(row)]
     absences = [row.branch.without for row in replays if row.branch]
     assert absences == [["judge"], ["left"], ["right"]] * 2 * 2
     for row in replays:

@@ -40,7 +40,8 @@ from verl.workers.engine_workers import TrainingWorker
 
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.base import Psi
-from agentrl.algorithms.learners.optimizer import WeightCopy, shrink_momentum
+from agentrl.algorithms.learners.optimizer import shrink_momentum
+from agentrl.algorithms.learners.torch import WeightCopy
 from agentrl.algorithms.learners.verl.engines import (
     checkpoint_names,
     policy_config,

@@ -17,7 +17,7 @@ from agentrl.algorithms.credit.core import Column, CriticValues, Whiten
 from agentrl.algorithms.credit.turns import Returns, StepGae, value_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, next_same
-from agentrl.algorithms.data.rewards import last_observation
+from agentrl.algorithms.data.merge import last_observation
 from agentrl.algorithms.data.state import CountedMeans
 from agentrl.algorithms.objective.core import TOKENS, Algo
 from agentrl.algorithms.presets import declare

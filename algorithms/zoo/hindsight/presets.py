@@ -15,8 +15,7 @@ from agentrl.algorithms.credit import turns
 from agentrl.algorithms.credit.core import Column, GroupRelative, weighted_sum
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, known_mean, reduce_by
-from agentrl.algorithms.data.merge import build_batch, map_calls, trainable
-from agentrl.algorithms.data.rewards import split_reference
+from agentrl.algorithms.data.merge import build_batch, map_calls, split_reference, trainable
 from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.prepare import TrainedPolicy

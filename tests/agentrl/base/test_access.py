@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.train.serving import policy_server
 from agentrl.base.access import Access, read_key
 from agentrl.config import RunConfig
 from agentrl.config.infrastructure import EmbeddedEngineConfig
-from agentrl.config.load import resolve
+from agentrl.config.run_file import resolve
 from agentrl.errors import ConfigError
 from agentrl.runners.gateway.refusals import UpstreamError
 from agentrl.runners.gateway.upstream import Router, Upstream

@@ -17,7 +17,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from agentrl.algorithms.prompts.search import candidate_id
-from agentrl.config.load import resolve
+from agentrl.config.run_file import resolve
 from agentrl.store import open_store
 from agentrl.store.records import Candidate, Item, Reflection, Side, digest_of
 from agentrl.types import (

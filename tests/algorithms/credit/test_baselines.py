@@ -18,8 +18,7 @@ from torch import Tensor
 from agentrl.algorithms.credit.baselines import Ema
 from agentrl.algorithms.credit.turns import CallRewards, Returns
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.data.rewards import last_observation
+from agentrl.algorithms.data.merge import build_batch, last_observation
 from agentrl.algorithms.data.state import AlgorithmState, CountedMeans, EmaMeans, Recalled
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo

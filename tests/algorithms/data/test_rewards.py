@@ -11,8 +11,12 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.credit.core import GroupRelative, was_truncated
 from agentrl.algorithms.data.ids import lift, owner, units
-from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.data.rewards import check_rewards, last_observation, split_reference
+from agentrl.algorithms.data.merge import (
+    build_batch,
+    check_rewards,
+    last_observation,
+    split_reference,
+)
 from agentrl.errors import TrainingError
 from agentrl.types import (
     Group,

@@ -23,9 +23,9 @@ import torch
 
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
-from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.train.serving import policy_server
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from agentrl.algorithms.learners import optimizer
 from agentrl.algorithms.learners.optimizer import FILE, Optimizer
+from agentrl.algorithms.learners.torch import WeightCopy
 from agentrl.errors import PolicyError, TrainingError
 
 
@@ -188,18 +189,21 @@ def test_a_step_is_shrunk_towards_the_mark(dtype: torch.dtype) -> None:
     quarter, made = make(dtype, weight_decay=0.1), make(dtype, weight_decay=0.1)
     for one in (quarter, made):
         train(one)
-    made.marked.take(made.masters.values())
+    mark = WeightCopy()
+    mark.take(list(made.masters.values()))
     before = [p.detach().clone() for p in made.parameters.values()]
     train(quarter, steps=1, lr=0.25)
     train(made, steps=1, lr=1.0)
     for _ in range(2):
-        made.shrink(0.5)
+        mark.shrink(made.masters.values(), 0.5)
+        made.shrunk(0.5)
     for name, master in made.masters.items():
         torch.testing.assert_close(master, quarter.masters[name])
         assert torch.equal(made.parameters[name], master.to(dtype))
     moments = [state["exp_avg_sq"] for state in made.inner.state.values()]
     assert same(moments, [state["exp_avg_sq"] for state in quarter.inner.state.values()])
-    made.shrink(0.0)
+    mark.shrink(made.masters.values(), 0.0)
+    made.shrunk(0.0)
     assert same(before, [p.detach() for p in made.parameters.values()])
     assert not any(state["exp_avg"].any() for state in made.inner.state.values())
 

@@ -14,7 +14,6 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import LearnerDefaults, Psi, Scored, StepReport
-from agentrl.algorithms.learners.score import score_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective import core as objective
@@ -358,7 +357,7 @@ def test_a_resumed_run_continues_bit_for_bit(
 def test_scored_batches_give_what_the_algorithm_reads(tiny_model_dir: Path) -> None:
     learner = make_learner(tiny_model_dir, "shared")
     steps = updater(learner, kl=0.1)
-    batch, scored = score_batch(steps.algo, learner, steps.batch(example()))
+    batch, scored = steps.score(steps.algo, steps.batch(example()))
     assert scored.computed().keys() == {"reference"}
     assert batch.values.numel() == batch.reference.numel() == batch.n_tokens
     assert not batch.values.any()

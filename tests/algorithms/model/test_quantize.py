@@ -16,7 +16,7 @@ from agentrl.algorithms.model.lora import Adapters, export_merged
 from agentrl.algorithms.model.proof import tolerance, trie_gap
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig
-from agentrl.config.load import resolve
+from agentrl.config.run_file import resolve
 from agentrl.doctor import proofs
 from agentrl.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.data import rewards as columns
+from agentrl.algorithms.data import merge as columns
 from agentrl.algorithms.data.merge import build_batch, valid
 from agentrl.algorithms.diagnostics import metrics
 from agentrl.algorithms.diagnostics.metrics import replay_metrics

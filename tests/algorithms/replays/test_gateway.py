@@ -10,6 +10,7 @@ import openai
 import pytest
 
 import agentrl
+from agentrl.algorithms.data.merge import counterfactual
 from agentrl.algorithms.replays.gateway import recording
 from agentrl.types import (
     Branch,
@@ -357,8 +358,8 @@ async def test_a_role_that_others_play_is_asked_and_what_follows_from_it(bench: 
     old, new = await calls_of(bench, source), await calls_of(bench, other)
     assert [row.repeats for row in new] == [old[0].id, None, old[2].id, None, None, None]
     assert [row.policy for row in new] == ["policy", "judge", "policy", "policy", "judge", "policy"]
-    assert other.counterfactual
-    assert not source.counterfactual
+    assert counterfactual(other)
+    assert not counterfactual(source)
 
 
 async def test_other_questions_end_nothing_where_others_play(bench: Any) -> None:
