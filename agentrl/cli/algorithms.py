@@ -164,7 +164,7 @@ def _line(name: str, made: AlgoPreset | AlgoModifier) -> str:
 
 
 def _example(option: str) -> object:
-    examples: dict[str, object] = {"actions": ["yes", "no"], "equal_units": ["role"]}
+    examples: dict[str, object] = {"actions": ["yes", "no"], "mean_by_units": ["role"]}
     examples |= {"only_roles": ["agent"], "roles": ["agent"]}
     examples["credit"] = "agentrl.algorithms.credit.core:response_lengths"
     return examples.get(option, {"process": {"scope": "transition"}})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import reduce
+import logging
+from collections.abc import Iterator, Mapping
+from functools import cache, reduce
 from operator import or_
 from types import GenericAlias, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
@@ -21,12 +22,14 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
+log = logging.getLogger(__name__)
 EXTERNAL = "external"  # tag of kinds from outside the library; `factory` has the given name
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the run file's tables."""
 
+    renamed: ClassVar[Mapping[str, str]] = {}  # old -> new key; the old one is read for one version
     plays: ClassVar[bool] = False  # of a part's table: whether rollouts depend on it
     # Whether it gives rollouts a reward: one of several tables by name, which is the reward's.
     gives_reward: ClassVar[bool] = False
@@ -57,6 +60,12 @@ def tables(config: Section) -> Iterator[tuple[str, Section]]:
         elif isinstance(value, dict):
             named = ((f"{key}.{name}", own) for name, own in value.items())
             yield from ((path, own) for path, own in named if isinstance(own, Section))
+
+
+@cache
+def say_renamed(old: str, new: str) -> None:
+    """Once per process."""
+    log.warning("%s is now called %s; its old name ends with the next version", old, new)
 
 
 def kind_of(section: Section) -> str:

@@ -8,7 +8,7 @@ kinds, which derive from it; `schema` has them all.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from agentrl.base.access import Access, read_key
 from agentrl.config.base import (
@@ -90,6 +90,7 @@ class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERN
 class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     """Settings of every policy server."""
 
+    renamed: ClassVar[dict[str, str]] = {"keys": "kv_on_update"}
     host: str = "127.0.0.1"  # address on which it listens and at which runners call it
     port: Port = 0  # 0: any free port
     advertise: str = ""  # address for runners on other machines, if not `host`
@@ -103,7 +104,7 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     threads: Count = 1  # CPU threads of the embedded engine
     # KV cache of calls that run during an update, with algorithm.overlap = "in_flight". recompute:
     # log-probs are exactly those of one version. keep: faster.
-    keys: Literal["recompute", "keep"] = "recompute"
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
 
     def __post_init__(self) -> None:
         if self.host in ("0.0.0.0", "::") and not self.advertise:

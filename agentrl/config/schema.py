@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -264,6 +264,7 @@ class UpstreamConfig(Section, frozen=True):
 class EvalConfig(Section, frozen=True):
     """Held-out evaluations before, during and after training."""
 
+    renamed: ClassVar[dict[str, str]] = {"beside": "concurrent"}
     every: Natural = 0  # steps between evaluations; 0: only before and after training
     tasks: Natural = 0  # number of tasks before and after training; 0: all held-out tasks
     curve_tasks: Natural = 64  # number of tasks during training; 0: all
@@ -275,7 +276,7 @@ class EvalConfig(Section, frozen=True):
     # "file.py:name" of functions of a checkpoint's directory, which return a number or a dict.
     functions: list[str] = []
     # During training, evaluate copies of the policies, each as large as the model, without waiting.
-    beside: bool = False
+    concurrent: bool = False
     patience: Natural = 0  # evaluations without a better score that end training; 0: off
 
 

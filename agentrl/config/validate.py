@@ -51,8 +51,8 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _staleness(config)
     if config.tasks.solved is not None and config.tasks.order == "difficulty":
         yield "tasks.solved leaves out tasks that order = 'difficulty' draws rarely; choose one"
-    if config.eval.beside and not (config.eval.every and config.tasks.heldout):
-        yield "eval.beside scores copies between steps: set eval.every and tasks.heldout"
+    if config.eval.concurrent and not (config.eval.every and config.tasks.heldout):
+        yield "eval.concurrent scores copies between steps: set eval.every and tasks.heldout"
     if config.eval.patience and not (config.eval.every and config.tasks.heldout):
         yield "eval.patience counts held-out scores: set eval.every and tasks.heldout"
     fixed = not (config.eval.sampled or config.eval.temperature or team.has_no_own_policy(config))
@@ -240,7 +240,7 @@ def _schedule(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _staleness(config: RunConfig) -> Iterator[str]:
     """Sampling ahead of updates, and groups that end early."""
-    algorithm, keys = config.algorithm, config.engine.keys
+    algorithm, kept = config.algorithm, config.engine.kv_on_update
     ahead, overlap, size = algorithm.max_staleness, algorithm.overlap, algorithm.group_size
     if config.steps and ahead > config.steps:
         yield (
@@ -263,10 +263,10 @@ def _staleness(config: RunConfig) -> Iterator[str]:
             "algorithm.overlap = 'one_step_off' samples one step ahead and trains groups in the "
             "order requested; set algorithm.max_staleness = 1 and algorithm.order = 'asked'"
         )
-    if keys != "recompute" and overlap != "in_flight":
+    if kept != "recompute" and overlap != "in_flight":
         yield (
-            f"engine.keys = {keys!r} has no effect unless algorithm.overlap = 'in_flight', because "
-            "no call runs while weights change; remove it"
+            f"engine.kv_on_update = {kept!r} has no effect unless algorithm.overlap = 'in_flight', "
+            "because no call runs while weights change; remove it"
         )
     for key in ("order", "close_at", "group_deadline"):
         if algorithm.joining and getattr(algorithm, key) != getattr(AlgorithmConfig(), key):

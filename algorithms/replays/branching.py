@@ -54,7 +54,7 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
     rows = await store.rollouts(config.name, group=group)
     calls = await store.calls([row.id for row in rows if row.branch is None])
     rollouts = [replace(row, transitions=calls[row.id]) for row in rows if row.id in calls]
-    replayed = counterfactual_of(config).stand_ins
+    replayed = counterfactual_of(config).substitutes
     more = counterfactual_rollouts(config, rollouts) if replayed else branches(config, rollouts)
     try:
         await store.enqueue(more)

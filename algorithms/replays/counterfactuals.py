@@ -1,6 +1,6 @@
 """Counterfactual rollouts, which measure the contribution of each role to its team.
 
-A counterfactual rollout repeats a rollout with stand-ins in some of the roles. The other roles'
+A counterfactual rollout repeats a rollout with substitutes in some of the roles. The other roles'
 calls are replayed while their prompts are the same, and sampled by the current policy after that
 (see `gateway`). The outcomes are the values of coalitions, from which the formulas
 of `coalitions` compute role rewards; the verifier needs no change.
@@ -50,9 +50,9 @@ class CoalitionFormula:
     seed: int
 
     def members(self, rollout: Rollout) -> Coalition:
-        """The roles of a rollout that have a stand-in."""
+        """The roles of a rollout that have a substitute."""
         called = {call.role for call in rollout.transitions}
-        return frozenset(called & self.settings.stand_ins.keys())
+        return frozenset(called & self.settings.substitutes.keys())
 
     def of(self, rollout: Rollout, value: Value) -> dict[str, float]:
         """The reward of each member. value: returns the value of a coalition."""
@@ -75,11 +75,11 @@ class CoalitionFormula:
         return [members - coalition for coalition in read if coalition != members]
 
 
-def stand_ins(config: RunConfig) -> dict[str, str]:
+def substitutes(config: RunConfig) -> dict[str, str]:
     """Role -> served name of the policy or upstream that plays it in counterfactual rollouts."""
     return {
         role: initial_name(policy_of_role(config, role)) if player == INITIAL else player
-        for role, player in counterfactual_of(config).stand_ins.items()
+        for role, player in counterfactual_of(config).substitutes.items()
     }
 
 
@@ -90,7 +90,7 @@ def coalition_formula(config: RunConfig) -> CoalitionFormula:
 def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
     """The counterfactual rollouts to request for one group: of each rollout that has an outcome and
     can be trained. rollouts: those of the group that are not counterfactual."""
-    formula, players = coalition_formula(config), stand_ins(config)
+    formula, players = coalition_formula(config), substitutes(config)
     policies, requested = trained_policies(config), list[NewRollout]()
     for rollout in rollouts:
         if isnan(rollout.reward()) or not valid_for_any(rollout, policies):
@@ -116,7 +116,7 @@ class RoleRewards:
         """Add role rewards, named after the formula, to the rollouts of the groups. Logs a warning
         if no counterfactual rollout has an outcome.
 
-        Raises TrainingError for stand-ins of a role that made no call, if no rollout has an
+        Raises TrainingError for substitutes of a role that made no call, if no rollout has an
         outcome, and if the verifier returns the same reward."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         self._check(rollouts)
@@ -132,7 +132,7 @@ class RoleRewards:
         ]
 
     def _check(self, rollouts: Sequence[Rollout]) -> None:
-        name, known = self.formula.settings.value, self.formula.settings.stand_ins.keys()
+        name, known = self.formula.settings.value, self.formula.settings.substitutes.keys()
         if any(row.scope is Scope.ROLE and row.name == name for r in rollouts for row in r.rewards):
             raise TrainingError(
                 f"the verifier gives roles a reward {name!r}, and algorithm.counterfactual adds "
@@ -150,9 +150,9 @@ class RoleRewards:
         if silent and others:
             role = min(silent)
             raise TrainingError(
-                f"algorithm.counterfactual.stand_ins.{role}: no call of {len(rollouts)} rollouts "
-                f"was made in this role, and there is no stand-in for {', '.join(sorted(others))}; "
-                f"{nearest(role, others)}"
+                f"algorithm.counterfactual.substitutes.{role}: no call of {len(rollouts)} rollouts "
+                f"was made in this role, and there is no substitute for "
+                f"{', '.join(sorted(others))}; {nearest(role, others)}"
             )
 
     def _rewarded(self, rollout: Rollout, group: Group) -> Rollout:
@@ -183,7 +183,7 @@ class RoleRewards:
 
 def uses_counterfactuals(settings: CounterfactualConfig, algo: Algo) -> bool:
     """Whether an algorithm reads counterfactual rewards."""
-    return bool(settings.stand_ins) and f"role:{settings.value}" in algo.rewards
+    return bool(settings.substitutes) and f"role:{settings.value}" in algo.rewards
 
 
 def with_optional_reward(settings: CounterfactualConfig, algo: Algo) -> Algo:
@@ -198,11 +198,11 @@ def check_counterfactuals(
     config: RunConfig, algos: Mapping[str, Algo], resample: str | None
 ) -> None:
     """Raise ConfigError if no policy reads counterfactual rewards, if a role that learns from them
-    has no stand-in, and if `resample`, the reward of dynamic sampling, is counterfactual: it is
+    has no substitute, and if `resample`, the reward of dynamic sampling, is counterfactual: it is
     unknown when groups are sampled."""
     settings = counterfactual_of(config)
     name = f"role:{settings.value}"
-    if not settings.stand_ins:
+    if not settings.substitutes:
         return
     readers = [policy for policy, algo in algos.items() if uses_counterfactuals(settings, algo)]
     if not readers:
@@ -211,10 +211,10 @@ def check_counterfactuals(
             f"preset {settings.value!r}, or set algorithm.options.reward = {name!r}"
         )
     for role, policy in policy_by_role(config).items():
-        if policy in readers and role not in settings.stand_ins:
+        if policy in readers and role not in settings.substitutes:
             raise ConfigError(
-                f"algorithm.counterfactual.stand_ins has no {role!r}, and {policy!r}, which plays "
-                f"it, learns from {name!r}; name its stand-in"
+                f"algorithm.counterfactual.substitutes has no {role!r}, and {policy!r}, which "
+                f"plays it, learns from {name!r}; name its substitute"
             )
     if resample == name:
         raise ConfigError(

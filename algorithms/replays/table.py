@@ -10,7 +10,7 @@ from agentrl.config.base import Count, Joining, Natural
 from agentrl.errors import nearest
 from agentrl.types import POLICY
 
-INITIAL = "first"  # in `stand_ins`: the role's own policy before training
+INITIAL = "first"  # in `substitutes`: the role's own policy before training
 
 
 class BranchingConfig(Joining, frozen=True):
@@ -40,9 +40,10 @@ class CounterfactualConfig(Joining, frozen=True):
     """Replays of rollouts with other policies in some roles, queued when the rollouts have ended.
     They measure the contribution of a role."""
 
+    renamed: ClassVar[dict[str, str]] = {"stand_ins": "substitutes"}
     # Role -> its replacement: a policy, an upstream, or "first", the role's own policy before
     # training. The contributions of these roles are measured.
-    stand_ins: dict[str, str] = {}
+    substitutes: dict[str, str] = {}
     # Reward of a role: the value of the team minus that of the team without the role, or the role's
     # mean marginal contribution to coalitions of the others.
     value: Literal["difference", "shapley"] = "difference"
@@ -50,12 +51,12 @@ class CounterfactualConfig(Joining, frozen=True):
     width: Count = 1  # replays per coalition, whose mean is its value
 
     def __post_init__(self) -> None:
-        if not self.stand_ins and (self.value, self.orders, self.width) != ("difference", 0, 1):
-            raise ValueError("value, orders and width have no effect without stand_ins")
-        many = self.value == "shapley" and len(self.stand_ins) > EXACT
+        if not self.substitutes and (self.value, self.orders, self.width) != ("difference", 0, 1):
+            raise ValueError("value, orders and width have no effect without substitutes")
+        many = self.value == "shapley" and len(self.substitutes) > EXACT
         if many and not self.orders:
             raise ValueError(
-                f"{len(self.stand_ins)} roles can join in too many orders to take them all; set "
+                f"{len(self.substitutes)} roles can join in too many orders to take them all; set "
                 "`orders`, the number to sample"
             )
         if self.orders and not many:
@@ -63,13 +64,13 @@ class CounterfactualConfig(Joining, frozen=True):
 
     @property
     def joins(self) -> bool:
-        return bool(self.stand_ins)
+        return bool(self.substitutes)
 
     def problems(self, config: Any) -> Iterator[str]:
         """Stand-ins replace trained policies with known policies or upstreams."""
         from agentrl.config import policies as team
 
-        given, ahead = self.stand_ins, config.algorithm.max_staleness
+        given, ahead = self.substitutes, config.algorithm.max_staleness
         if given and branching_of(config).joins:
             yield (
                 "algorithm.counterfactual cannot replay rollouts of [algorithm.branching]; remove "
@@ -84,7 +85,7 @@ class CounterfactualConfig(Joining, frozen=True):
         trained, others = team.trained_policies(config), {*config.policies, *config.upstreams}
         known = others | {INITIAL} | (set() if config.policies else {POLICY})
         for role, player in given.items():
-            where = f"algorithm.counterfactual.stand_ins.{role}"
+            where = f"algorithm.counterfactual.substitutes.{role}"
             if team.policy_of_role(config, role) not in trained:
                 learning = {r for r, name in team.policy_by_role(config).items() if name in trained}
                 yield f"{where}: no trained policy plays this role; {nearest(role, learning)}"

@@ -40,7 +40,7 @@ class Branches(Hooks):
 
 
 class Counterfactuals(Branches):
-    """Repetitions of rollouts with stand-ins (`algorithm.counterfactual`)."""
+    """Repetitions of rollouts with substitutes (`algorithm.counterfactual`)."""
 
     def algorithm(self, config: RunConfig, algo: Algo) -> Algo:
         return counterfactuals.with_optional_reward(counterfactual_of(config), algo)
@@ -60,7 +60,7 @@ class Counterfactuals(Branches):
 
     async def start(self, run: ServedRun) -> None:
         """Serve the untrained versions of policies that stand in, if the run trains anything."""
-        named = counterfactual_of(self.config).stand_ins if self.config.steps else {}
+        named = counterfactual_of(self.config).substitutes if self.config.steps else {}
         roles = [role for role, player in named.items() if player == INITIAL]
         policies = (policy_of_role(self.config, role) for role in roles)
         if players := dict(initial_version(self.config, policy) for policy in policies):

@@ -55,7 +55,7 @@ class SelfplayConfig(Section, frozen=True, tag_field="opponents", tag="self"):
                     f"selfplay.seats names {role!r}, which {player[role]!r} plays by [roles] or "
                     "[policies]; remove it there"
                 )
-        if optional(config, "algorithm.counterfactual.stand_ins"):
+        if optional(config, "algorithm.counterfactual.substitutes"):
             yield (
                 "algorithm.counterfactual cannot replay rollouts of [selfplay]; remove one of them"
             )

@@ -1,4 +1,4 @@
-"""Held-out evaluation during a run. The loop waits for it or, with `eval.beside`, continues.
+"""Held-out evaluation during a run. The loop waits for it or, with `eval.concurrent`, continues.
 
 Owns `<output>/evaluation/<steps>`, the policies that are scored while training continues. Always
 true: such a folder is complete, and exists until its score is in the store, so a restarted process
@@ -51,14 +51,14 @@ class HeldoutEvaluator:
                 delete_directory(path)
 
     async def score(self, step: int) -> bool:
-        """Score the policies after `step` steps; with `eval.beside`, and between the first and the
-        last step, in the background. Returns whether scores have stalled."""
+        """Score the policies after `step` steps; with `eval.concurrent`, and between the first and
+        the last step, in the background. Returns whether scores have stalled."""
         settings, path = self.config.eval, self.folder / f"{step:06d}"
         if not self.tasks:
             return False
         if not path.is_dir():  # a restarted process scores it already
             await self.finish()
-            if step in (0, self.config.steps) or not settings.beside:
+            if step in (0, self.config.steps) or not settings.concurrent:
                 await self._score(step)
             elif await self._save(path):
                 await self._begin(path)

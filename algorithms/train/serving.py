@@ -252,7 +252,7 @@ def policy_server(
             max_context=engine.max_context,
             threads=engine.threads,
             adapters=adapters,
-            keys=engine.keys if config.algorithm.samples_during_update else None,
+            keys=engine.kv_on_update if config.algorithm.samples_during_update else None,
             access=engine.access,
         )
     raise ConfigError(f"engine.kind = {engine.kind!r} is not served here")

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from agentrl.config import RunConfig, differences, from_store, load, resolve, to_toml
+from agentrl.config.base import say_renamed
 from agentrl.errors import ConfigError
 
 
@@ -75,12 +76,16 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             r"overlap = 'none' .*max_staleness = 1 asks for that; remove one",
         ),
         ("[tasks]\nsolved = 0.9\norder = 'difficulty'", [], r"tasks\.solved leaves out"),
-        ("[engine]\nkeys = 'keep'", [], r"engine\.keys = 'keep' has no effect .* remove it"),
+        (
+            "[engine]\nkv_on_update = 'keep'",
+            [],
+            r"engine\.kv_on_update = 'keep' has no effect .* remove it",
+        ),
         (
             "[algorithm]\noverlap = 'in_flight'\nmax_staleness = 1\n"
-            "[engine]\nkind = 'vllm'\nkeys = 'keep'",
+            "[engine]\nkind = 'vllm'\nkv_on_update = 'keep'",
             [],
-            r"keys = 'keep': .*log-probs are compared .* falsify",
+            r"kv_on_update = 'keep': .*log-probs are compared .* falsify",
         ),
         (
             "[algorithm]\nstale = 'cancel'\nmax_staleness = 1",
@@ -296,3 +301,39 @@ def test_a_rule_of_roles_is_named_as_in_the_run_file() -> None:
 def test_a_run_on_data_refuses_what_is_about_rollouts(table: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"has no effect in a run on \[data\]"):
         resolve({"data": {"name": "likes"}, **table}, source="test")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("engine.keys='keep'", "engine.kv_on_update"),
+        ("eval.beside=true", "eval.concurrent"),
+        (
+            "algorithm.counterfactual.stand_ins={ any = 'first' }",
+            "algorithm.counterfactual.substitutes",
+        ),
+    ],
+)
+def test_a_setting_is_read_by_its_old_name_for_one_version(
+    old: str, new: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, value = old.split("=", 1)
+    needed = ["algorithm.overlap=in_flight", "algorithm.max_staleness=1", "eval.every=1"]
+    needed += ["tasks.heldout=tasks.py:heldout"]
+    needed = [] if "counterfactual" in old else needed
+    say_renamed.cache_clear()
+    config = load(run_file(tmp_path, ""), [*needed, old])
+    assert f"{name} is now called {new}; its old name ends with the next version" in caplog.text
+    assert config == load(run_file(tmp_path, ""), [*needed, f"{new}={value}"])
+    assert name.rpartition(".")[2] not in to_toml(config)
+    with pytest.raises(ConfigError, match=f"{name} is now {new}; remove"):
+        load(run_file(tmp_path, ""), [*needed, old, f"{new}={value}"])
+    caplog.clear()
+    say_renamed.cache_clear()
+    stored = msgspec.to_builtins(config)
+    table = stored
+    for key in new.split(".")[:-1]:
+        table = table[key]
+    table[name.rpartition(".")[2]] = table.pop(new.rpartition(".")[2])
+    assert from_store(stored) == config
+    assert not caplog.text  # a run that was stored by an earlier version needs no change

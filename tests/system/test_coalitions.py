@@ -46,7 +46,7 @@ SETTINGS = {
     "algorithm": {
         "groups": 1,
         "group_size": SIZE,
-        "counterfactual": {"stand_ins": dict.fromkeys(ROLES, "mute"), "value": "shapley"},
+        "counterfactual": {"substitutes": dict.fromkeys(ROLES, "mute"), "value": "shapley"},
     },
 }
 
@@ -134,7 +134,7 @@ async def sampled(store: Store, server: EmbeddedServer, config: RunConfig) -> Gr
 
 async def test_what_each_role_adds_is_what_it_said(server: EmbeddedServer, tmp_path: Path) -> None:
     """Nobody hears the others, and the outcome is a sum: the Shapley value of a role is what its
-    answer is worth more than that of its stand-in, to the last bit of the replay."""
+    answer is worth more than that of its substitute, to the last bit of the replay."""
     config = resolve(SETTINGS, source="test")
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         group = await sampled(store, server, config)
@@ -186,7 +186,7 @@ lr = 1e-2
 groups = 1
 group_size = 2
 [algorithm.counterfactual]
-stand_ins = {{ left = "first", right = "first", judge = "mute" }}
+substitutes = {{ left = "first", right = "first", judge = "mute" }}
 """
 AGENT = """
 import openai

@@ -88,10 +88,11 @@ class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
                 "engine.vllm.sleep = 2 drops weights that policy.lora never sends again; set it to "
                 "1"
             )
-        if self.keys != "recompute" and overlap == "in_flight":
+        if self.kv_on_update != "recompute" and overlap == "in_flight":
             yield (
-                f"engine.keys = {self.keys!r}: after every update vLLM's log-probs are compared "
-                "with the learner's, and a cache of older weights would falsify them; remove it"
+                f"engine.kv_on_update = {self.kv_on_update!r}: after every update vLLM's log-probs "
+                "are compared with the learner's, and a cache of older weights would falsify "
+                "them; remove it"
             )
 
 

@@ -7,7 +7,7 @@ PART = Part(
     summary="Other critics of calls.",
     presets={
         "+step-gae": f"{HERE}.presets:agent_r1",
-        "+table": f"{HERE}.presets:with_table",
+        "+tabular": f"{HERE}.presets:with_tabular",
         "agent-r1": f"{HERE}.presets:agent_r1",
         "pspo": f"{HERE}.presets:pspo",
         "ragen": f"{HERE}.presets:ragen",

@@ -102,8 +102,8 @@ def pspo(reward: str, *, value: str = "", gamma: Discount = 1.0, lam: Discount =
     return Algo(whitened_gae(value_of(value), reward, gamma, lam))
 
 
-@modifier("table", prefix="table_")
-def with_table(algo: Algo, *, gamma: Discount = 1.0, lam: Discount = 0.95) -> Algo:
+@modifier("tabular", prefix="tabular_")
+def with_tabular(algo: Algo, *, gamma: Discount = 1.0, lam: Discount = 0.95) -> Algo:
     """Replaces the host's credit by GAE over calls; the value of a state is the mean return of
     earlier steps from it, for tasks with few states. arXiv 1506.02438."""
     reward = declare.outcome_of(algo)

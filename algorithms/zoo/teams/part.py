@@ -7,8 +7,8 @@ PART = Part(
     summary="Credit and averages for teams and self-play.",
     presets={
         "+ema": f"{HERE}.presets:with_ema",
-        "+equal": f"{HERE}.presets:equal",
-        "+fade": f"{HERE}.presets:with_fade",
+        "+mean-by": f"{HERE}.presets:mean_by",
+        "+call-discount": f"{HERE}.presets:call_discount",
         "at-grpo": f"{HERE}.presets:at_grpo",
         "difference": f"{HERE}.presets:difference",
         "magrpo": f"{HERE}.presets:magrpo",

@@ -190,14 +190,14 @@ def with_ema(algo: Algo, *, decay: Discount = 0.95, key: str = "") -> Algo:
     return replace(algo, credit=credit)
 
 
-@modifier("fade", prefix="fade_")
-def with_fade(algo: Algo, *, gamma: Discount = 0.95) -> Algo:
+@modifier("call-discount", prefix="call_discount_")
+def call_discount(algo: Algo, *, gamma: Discount = 0.95) -> Algo:
     """Discounts credit by every later call of the rollout. arXiv 2506.24119."""
     return replace(algo, credit=turns.TurnDiscount(algo.credit, gamma))
 
 
-@modifier("equal", prefix="equal_")
-def equal(algo: Algo, *, units: Equal) -> Algo:
+@modifier("mean-by", prefix="mean_by_")
+def mean_by(algo: Algo, *, units: Equal) -> Algo:
     """Averages the loss over these units with equal weights, however many tokens they have:
     ["role"] gives each role a loss of its own (MAGRPO, arXiv 2508.04652), ["rollout", "role"] each
     role of every rollout."""

@@ -37,7 +37,11 @@ from agentrl.types import (
 )
 from tests import factories
 
-CASES = {"spiral", "reinforce+ema", "agent-r1+table"}  # presets and modifiers that are tested here
+CASES = {
+    "spiral",
+    "reinforce+ema",
+    "agent-r1+tabular",
+}  # presets and modifiers that are tested here
 ROLES = ("black", "white")
 
 
@@ -169,7 +173,7 @@ def test_a_field_that_the_task_does_not_have_is_refused() -> None:
 
 
 def test_a_table_has_the_mean_return_of_earlier_steps() -> None:
-    algo = make("agent-r1+table", {"table_gamma": 0.9})
+    algo = make("agent-r1+tabular", {"tabular_gamma": 0.9})
     (table,) = algo.memories
     state, seen = AlgorithmState(algo.memories), dict[tuple[str, object], list[float]]()
     for step in range(4):
@@ -207,7 +211,7 @@ def test_nothing_known_changes_nothing() -> None:
 # -- state -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["spiral", "agent-r1+table"])
+@pytest.mark.parametrize("name", ["spiral", "agent-r1+tabular"])
 def test_a_step_replayed_from_its_checkpoint_has_the_same_psi_bit_for_bit(name: str) -> None:
     algo = make(name, {})
     state = AlgorithmState(algo.memories)
@@ -287,12 +291,12 @@ STORED: dict[tuple[str, str], str] = {
     ("spiral", '{"decay": 0.9, "key": "game"}'): "running-mean('role:outcome',0.9,'game')",
     ("grpo+ema", "{}"): "running-mean()",
     ("dapo+ema", '{"overlong_limit": 6}'): "running-mean(('outcome',6,4096))",
-    ("agent-r1+table", "{}"): "mean-return()",
+    ("agent-r1+tabular", "{}"): "mean-return()",
     ("coma", '{"roles": ["a"], "actions": ["b"]}'): "team-critic('central',(['a'],['b']),())",
 }
 WRITTEN_BY_0_1 = {
     "spiral": "Ema(reward='role:outcome', decay=0.95, key='', at=None)",
-    "agent-r1+table": "Tabular(reward='outcome', gamma=1.0)",
+    "agent-r1+tabular": "Tabular(reward='outcome', gamma=1.0)",
     "coma": "Counterfactual(kind='central', stage=Stage(roles=('a',), actions=('b',), width=64), "
     "training=Training(gamma=0.99, lam=0.8, lr=0.005, updates=8, hidden=64, embed=32, "
     "max_grad_norm=10.0), reward='outcome')",

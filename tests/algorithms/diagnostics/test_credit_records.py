@@ -111,7 +111,7 @@ def test_a_step_without_a_lesson_stores_nothing_and_the_next_begins_anew() -> No
     ("name", "options"),
     [
         ("spiral", {}),
-        ("agent-r1+table", {}),
+        ("agent-r1+tabular", {}),
         ("grpo", {}),
         ("ragen", {}),
         ("reinforce++", {"kl_reward": 0.01}),

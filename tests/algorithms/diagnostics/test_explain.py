@@ -107,7 +107,7 @@ def test_the_default_is_explained_by_the_credit_of_peers_and_its_scale() -> None
 def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
     needed = {"streams": OPTIONS, "only": {"only_roles": ["agent"]}}
     needed["process"] = {"process_streams": OPTIONS["streams"]}
-    needed |= {"equal": {"equal_units": ["role"]}, "coma": {"roles": ["a"], "actions": ["b"]}}
+    needed |= {"mean-by": {"mean_by_units": ["role"]}, "coma": {"roles": ["a"], "actions": ["b"]}}
     needed["credit"] = {"credit": f"{__name__}:nothing"}
     presets, modifiers = installed()
     names = [*presets, *(f"{made.host}+{name}" for name, made in modifiers.items())]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -23,7 +24,8 @@ from agentrl.algorithms.presets.registry import Supply
 from agentrl.base.parts import known
 from agentrl.cli.main import cli
 from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.config.presets import check_presets, current_name, preset_names
+from agentrl.config.base import say_renamed
+from agentrl.config.presets import check_presets, preset_names
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.worlds import Call, Play, world
 
@@ -239,14 +241,42 @@ def test_without_all_parts_the_short_list_works(without_parts: None) -> None:
     assert "treerl" not in lines
 
 
-@pytest.mark.parametrize(("old", "new"), [("gspo-token", "gspo"), ("dro+tis", "kimi+tis")])
+Named = tuple[str, dict[str, Any]]
+NEW_NAMES: list[tuple[Named, Named, str]] = [
+    (("gspo-token", {}), ("gspo", {}), "gspo-token is now called gspo"),
+    (("dro+tis", {}), ("kimi+tis", {}), "dro is now called kimi"),
+    (
+        ("grpo+fade", {"fade_gamma": 0.5}),
+        ("grpo+call-discount", {"call_discount_gamma": 0.5}),
+        "fade_gamma is now called call_discount_gamma",
+    ),
+    (
+        ("grpo+equal", {"equal_units": ["role"]}),
+        ("grpo+mean-by", {"mean_by_units": ["role"]}),
+        "+equal is now called +mean-by",
+    ),
+    (
+        ("agent-r1+table", {"table_lam": 0.5}),
+        ("agent-r1+tabular", {"tabular_lam": 0.5}),
+        "+table is now called +tabular",
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "said"), NEW_NAMES)
 def test_an_old_name_is_read_and_says_the_new_one(
-    old: str, new: str, caplog: pytest.LogCaptureFixture
+    old: Named, new: Named, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    current_name.cache_clear()
-    check_presets(run_with(old))
-    assert make(old, {}) == make(new, {})
-    assert f"{old.split('+')[0]} is now called {new.split('+')[0]}" in caplog.text
+    say_renamed.cache_clear()
+    check_presets(run_with(old[0], **old[1]))
+    assert make(*old, streams=SUPPLIES) == make(*new, streams=SUPPLIES)
+    assert said in caplog.text
+
+
+def test_an_option_is_not_given_by_two_names() -> None:
+    twice = {"fade_gamma": 0.5, "call_discount_gamma": 0.5}
+    with pytest.raises(ConfigError, match="call_discount_gamma is also given by its old name"):
+        make("grpo+call-discount", twice)
 
 
 def test_no_two_presets_are_the_same() -> None:

@@ -21,7 +21,7 @@ from agentrl.algorithms.replays.counterfactuals import (
     check_counterfactuals,
     coalition_formula,
     counterfactual_rollouts,
-    stand_ins,
+    substitutes,
     uses_counterfactuals,
     with_optional_reward,
 )
@@ -58,7 +58,7 @@ def run_file(names: list[str] = ROLES, **counterfactual: Any) -> RunConfig:
         "upstreams": {"mute": {"text": "nothing"}},
         "algorithm": {
             "group_size": 2,
-            "counterfactual": {"stand_ins": dict.fromkeys(names, "mute")} | counterfactual,
+            "counterfactual": {"substitutes": dict.fromkeys(names, "mute")} | counterfactual,
         },
     }
     return resolve(data, source="test")
@@ -244,13 +244,13 @@ def test_a_reward_is_either_the_verifiers_or_made_of_replays() -> None:
     complete(run_file(value="shapley"), theirs)
 
 
-def test_stand_ins_of_a_role_with_another_name_are_named() -> None:
+def test_substitutes_of_a_role_with_another_name_are_named() -> None:
     config = run_file(["solver", "planer"])
     rows = [rollout(name, transitions=[]) for name in "ab"]
     calls = rollout("c").transitions
     spoken = [replace(calls[0], role="planner"), replace(calls[1], role="solver")]
     rows.append(rollout("c", transitions=spoken))
-    with pytest.raises(TrainingError, match=r"stand_ins.planer: no call of 3 .* 'planner'\?"):
+    with pytest.raises(TrainingError, match=r"substitutes.planer: no call of 3 .* 'planner'\?"):
         complete(config, *rows)
     # Nobody is left who could be meant: the role did not speak in these rollouts.
     complete(config, *rows[:2], rollout("c", transitions=spoken[1:]))
@@ -293,9 +293,11 @@ def test_replays_that_nobody_reads_are_refused() -> None:
     other = make("grpo", {"reward": "role:difference"})
     check_counterfactuals(config, {"reader": algo, "writer": other}, None)
     check_counterfactuals(resolve({}, source="test"), {"policy": algo}, None)
-    part = {"algorithm": {"counterfactual": {"stand_ins": {"planner": "first"}}}}
+    part = {"algorithm": {"counterfactual": {"substitutes": {"planner": "first"}}}}
     part |= {"roles": {"planner": "policy", "solver": "policy"}}
-    with pytest.raises(ConfigError, match=r"stand_ins has no 'solver', and 'policy', which plays"):
+    with pytest.raises(
+        ConfigError, match=r"substitutes has no 'solver', and 'policy', which plays"
+    ):
         check_counterfactuals(resolve(part, source="test"), {"policy": other}, None)
     with pytest.raises(ConfigError, match=r"dynamic_sampling compares 'role:difference'"):
         check_counterfactuals(config, {"policy": other}, "role:difference")
@@ -313,26 +315,30 @@ PAIR = {
 @pytest.mark.parametrize(
     ("algorithm", "more", "why"),
     [
-        ({"value": "shapley"}, {}, "have no effect without stand_ins"),
-        ({"stand_ins": {"planner": "mute"}}, {}, r"planner = 'mute'; valid: first, policy"),
-        ({"stand_ins": {"planner": "frist"}}, {}, "did you mean 'first'"),
+        ({"value": "shapley"}, {}, "have no effect without substitutes"),
+        ({"substitutes": {"planner": "mute"}}, {}, r"planner = 'mute'; valid: first, policy"),
+        ({"substitutes": {"planner": "frist"}}, {}, "did you mean 'first'"),
         (
-            {"stand_ins": {"planner": "first"}},
+            {"substitutes": {"planner": "first"}},
             {"upstreams": {"first": {"text": "none"}}},
             "planner = 'first' means the role's own policy .* rename that one",
         ),
-        ({"stand_ins": {"critic": "first"}}, PAIR, "no trained policy plays this role; .*planner"),
-        ({"stand_ins": {"planer": "judge"}}, PAIR, "did you mean 'planner'"),
-        ({"stand_ins": dict.fromkeys("abcde", "first"), "value": "shapley"}, {}, "`orders`"),
-        ({"stand_ins": {"a": "first"}, "orders": 3}, {}, "for Shapley values of more than 4"),
-        ({"stand_ins": {"a": "first"}, "without": 3}, {}, "counterfactual.without"),
         (
-            {"stand_ins": {"a": "first"}},
+            {"substitutes": {"critic": "first"}},
+            PAIR,
+            "no trained policy plays this role; .*planner",
+        ),
+        ({"substitutes": {"planer": "judge"}}, PAIR, "did you mean 'planner'"),
+        ({"substitutes": dict.fromkeys("abcde", "first"), "value": "shapley"}, {}, "`orders`"),
+        ({"substitutes": {"a": "first"}, "orders": 3}, {}, "for Shapley values of more than 4"),
+        ({"substitutes": {"a": "first"}, "without": 3}, {}, "counterfactual.without"),
+        (
+            {"substitutes": {"a": "first"}},
             {"algorithm": {"branching": {"kind": "mc"}}},
             r"cannot replay rollouts of \[algorithm.branching\]",
         ),
-        ({"stand_ins": {"a": "first"}}, {"algorithm": {"max_staleness": 1}}, "max_staleness = 1"),
-        ({"stand_ins": {"a": "first"}}, {"selfplay": {"seats": ["a", "b"]}}, r"\[selfplay\]"),
+        ({"substitutes": {"a": "first"}}, {"algorithm": {"max_staleness": 1}}, "max_staleness = 1"),
+        ({"substitutes": {"a": "first"}}, {"selfplay": {"seats": ["a", "b"]}}, r"\[selfplay\]"),
     ],
 )
 def test_settings_that_cannot_matter_are_refused(
@@ -353,12 +359,16 @@ def test_who_stands_in_for_a_role() -> None:
     replaced = {"planner": "first", "critic": "mute", "solver": "planner"}
     data = members(roles=["solver", "critic"]) | {
         "upstreams": {"mute": {"text": ""}},
-        "algorithm": {"counterfactual": {"stand_ins": replaced}},
+        "algorithm": {"counterfactual": {"substitutes": replaced}},
     }
     config = resolve(data, source="run.toml")
-    assert stand_ins(config) == {"planner": "planner@000000", "critic": "mute", "solver": "planner"}
+    assert substitutes(config) == {
+        "planner": "planner@000000",
+        "critic": "mute",
+        "solver": "planner",
+    }
     assert view(config, "solver").algorithm.counterfactual == config.algorithm.counterfactual
     alone = resolve(
-        {"algorithm": {"counterfactual": {"stand_ins": {"any": "first"}}}}, source="run.toml"
+        {"algorithm": {"counterfactual": {"substitutes": {"any": "first"}}}}, source="run.toml"
     )
-    assert stand_ins(alone) == {"any": "policy@000000"}
+    assert substitutes(alone) == {"any": "policy@000000"}

@@ -182,7 +182,7 @@ JUDGE = {"kind": "pointwise", "upstream": "u", "rubric": "r"}
         ({"tasks": {"order": "difficulty"}}, ["Curriculum"]),
         ({"tasks": {"solved": 0.9}}, ["Curriculum"]),
         ({"selfplay": {"seats": ["x", "o"]}, "algorithm": {"preset": "spiral"}}, ["SelfPlay"]),
-        ({"algorithm": {"counterfactual": {"stand_ins": {"x": "first"}}}}, ["Counterfactuals"]),
+        ({"algorithm": {"counterfactual": {"substitutes": {"x": "first"}}}}, ["Counterfactuals"]),
         ({"algorithm": {"branching": {"kind": "mc"}}}, ["Branches"]),
         ({"selfplay": {"seats": ["x", "o"]}, "steps": 0}, []),
         ({"teacher": {"upstream": "u"}, "algorithm": {"preset": "distill"}}, ["Teachers"]),

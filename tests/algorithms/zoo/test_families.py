@@ -43,7 +43,7 @@ def test_every_preset_builds_with_its_defaults_and_says_where_it_is_from() -> No
         "streams": {"streams": {"outcome": {}}},
         "process": {"process_streams": {"p": {"scope": "transition"}}},
         "only": {"only_roles": ["agent"]},
-        "equal": {"equal_units": ["role"]},
+        "mean-by": {"mean_by_units": ["role"]},
         "credit": {"credit": "agentrl.algorithms.credit.core:response_lengths"},
         "coma": {"roles": ["agent"], "actions": ["yes"]},
     }

@@ -124,11 +124,11 @@ CASES: dict[str, Case] = {
         tokens(lambda plays: [play.tact[call.role] for play in plays for call in play.calls]),
         "token", "rows", {"reward": "role:tact", "baseline": "none"},
     ),
-    "grpo+equal": (
+    "grpo+mean-by": (
         tokens(lambda plays: outcome(plays, True)), "token", "roles",
-        {"equal_units": ["role"]},
+        {"mean_by_units": ["role"]},
     ),
-    "grpo+fade": (tokens(faded), "token", "rows", {"fade_gamma": 0.5}),
+    "grpo+call-discount": (tokens(faded), "token", "rows", {"call_discount_gamma": 0.5}),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""With `eval.beside` training goes on while copies of the policy are scored; no score is lost."""
+"""With `eval.concurrent` training goes on while copies of policies are scored; no score is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config(folder: Path, model: Path) -> RunConfig:
     return replace(
         made,
         tasks=replace(made.tasks, heldout="tasks.jsonl"),
-        eval=replace(made.eval, every=2, beside=True, sampled=False),
+        eval=replace(made.eval, every=2, concurrent=True, sampled=False),
     )
 
 
@@ -84,5 +84,5 @@ def test_training_goes_on_and_a_killed_evaluation_is_ended_by_the_next_process(
 
 
 def test_it_is_refused_where_nothing_is_scored_between() -> None:
-    with pytest.raises(ConfigError, match=r"eval.beside scores copies"):
+    with pytest.raises(ConfigError, match=r"eval.concurrent scores copies"):
         resolve({"name": "r", "eval": {"beside": True}}, source="test")
