@@ -24,7 +24,7 @@ from agentrl import types
 from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import limits, rows
 from agentrl.store.rows import digest
-from agentrl.store.sql import prompts, runs, traces
+from agentrl.store.sql import documents, runs, traces
 from agentrl.store.sql.database import Connection, load_sql
 from agentrl.store.sql.feed import QUEUE
 from agentrl.store.sql.tree import AttemptCalls
@@ -215,7 +215,7 @@ def settled(conn: Connection, group: str) -> bool:
 
 
 def _attempt(conn: Connection, row: Any, id: str, fence: int, until: float) -> types.Attempt:
-    texts = prompts.texts(conn, row["run_id"], row["candidate"]) if row["candidate"] else []
+    texts = documents.texts(conn, row["run_id"], row["candidate"]) if row["candidate"] else []
     return rows.attempt(row, id, fence, until, texts)
 
 
@@ -281,7 +281,7 @@ def _open_groups(tx: Transaction, members: Mapping[str, types.NewRollout]) -> di
         if created.rowcount and member.purpose is types.Purpose.TRAIN:
             tx.add_counts(member.run, groups_open=1)
         if member.candidate is not None:
-            prompts.texts(tx.conn, member.run, member.candidate)
+            documents.texts(tx.conn, member.run, member.candidate)
         row = found.fetchone()
         if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
             raise Conflict(

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from agentrl import types
 from agentrl.errors import Forbidden, Invalid
 from agentrl.store import limits, records, rows
-from agentrl.store.sql import browse, maintenance, prompts, traces
+from agentrl.store.sql import browse, documents, maintenance, traces
 from agentrl.store.sql import datasets as data
 from agentrl.store.sql import rollouts as queue
 from agentrl.store.sql import runs as training
@@ -142,8 +142,7 @@ class SqlStore:
 
     publish = _writing(training.publish)
     log = _writing(training.log)
-    put_candidates = _writing(prompts.put_candidates)
-    add_reflection = _writing(prompts.add_reflection)
+    put_documents = _writing(documents.put_documents)
 
     # -- queue -------------------------------------------------------------------------------------
 
@@ -215,8 +214,7 @@ class SqlStore:
     counts = _reading(training.counts)
     failures = _reading(queue.failures)
     policies = _reading(training.policies)
-    candidates = _reading(prompts.candidates)
-    reflections = _reading(prompts.reflections)
+    documents = _reading(documents.documents)
     stats = _reading(maintenance.stats)
 
     # -- data sets ---------------------------------------------------------------------------------
