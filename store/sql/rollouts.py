@@ -32,7 +32,7 @@ from agentrl.store.sql.writer import Transaction
 
 SQL = load_sql("rollouts")
 SUSPECT_SHARE = 4  # a runner may hold a quarter of the rollouts that a suspect was lost with
-SLACK = 5.0  # seconds by which the times of concurrent transactions may differ
+CLOCK_SLACK = 5.0  # seconds by which the times of concurrent transactions may differ
 CANCELLED = types.Failure(kind=types.ErrorKind.CANCELLED, message="The rollout was cancelled.")
 
 
@@ -158,8 +158,8 @@ def expire_leases(tx: Transaction) -> bool:
     leases = _leases(tx)
     if leases["ends"] is None:
         return False
-    if leases["heard"] > tx.now + SLACK:
-        tx.conn.execute(SQL["shorten"], {"now": tx.now, "slack": SLACK})
+    if leases["heard"] > tx.now + CLOCK_SLACK:
+        tx.conn.execute(SQL["shorten"], {"now": tx.now, "slack": CLOCK_SLACK})
     if leases["ends"] > tx.now:
         return False
     tx.conn.execute(SQL["lock_expiry"])
