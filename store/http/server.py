@@ -3,8 +3,8 @@
 Owns: the calls with an idempotency key in progress, and the long polls. Invariant: a call is
 completed even if its caller disconnects, except a long poll, which is cancelled and can be
 repeated. A call with an idempotency key is executed once: a repeat waits for the one in progress
-here, or gets its stored reply (`store/sql/repeats.py`) from any process of the server. `prune` and
-`vacuum` have many transactions and no stored reply: a later repeat does, and reports, only the
+here, or gets its stored reply (`store/sql/idempotency.py`) from any process of the server. `prune`
+and `vacuum` have many transactions and no stored reply: a later repeat does, and reports, only the
 remaining work.
 """
 
@@ -35,7 +35,7 @@ from agentrl.store.http import ingest, openapi, wire
 from agentrl.store.http.bodies import BodyReader
 from agentrl.store.http.keys import Claims, KeyFile, KeyGrant, Keys, with_secret
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, KeyScope, Verb
-from agentrl.store.sql.repeats import IdempotentCall, start_call
+from agentrl.store.sql.idempotency import IdempotentCall, start_call
 
 log = logging.getLogger("agentrl.store")
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()

@@ -22,7 +22,7 @@ from agentrl.store.sql import rollouts as queue
 from agentrl.store.sql import runs as training
 from agentrl.store.sql.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.sql.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.sql.repeats import answer_once
+from agentrl.store.sql.idempotency import answer_once
 from agentrl.store.sql.writer import Bulk, Transaction, Writer, WriteVerb
 
 SQL = load_sql("feed")
@@ -244,13 +244,7 @@ class SqlStore:
     cursor = _reading(_newest)
 
     async def wait(self, cursor: int, *, timeout: float | None = None) -> int:
-        left = _countdown(timeout)
-        while True:
-            ticket = self._feed.ticket(ANY)
-            newest = await self.cursor()
-            if newest > cursor or left() == 0.0:
-                return newest
-            await self._feed.changed(ANY, ticket, left())
+        return await self._read_until(lambda newest: newest > cursor, _newest, timeout)
 
     async def settled(self, group: str, *, timeout: float | None = None) -> bool:
         def look(tx: Transaction, last: bool) -> bool | None:
@@ -258,13 +252,7 @@ class SqlStore:
 
         if not isinstance(self._writer, NoWriter):
             return await self._until(GROUPS, look, timeout)
-        left = _countdown(timeout)
-        while True:
-            ticket = self._feed.ticket(ANY)
-            found = await self._readers.read(partial(queue.settled, group=group))
-            if found or left() == 0.0:
-                return found
-            await self._feed.changed(ANY, ticket, left())
+        return await self._read_until(bool, partial(queue.settled, group=group), timeout)
 
     # -- maintenance -------------------------------------------------------------------------------
 
@@ -288,6 +276,18 @@ class SqlStore:
     extend_leases = _writing(Transaction.extend_leases)
     """Call after an outage, before the first claim: extends every lease, including expired ones
     whose rollouts were not claimed again."""
+
+    async def _read_until(
+        self, done: Callable[[T], bool], query: Callable[[Connection], T], timeout: float | None
+    ) -> T:
+        """Repeat a query at every change until its result is `done`; return the last result."""
+        left = _countdown(timeout)
+        while True:
+            ticket = self._feed.ticket(ANY)
+            found = await self._readers.read(query)
+            if done(found) or left() == 0.0:
+                return found
+            await self._feed.changed(ANY, ticket, left())
 
     async def _until(
         self,

@@ -28,7 +28,7 @@ from agentrl.store import base, open_store
 from agentrl.store.http import bodies, serve
 from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
 from agentrl.store.records import Pruned
-from agentrl.store.sql.repeats import REPLIES_KEPT
+from agentrl.store.sql.idempotency import REPLIES_KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
 

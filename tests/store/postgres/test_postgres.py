@@ -20,7 +20,7 @@ from agentrl.store.postgres import migrations as postgres_migrations
 from agentrl.store.postgres import session as pgsession
 from agentrl.store.postgres.backend import split_password
 from agentrl.store.records import Item, Side
-from agentrl.store.sql import database, datasets, repeats, writer
+from agentrl.store.sql import database, datasets, idempotency, writer
 from agentrl.store.sqlite import migrations
 from agentrl.types import RolloutState
 
@@ -354,10 +354,10 @@ async def test_a_request_that_reaches_two_servers_is_executed_once(kit, opener) 
     stores = [opener(), opener()]
     await stores[0].open_run("run", {})
     for number in range(20):
-        request = repeats.IdempotentCall(f"enqueue {number}", "digest")
+        request = idempotency.IdempotentCall(f"enqueue {number}", "digest")
         group = kit.group(str(number), 2)
         refused = [asyncio.ensure_future(store.log("nobody", 0, {})) for store in stores]
-        both = [repeats.start_call(request, store.enqueue(group)) for store in stores]
+        both = [idempotency.start_call(request, store.enqueue(group)) for store in stores]
         assert await asyncio.gather(*both) == [2, 2]  # though each was run a second time, alone
         for error in await asyncio.gather(*refused, return_exceptions=True):
             assert isinstance(error, NotFound)
