@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 
 from agentrl.errors import Invalid
 from agentrl.store.rows import CREDIT, to_blob
-from agentrl.types import NewRollout, Outcome, Reward, Sampling, Scope, Span, StepCommit, Transition
+from agentrl.types import NewRollout, Outcome, Reward, Sampling, Scope, StepCommit, Transition
 
 LATEST_TIME = 2**33  # seconds: in nanoseconds it fits into OpenTelemetry's 64 bits
 LONGEST_LEASE = 3600.0  # seconds for which a dead runner may keep a rollout
@@ -46,10 +46,6 @@ def check_id(what: str, id: str) -> None:
 def check_ids(what: str, names: Iterable[str]) -> None:
     for name in names:
         check_id(what, name)
-
-
-def check_spans(spans: Sequence[Span]) -> None:
-    check_ids("The id of a span", (span.id for span in spans))
 
 
 def check_rollout(rollout: NewRollout) -> None:
@@ -128,7 +124,7 @@ def check_outcome(outcome: Outcome) -> None:
         raise Invalid(f"Attempt {outcome.attempt} succeeded: only a failure can be retried.")
     for reward in outcome.rewards:
         check_reward(reward, f"attempt {outcome.attempt}")
-    check_spans(outcome.spans)
+    check_ids("The id of a span", (span.id for span in outcome.spans))
     for span in outcome.spans:
         if span.attempt != outcome.attempt:
             raise Invalid(

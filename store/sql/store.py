@@ -195,7 +195,7 @@ class SqlStore:
         return await self._writer.post(Bulk(traces.add_transitions, calls))
 
     async def add_spans(self, spans: Sequence[types.Span]) -> None:
-        limits.check_spans(spans)
+        limits.check_ids("The id of a span", (span.id for span in spans))
         await self._writer.post(partial(traces.add_spans, spans=spans))
 
     # -- reading -----------------------------------------------------------------------------------
