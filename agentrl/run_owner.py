@@ -28,7 +28,7 @@ from agentrl.store.base import Store
 from agentrl.types import Json, Record, RunState
 
 VARIABLE = "AGENTRL_OWNER"  # environment variable of the owner's processes
-LEASE, BEAT, LOOK = 60.0, 10.0, 1.0  # seconds
+LEASE, BEAT_PAUSE, LOOK_PAUSE = 60.0, 10.0, 1.0  # seconds
 HELD = set[str]()  # ids of the owners in this process
 
 
@@ -160,12 +160,12 @@ async def _open(
             if first is None:
                 tell(f"Run {run!r} may be live ({owner}); waiting for a sign of it ...")
             first = first or state
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(LOOK_PAUSE)
 
 
 async def _keep(store: Store, run: str, owner: str) -> None:
     while True:
-        await asyncio.sleep(BEAT)
+        await asyncio.sleep(BEAT_PAUSE)
         with suppress(StoreError):  # the run's processes wait for the store, too
             await _extend(store, run, owner)
 

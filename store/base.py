@@ -32,7 +32,6 @@ from typing import Protocol, Self
 
 from agentrl import types
 from agentrl.store import records
-from agentrl.store.records import Candidate, Reflection
 
 
 class Store(Protocol):
@@ -330,20 +329,16 @@ class Store(Protocol):
     async def logprobs(self, model: str, sides: Sequence[str]) -> dict[str, types.Float32]:
         """Return cached log-probs by side."""
 
-    # -- prompt searches: called by the algorithm; everybody may read ----------------------------
-    async def put_candidates(self, candidates: Sequence[Candidate]) -> None:
-        """Add candidates of prompt searches; of existing ones only the state is updated. Raises
-        NotFound for an unknown run."""
+    # -- documents: called by the algorithm ------------------------------------------------------
+    async def put_documents(
+        self, run: str, kind: str, documents: dict[str, types.Json], *, replace: bool = False
+    ) -> None:
+        """Add JSON values that parts keep with a run, by key; existing ones stay as they are,
+        unless `replace`. Raises NotFound for an unknown run, Invalid for what is not JSON."""
 
-    async def add_reflection(self, reflection: Reflection) -> None:
-        """Add a call to a reflector; of two with the same id the first is kept. Raises NotFound for
-        an unknown run."""
-
-    async def candidates(self, run: str) -> list[Candidate]:
-        """List candidates in the order of their creation; [] for an unknown run."""
-
-    async def reflections(self, run: str) -> list[Reflection]:
-        """List calls to the reflector in order; [] for an unknown run."""
+    async def documents(self, run: str, kind: str) -> dict[str, types.Json]:
+        """Map keys to the documents of this kind, in the order of their addition; {} for an unknown
+        run."""
 
     # -- change feed: followed by everybody --------------------------------------------------------
     async def cursor(self) -> int:

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 
 from agentrl.errors import Invalid
 from agentrl.store.rows import CREDIT, to_blob
-from agentrl.types import NewRollout, Outcome, Reward, Sampling, Scope, Span, StepCommit, Transition
+from agentrl.types import NewRollout, Outcome, Reward, Sampling, Scope, StepCommit, Transition
 
 LATEST_TIME = 2**33  # seconds: in nanoseconds it fits into OpenTelemetry's 64 bits
 LONGEST_LEASE = 3600.0  # seconds for which a dead runner may keep a rollout
 LONGEST_ID = 512  # bytes: several ids fit into an index row, which has 2704 bytes in PostgreSQL
 LARGEST_REWARD = 1e15  # sums of many squares still fit into a float32
-ROUNDING = 0.01  # tolerance of a sampler's log-prob above 0
+LARGEST_LOGPROB = 0.01  # tolerance of a sampler's log-prob above 0
 # Sign bytes of float32 numbers that are negative and finite, or positive and less than 0.0079.
-USUAL = bytes(range(0x80, 0xFF)) + bytes(range(0x3C))
+USUAL_SIGNS = bytes(range(0x80, 0xFF)) + bytes(range(0x3C))
 
 
 def check_positive(name: str, value: float) -> None:
@@ -46,10 +46,6 @@ def check_id(what: str, id: str) -> None:
 def check_ids(what: str, names: Iterable[str]) -> None:
     for name in names:
         check_id(what, name)
-
-
-def check_spans(spans: Sequence[Span]) -> None:
-    check_ids("The id of a span", (span.id for span in spans))
 
 
 def check_rollout(rollout: NewRollout) -> None:
@@ -101,10 +97,10 @@ def check_transition(transition: Transition) -> None:
     for name, values in (("prompt", t.prompt), ("completion", t.completion)):
         if not to_blob(values)[3::4].isascii():  # the byte with the sign
             raise Invalid(f"{where}: its {name} has a negative number, not a token id.")
-    if to_blob(t.logprobs)[3::4].translate(None, USUAL):
+    if to_blob(t.logprobs)[3::4].translate(None, USUAL_SIGNS):
         if not math.isfinite(sum(t.logprobs)):
             raise Invalid(f"{where}: a log-prob is not finite.")
-        if (most := max(t.logprobs)) > ROUNDING:
+        if (most := max(t.logprobs)) > LARGEST_LOGPROB:
             raise Invalid(f"{where}: a log-prob is {most:g}; it must not be above 0.")
     if t.spans and not (_rises(t) and t.spans[0] == (0, t.version)):
         raise Invalid(
@@ -128,7 +124,7 @@ def check_outcome(outcome: Outcome) -> None:
         raise Invalid(f"Attempt {outcome.attempt} succeeded: only a failure can be retried.")
     for reward in outcome.rewards:
         check_reward(reward, f"attempt {outcome.attempt}")
-    check_spans(outcome.spans)
+    check_ids("The id of a span", (span.id for span in outcome.spans))
     for span in outcome.spans:
         if span.attempt != outcome.attempt:
             raise Invalid(

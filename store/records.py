@@ -1,5 +1,5 @@
 """The records of the store beyond those of `agentrl.types`: rows of lists, results of `stats` and
-`prune`, data sets, prompt candidates.
+`prune`, data sets.
 
 A data set has versions, each a list of items that never changes after its commit. An item refers to
 one or two sides by digest. A side of a stored rollout is a reference into its trace, not a copy.
@@ -19,7 +19,6 @@ from agentrl.types import (
     ErrorKind,
     Failure,
     Json,
-    PromptText,
     Purpose,
     Record,
     Reward,
@@ -182,31 +181,6 @@ class Judgement(Record, frozen=True):
     reason: str = ""
     raw: str = ""  # the judge's whole answer
     cost: float = 0.0  # USD
-    seconds: float = 0.0
-
-
-class Candidate(Record, frozen=True):
-    """Texts in place of the agent's own. Rollouts with its `id` give its score."""
-
-    id: str  # a digest of the texts
-    run: str
-    step: int  # of the search or the training run that created it
-    parents: list[str]
-    state: Literal["proposed", "rejected", "accepted", "chosen"]
-    texts: list[PromptText]
-    reflection: str | None = None  # id of the reflection that wrote its newest text
-
-
-class Reflection(Record, frozen=True):
-    """A question to a model that proposes texts, and its answer."""
-
-    id: str
-    run: str
-    step: int
-    question: str
-    answer: str
-    prompt_tokens: int = 0  # as counted by its server
-    completion_tokens: int = 0
     seconds: float = 0.0
 
 

@@ -21,8 +21,8 @@ from agentrl.errors import ConfigError
 
 BACKLOG = 4096  # connections waiting to be accepted
 OWN_FILES = 256  # file descriptors for the server itself
-UNREAD = 60_000  # milliseconds until a response that the client does not read is dropped
-GRACE = 10  # seconds for calls in progress after SIGTERM
+LONGEST_UNREAD = 60_000  # milliseconds until a response that the client does not read is dropped
+SHUTDOWN_GRACE = 10  # seconds for calls in progress after SIGTERM
 
 
 class DrainingApp(Protocol):
@@ -53,7 +53,7 @@ class AsgiServer(uvicorn.Server):
                 date_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=75,  # longer than the client's, which then closes first
-                timeout_graceful_shutdown=GRACE,  # else an incomplete request blocks the shutdown
+                timeout_graceful_shutdown=SHUTDOWN_GRACE,  # else an incomplete request blocks it
             )
         )
 
@@ -89,7 +89,7 @@ def listen(host: str, port: int) -> socket.socket:
     # it the body of a response, written after the headers, waits 40 ms for their acknowledgement.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform.startswith("linux"):
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LONGEST_UNREAD)
     return listening
 
 
@@ -101,8 +101,8 @@ async def serve(
     proxied: bool = True,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `should_exit` of the server, which is passed to `ready`. Calls
-    in progress are finished, unless they take longer than GRACE. proxied: whether the client is who
-    a proxy on this machine says; otherwise limits of connections apply to the proxy."""
+    in progress are finished, unless they take longer than SHUTDOWN_GRACE. proxied: whether the
+    client is who a proxy on this machine says; else limits of connections apply to the proxy."""
     await AsgiServer(app, ready, proxied=proxied).serve([listening])
 
 

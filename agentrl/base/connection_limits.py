@@ -1,9 +1,9 @@
 """Limits for each client of a uvicorn server: bytes of headers, time to send them, connections.
 
-Owns the idle connections: those without a complete request. Invariant: an address has at most IDLE
-of them and the server at most `most` connections in total, because a new connection closes the idle
-one that was silent longest, never one whose request is being executed. A client with thousands of
-incomplete requests loses these, and does not lock out others.
+Owns the idle connections: those without a complete request. Invariant: an address has at most
+MOST_IDLE of them and the server at most `most` connections in total, because a new connection
+closes the idle one that was silent longest, never one whose request is being executed. A client
+with thousands of incomplete requests loses these, and does not lock out others.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-HEAD = 32 * 1024  # bytes of a request without its body
-HEADERS = 100  # headers of a request
-HEAD_TIME = 10.0  # seconds to send the headers, or the rest of an unread body
-IDLE = 4096  # connections of one address without a complete request
-TOO_LARGE = f"The headers are larger than {HEAD} bytes, or more than {HEADERS}: send less."
+LARGEST_HEAD = 32 * 1024  # bytes of a request without its body
+MOST_HEADERS = 100  # headers of a request
+LONGEST_HEAD_TIME = 10.0  # seconds to send the headers, or the rest of an unread body
+MOST_IDLE = 4096  # connections of one address without a complete request
+TOO_LARGE = (
+    f"The headers are larger than {LARGEST_HEAD} bytes, or more than {MOST_HEADERS}: send less."
+)
 
 
 class ConnectionLimits:
@@ -33,7 +35,7 @@ class ConnectionLimits:
         self._open += 1
         self.idle(connection)
         mine = self._idle[connection.address]
-        if len(mine) > IDLE:
+        if len(mine) > MOST_IDLE:
             self._close_oldest(mine)
         elif self._open > self._most:
             self._close_oldest(max(self._idle.values(), key=len))
@@ -64,7 +66,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, guard: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._guard, self.address = guard, ""
-        self._whole, self._in_head = True, False  # state of the current request
+        self._complete, self._in_head = True, False  # state of the current request
         self._head = self._body = self._framing = 0  # its bytes; framing: all but the body
         self._bodies = 0  # bytes of all bodies: one read may end one and begin another
         self._oversized = False
@@ -84,23 +86,23 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         before = self._bodies
         super().data_received(data)
-        if self._whole:
+        if self._complete:
             self._framing = 0
         else:
             self._framing += len(data) - (self._bodies - before)
-            if self._framing > HEAD + self._body // 8 and not self.transport.is_closing():
+            if self._framing > LARGEST_HEAD + self._body // 8 and not self.transport.is_closing():
                 self._oversized = True
                 self.send_400_response("")
         self._look()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._whole, self._in_head = False, True
+        self._complete, self._in_head = False, True
         self._head = self._body = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head += len(name) + len(value)
-        if len(self.headers) >= HEADERS or self._head > HEAD:
+        if len(self.headers) >= MOST_HEADERS or self._head > LARGEST_HEAD:
             self._oversized = True
             raise ValueError(TOO_LARGE)  # the parser then calls send_400_response
         super().on_header(name, value)
@@ -115,7 +117,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._whole = True
+        self._complete = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -138,13 +140,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self._guard.busy(self)
         elif not self.transport.is_closing():
             self._guard.idle(self)
-        if self._whole or (answering and not self._in_head):
+        if self._complete or (answering and not self._in_head):
             self._stop_clock()
         elif self._deadline is None:
             self._start_clock()
 
     def _start_clock(self) -> None:
-        self._deadline = self.loop.call_later(HEAD_TIME, self.transport.abort)
+        self._deadline = self.loop.call_later(LONGEST_HEAD_TIME, self.transport.abort)
 
     def _stop_clock(self) -> None:
         if self._deadline is not None:

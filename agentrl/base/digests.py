@@ -35,29 +35,29 @@ def check(directory: Path) -> None:
 
     `directory` may also be a part of the directory that has the digests. Directories without
     digests, from other programs or earlier versions, pass."""
-    whole = next((one for one in (directory, directory.parent) if (one / FILE).is_file()), None)
-    if whole is None:
+    root = next((one for one in (directory, directory.parent) if (one / FILE).is_file()), None)
+    if root is None:
         return
-    known = {file: digest for file, digest in _read(whole) if file.is_relative_to(directory)}
+    known = {file: digest for file, digest in _read(root) if file.is_relative_to(directory)}
     missing = [file for file in known if not file.is_file()]
     damaged = missing or [file for file, found in _digests(known).items() if found != known[file]]
     if damaged:
-        names = ", ".join(str(file.relative_to(whole)) for file in damaged)
+        names = ", ".join(str(file.relative_to(root)) for file in damaged)
         raise DamagedError(
             f"checkpoint {directory}: {names} {'is missing' if missing else 'is damaged'}, by the "
             f"digests in {FILE}; restore a copy, or use another checkpoint"
         )
 
 
-def _read(whole: Path) -> Iterator[tuple[Path, str]]:
-    text = (whole / FILE).read_text(encoding="utf-8", errors="replace")
+def _read(root: Path) -> Iterator[tuple[Path, str]]:
+    text = (root / FILE).read_text(encoding="utf-8", errors="replace")
     for line in text.removesuffix("\n").split("\n"):
         found = LINE.fullmatch(line)
         if found is None or not text.endswith("\n"):
             raise DamagedError(
-                f"checkpoint {whole}: {FILE} is damaged; restore a copy, or use another checkpoint"
+                f"checkpoint {root}: {FILE} is damaged; restore a copy, or use another checkpoint"
             )
-        yield whole / found[2], found[1]
+        yield root / found[2], found[1]
 
 
 def _digests(files: Iterable[Path]) -> dict[Path, str]:

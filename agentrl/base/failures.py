@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from agentrl.types import Failure
 
-LONGEST = 400  # characters of a message
+LONGEST_MESSAGE = 400  # characters of a message
 
 
 def commonest_failure(failures: Sequence[Failure], total: int) -> str:
@@ -20,6 +20,6 @@ def commonest_failure(failures: Sequence[Failure], total: int) -> str:
 
 
 def brief(message: str) -> str:
-    """A message on one line, shortened to LONGEST characters."""
+    """A message on one line, shortened to LONGEST_MESSAGE characters."""
     line = " ".join(message.split())
-    return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} ..."

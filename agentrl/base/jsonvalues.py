@@ -29,7 +29,8 @@ import msgspec
 
 from agentrl.types import Json
 
-SMALLEST, LARGEST = -(2**63), 2**64 - 1  # what msgpack, hence the store's HTTP API, can represent
+# What msgpack, hence the store's HTTP API, can represent.
+SMALLEST_INTEGER, LARGEST_INTEGER = -(2**63), 2**64 - 1
 
 
 class NotJsonError(ValueError):
@@ -147,7 +148,7 @@ def _text(text: str) -> str:
 
 
 def _fitting(number: int) -> int:
-    if not SMALLEST <= number <= LARGEST:
+    if not SMALLEST_INTEGER <= number <= LARGEST_INTEGER:
         raise NotJsonError("is an integer of more than 64 bits: give it as text or as a float")
     return number
 

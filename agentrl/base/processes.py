@@ -23,9 +23,9 @@ FILES = 65_536  # the limit of open files that servers ask the system for
 LOG_LEVEL = "AGENTRL_LOG_LEVEL"  # of the log files of a run's processes
 PHASE = 25  # log level of the run's current phase, which the console shows unless quiet
 logging.addLevelName(PHASE, "PHASE")
-RESTARTS = 20  # deaths of a runner in a row, without a finished rollout, that end the run
-STEADY = 300.0  # seconds of uptime that reset a runner's count of deaths
-PAUSE = 1.0  # seconds before a runner is restarted
+MOST_DEATHS = 20  # deaths of a runner in a row, without a finished rollout, that end the run
+STEADY_UPTIME = 300.0  # seconds of uptime that reset a runner's count of deaths
+RESTART_PAUSE = 1.0  # seconds before a runner is restarted
 PARENT = "AGENTRL_PARENT"  # pid of the parent, with which this process dies
 # Environment variables of the run's own processes, all of them sealed, but not of other programs;
 # neither are those that begin with STORE_SECRET, in which backends of the store find theirs.
@@ -162,21 +162,21 @@ class Companion(Protocol):
 
 async def keep_alive(child: Child, count_ended: Callable[[], Awaitable[int]]) -> None:
     """Run a runner and restart it whenever it dies; its rollouts are requeued when their leases
-    expire. Raises TrainingError after RESTARTS deaths in a row.
+    expire. Raises TrainingError after MOST_DEATHS deaths in a row.
 
     count_ended: the number of rollouts of the run that have ended. While it grows, deaths are not
     counted: an agent may kill its runner on some tasks."""
     deaths, ended = 0, await count_ended()
-    while deaths < RESTARTS:
+    while deaths < MOST_DEATHS:
         await child.start()
         started = time.monotonic()
         code = await child.wait()
         if code == USER_ERROR:
             raise AgentRLError(child.last_error() or f"see {child.log}")
         before, ended = ended, await count_ended()
-        working = ended > before or time.monotonic() - started > STEADY
+        working = ended > before or time.monotonic() - started > STEADY_UPTIME
         deaths = 1 if working else deaths + 1
-        await asyncio.sleep(PAUSE)
+        await asyncio.sleep(RESTART_PAUSE)
     raise TrainingError(
-        f"{child.name} died {RESTARTS} times in a row; read {child.log}, mend the cause, repeat"
+        f"{child.name} died {MOST_DEATHS} times in a row; read {child.log}, mend the cause, repeat"
     )

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from agentrl.store.base import Store
 
 ROUTE = "/v1/traces"
-BATCH = 500  # spans per request, unless one attempt has more
-TRIES = 6
-BACKOFF = 0.5  # seconds before the second try; doubles
+SPANS_PER_REQUEST = 500  # spans per request, unless one attempt has more
+MOST_TRIES = 6
+FIRST_PAUSE = 0.5  # seconds before the second try; doubles
 TRANSIENT = frozenset({429, 502, 503, 504})  # retryable statuses of the OTLP specification
-TIMEOUT = 30.0  # seconds of one request
+REQUEST_TIMEOUT = 30.0  # seconds of one request
 CARD = """---
 library_name: {kind}
 tags: [agentrl, reinforcement-learning]
@@ -175,12 +175,12 @@ async def send(
     about = {"service.name": "agentrl", "openinference.project.name": run}
     async with (
         open_store(store_url, readonly=True) as store,
-        httpx.AsyncClient(timeout=TIMEOUT, headers=dict(headers)) as client,
+        httpx.AsyncClient(timeout=REQUEST_TIMEOUT, headers=dict(headers)) as client,
     ):
         batch: list[Span] = []
         async for found in _traces(store, run, rollouts):
             attempts, spans = attempts + 1, spans + len(found)
-            if batch and len(batch) + len(found) > BATCH:
+            if batch and len(batch) + len(found) > SPANS_PER_REQUEST:
                 await _post(client, target, wire.encode(batch, about))
                 batch = []
             batch += found
@@ -208,9 +208,9 @@ async def _post(client: httpx.AsyncClient, url: str, body: bytes) -> None:
 
     headers = {"content-type": PROTOBUF, "content-encoding": "gzip"}
     failure, pause = "", 0.0
-    for attempt in range(TRIES):
+    for attempt in range(MOST_TRIES):
         await asyncio.sleep(pause)
-        pause = BACKOFF * 2**attempt * random.uniform(0.5, 1.0)
+        pause = FIRST_PAUSE * 2**attempt * random.uniform(0.5, 1.0)
         try:
             answer = await client.post(url, content=compress(body), headers=headers)
         except httpx.TransportError as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import asdict
 
 from agentrl.errors import ConfigError, NotFound
 from agentrl.store.base import Store
@@ -28,7 +29,7 @@ GROUPS = 200  # groups per read
 HIDDEN = "█"
 TEXTS = {"task", "result", "messages", "answer", "failure", "message", "traceback", "transitions"}
 TEXTS |= {"rewards", "note", "texts", "text", "seed", "question"}
-READ = {"trace", "rollouts", "failures", "attempts", "sides", "candidates", "reflections"}
+READ = {"trace", "rollouts", "failures", "attempts", "sides"}
 
 
 class RedactedStore:
@@ -39,16 +40,25 @@ class RedactedStore:
 
     def __getattr__(self, verb: str) -> Any:
         method = getattr(self._store, verb)
+        if verb == "documents":
+            return self._documents
 
         async def hidden(*args: Any, **named: Any) -> Any:
             return self.hide(await method(*args, **named))
 
         return hidden if verb in READ else method
 
+    async def _documents(self, run: str, kind: str) -> dict[str, Any]:
+        """Their ids and states stay, as in a record."""
+        found = await self._store.documents(run, kind)
+        return {key: self._hide_texts(one) for key, one in found.items()}
+
+    def _hide_texts(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return fields | {name: self.hide(fields[name]) for name in TEXTS & fields.keys()}
+
     def hide(self, value: Any) -> Any:
         if isinstance(value, msgspec.Struct):
-            own = {name: getattr(value, name) for name in value.__struct_fields__}
-            own |= {name: self.hide(own[name]) for name in TEXTS & own.keys()}
+            own = self._hide_texts(asdict(value))
             if isinstance(own.get("rollout"), msgspec.Struct):
                 own["rollout"] = self.hide(own["rollout"])
             return type(value)(**own)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from agentrl.algorithms.prompts.records import Candidate, candidates_of, reflections_of
 from agentrl.errors import NotFound
 from agentrl.store.base import Store
-from agentrl.store.records import Candidate, GroupRow
+from agentrl.store.records import GroupRow
 from agentrl.types import Json, Purpose, RunState
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class CandidatePage:
         return ""
 
     async def ids(self, run: str) -> list[str]:
-        return [one.id for one in await self._store.candidates(run)]
+        return [one.id for one in await candidates_of(self._store, run)]
 
     async def page(self, id: str, query: Mapping[str, str]) -> Page:
         from agentrl.view.pages import Page
@@ -61,7 +62,7 @@ class CandidatePage:
         parent = known.get(next(iter(one.parents), ""), one)
         pairs = zip(parent.texts, one.texts, strict=False)
         texts = [(new, changes(old.text, new.text)) for old, new in pairs]
-        asked = [row for row in await self._store.reflections(run) if row.id == one.reflection]
+        asked = [row for row in await reflections_of(self._store, run) if row.id == one.reflection]
         values = {"run": run, "one": one, "parent": parent, "texts": texts, "asked": asked}
         return Page("prompt.html", f"prompt {id}", values | await _found(self._store, state))
 
@@ -69,7 +70,7 @@ class CandidatePage:
 async def _candidates(store: Store, run: str) -> tuple[RunState, dict[str, Candidate]]:
     if (state := await store.run(run)) is None:
         raise NotFound(f"there is no run {run!r} in this store")
-    return state, {one.id: one for one in await store.candidates(run)}
+    return state, {one.id: one for one in await candidates_of(store, run)}
 
 
 async def _found(store: Store, state: RunState) -> dict[str, Any]:

@@ -9,16 +9,16 @@ from statistics import fmean
 
 import msgspec
 
+from agentrl.algorithms.prompts.records import Candidate, candidates_of, reflections_of
 from agentrl.algorithms.prompts.table import prompts_of
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError
 from agentrl.store.base import Store
-from agentrl.store.records import Candidate
 
 
 async def write_texts(store: Store, config: RunConfig, folder: Path) -> Candidate:
     """Write the chosen candidate's texts and lineage.json to a folder; returns the candidate."""
-    candidates = await store.candidates(config.name)
+    candidates = await candidates_of(store, config.name)
     best = next((c for c in reversed(candidates) if c.state == "chosen"), None)
     if best is None:
         raise AgentRLError(f"{config.name}: the search has not ended; repeat the command")
@@ -54,7 +54,7 @@ async def report(store: Store, config: RunConfig, best: Candidate) -> list[str]:
     for row in await store.steps(config.name):
         metrics |= row.metrics
     before, after = (metrics.get(f"prompts/heldout{x}", float("nan")) for x in ("_before", ""))
-    asked = await store.reflections(config.name)
+    asked = await reflections_of(store, config.name)
     tokens = sum(one.prompt_tokens + one.completion_tokens for one in asked)
     played = metrics.get("prompts/rollouts", 0.0)
     lines += [

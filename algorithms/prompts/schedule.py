@@ -7,13 +7,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from agentrl.algorithms.prompts.records import Candidate, put_candidates
 from agentrl.algorithms.prompts.search import candidate_id
 from agentrl.algorithms.prompts.table import found_texts, prompt_texts, prompts_of
 from agentrl.algorithms.sampling.rollouts import CandidateInUse
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
-from agentrl.store.records import Candidate
 from agentrl.types import PromptText, RunState
 
 log = logging.getLogger("agentrl.algorithm")
@@ -62,7 +62,7 @@ class PromptSchedule:
         await self._use(await search_prompts(self._store, config, self._state, self._texts, step))
 
     async def _use(self, candidate: Candidate) -> None:
-        await self._store.put_candidates([candidate])
+        await put_candidates(self._store, self._config.name, [candidate])
         self._texts, self.in_use.id = candidate.texts, candidate.id
 
 

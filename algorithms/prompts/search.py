@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from msgspec.structs import replace
 
+from agentrl.algorithms.prompts.records import Candidate, Reflection
 from agentrl.algorithms.prompts.table import PromptsConfig
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.store.records import Candidate, Reflection
 from agentrl.types import Json, PromptText, Task
 
 log = logging.getLogger("agentrl.algorithm")

@@ -22,6 +22,13 @@ import aiohttp
 from msgspec.structs import replace
 
 from agentrl import run_owner
+from agentrl.algorithms.prompts.records import (
+    Candidate,
+    Reflection,
+    add_reflection,
+    put_candidates,
+    reflections_of,
+)
 from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers, candidate_id
 from agentrl.algorithms.prompts.table import prompt_texts, prompts_of
 from agentrl.algorithms.sampling.chat_completion import complete, find_endpoint
@@ -33,7 +40,6 @@ from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.store.records import Candidate, Reflection
 from agentrl.types import (
     ENDED,
     NewRollout,
@@ -72,7 +78,7 @@ class StoredBackend:
 
     async def load(self) -> None:
         """Read the reflections and the time used before a restart."""
-        self._known = {one.id: one for one in await self.store.reflections(self.config.name)}
+        self._known = {one.id: one for one in await reflections_of(self.store, self.config.name)}
         rows = await self.store.steps(self.config.name) if self.commits else []
         before = sum(row.metrics.get("time/step", 0.0) for row in rows if row.committed)
         self._ends += (self.settings.max_seconds or math.inf) - before
@@ -86,7 +92,7 @@ class StoredBackend:
         return self._do(self._ask(f"{self.name}/{number:05d}", question, max_tokens))
 
     def put(self, candidates: Sequence[Candidate]) -> None:
-        self._do(self.store.put_candidates(candidates))
+        self._do(put_candidates(self.store, self.config.name, candidates))
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         self.metrics = metrics
@@ -164,7 +170,7 @@ class StoredBackend:
             completion_tokens=answer.completion_tokens,
             seconds=time.monotonic() - started,
         )
-        await self.store.add_reflection(reflection)
+        await add_reflection(self.store, reflection)
         return reflection
 
 
@@ -234,7 +240,7 @@ async def search_prompts(
     log.log(PHASE, f"searching prompts ({settings.algorithm}, {len(texts)} texts)")
     await asyncio.to_thread(_run, search)
     best = replace(search.best, state="chosen")
-    await store.put_candidates([best])
+    await put_candidates(store, config.name, [best])
     if step is not None:
         await store.log(config.name, step, backend.metrics, epoch=state.epoch)
     return best

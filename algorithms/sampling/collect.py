@@ -33,7 +33,7 @@ from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.config.policies import trained_policies
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
-from agentrl.store.limits import LARGEST_REWARD, ROUNDING
+from agentrl.store.limits import LARGEST_LOGPROB, LARGEST_REWARD
 from agentrl.types import Counts, Group, NewRollout, Purpose, Rollout, Transition
 
 log = logging.getLogger(__name__)
@@ -260,6 +260,6 @@ def _call_defect(call: Transition, size: int | None) -> str | None:
                 f"the token id {worst}, and policy {call.policy!r} has those below {size}: whoever "
                 "answered it has another tokenizer"
             )
-    if not (isfinite(sum(call.logprobs)) and max(call.logprobs, default=0.0) <= ROUNDING):
+    if not (isfinite(sum(call.logprobs)) and max(call.logprobs, default=0.0) <= LARGEST_LOGPROB):
         return "log-probs above 0, or none that is a number"
     return None

@@ -10,16 +10,16 @@ from starlette.types import Receive
 
 from agentrl.errors import Unavailable
 
-SILENCE = 30.0  # seconds without a byte after which a body is abandoned
-WHOLE = 120.0  # seconds for a complete body
-HELD = 128 * 2**20  # total bytes of all incomplete bodies
+LONGEST_SILENCE = 30.0  # seconds without a byte after which a body is abandoned
+LONGEST_UPLOAD = 120.0  # seconds for a complete body
+MOST_BYTES_HELD = 128 * 2**20  # total bytes of all incomplete bodies
 
 
 class BodyReader:
     """Reads the request bodies of one server."""
 
     def __init__(self, largest: int) -> None:
-        self._largest, self._free = largest, max(HELD, largest)
+        self._largest, self._free = largest, max(MOST_BYTES_HELD, largest)
 
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         """Read a complete body. Raises HTTPException as soon as it is known to be too large,
@@ -34,14 +34,15 @@ class BodyReader:
     async def _rest(self, body: bytearray, receive: Receive) -> bytes:
         held, more = self._hold(len(body)), True
         try:
-            async with asyncio.timeout(WHOLE):
+            async with asyncio.timeout(LONGEST_UPLOAD):
                 while more:
                     part, more = await _part(receive)
                     held += self._hold(len(part))
                     body += part
                     self._check(len(body))
         except TimeoutError:
-            raise Unavailable(f"The body took over {WHOLE:.0f} s: send less at a time.") from None
+            why = f"The body took over {LONGEST_UPLOAD:.0f} s: send less at a time."
+            raise Unavailable(why) from None
         finally:
             self._free += held
         return bytes(body)
@@ -62,7 +63,7 @@ class BodyReader:
 async def _part(receive: Receive) -> tuple[bytes, bool]:
     """Receive the next bytes; return them and whether there are more."""
     try:
-        async with asyncio.timeout(SILENCE):
+        async with asyncio.timeout(LONGEST_SILENCE):
             message = await receive()
     except TimeoutError:
         raise Unavailable("The rest of the body did not come: repeat the call.") from None

@@ -28,13 +28,13 @@ from agentrl.store import limits, rows
 from agentrl.store.base import Store
 from agentrl.store.http import wire
 from agentrl.store.http.backend import VARIABLE
-from agentrl.store.http.connections import CONNECT, Connections, NotHttp
+from agentrl.store.http.connections import CONNECT_TIMEOUT, Connections, NotHttp
 from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
 from agentrl.types import StepCommit
 
 PATIENCE = 60.0  # seconds for which a call is retried
-BACKOFF, LONGEST = 0.05, 1.0  # seconds before a retry: the first, which doubles, and the maximum
-SILENCE = wire.POLL + 30.0  # seconds without a byte after which the connection counts as lost
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds before a retry; doubles up to the maximum
+LONGEST_SILENCE = wire.POLL + 30.0  # seconds without a byte: then the connection counts as lost
 TRANSIENT = frozenset({502, 503, 504})
 REFUSAL = wire.decoders(wire.Refusal)
 ANSWERS = wire.decoders(wire.BatchResponse)[MSGPACK]
@@ -95,7 +95,7 @@ class HttpStore:
             elif loop.is_running():
                 closing = asyncio.run_coroutine_threadsafe(_close(pool), loop)
                 with contextlib.suppress(TimeoutError):  # a blocked loop keeps its pool
-                    await asyncio.wait_for(asyncio.wrap_future(closing), CONNECT)
+                    await asyncio.wait_for(asyncio.wrap_future(closing), CONNECT_TIMEOUT)
 
     async def __aenter__(self) -> Self:
         return self
@@ -152,11 +152,11 @@ class HttpStore:
     async def _request(self, name: str, body: Callable[[], bytes], key: str = "") -> bytes:
         """Send a request, with retries, and return the body of the response."""
         headers = self._headers | {"idempotency-key": key} if key else self._headers
-        pause, deadline, why = BACKOFF, 0.0, ""
+        pause, deadline, why = FIRST_PAUSE, 0.0, ""
         while True:
             try:
                 pool = await self._pool()
-                sent = pool.post(self._head(name, headers), body(), SILENCE)
+                sent = pool.post(self._head(name, headers), body(), LONGEST_SILENCE)
                 status, kind, answer, _ = await sent
             except OSError as error:
                 why = f"Store {self.url} cannot be reached: {str(error) or 'no answer'}."
@@ -166,7 +166,7 @@ class HttpStore:
                 if status == 200:
                     return answer
                 if status == 202:  # not done yet: poll again
-                    pause, deadline = BACKOFF, 0.0
+                    pause, deadline = FIRST_PAUSE, 0.0
                     continue
                 refused = self._refused(status, kind, answer)
                 if status not in TRANSIENT:
@@ -177,7 +177,7 @@ class HttpStore:
             if now >= deadline:
                 raise Unavailable(why)
             await asyncio.sleep(pause * (0.5 + random.random() / 2))
-            pause = min(2 * pause, LONGEST)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     def _head(self, name: str, headers: dict[str, str]) -> bytes:
         usual = headers is self._headers

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-CONNECT = 5.0  # seconds to establish a connection
-IDLE = 60.0  # seconds for which an idle connection is kept, less than at the server
+CONNECT_TIMEOUT = 5.0  # seconds to establish a connection
+LONGEST_IDLE = 60.0  # seconds for which an idle connection is kept, less than at the server
 SIZED = frozenset({b"content-length", b"transfer-encoding"})  # headers that tell a body's end
 
 
@@ -63,7 +63,7 @@ class Connections:
     def _unused(self) -> _Connection | None:
         """Return the most recently used idle connection, if any; close expired ones."""
         now = asyncio.get_running_loop().time()
-        while self._idle and (self._idle[0].lost or now - self._idle[0].used > IDLE):
+        while self._idle and (self._idle[0].lost or now - self._idle[0].used > LONGEST_IDLE):
             self._idle.pop(0).abort()
         while self._idle:
             if not (found := self._idle.pop()).lost:
@@ -72,7 +72,7 @@ class Connections:
 
     async def _opened(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(CONNECT):
+        async with asyncio.timeout(CONNECT_TIMEOUT):
             _, made = await loop.create_connection(
                 _Connection, self._host, self._port, ssl=self._tls
             )

@@ -29,8 +29,8 @@ from agentrl.store.sql.store import SqlStore
 VARIABLE = "AGENTRL_STORE_KEYS"
 SHORTEST_KEY = 8  # characters
 SHORTEST_SECRET = 16  # bytes
-LOOK = 1.0  # seconds between checks whether a key file has changed
-REMEMBERED = 65_536  # cached attempts
+KEYS_LOOK_PAUSE = 1.0  # seconds between checks whether a key file has changed
+MOST_ATTEMPTS_CACHED = 65_536  # cached attempts
 ATTEMPTS: dict[str, Callable[[dict[str, Any]], Iterable[str]]] = {
     "heartbeat": lambda arguments: arguments["attempts"],
     "finish": lambda arguments: (row.attempt for row in arguments["outcomes"]),
@@ -121,7 +121,7 @@ class KeyFile:
         return True
 
     def caller(self, authorization: bytes, now: float) -> KeyGrant | None:
-        if abs(now - self._looked) >= LOOK:
+        if abs(now - self._looked) >= KEYS_LOOK_PAUSE:
             self._looked = now
             self._read_again()
         return self._keys.caller(authorization, now)
@@ -206,7 +206,7 @@ class Claims:
         found = {id: self._known[id] for id in attempts & self._known.keys()}
         if unknown := attempts - found.keys():
             new = await self._store.claims(sorted(unknown))
-            if len(self._known) > REMEMBERED:
+            if len(self._known) > MOST_ATTEMPTS_CACHED:
                 self._known.clear()
             self._known |= new
             found |= new

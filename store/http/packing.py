@@ -1,7 +1,7 @@
 """Compact encoding of traces in msgpack: every message and token is sent only once.
 
-Each call of a trace has its whole conversation and prompt, so a conversation of many turns would be
-sent once per turn. A packed call has only the part that no earlier call of the trace has, as in the
+Each call of a trace has its whole conversation and prompt, so a conversation of many calls would be
+sent once per call. A packed call has only the part that no earlier call of the trace has, as in the
 database, and a link to the rest.
 """
 
@@ -46,8 +46,8 @@ def pack(trace: Trace) -> PackedTrace:
         if tools == NONE:
             sent.append(place)
         links.append(CallLink(NONE if parent is None else parent.seq, chat, shared, tools))
-        if whole := prompt + to_blob(call.completion):
-            nodes.append(TreeNode(place, len(whole), digest(whole)))
+        if tokens := prompt + to_blob(call.completion):
+            nodes.append(TreeNode(place, len(tokens), digest(tokens)))
         chats.append([*call.messages, *([] if call.answer is None else [call.answer])])
         holders |= {(i, id(message)): place for i, message in enumerate(chats[-1])}
         short = {
@@ -64,14 +64,14 @@ def unpack(packed: PackedTrace) -> Trace:
     for call, link in zip(packed.trace.transitions, packed.links, strict=True):
         prompt = (tokens[link.tokens] if link.tokens != NONE else b"") + to_blob(call.prompt)
         shared = chats[link.chat][: link.shared] if link.chat != NONE else []
-        whole = {
+        full = {
             "prompt": from_blob("i", prompt),
             "messages": [*shared, *call.messages],
             "tools": call.tools if link.tools == NONE else calls[link.tools].tools,
         }
-        calls.append(replace(call, **whole))
+        calls.append(replace(call, **full))
         tokens.append(prompt + to_blob(call.completion))
-        chats.append([*whole["messages"], *([] if call.answer is None else [call.answer])])
+        chats.append([*full["messages"], *([] if call.answer is None else [call.answer])])
     return replace(packed.trace, transitions=calls)
 
 

@@ -3,8 +3,8 @@
 Owns: the calls with an idempotency key in progress, and the long polls. Invariant: a call is
 completed even if its caller disconnects, except a long poll, which is cancelled and can be
 repeated. A call with an idempotency key is executed once: a repeat waits for the one in progress
-here, or gets its stored reply (`store/sql/repeats.py`) from any process of the server. `prune` and
-`vacuum` have many transactions and no stored reply: a later repeat does, and reports, only the
+here, or gets its stored reply (`store/sql/idempotency.py`) from any process of the server. `prune`
+and `vacuum` have many transactions and no stored reply: a later repeat does, and reports, only the
 remaining work.
 """
 
@@ -35,17 +35,17 @@ from agentrl.store.http import ingest, openapi, wire
 from agentrl.store.http.bodies import BodyReader
 from agentrl.store.http.keys import Claims, KeyFile, KeyGrant, Keys, with_secret
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, KeyScope, Verb
-from agentrl.store.sql.repeats import IdempotentCall, start_call
+from agentrl.store.sql.idempotency import IdempotentCall, start_call
 
 log = logging.getLogger("agentrl.store")
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()
-LARGEST = 64 * 2**20  # bytes of a request
+LARGEST_BODY = 64 * 2**20  # bytes of a request
 AGAIN = object()  # result of a call that takes longer than one request may: poll again
 VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
 BATCHES = wire.decoders(wire.BatchRequest)
 REASONS = {400: "malformed", 401: "unauthorized", 405: "method_not_allowed"}
 REASONS |= {413: "too_large", 415: "unsupported"}
-MORE = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}  # headers by status
+MORE_HEADERS = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}  # headers by status
 
 
 class Answer(NamedTuple):
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
     def lines(self) -> list[tuple[bytes, bytes]]:
         """Return the headers."""
         lines = [(b"content-type", self.form.encode()), (b"content-length", b"%d" % len(self.body))]
-        more = MORE.get(self.status, {})
+        more = MORE_HEADERS.get(self.status, {})
         return lines + [(name.encode(), value.encode()) for name, value in more.items()]
 
 
@@ -67,7 +67,7 @@ class StoreApp:
 
     CALLS = frozenset({*VERB_OF, "/v1/batch"})
 
-    def __init__(self, store: Store, keys: Keys | KeyFile, *, largest: int = LARGEST) -> None:
+    def __init__(self, store: Store, keys: Keys | KeyFile, *, largest: int = LARGEST_BODY) -> None:
         self.store, self._keys, self._largest = store, keys, largest
         self._bodies, self._claims = BodyReader(largest), Claims(store)
         self._draining = False
@@ -344,4 +344,4 @@ async def _error_page(request: Request, error: Exception) -> Response:
     elif message == "Not Found":
         message = f"There is no {path}: see /openapi.json."
     body = msgspec.json.encode(wire.Refusal(error=replace(refused, message=message)))
-    return Response(body, status, headers | MORE.get(status, {}), media_type=JSON)
+    return Response(body, status, headers | MORE_HEADERS.get(status, {}), media_type=JSON)

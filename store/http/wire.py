@@ -48,7 +48,7 @@ RUNNERS |= {"run", "steps", "trace", "policies", "cursor", "wait"}
 RUNNERS |= {"judgement", "add_judgements"}
 READERS = frozenset({"run", "runs", "rollouts", "groups", "search", "trace", "attempts", "credits"})
 READERS |= {"steps", "metric_names", "series", "counts", "failures", "policies"}
-READERS |= {"cursor", "wait", "settled", "stats", "candidates", "reflections"}
+READERS |= {"cursor", "wait", "settled", "stats", "documents"}
 READERS |= {"datasets", "items", "sides", "calls", "judgement", "logprobs"}
 SCOPES = {KeyScope.RUNNER: RUNNERS, KeyScope.READER: READERS}
 """Scope -> verbs that its keys may call; an admin key may call all."""

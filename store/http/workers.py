@@ -16,9 +16,9 @@ from contextlib import AbstractAsyncContextManager
 from multiprocessing.process import BaseProcess
 
 SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the store's connections and locks
-PAUSE = 1.0  # seconds between two looks at the workers
-LONGEST = 60.0  # the same while they end at once, as without their database
-PATIENCE = 15.0  # seconds for workers to finish their calls, before they are killed
+LOOK_PAUSE = 1.0  # seconds between two looks at the workers
+LONGEST_LOOK_PAUSE = 60.0  # the same while they end at once, as without their database
+END_PATIENCE = 15.0  # seconds for workers to finish their calls, before they are killed
 
 log = logging.getLogger("agentrl.store")
 
@@ -41,7 +41,7 @@ class Workers(AbstractAsyncContextManager["Workers"]):
         await asyncio.wait((self._keeping,))
         for process in self._running:
             process.terminate()
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + END_PATIENCE
         for process in self._running:
             await asyncio.to_thread(process.join, max(0.0, deadline - time.monotonic()))
             process.kill()
@@ -55,13 +55,13 @@ class Workers(AbstractAsyncContextManager["Workers"]):
 
     async def _keep(self) -> None:
         """Restart workers that end, until the server closes its socket."""
-        pause = PAUSE
+        pause = LOOK_PAUSE
         while True:
             await asyncio.sleep(pause)
             if self._listening.fileno() < 0:
                 return
             ended = [i for i, process in enumerate(self._running) if process.exitcode is not None]
-            pause = min(2 * pause, LONGEST) if ended else PAUSE
+            pause = min(2 * pause, LONGEST_LOOK_PAUSE) if ended else LOOK_PAUSE
             for i in ended:
                 code = self._running[i].exitcode
                 log.warning("worker ended (exit code %s); restarting it", code)

@@ -22,10 +22,10 @@ from agentrl.store.postgres.backend import split_password
 from agentrl.store.sql.database import Parameters, Statement
 
 log = logging.getLogger("agentrl.store")
-STARTING = 60.0  # seconds to wait for a server that reports that it is starting or stopping
-REFUSED = 3.0  # seconds to wait for a server that refuses connections: it may be restarting
-PAUSE = 0.2  # seconds between two tries
-CONNECT = 10  # seconds to establish a connection
+STARTING_PATIENCE = 60.0  # seconds to wait for a server that says that it is starting or stopping
+REFUSED_PATIENCE = 3.0  # seconds to wait for one that refuses connections: it may be restarting
+RETRY_PAUSE = 0.2  # seconds between two tries
+CONNECT_TIMEOUT = 10  # seconds to establish a connection
 ADVICE = (
     ("password authentication failed", "check user and password"),
     ("no password supplied", "set PGPASSWORD, or put the password into the URL or ~/.pgpass"),
@@ -75,7 +75,7 @@ class PostgresServer:
         """Defaults of options that the URL does not set: detect a lost server in half a minute."""
         given = conninfo.conninfo_to_dict(self.url)
         ours = {
-            "connect_timeout": CONNECT,
+            "connect_timeout": CONNECT_TIMEOUT,
             "application_name": "agentrl",
             "keepalives_idle": 10,
             "keepalives_interval": 5,
@@ -107,7 +107,7 @@ class PostgresServer:
                 if not warned:
                     log.warning("Store %s: %s; waiting for it", self.url, why)
                 warned = True
-            time.sleep(PAUSE)
+            time.sleep(RETRY_PAUSE)
 
     def vacuum(self) -> None:
         """Rewrite the tables without free space. Readers and writers of a table wait."""
@@ -143,8 +143,8 @@ class _FlagDumper(Int8Dumper):
 
 def _patience(why: str) -> float:
     if re.search("starting up|shutting down|recovery|not yet accepting", why):
-        return STARTING
-    return REFUSED if re.search("refused|No such file", why) else 0.0
+        return STARTING_PATIENCE
+    return REFUSED_PATIENCE if re.search("refused|No such file", why) else 0.0
 
 
 def _server_message(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 Owns: one connection that listens, and its thread. Invariant: a notification is only a hint to query
 the store. It is part of its transaction, so it arrives after the commit. A notification lost with a
-connection, or a lock released by a dead process, costs at most `SLOW` seconds.
+connection, or a lock released by a dead process, costs at most `POLL_PAUSE` seconds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable
 import psycopg
 from psycopg.rows import DictRow
 
-from agentrl.store.postgres.connection import PAUSE, PostgresServer
+from agentrl.store.postgres.connection import RETRY_PAUSE, PostgresServer
 from agentrl.store.postgres.session import CHANNEL
 from agentrl.store.sql.feed import ALL
 
-SLOW = 5.0  # seconds
+POLL_PAUSE = 5.0  # seconds
 
 
 class ChangeListener:
@@ -55,7 +55,7 @@ class ChangeListener:
         return conn
 
     def _listen(self) -> None:
-        while not self._closed(SLOW if self._conn else PAUSE):
+        while not self._closed(POLL_PAUSE if self._conn else RETRY_PAUSE):
             try:
                 if self._conn is None:
                     self._conn = self._connect()

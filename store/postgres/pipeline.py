@@ -30,7 +30,7 @@ from psycopg.rows import DictRow
 from agentrl.store.sql.database import Parameters, Statement, numbered
 
 DONE = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
-TOGETHER = (16, 4, 1)  # rows per insert statement
+ROWS_PER_INSERT = (16, 4, 1)  # rows per insert statement
 NUMBERS = itertools.count()
 PLANS = "; ".join(
     (
@@ -41,9 +41,9 @@ PLANS = "; ".join(
 )
 FORMATS = [PyFormat.AUTO] * 1024  # more than the parameters of any statement
 VALUES, PLACE = "values (", re.compile(r"\$(\d+)")
-ALIASES = 4096  # keys of prepared queries, of which many may refer to the same one
+MOST_KEYS = 4096  # keys of prepared queries, of which many may refer to the same one
 Key = tuple[str, tuple[int, ...]]  # (query, type oids of its values)
-WAITING = 500  # maximum of pending statements, as their results take memory
+MOST_PENDING = 500  # maximum of pending statements, as their results take memory
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +127,7 @@ class Pipeline:
             parameters = [parameters[name] for name in names]
         elif not isinstance(parameters, list | tuple):
             raise TypeError("parameters are a dict, a list or a tuple")
-        if len(self._sent) >= WAITING:
+        if len(self._sent) >= MOST_PENDING:
             self.sync()
         return self.send(query, parameters)
 
@@ -146,7 +146,7 @@ class Pipeline:
         several, done = list(rows), 0
         query, names = sql.numbered if isinstance(sql, Statement) else numbered(sql)
         while left := len(several) - done:
-            n = next(n for n in TOGETHER if n <= left)
+            n = next(n for n in ROWS_PER_INSERT if n <= left)
             part, done = several[done : done + n], done + n
             together = of_several(query, n) if all(names) else None
             if together is None:
@@ -155,7 +155,7 @@ class Pipeline:
             else:
                 values = [row[name] for row in part if isinstance(row, dict) for name in names]
                 self.send(together, values)
-            if len(self._sent) >= WAITING:
+            if len(self._sent) >= MOST_PENDING:
                 self.sync()
 
     def sync(self) -> None:
@@ -194,7 +194,7 @@ class Pipeline:
 
     def _prepare(self, key: Key) -> Prepared:
         """Prepare a query, or reuse one with matching types: nulls do not cause many variants."""
-        if len(self._prepared) > ALIASES:
+        if len(self._prepared) > MOST_KEYS:
             self._prepared.clear()
         query, types = key
         several = self._by_query.setdefault(query, [])

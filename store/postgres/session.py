@@ -17,7 +17,12 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import DictRow, dict_row
 from psycopg_pool import ConnectionPool
 
-from agentrl.store.postgres.connection import PAUSE, PostgresConnection, PostgresServer, configure
+from agentrl.store.postgres.connection import (
+    RETRY_PAUSE,
+    PostgresConnection,
+    PostgresServer,
+    configure,
+)
 from agentrl.store.postgres.pipeline import Pipeline, StatementResult
 
 PATIENCE = 60.0  # seconds to wait for an unreachable server before callers get an error
@@ -136,7 +141,7 @@ class PostgresSession:
                 self._raw = self._server.connect()
             except psycopg.OperationalError as error:
                 self._away = error
-                time.sleep(PAUSE)
+                time.sleep(RETRY_PAUSE)
             else:
                 self.conn = Pipeline(self._raw, self._ask_id)
                 return True
@@ -148,7 +153,7 @@ class PostgresSession:
         while self._raw.closed and self._reconnect(since):
             with contextlib.suppress(psycopg.OperationalError):
                 while (status := self._status(transaction)) == "in progress":
-                    time.sleep(PAUSE)
+                    time.sleep(RETRY_PAUSE)
                 self.conn.execute(DURABLE)
                 self.conn.sync()
                 return status == "committed"
@@ -206,7 +211,7 @@ class PostgresReadPool:
         )
         if not lost or time.monotonic() - since > PATIENCE:
             return False
-        time.sleep(PAUSE)  # the pool opens new connections meanwhile
+        time.sleep(RETRY_PAUSE)  # the pool opens new connections meanwhile
         return True
 
     def to_store_error(self, error: Exception) -> Exception:

@@ -87,9 +87,9 @@ def load_sql(noun: str) -> dict[str, Statement]:
 
 def joined(*parts: Statement) -> Statement:
     """Concatenate statements, with their translations for PostgreSQL."""
-    whole = Statement("\n".join(parts))
-    whole.postgres = "\n".join(part.postgres for part in parts)
-    return whole
+    statement = Statement("\n".join(parts))
+    statement.postgres = "\n".join(part.postgres for part in parts)
+    return statement
 
 
 @cache

@@ -1,10 +1,10 @@
 """Maintenance verbs: size of a store, prune and rewind.
 
 Invariant: a rollout and all rows of its attempts are removed in one transaction, so readers never
-see a partial one; a transaction of a prune removes about `ROWS` rows, for which other writers wait
-milliseconds, and keeps the run's counters, steps and metrics. The next prune continues a killed
-one. A rewind is one transaction: it settles the groups of its steps again and removes their credit,
-rewards and metrics; runners' records stay.
+see a partial one; a transaction of a prune removes about `ROWS_PER_TRANSACTION`, for which other
+writers wait milliseconds, and keeps the run's counters, steps and metrics. The next prune continues
+a killed one. A rewind is one transaction: it settles the groups of its steps again and removes
+their credit, rewards and metrics; runners' records stay.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from agentrl.types import RolloutState
 SQL = load_sql("maintenance")
 FEED = load_sql("feed")
 REWIND = load_sql("rewind")
-ROWS = 1000  # transitions and spans to remove per transaction; a single rollout may have more
-PAGE = 256  # rollouts per read
-EVENTS = 10_000  # range of cursors per transaction
+ROWS_PER_TRANSACTION = 1000  # transitions and spans to remove; a single rollout may have more
+ROLLOUTS_PER_READ = 256  # rollouts per read
+EVENTS_PER_TRANSACTION = 10_000  # range of cursors per transaction
 AT_REST = ("trained", "discarded", "settled")  # states of groups without queued or running rollouts
 Limits = dict[str, Any]  # `run`, `keep`: committed steps, `before`: latest end in unix seconds
 
@@ -75,8 +75,9 @@ async def prune(readers: ReaderThreads, writer: Writer, limits: Limits, *, dry_r
         upto, first, events = await readers.read(partial(_old_events, limits=limits, run=run))
         if events and not dry_run:
             events = 0
-            for start in range(first, upto, EVENTS):
-                window = {"run": run, "first": start, "upto": min(start + EVENTS, upto)}
+            for start in range(first, upto, EVENTS_PER_TRANSACTION):
+                end = min(start + EVENTS_PER_TRANSACTION, upto)
+                window = {"run": run, "first": start, "upto": end}
                 events += await writer.post(partial(_remove_events, window=window))
         total = _sum(total, Pruned(events=events))
     return total
@@ -86,7 +87,7 @@ async def prune(readers: ReaderThreads, writer: Writer, limits: Limits, *, dry_r
 
 
 def _page(conn: Connection, limits: Limits, after: int) -> list[tuple[int, str]]:
-    columns = {**limits, "after": after, "n": PAGE}
+    columns = {**limits, "after": after, "n": ROLLOUTS_PER_READ}
     return [(row["seq"], row["id"]) for row in conn.execute(SQL["prunable"], columns)]
 
 
@@ -99,7 +100,7 @@ def _parts(found: Sequence[Any]) -> Iterator[list[str]]:
     part, weight = list[str](), 0
     for row in found:
         size = row["transitions"] + row["spans"]
-        if part and weight + size > ROWS:
+        if part and weight + size > ROWS_PER_TRANSACTION:
             yield part
             part, weight = [], 0
         part.append(row["id"])

@@ -10,8 +10,7 @@ union all select 'rewards', count(*) from rewards
 union all select 'credits', count(*) from credits
 union all select 'steps', count(*) from steps
 union all select 'metrics', count(*) from metrics
-union all select 'candidates', count(*) from candidates
-union all select 'reflections', count(*) from reflections
+union all select 'documents', count(*) from documents
 union all select 'policies', count(*) from policies
 union all select 'events', count(*) from events
 union all select 'requests', count(*) from requests

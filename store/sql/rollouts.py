@@ -24,7 +24,7 @@ from agentrl import types
 from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import limits, rows
 from agentrl.store.rows import digest
-from agentrl.store.sql import prompts, runs, traces
+from agentrl.store.sql import documents, runs, traces
 from agentrl.store.sql.database import Connection, load_sql
 from agentrl.store.sql.feed import QUEUE
 from agentrl.store.sql.tree import AttemptCalls
@@ -32,7 +32,7 @@ from agentrl.store.sql.writer import Transaction
 
 SQL = load_sql("rollouts")
 SUSPECT_SHARE = 4  # a runner may hold a quarter of the rollouts that a suspect was lost with
-SLACK = 5.0  # seconds by which the times of concurrent transactions may differ
+CLOCK_SLACK = 5.0  # seconds by which the times of concurrent transactions may differ
 CANCELLED = types.Failure(kind=types.ErrorKind.CANCELLED, message="The rollout was cancelled.")
 
 
@@ -158,8 +158,8 @@ def expire_leases(tx: Transaction) -> bool:
     leases = _leases(tx)
     if leases["ends"] is None:
         return False
-    if leases["heard"] > tx.now + SLACK:
-        tx.conn.execute(SQL["shorten"], {"now": tx.now, "slack": SLACK})
+    if leases["heard"] > tx.now + CLOCK_SLACK:
+        tx.conn.execute(SQL["shorten"], {"now": tx.now, "slack": CLOCK_SLACK})
     if leases["ends"] > tx.now:
         return False
     tx.conn.execute(SQL["lock_expiry"])
@@ -215,7 +215,7 @@ def settled(conn: Connection, group: str) -> bool:
 
 
 def _attempt(conn: Connection, row: Any, id: str, fence: int, until: float) -> types.Attempt:
-    texts = prompts.texts(conn, row["run_id"], row["candidate"]) if row["candidate"] else []
+    texts = documents.texts(conn, row["run_id"], row["candidate"]) if row["candidate"] else []
     return rows.attempt(row, id, fence, until, texts)
 
 
@@ -281,7 +281,7 @@ def _open_groups(tx: Transaction, members: Mapping[str, types.NewRollout]) -> di
         if created.rowcount and member.purpose is types.Purpose.TRAIN:
             tx.add_counts(member.run, groups_open=1)
         if member.candidate is not None:
-            prompts.texts(tx.conn, member.run, member.candidate)
+            documents.texts(tx.conn, member.run, member.candidate)
         row = found.fetchone()
         if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
             raise Conflict(

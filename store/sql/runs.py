@@ -22,7 +22,7 @@ from agentrl.store.sql.writer import Transaction
 
 SQL = load_sql("runs")
 ALL = 2**62  # as a limit
-SLACK = 60.0  # seconds by which leases of owners may differ
+LEASE_SLACK = 60.0  # seconds by which leases of owners may differ
 
 
 def open_run(
@@ -39,7 +39,7 @@ def open_run(
     text, until = rows.to_json(config, "The run's configuration"), tx.now + lease
     columns = {"run": run, "now": tx.now, "config": text, "owner": owner}
     # A later end of a lease than `limit` was set before the clock was set back.
-    columns |= {"until": until if owner else 0.0, "gone": gone, "limit": until + SLACK}
+    columns |= {"until": until if owner else 0.0, "gone": gone, "limit": until + LEASE_SLACK}
     row = tx.conn.execute(SQL["open_run"], columns).fetchone()
     if row is None:
         raise Conflict(f"Run {run!r} has a live owner: stop it first, or name it as `gone`.")

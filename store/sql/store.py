@@ -16,13 +16,13 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from agentrl import types
 from agentrl.errors import Forbidden, Invalid
 from agentrl.store import limits, records, rows
-from agentrl.store.sql import browse, maintenance, prompts, traces
+from agentrl.store.sql import browse, documents, maintenance, traces
 from agentrl.store.sql import datasets as data
 from agentrl.store.sql import rollouts as queue
 from agentrl.store.sql import runs as training
 from agentrl.store.sql.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.sql.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.sql.repeats import answer_once
+from agentrl.store.sql.idempotency import answer_once
 from agentrl.store.sql.writer import Bulk, Transaction, Writer, WriteVerb
 
 SQL = load_sql("feed")
@@ -142,8 +142,7 @@ class SqlStore:
 
     publish = _writing(training.publish)
     log = _writing(training.log)
-    put_candidates = _writing(prompts.put_candidates)
-    add_reflection = _writing(prompts.add_reflection)
+    put_documents = _writing(documents.put_documents)
 
     # -- queue -------------------------------------------------------------------------------------
 
@@ -196,7 +195,7 @@ class SqlStore:
         return await self._writer.post(Bulk(traces.add_transitions, calls))
 
     async def add_spans(self, spans: Sequence[types.Span]) -> None:
-        limits.check_spans(spans)
+        limits.check_ids("The id of a span", (span.id for span in spans))
         await self._writer.post(partial(traces.add_spans, spans=spans))
 
     # -- reading -----------------------------------------------------------------------------------
@@ -215,8 +214,7 @@ class SqlStore:
     counts = _reading(training.counts)
     failures = _reading(queue.failures)
     policies = _reading(training.policies)
-    candidates = _reading(prompts.candidates)
-    reflections = _reading(prompts.reflections)
+    documents = _reading(documents.documents)
     stats = _reading(maintenance.stats)
 
     # -- data sets ---------------------------------------------------------------------------------
@@ -246,13 +244,7 @@ class SqlStore:
     cursor = _reading(_newest)
 
     async def wait(self, cursor: int, *, timeout: float | None = None) -> int:
-        left = _countdown(timeout)
-        while True:
-            ticket = self._feed.ticket(ANY)
-            newest = await self.cursor()
-            if newest > cursor or left() == 0.0:
-                return newest
-            await self._feed.changed(ANY, ticket, left())
+        return await self._read_until(lambda newest: newest > cursor, _newest, timeout)
 
     async def settled(self, group: str, *, timeout: float | None = None) -> bool:
         def look(tx: Transaction, last: bool) -> bool | None:
@@ -260,13 +252,7 @@ class SqlStore:
 
         if not isinstance(self._writer, NoWriter):
             return await self._until(GROUPS, look, timeout)
-        left = _countdown(timeout)
-        while True:
-            ticket = self._feed.ticket(ANY)
-            found = await self._readers.read(partial(queue.settled, group=group))
-            if found or left() == 0.0:
-                return found
-            await self._feed.changed(ANY, ticket, left())
+        return await self._read_until(bool, partial(queue.settled, group=group), timeout)
 
     # -- maintenance -------------------------------------------------------------------------------
 
@@ -290,6 +276,18 @@ class SqlStore:
     extend_leases = _writing(Transaction.extend_leases)
     """Call after an outage, before the first claim: extends every lease, including expired ones
     whose rollouts were not claimed again."""
+
+    async def _read_until(
+        self, done: Callable[[T], bool], query: Callable[[Connection], T], timeout: float | None
+    ) -> T:
+        """Repeat a query at every change until its result is `done`; return the last result."""
+        left = _countdown(timeout)
+        while True:
+            ticket = self._feed.ticket(ANY)
+            found = await self._readers.read(query)
+            if done(found) or left() == 0.0:
+                return found
+            await self._feed.changed(ANY, ticket, left())
 
     async def _until(
         self,

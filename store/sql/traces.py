@@ -31,10 +31,10 @@ def prepare(transition: types.Transition) -> PreparedTransition:
     lines = [rows.to_json(message, f"A message {what}") for message in transition.messages]
     chat = "".join(f"{line}\n" for line in lines).encode()
     tools = rows.to_json(transition.tools, f"A tool {what}") if transition.tools else None
-    whole = prompt + columns["completion"]
+    tokens = prompt + columns["completion"]
     columns |= {
-        "size": len(whole),
-        "digest": digest(whole),
+        "size": len(tokens),
+        "digest": digest(tokens),
         "chat_size": len(chat),
         "chat_digest": digest(chat),
         "answer_digest": None if answer is None else digest(answer.encode()),
@@ -100,7 +100,8 @@ def add_outcome(tx: Transaction, outcome: types.Outcome, *, late: bool) -> None:
 def add_rewards(tx: Transaction, rewards: Sequence[types.StepReward]) -> None:
     """Add rewards at positions after those of outcomes and steps, determined by a hash of scope,
     target, name and source, so that a repeat replaces the earlier one."""
-    for reward, rollout in ((row.reward, row.rollout) for row in rewards):
+    for given in rewards:
+        reward, rollout = given.reward, given.rollout
         found = tx.conn.execute(SQL["rollout"], (rollout,)).fetchone()
         if found is None or found["attempt_id"] is None:
             raise NotFound(f"Rollout {rollout!r} is unknown or was never claimed.")

@@ -22,7 +22,7 @@ from agentrl.store.rows import digest
 from agentrl.store.sql.database import Cursor, WritingConnection, load_sql
 
 SQL = load_sql("traces")
-KNOWN = 20_000  # calls that a process remembers, about a kilobyte each
+MOST_CALLS_CACHED = 20_000  # calls that a process remembers, about a kilobyte each
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class KnownAttempts:
         self.take(attempts)
         self._known |= attempts
         self._calls += sum(len(calls.late) + 1 for calls in attempts.values())
-        while self._calls > KNOWN:
+        while self._calls > MOST_CALLS_CACHED:
             self.take([next(iter(self._known))])
 
 

@@ -5,7 +5,7 @@ is answered; and it is answered only after the transaction with its changes is c
 follows:
 
   * Only the thread uses the session. A group is all that waits, in the order of posting, up to
-    `GROUP`; calls of a `Bulk` verb are merged at the group's end.
+    `LARGEST_GROUP`; calls of a `Bulk` verb are merged at the group's end.
   * Nothing enters the queue after the end of the thread: `post`, `close` and a failure decide under
     one lock. So no verb waits for ever, and `close` returns after the last answer.
   * A refused verb stores nothing and does not affect the others: the transaction is rolled back and
@@ -39,8 +39,8 @@ from agentrl.types import Counts, Purpose
 SQL = load_sql("feed")
 EXTEND_LEASES = load_sql("rollouts")["resume"]
 STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may be too late
-GRACE = 10.0  # seconds by which leases are extended after a stall, for waiting heartbeats
-GROUP = 256  # verbs per transaction: bounds the time that other processes wait for the lock
+LEASE_GRACE = 10.0  # seconds by which leases are extended after a stall, for waiting heartbeats
+LARGEST_GROUP = 256  # verbs per transaction: bounds the time that other processes wait for the lock
 HASTE, LEISURE = 0.002, 0.05  # minimum seconds between notifications: of work, of other changes
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 T = TypeVar("T")
@@ -85,9 +85,9 @@ class Transaction:
             counts[name] += more
 
     def extend_leases(self) -> None:
-        """Extend every lease to at least `GRACE` seconds, as nobody could renew it. This revives
+        """Extend every lease to at least `LEASE_GRACE`, as nobody could renew it. This revives
         expired leases whose rollouts were not claimed again."""
-        self.conn.execute(EXTEND_LEASES, {"until": self.now + GRACE, "grace": GRACE})
+        self.conn.execute(EXTEND_LEASES, {"until": self.now + LEASE_GRACE, "grace": LEASE_GRACE})
 
     def add(self, other: Transaction) -> None:
         """Add the changes of another verb."""
@@ -234,7 +234,7 @@ class Writer:
         with suppress(Empty):
             wait = self._notices.wait() if self._notices.owed else None
             found.append(self._jobs.get(timeout=wait))
-            found += islice(self._queued(), GROUP - 1)
+            found += islice(self._queued(), LARGEST_GROUP - 1)
         return [job for job in found if job is not None], None in found
 
     def _queued(self) -> Iterator[_Job | None]:

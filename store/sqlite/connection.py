@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 from agentrl.errors import Invalid, StoreError, Unavailable
 from agentrl.store.sql.database import Parameters
 
-BUSY = 60.0  # seconds to wait for the locks of other processes, which hold them for milliseconds
+LOCK_PATIENCE = 60.0  # seconds to wait for other processes' locks, held for milliseconds
 # Errors for values that cannot be stored: integers of more than 64 bits, invalid Unicode.
 UNFIT = (
     OverflowError,
@@ -25,9 +25,9 @@ UNFIT = (
     sqlite3.IntegrityError,
     sqlite3.InterfaceError,
 )
-PAUSE = 0.001  # seconds between two tries for the write lock
-CHANGES = 1000  # rows written between two checkpoints, each of which costs two disk syncs
-CHECKPOINT = 16_000  # pages of write-ahead log after which the writer itself makes a checkpoint
+LOCK_PAUSE = 0.001  # seconds between two tries for the write lock
+CHECKPOINT_ROWS = 1000  # rows written between two checkpoints, each of which costs two disk syncs
+LARGEST_LOG = 16_000  # pages of write-ahead log after which the writer itself makes a checkpoint
 ADVICE = {
     "MOVED": "the file was deleted, moved or replaced while it was in use; start again where it is "
     "now",
@@ -95,12 +95,12 @@ class Location:
         option = "" if self.synchronous == "normal" else f"?synchronous={self.synchronous}"
         return f"sqlite:///{self.path}{option}"
 
-    def connect(self, *, readonly: bool = False, timeout: float = BUSY) -> SqliteConnection:
+    def connect(self, *, readonly: bool = False) -> SqliteConnection:
         """Open a connection in autocommit mode: transactions begin explicitly."""
         conn = sqlite3.connect(
             self._readonly_uri() if self.readonly else self.path,
             uri=self.readonly,
-            timeout=timeout,
+            timeout=LOCK_PATIENCE,
             isolation_level=None,
             check_same_thread=False,  # used by one thread, closed by another
             cached_statements=256,
@@ -108,7 +108,7 @@ class Location:
         )
         conn.row_factory = sqlite3.Row
         conn.execute(f"pragma synchronous = {self.synchronous}")
-        conn.execute(f"pragma wal_autocheckpoint = {CHECKPOINT}")
+        conn.execute(f"pragma wal_autocheckpoint = {LARGEST_LOG}")
         if readonly or self.readonly:
             conn.execute("pragma query_only = on")
         return conn
@@ -146,8 +146,8 @@ class Location:
 
 def execute_when_free(conn: sqlite3.Connection, statement: str) -> sqlite3.Cursor:
     """Execute a statement that fails without waiting while another process has a lock; retry for
-    `BUSY` seconds."""
-    deadline = time.monotonic() + BUSY
+    `LOCK_PATIENCE` seconds."""
+    deadline = time.monotonic() + LOCK_PATIENCE
     while True:
         try:
             return conn.execute(statement)
@@ -155,7 +155,7 @@ def execute_when_free(conn: sqlite3.Connection, statement: str) -> sqlite3.Curso
             busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
             if not busy or time.monotonic() > deadline:
                 raise
-        time.sleep(PAUSE)
+        time.sleep(LOCK_PAUSE)
 
 
 class StoreFileMoved(sqlite3.OperationalError):
@@ -265,7 +265,7 @@ class WalCheckpointer:
 
     def committed(self, conn: sqlite3.Connection) -> None:
         """Called by the writer after a commit."""
-        if conn.total_changes - self._seen >= CHANGES:
+        if conn.total_changes - self._seen >= CHECKPOINT_ROWS:
             self._seen = conn.total_changes
             self._due.set()
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import NotFound, StoreError
 from agentrl.store.sql import database
-from agentrl.store.sqlite.connection import BUSY, Location, execute_when_free
+from agentrl.store.sqlite.connection import LOCK_PATIENCE, Location, execute_when_free
 
 if TYPE_CHECKING:
     from sqlite_utils import Database
@@ -46,7 +46,7 @@ def prepare(location: Location, *, create: bool = True) -> None:
             # Two processes that wait inside SQLite for each other's reads would wait forever.
             conn.execute("pragma busy_timeout = 0")
             (mode,) = execute_when_free(conn, "pragma journal_mode = wal").fetchone()
-            conn.execute(f"pragma busy_timeout = {int(BUSY * 1000)}")
+            conn.execute(f"pragma busy_timeout = {int(LOCK_PATIENCE * 1000)}")
             if mode != "wal":
                 raise StoreError(
                     "The store's file system has no shared memory: put it on a local disk."

@@ -3,9 +3,9 @@
 Owns: one Unix datagram socket per open store, in a folder of the temporary directory named after
 the file's device and inode, and one thread that listens to it. Invariant: the folder, whose name is
 predictable, is only used if it belongs to this user and is closed to others; a notification is one
-byte of topics and only a hint to query the store. A lost one costs at most `SLOW` seconds, because
-the thread also polls the file's change counter (`pragma data_version`) and whether the file still
-exists. Without sockets or a shared temporary directory, it only polls.
+byte of topics and only a hint to query the store. A lost one costs at most `POLL_PAUSE` seconds,
+because the thread also polls the file's change counter (`pragma data_version`) and whether the file
+still exists. Without sockets or a shared temporary directory, it only polls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from agentrl.store.sql.feed import ALL
 from agentrl.store.sqlite.connection import Location, StoreFile
 
-SLOW = 1.0  # seconds
+POLL_PAUSE = 1.0  # seconds
 CLOSE = b"\0"
 
 
@@ -102,14 +102,14 @@ class ChangeNotifier:
                     self._hear(conn)
             except Exception:  # noqa: BLE001 - waiting tasks must query, and get the error
                 self._notify(ALL)
-                self._closed.wait(SLOW)
+                self._closed.wait(POLL_PAUSE)
 
     def _hear(self, conn: sqlite3.Connection) -> None:
         seen, checked = _version(conn), time.monotonic()
         self._notify(ALL)  # for changes between a waiter's last query and this version
         while not self._closed.is_set():
             topics = self._receive()
-            if time.monotonic() - checked >= SLOW:
+            if time.monotonic() - checked >= POLL_PAUSE:
                 self._file.check()
                 version, checked = _version(conn), time.monotonic()
                 if version != seen:
@@ -118,11 +118,11 @@ class ChangeNotifier:
                 self._notify(topics)
 
     def _receive(self) -> int:
-        """Return the topics of all pending notifications; none after `SLOW` seconds of silence."""
+        """Return the topics of all pending notifications; none after a silent pause."""
         if self._socket is None:
-            self._closed.wait(SLOW)
+            self._closed.wait(POLL_PAUSE)
             return 0
-        self._socket.settimeout(SLOW)
+        self._socket.settimeout(POLL_PAUSE)
         topics = 0
         try:
             topics |= self._socket.recv(1)[0]

@@ -19,7 +19,7 @@ from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, Conflict, Unavailable
 from agentrl.run_owner import TakenOver, hold
 from agentrl.store import Store, open_store
-from agentrl.store.sql.runs import SLACK
+from agentrl.store.sql.runs import LEASE_SLACK
 
 LIVE = r"run 'r' is live \(process \d+ on \S+, since \d\d:\d\d .*\): "
 OTHER = """
@@ -65,8 +65,8 @@ async def store(config: RunConfig, clock: Clock) -> Any:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_owner, "BEAT", 0.01)
-    monkeypatch.setattr(run_owner, "LOOK", 0.01)
+    monkeypatch.setattr(run_owner, "BEAT_PAUSE", 0.01)
+    monkeypatch.setattr(run_owner, "LOOK_PAUSE", 0.01)
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ async def tick(clock: Clock, seconds: float) -> None:
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("passed", [run_owner.LEASE, -SLACK - 1.0])
+@pytest.mark.parametrize("passed", [run_owner.LEASE, -LEASE_SLACK - 1.0])
 async def test_on_another_machine_a_killed_owner_is_gone_with_its_lease(
     store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch, passed: float
 ) -> None:

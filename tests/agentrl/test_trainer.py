@@ -40,8 +40,8 @@ class Mortal:
 @pytest.mark.parametrize(
     ("life", "rollouts", "ends", "started"),
     [
-        (1.0, 0, TrainingError, processes.RESTARTS),
-        (processes.STEADY + 1.0, 0, KeyboardInterrupt, 101),
+        (1.0, 0, TrainingError, processes.MOST_DEATHS),
+        (processes.STEADY_UPTIME + 1.0, 0, KeyboardInterrupt, 101),
         (1.0, 1, KeyboardInterrupt, 101),  # an agent that kills its runner, one task after another
     ],
 )
@@ -56,7 +56,7 @@ async def test_a_runner_is_given_up_only_when_it_dies_young(
 
     child: Any = Mortal(life, lives=100)
     monkeypatch.setattr(processes, "time", child)
-    monkeypatch.setattr(processes, "PAUSE", 0.0)
+    monkeypatch.setattr(processes, "RESTART_PAUSE", 0.0)
 
     async def ended() -> int:
         return rollouts * int(child.started)

@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from agentrl.algorithms.prompts.records import candidates_of
 from agentrl.store import open_store
 from agentrl.types import Purpose
 from examples.orders import world
@@ -98,7 +99,7 @@ def stored(seeds: Iterable[int], expected: Callable[[int], list[str]]) -> int:
 
 async def candidates(run: Path) -> list[str]:
     async with open_store(f"sqlite:///{run / 'store.db'}") as store:
-        return [one.id for one in await store.candidates(run.name)]
+        return [one.id for one in await candidates_of(store, run.name)]
 
 
 def in_turns(seeds: Iterable[int]) -> dict[str, float]:

@@ -13,7 +13,6 @@ import pytest
 from agentrl.errors import Forbidden, Invalid, NotFound, StoreError
 from agentrl.store import open_store
 from agentrl.store.http.wire import READERS, VERBS
-from agentrl.store.records import Reflection
 from agentrl.types import ErrorKind, Purpose, Reward, RolloutState, Scope
 
 
@@ -279,8 +278,7 @@ async def test_a_store_that_is_only_read_answers_readers_and_refuses_writers(sto
         "add_transitions": ([],), "rewind": ("run", 1, 0, None), "draft_dataset": ("x", {}),
         "add_items": ("x", 1, [], []), "commit_dataset": ("x", 1), "add_judgements": ([],),
         "add_rewards": ([],), "hold_run": ("run", "me"),
-        "add_logprobs": ("m", {}), "put_candidates": ([],),
-        "add_reflection": (Reflection(id="r", run="run", step=0, question="q", answer="a"),),
+        "add_logprobs": ("m", {}), "put_documents": ("run", "note", {}),
     }  # fmt: skip
     options = {verb: {"lease": 1.0} for verb in ("heartbeat", "hold_run")}
     for verb, arguments in writes.items():

@@ -7,13 +7,13 @@ import math
 import random
 import string
 
+import msgspec
 import pytest
 from msgspec import structs
 from msgspec.structs import replace
 
 from agentrl.errors import Conflict, Fenced, Invalid, NotFound, StoreError
 from agentrl.store.limits import LONGEST_LEASE
-from agentrl.store.records import Candidate, Reflection
 from agentrl.types import (
     Branch,
     Counts,
@@ -85,12 +85,8 @@ async def test_a_rollout_comes_out_as_it_went_in(store):
 
 async def test_a_rollout_travels_with_the_texts_of_its_candidate(store, kit):
     text = PromptText(component="s", role="solver", seed="a", text="b \u00e9", tool="look")
-    base = {"run": "run", "step": 0, "parents": [], "texts": [text]}
-    first = Candidate(id="c", state="proposed", **base)
-    second = Candidate(id="d", state="rejected", **base | {"parents": ["c"], "reflection": "n"})
-    await store.put_candidates([first, second])
-    await store.put_candidates([replace(first, state="accepted", parents=["other"])])
-    assert await store.candidates("run") == [replace(first, state="accepted"), second]
+    texts = {"texts": [msgspec.to_builtins(text)], "state": "accepted"}
+    await store.put_documents("run", "candidate", {"c": texts})
     await store.enqueue(kit.group("a", 1, candidate="c"))
     (attempt,) = await claim(store, claim_id="x")
     assert attempt.prompts == [text]
@@ -100,21 +96,31 @@ async def test_a_rollout_travels_with_the_texts_of_its_candidate(store, kit):
         await store.enqueue(kit.group("b", 1, candidate="unknown"))
     with pytest.raises(Invalid, match="candidates"):
         await store.enqueue([*kit.group("c", 1), *kit.group("c", 2, candidate="c")[1:]])
-    with pytest.raises(NotFound):
-        await store.put_candidates([replace(first, run="unknown")])
-    assert await store.candidates("unknown") == []
+    for wrong in ({}, {"texts": "Be brief."}, [], {"texts": [{"component": "s"}]}):
+        with pytest.raises(Invalid, match="texts of candidate 'd' cannot be used"):
+            await store.put_documents("run", "candidate", {"d": wrong})
+    assert await store.documents("run", "candidate") == {"c": texts}
 
 
-async def test_reflections_are_kept_in_order_and_once(store, kit):
-    made = [
-        Reflection(id=f"n/{i}", run="run", step=i, question="why?", answer="so", seconds=0.5)
-        for i in (1, 0)
-    ]
-    for one in (*made, replace(made[0], answer="again")):
-        await store.add_reflection(one)
-    assert await store.reflections("run") == made
+async def test_documents_are_kept_in_order_and_once(store):
+    values = {"b": {"x": [1.5, None]}, "a": "\u00e9\0", "c": 7}
+    await store.put_documents("run", "note", values)
+    await store.put_documents("run", "note", {"b": "again", "d": None})
+    await store.put_documents("run", "other", {"b": "another"})
+    assert list((await store.documents("run", "note")).items()) == [*values.items(), ("d", None)]
+    seen = await store.cursor()
+    await store.put_documents("run", "note", {"b": "again"}, replace=True)
+    assert await store.cursor() > seen
+    found = await store.documents("run", "note")
+    assert list(found.items()) == [*(values | {"b": "again"}).items(), ("d", None)]
+    assert (await store.stats()).rows["documents"] == 5
+    for refused in ({"b": 2**70}, {"b": "\ud800"}, {"b": object()}, {"b" * 600: 1}):
+        with pytest.raises(Invalid):
+            await store.put_documents("run", "note", refused)
     with pytest.raises(NotFound):
-        await store.add_reflection(replace(made[0], run="unknown"))
+        await store.put_documents("unknown", "note", values)
+    assert await store.documents("unknown", "note") == {}
+    assert await store.documents("run", "unknown") == {}
 
 
 async def test_a_late_reward_counts_and_the_last_of_its_kind_stays(store, kit):

@@ -60,7 +60,7 @@ async def test_what_was_undone_is_not_known(store, kit) -> None:
 
 
 def test_the_oldest_is_forgotten(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "KNOWN", 7)
+    monkeypatch.setattr(tree, "MOST_CALLS_CACHED", 7)
     known = KnownAttempts()
     for id in ("a", "b", "c"):
         known.keep({id: AttemptCalls("run", {f"{id}{i}": False for i in range(2)})})

@@ -220,7 +220,7 @@ async def test_a_follower_with_an_old_cursor_is_woken(store, kit, clock):
 
 async def test_a_prune_beside_a_run_at_work(opener, store, kit, clock, monkeypatch):
     """Everybody's transactions take turns; what is written meanwhile is as it would have been."""
-    monkeypatch.setattr(maintenance, "ROWS", 1)
+    monkeypatch.setattr(maintenance, "ROWS_PER_TRANSACTION", 1)
     await train(store, kit, clock, steps=8)
     predicted = await store.prune(keep_last=1, dry_run=True)
     other, groups = opener(clock=clock), [f"train/9{i}" for i in range(10)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sqlite3
 from pathlib import Path
@@ -123,3 +124,33 @@ async def test_work_goes_on_where_it_was(path: str, kit) -> None:
         assert (counts.groups_open, counts.groups_settled, counts.groups_trained) == (0, 0, 4)
         assert (counts.queued, counts.running, counts.transitions) == (0, 1, 8)
         assert await store.cursor() > cursor
+
+
+SEARCH = """
+insert into candidates (run_id, id, step, parents, state, texts, reflection) values
+    ('run', 'd', 1, '["c"]', 'chosen', '[{"component":"s","text":"b é ''\\u0000"}]', 'n'),
+    ('run', 'c', 0, '[]', 'accepted', '[]', null);
+insert into reflections (
+    id, run_id, step, question, answer, prompt_tokens, completion_tokens, seconds
+) values ('n', 'run', 1, 'why "é"?', 'so', 9, 2, 0.5);
+"""
+
+
+@pytest.mark.parametrize("path", ["sqlite 0018_owners", "postgres 0018_owners"], indirect=True)
+async def test_prompt_searches_become_documents(path: str) -> None:
+    if path.startswith("postgres"):
+        with PostgresServer.parse(path).connect() as conn:
+            conn.execute(SEARCH.encode())
+    else:
+        with contextlib.closing(Location(Path(path)).connect()) as file:
+            file.executescript(SEARCH)
+    async with open_store(path) as store:
+        found = await store.documents("run", "candidate")
+        assert list(found) == ["d", "c"]
+        text = {"component": "s", "text": "b é '\0"}
+        values = {"id": "d", "run": "run", "step": 1, "parents": ["c"], "state": "chosen"}
+        assert found["d"] == {**values, "texts": [text], "reflection": "n"}
+        assert (found["c"]["parents"], found["c"]["reflection"]) == ([], None)
+        asked = {"id": "n", "run": "run", "step": 1, "question": 'why "é"?', "answer": "so"}
+        spent = {"prompt_tokens": 9, "completion_tokens": 2, "seconds": 0.5}
+        assert await store.documents("run", "reflection") == {"n": asked | spent}

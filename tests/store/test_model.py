@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from agentrl.errors import Conflict, Fenced
 from agentrl.store import Store, open_store
 from agentrl.store.sql import writer
-from agentrl.store.sql.rollouts import SLACK, SUSPECT_SHARE
+from agentrl.store.sql.rollouts import CLOCK_SLACK, SUSPECT_SHARE
 from agentrl.types import (
     Attempt,
     Counts,
@@ -149,7 +149,7 @@ class Machine(RuleBasedStateMachine):
     def expire(self) -> None:
         running = [one for one in self.tries.values() if one.state == "running"]
         for one in running:
-            if one.until > self.now + LEASE + SLACK:
+            if one.until > self.now + LEASE + CLOCK_SLACK:
                 one.until = self.now + LEASE
         lost = [one for one in running if not self.live(one)]
         held = Counter(one.runner for one in running)

@@ -70,7 +70,7 @@ async def test_another_process_wakes_a_waiter_at_once(
     url: str, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for listener in (sqlite_notify, postgres_notify):
-        monkeypatch.setattr(listener, "SLOW", 60.0)  # the notification, not the slow look
+        monkeypatch.setattr(listener, "POLL_PAUSE", 60.0)  # the notification, not the slow look
     async with open_store(url) as store:
         await store.open_run("run", {})
         peer = spawn("enqueue", "g")
@@ -91,7 +91,7 @@ async def test_of_many_commits_others_are_told_at_once_and_of_the_last(
     pause, told, steps = 0.4, list[int](), 60
     monkeypatch.setattr(writer, "LEISURE", pause)
     for listener in (sqlite_notify, postgres_notify):
-        monkeypatch.setattr(listener, "SLOW", 60.0)
+        monkeypatch.setattr(listener, "POLL_PAUSE", 60.0)
 
     async with open_store(url) as one, open_store(url) as other, asyncio.timeout(30):
         session, started = one._writer._session, time.monotonic()
@@ -124,7 +124,7 @@ async def test_an_error_while_listening_is_a_ring_and_not_the_end(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for listener in (sqlite_notify, postgres_notify):
-        monkeypatch.setattr(listener, "SLOW", 0.05)
+        monkeypatch.setattr(listener, "POLL_PAUSE", 0.05)
     names = {
         "sqlite": (sqlite_notify.ChangeNotifier, "_receive"),
         "postgresql": (postgres_notify.ChangeListener, "_heard"),
@@ -155,7 +155,7 @@ async def test_what_is_written_before_the_file_is_watched_is_heard_of(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(socket, "AF_UNIX")
-    monkeypatch.setattr(sqlite_notify, "SLOW", 0.05)
+    monkeypatch.setattr(sqlite_notify, "POLL_PAUSE", 0.05)
     begin, version = threading.Event(), sqlite_notify._version
 
     def late(conn: sqlite3.Connection) -> int:
@@ -183,7 +183,7 @@ async def test_without_sockets_the_file_is_watched(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(socket, "AF_UNIX")
-    monkeypatch.setattr(sqlite_notify, "SLOW", 0.05)
+    monkeypatch.setattr(sqlite_notify, "POLL_PAUSE", 0.05)
     async with open_store(str(path)) as one, open_store(str(path)) as other:
         waiting = asyncio.create_task(one.wait(await one.cursor()))
         await other.open_run("run", {})

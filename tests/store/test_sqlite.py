@@ -247,7 +247,7 @@ async def test_a_cancelled_caller_does_not_disturb_the_writer(tmp_path: Path, ki
 async def test_the_log_is_copied_back_while_the_store_is_open(
     tmp_path: Path, kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "CHANGES", 1)
+    monkeypatch.setattr(connection, "CHECKPOINT_ROWS", 1)
     path = tmp_path / "store.db"
     async with open_store(str(path)) as store:
         await store.open_run("run", {})
@@ -426,7 +426,7 @@ async def test_a_refused_verb_does_not_hold_up_its_event_loop(
                     other.execute("begin immediate")
                     lost.set()
 
-            monkeypatch.setattr(connection, "BUSY", 5.0)
+            monkeypatch.setattr(connection, "LOCK_PATIENCE", 5.0)
             monkeypatch.setattr(session, "rollback", lose_the_lock)
             calls = [asyncio.ensure_future(store._writer.post(v)) for v in (refused, lambda _: 1)]
             await asyncio.to_thread(lost.wait, 10)

@@ -104,7 +104,7 @@ async def test_time_in_which_nobody_could_write_ends_no_lease(url, kit, clock, m
         assert await store.claim(1, runner="s", lease=15) == []
         monkeypatch.setattr(session, "begin", begin)
         assert await store.heartbeat([one.id, two.id], lease=1) == [one.id]
-        clock.now += writer.GRACE + 1
+        clock.now += writer.LEASE_GRACE + 1
         await store.log("run", 0, {})  # not stalled
         (again,) = await store.claim(1, runner="s", lease=15)
         assert (again.rollout.id, again.fence) == ("a/0", 2)

@@ -192,7 +192,7 @@ def clock_off_by_years(folder: Path, patch: Patch) -> list[str]:
 
 @broken("store", "fail", "is it running there?")
 def postgres_away(folder: Path, patch: Patch) -> list[str]:
-    patch.setattr("agentrl.store.postgres.connection.REFUSED", 0.0)
+    patch.setattr("agentrl.store.postgres.connection.REFUSED_PATIENCE", 0.0)
     return ['store="postgresql://nobody@127.0.0.1:9/none"']
 
 

@@ -16,10 +16,16 @@ from typing import Any
 from msgspec import to_builtins
 from msgspec.structs import replace
 
+from agentrl.algorithms.prompts.records import (
+    Candidate,
+    Reflection,
+    add_reflection,
+    put_candidates,
+)
 from agentrl.algorithms.prompts.search import candidate_id
 from agentrl.config.run_file import resolve
 from agentrl.store import open_store
-from agentrl.store.records import Candidate, Item, Reflection, Side, digest_of
+from agentrl.store.records import Item, Side, digest_of
 from agentrl.types import (
     Attempt,
     Branch,
@@ -223,9 +229,9 @@ async def fill_search(url: str, folder: Path) -> None:
         last = Candidate(
             id=better, parents=[seed], state="chosen", texts=[BETTER], reflection="q", **base
         )
-        await store.put_candidates([first, last])
+        await put_candidates(store, "search", [first, last])
         said = Reflection(id="q", question=f"Why? {HOSTILE}", answer=BETTER.text, **base)
-        await store.add_reflection(said)
+        await add_reflection(store, said)
         batches = [("000000/00000.", seed, 3, 0.25), ("000000/00001.", seed, 2, 0.0)]
         batches += [("000000/00002.", better, 3, 0.75), ("heldout/", better, 3, 0.5)]
         for place, candidate, n, value in batches:

@@ -12,11 +12,11 @@ import openai
 import pytest
 
 from agentrl.algorithms.prompts.gateway import PromptNotFoundError, apply_prompts
+from agentrl.algorithms.prompts.records import Candidate, put_candidates
 from agentrl.runners.dialects.base import CHAT
 from agentrl.runners.dialects.base import TEXT as COMPLETIONS
 from agentrl.runners.dialects.conversation import ConversationMemory
 from agentrl.runners.gateway.request import read_request
-from agentrl.store.records import Candidate
 from agentrl.types import ErrorKind, PromptText
 
 SEED, NEW, TODAY = "Be brief.", "Answer in one word.", "\nToday is Monday."
@@ -28,7 +28,7 @@ LOOK = {"name": "look", "description": "Looks.", "parameters": {"type": "object"
 
 async def active(bench: Any, *texts: PromptText) -> Any:
     found = Candidate(id="c", run="test", step=0, parents=[], state="proposed", texts=[*texts])
-    await bench.store.put_candidates([found])
+    await put_candidates(bench.store, "test", [found])
     return bench.gateway.register(await bench.attempt(candidate="c"))
 
 
@@ -128,7 +128,7 @@ async def test_a_node_of_a_graph_reads_the_text_of_its_role(bench: Any) -> None:
 
     bench.gateway.attempts.roles = frozenset({"solver", "critic"})
     found = Candidate(id="c", run="test", step=0, parents=[], state="proposed", texts=[TEXT])
-    await bench.store.put_candidates([found])
+    await put_candidates(bench.store, "test", [found])
 
     async with httpx2.AsyncClient() as client:
         chat = ChatOpenAI(model="gpt", http_async_client=client)
@@ -178,7 +178,7 @@ async def test_what_is_not_found_is_refused_by_role(bench: Any, prompt: PromptTe
 
 async def test_an_agent_that_ignores_the_refusal_is_not_scored(bench: Any) -> None:
     found = Candidate(id="c", run="test", step=0, parents=[], state="proposed", texts=[TEXT])
-    await bench.store.put_candidates([found])
+    await put_candidates(bench.store, "test", [found])
 
     async def agent(text: str) -> str:
         async with openai.AsyncOpenAI(api_key="x") as sdk:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.prompts.gepa import gepa_search
+from agentrl.algorithms.prompts.records import candidates_of, reflections_of
 from agentrl.algorithms.prompts.search import Search, SearchEnd
 from agentrl.store import open_store
 from examples.orders import world
@@ -106,13 +107,13 @@ def check_result(folder: Path, output: str) -> None:
 async def check(folder: Path, search: Search) -> None:
     run = "orders-prompts"
     async with open_store(f"sqlite:///{folder / 'runs' / run / 'store.db'}") as store:
-        found = await store.candidates(run)
+        found = await candidates_of(store, run)
         assert [one.id for one in found] == list(search.candidates)
         assert {c.state for c in found} == {"accepted", "rejected", "chosen"}
         rows = await store.rollouts(run)
         assert len(rows) == search.rollouts + 2 * 60
         assert {row.state.value for row in rows} == {"succeeded"}
-        asked = await store.reflections(run)
+        asked = await reflections_of(store, run)
         assert len({one.id for one in asked}) == len(asked) == search._asked
         assert all(one.prompt_tokens for one in asked)
         row = next(row for row in rows if row.candidate == search.best.id)

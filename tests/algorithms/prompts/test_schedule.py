@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.credit.baselines import Ema
 from agentrl.algorithms.prompts import stored
+from agentrl.algorithms.prompts.records import Candidate, candidates_of, put_candidates
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.prompts.search import candidate_id
 from agentrl.algorithms.sampling.rollouts import CandidateInUse
@@ -18,7 +19,6 @@ from agentrl.algorithms.sampling.task_sampler import TaskDifficulty, TaskSampler
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import Invalid
 from agentrl.store import open_store
-from agentrl.store.records import Candidate
 from agentrl.types import Branch, Group, Reward, StepCommit
 from tests.factories import rollout
 
@@ -63,7 +63,7 @@ async def played(
         texts = []
         for step in range(start, settings.steps):
             await schedule.before_step(step)
-            known = {c.id: c.texts[0].text for c in await store.candidates(settings.name)}
+            known = {c.id: c.texts[0].text for c in await candidates_of(store, settings.name)}
             texts.append(known[str(schedule.in_use.id)])
     return texts, searches
 
@@ -107,7 +107,8 @@ async def test_a_group_of_two_candidates_is_refused(tmp_path: Path) -> None:
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         await store.open_run(sampler.config.name, {})
         base = {"run": sampler.config.name, "step": 0, "parents": [], "texts": []}
-        await store.put_candidates([Candidate(id=x, state="chosen", **base) for x in ("c", "d")])  # type: ignore[arg-type]
+        two = [Candidate(id=x, state="chosen", **base) for x in ("c", "d")]  # type: ignore[arg-type]
+        await put_candidates(store, sampler.config.name, two)
         with pytest.raises(Invalid, match="candidates"):
             await store.enqueue([first, replace(second, candidate="d")])
 

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.prompts.apo import apo_search
 from agentrl.algorithms.prompts.gepa import gepa_search
+from agentrl.algorithms.prompts.records import Candidate, Reflection
 from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers
 from agentrl.algorithms.prompts.table import prompt_texts
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.store.records import Candidate, Reflection
 from agentrl.types import PromptText
 from examples.orders import world
 from tests.benchmarks.prompts import CONFIG, SEEDS, TEXTS, InProcess, blind_search, measure, run

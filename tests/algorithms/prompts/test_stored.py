@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from agentrl.algorithms.prompts import stored
+from agentrl.algorithms.prompts.records import reflections_of
 from agentrl.algorithms.prompts.search import REFUSED, Search
 from agentrl.algorithms.prompts.stored import StoredBackend
 from agentrl.config import resolve
@@ -84,7 +85,7 @@ async def test_a_reflector_that_is_busy_says_nothing_or_nonsense_is_asked_once_e
             await asyncio.to_thread(again.propose, texts, "solver", shown)
         with pytest.raises(AgentRLError, match="3 answers in a row were of no use"):
             await asyncio.to_thread(again.propose, texts, "solver", "f")
-        assert len(await store.reflections("run")) == 6
+        assert len(await reflections_of(store, "run")) == 6
         other = await search(store, config)
         with pytest.raises(AgentRLError, match="was asked something else before"):
             await asyncio.to_thread(other.propose, texts, "solver", "x")

@@ -74,7 +74,7 @@ class Receiver:
 
 @pytest.fixture
 async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Receiver]:
-    monkeypatch.setattr(export, "BACKOFF", 0.001)
+    monkeypatch.setattr(export, "FIRST_PAUSE", 0.001)
     receiver = Receiver()
     await receiver.server.start_server()
     yield receiver
@@ -179,7 +179,7 @@ async def test_sending_again_changes_nothing(bench: Any, agent: Any, receiver: R
 async def test_large_runs_go_in_batches(
     bench: Any, agent: Any, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "BATCH", 20)
+    monkeypatch.setattr(export, "SPANS_PER_REQUEST", 20)
     rollouts = await bench.run(agent, *({"input": str(i)} for i in range(5)))
     assert await export.send(bench.store.url, "test", [], receiver.url, {}) == (5, 40)
     assert len(receiver.requests) == 3
@@ -219,7 +219,7 @@ async def test_what_cannot_be_sent_is_said(bench: Any, receiver: Receiver) -> No
         receiver.script.append(status)
         with pytest.raises(AgentRLError, match=reason):
             await export.send(url, "test", [], receiver.url, {})
-    receiver.script.extend([503] * export.TRIES)
+    receiver.script.extend([503] * export.MOST_TRIES)
     with pytest.raises(Unavailable, match="status 503"):
         await export.send(url, "test", [], receiver.url, {})
     with pytest.raises(Unavailable, match="ConnectError"):

@@ -12,7 +12,7 @@ import pytest
 from agentrl.errors import ConfigError, Forbidden
 from agentrl.store import Store, open_store
 from agentrl.store.http import keys
-from agentrl.store.http.keys import LOOK, KeyFile, Keys
+from agentrl.store.http.keys import KEYS_LOOK_PAUSE, KeyFile, Keys
 from agentrl.store.http.wire import CLAIM_SECRET, READERS, VERBS, KeyScope
 
 OF_RUN = "of-one-run-only"
@@ -118,7 +118,7 @@ async def test_only_who_claimed_an_attempt_writes_to_it(serving, url: str, kit) 
 async def test_an_attempt_that_the_server_forgets_is_still_of_who_claimed_it(
     serving, tmp_path: Path, kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys, "REMEMBERED", 0)
+    monkeypatch.setattr(keys, "MOST_ATTEMPTS_CACHED", 0)
     with serving(f"sqlite:///{tmp_path / 'store.db'}", RUNNERS) as address:
         async with http(address, "admin-secret") as admin:
             await admin.open_run("run", {})
@@ -229,7 +229,7 @@ def test_a_file_of_keys_is_read_again_when_it_changes(
     assert keys.caller(bearer("second-secret"), 0.0) is not None
     assert keys.caller(bearer("first-secret"), 0.0) is None
     write("nonsense", 3)
-    assert keys.caller(bearer("second-secret"), LOOK) is not None
+    assert keys.caller(bearer("second-secret"), KEYS_LOOK_PAUSE) is not None
     assert "still in use" in caplog.text
 
 

@@ -28,7 +28,7 @@ from agentrl.store import base, open_store
 from agentrl.store.http import bodies, serve
 from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
 from agentrl.store.records import Pruned
-from agentrl.store.sql.repeats import KEPT
+from agentrl.store.sql.idempotency import REPLIES_KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
 
@@ -345,7 +345,7 @@ def half_a_request(address: str) -> Iterator[socket.socket]:
 
 
 def test_half_a_body_is_not_waited_for_without_end(serving, tmp_path, monkeypatch):
-    monkeypatch.setattr(bodies, "SILENCE", 0.05)
+    monkeypatch.setattr(bodies, "LONGEST_SILENCE", 0.05)
     with (
         serving(f"sqlite:///{tmp_path / 'store.db'}") as address,
         half_a_request(address) as half,
@@ -354,7 +354,7 @@ def test_half_a_body_is_not_waited_for_without_end(serving, tmp_path, monkeypatc
 
 
 def test_an_address_has_so_many_idle_connections_and_no_other_pays_for_them(monkeypatch):
-    monkeypatch.setattr(connection_limits, "IDLE", 2)
+    monkeypatch.setattr(connection_limits, "MOST_IDLE", 2)
     limits, closed = connection_limits.ConnectionLimits(5), list[str]()
 
     def enter(name: str) -> Any:
@@ -376,7 +376,7 @@ def test_an_address_has_so_many_idle_connections_and_no_other_pays_for_them(monk
 
 
 def test_half_a_request_does_not_keep_the_server_from_ending(serving, tmp_path, monkeypatch):
-    monkeypatch.setattr(asgi_server, "GRACE", 1)
+    monkeypatch.setattr(asgi_server, "SHUTDOWN_GRACE", 1)
     with contextlib.ExitStack() as stack:
         with serving(f"sqlite:///{tmp_path / 'store.db'}") as address:
             half = stack.enter_context(half_a_request(address))
@@ -444,7 +444,7 @@ def test_a_key_is_known_to_the_next_server(database, serving, clock, tmp_path, r
     assert answers() == first
     calls[2] = "cancel", {"rollouts": ["g/1"]}
     assert answers()[2]["error"]["code"] == "conflict"
-    clock.now += KEPT + 1
+    clock.now += REPLIES_KEPT + 1
     later = answers("other")
     assert (later[0]["epoch"], *later[1:]) == (2, 0, 1)
     with serving(url, clock=clock) as address:

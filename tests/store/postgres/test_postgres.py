@@ -20,7 +20,7 @@ from agentrl.store.postgres import migrations as postgres_migrations
 from agentrl.store.postgres import session as pgsession
 from agentrl.store.postgres.backend import split_password
 from agentrl.store.records import Item, Side
-from agentrl.store.sql import database, datasets, repeats, writer
+from agentrl.store.sql import database, datasets, idempotency, writer
 from agentrl.store.sqlite import migrations
 from agentrl.types import RolloutState
 
@@ -48,7 +48,7 @@ def url(postgres: Callable[[], str]) -> str:
 
 
 def test_wrong_addresses(server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "REFUSED", 0.0)
+    monkeypatch.setattr(connection, "REFUSED_PATIENCE", 0.0)
     there = server.url("postgres")
     assert "is it running there?" in refused("postgresql://u:secret@127.0.0.1:1/x")
     assert "is it running there?" in refused("postgresql:///x?host=/nowhere&password=secret")
@@ -69,7 +69,7 @@ def test_a_wrong_password_is_a_sentence_without_it(server, url: str) -> None:
 def test_a_server_that_is_restarted_is_waited_for_at_the_start(
     server, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "REFUSED", 60.0)
+    monkeypatch.setattr(connection, "REFUSED_PATIENCE", 60.0)
     server.kill()
     starting = threading.Thread(target=server.start)
 
@@ -115,7 +115,7 @@ def test_how_long_a_server_is_waited_for(
 
 
 def test_no_error_and_no_url_has_the_password(server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "REFUSED", 0.0)
+    monkeypatch.setattr(connection, "REFUSED_PATIENCE", 0.0)
     for url in ("postgresql://u:secret@127.0.0.1:1/x", "postgresql://u@h:x/?password=secret"):
         assert "secret" not in refused(url)
     database = server.make()
@@ -354,10 +354,10 @@ async def test_a_request_that_reaches_two_servers_is_executed_once(kit, opener) 
     stores = [opener(), opener()]
     await stores[0].open_run("run", {})
     for number in range(20):
-        request = repeats.IdempotentCall(f"enqueue {number}", "digest")
+        request = idempotency.IdempotentCall(f"enqueue {number}", "digest")
         group = kit.group(str(number), 2)
         refused = [asyncio.ensure_future(store.log("nobody", 0, {})) for store in stores]
-        both = [repeats.start_call(request, store.enqueue(group)) for store in stores]
+        both = [idempotency.start_call(request, store.enqueue(group)) for store in stores]
         assert await asyncio.gather(*both) == [2, 2]  # though each was run a second time, alone
         for error in await asyncio.gather(*refused, return_exceptions=True):
             assert isinstance(error, NotFound)
@@ -391,7 +391,7 @@ async def test_a_follower_misses_no_event(url: str, kit, opener) -> None:
 
 async def test_a_notice_of_somebody_else_is_no_ring(url: str, monkeypatch) -> None:
     async with open_store(url) as one, open_store(url) as other, asyncio.timeout(20):
-        monkeypatch.setattr(notify, "SLOW", 60.0)
+        monkeypatch.setattr(notify, "POLL_PAUSE", 60.0)
         waiting = asyncio.create_task(one.wait(await one.cursor()))
         sql(url, "notify agentrl, 'hello'", "notify agentrl")
         await other.open_run("run", {})

@@ -20,7 +20,7 @@ from agentrl.store.sql.database import load_sql
 from agentrl.store.sql.writer import Transaction, WriteVerb
 
 REQUESTS = load_sql("requests")
-KEPT = 86_400.0  # seconds for which replies are stored
+REPLIES_KEPT = 86_400.0  # seconds for which replies are stored
 T = TypeVar("T")
 
 
@@ -55,7 +55,7 @@ def answer_once(verb: WriteVerb[T], reply: type[T]) -> WriteVerb[T]:
         known = tx.conn.execute(REQUESTS["request"], (request.id,)).fetchone()
         if known is None:
             result = verb(tx)
-            tx.conn.execute(REQUESTS["forget_requests"], (tx.now - KEPT,))
+            tx.conn.execute(REQUESTS["forget_requests"], (tx.now - REPLIES_KEPT,))
             text = msgspec.json.encode(result).decode()
             columns = {"id": request.id, "digest": request.digest, "reply": text, "at": tx.now}
             tx.conn.execute(REQUESTS["add_request"], columns)
