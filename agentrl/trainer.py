@@ -24,7 +24,6 @@ import msgspec
 from rich.console import Console
 
 from agentrl import run_owner
-from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.base import folder_lock
 from agentrl.base.files import make_folder
@@ -168,8 +167,6 @@ def check(config: RunConfig) -> None:
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
     engine_factory(config)
     learner_factory(config)
-    if config.learner.kind == "verl":
-        verl_settings.check(config)
     for key in ("train", "heldout"):
         if value := getattr(config.tasks, key):
             load_tasks(value, root, key=f"tasks.{key}")

@@ -15,8 +15,6 @@ from agentrl.config.infrastructure import PoolConfig as PoolConfig
 from agentrl.config.infrastructure import PoolRunnerConfig as PoolRunnerConfig
 from agentrl.config.infrastructure import RunnerConfig as RunnerConfig
 from agentrl.config.infrastructure import TorchLearnerConfig as TorchLearnerConfig
-from agentrl.config.infrastructure import VerlConfig as VerlConfig
-from agentrl.config.infrastructure import VerlLearnerConfig as VerlLearnerConfig
 from agentrl.config.load import differences as differences
 from agentrl.config.load import from_store as from_store
 from agentrl.config.load import load as load

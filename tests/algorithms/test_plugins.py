@@ -46,7 +46,7 @@ def test_a_learner_of_the_users_trains_the_policy(tiny_model_dir: Path) -> None:
     for kind, lr in (("torch", 0.5e-2), ("learner.py:half", 1e-2)):
         model, tokenizer = load_model(tiny_model_dir, device="cpu")
         run = config(EXAMPLES, learner={"kind": kind})
-        learner = make_learner(run, algo, model, tokenizer, str(tiny_model_dir))
+        learner = make_learner(run, algo, model, tokenizer)
         report = learner.step(batch, lambda now, index: torch.ones_like(now), lr=lr)
         assert report.applied
         moved.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
@@ -77,7 +77,7 @@ def test_what_is_made_must_fit_the_protocol(tmp_path: Path, tiny_model_dir: Path
         policy_server(config(tmp_path, engine={"kind": "unfit.py:make"}), model, tokenizer)
     run = config(tmp_path, learner={"kind": "unfit.py:make"})
     with pytest.raises(ConfigError, match=r"unfit\.py:1\) returned int, which is no Learner"):
-        make_learner(run, catalogue.make("grpo", {}), model, tokenizer, "")
+        make_learner(run, catalogue.make("grpo", {}), model, tokenizer)
 
 
 def test_a_learner_without_what_the_preset_reads_is_refused(
@@ -97,7 +97,7 @@ class PoorLearner(HalfLearner):
     run = config(tmp_path, learner={"kind": "poor.py:half"})
     algo = catalogue.make("grpo", {"kl": 0.1}, streams=("old", "sampler", "reference"))
     with pytest.raises(ConfigError, match=r"'grpo' reads reference, and the learner supplies old$"):
-        make_learner(run, algo, model, tokenizer, "")
+        make_learner(run, algo, model, tokenizer)
 
 
 @pytest.mark.parametrize(("table", "kind"), [("engine", "vlm"), ("learner", "verrl")])
