@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.plugins import engine_factory, learner_factory
+from agentrl.algorithms.preferences.table import DataConfig
 from agentrl.algorithms.presets import catalogue
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
@@ -81,7 +85,7 @@ def test_what_is_made_must_fit_the_protocol(tmp_path: Path, tiny_model_dir: Path
 
 
 def test_a_learner_without_what_the_preset_reads_is_refused(
-    tmp_path: Path, tiny_model_dir: Path
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = (EXAMPLES / "learner.py").read_text()
     source = source.replace("    return HalfLearner(", "    return PoorLearner(")
@@ -91,6 +95,9 @@ class PoorLearner(HalfLearner):
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
         self.supplies = {"o"}
+
+    def close(self):
+        print("closed")
 """
     (tmp_path / "poor.py").write_text(source)
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
@@ -98,6 +105,22 @@ class PoorLearner(HalfLearner):
     algo = catalogue.make("grpo", {"kl": 0.1}, streams=("old", "sampler", "reference"))
     with pytest.raises(ConfigError, match=r"'grpo' reads reference, and the learner supplies old$"):
         make_learner(run, algo, model, tokenizer)
+    assert capsys.readouterr().out == "closed\n"
+    # A run on a data set has the reference's log-probs from the store.
+    stored = msgspec.structs.replace(run, data=DataConfig(name="pairs"))
+    assert make_learner(stored, algo, model, tokenizer).supplies == {"old"}
+
+
+def test_the_front_finds_the_librarys_learners_without_torch() -> None:
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'transformers', 'verl', 'ray'));"
+        "from agentrl.algorithms.plugins import learner_factory;"
+        "from agentrl.config import resolve;"
+        "configs = (resolve({'learner': {'kind': k}}, source='') for k in ('torch', 'verl'));"
+        "print(*(learner_factory(config).__name__ for config in configs))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "torch_learner verl_learner\n"
 
 
 @pytest.mark.parametrize(("table", "kind"), [("engine", "vlm"), ("learner", "verrl")])
