@@ -15,13 +15,14 @@ from agentrl import trainer
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.learners.base import Psi, StepReport
 from agentrl.algorithms.learners.verl import settings as verl_settings
-from agentrl.algorithms.learners.verl.learner import VerlLearner, deal_rows
+from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.learners.verl.settings import (
     check,
     check_installed,
     describe_settings,
     settings,
 )
+from agentrl.algorithms.learners.verl.shards import deal_rows
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
 from agentrl.doctor import machine
