@@ -1,5 +1,5 @@
-"""Load policy servers (`engine.kind`) and learners (`learner.kind`), without torch, so that errors
-are found before a run starts."""
+"""Load policy servers (`engine.kind`) and learners (`learner.kind`). This module needs no torch, so
+that errors in those of users are found before a run starts."""
 
 from __future__ import annotations
 

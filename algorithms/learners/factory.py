@@ -5,6 +5,7 @@ Models that the algorithm does not read are not loaded; settings without effect 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import msgspec
@@ -13,12 +14,14 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import Frozen, Learner
 from agentrl.algorithms.learners.older import current_form
+from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import Supply
-from agentrl.config import RunConfig, Section
+from agentrl.config import RunConfig, Section, TorchLearnerConfig
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError
 from agentrl.plugins import check_protocol
@@ -49,6 +52,38 @@ def make_learner(
         learner.close()
         raise
     return learner
+
+
+def torch_learner(
+    config: RunConfig,
+    algo: Algo,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    adapters: Adapters | None,
+    name: str,
+) -> TorchLearner:
+    """The library's own factory of a learner. Raises PolicyError for models that cannot be loaded
+    or trained."""
+    own, start = config.learner, model.name_or_path
+    assert isinstance(own, TorchLearnerConfig)
+    return TorchLearner(
+        model,
+        tokenizer,
+        critic=make_critic(config, model, tokenizer, start),
+        frozen=make_frozen_models(config, algo, model, tokenizer, start),
+        weight_decay=config.algorithm.weight_decay,
+        max_grad_norm=config.algorithm.max_grad_norm,
+        token_budget=own.token_budget,
+        packing=own.packed,
+        gradient_checkpointing=own.gradient_checkpointing,
+        fp32_head=own.fp32_head,
+        optimizer=own.optimizer,
+        threads=_threads(own.threads, model),
+        adapters=adapters,
+        policy=name,
+        offload=own.offload,
+        release=config.engine.frees_gpu,
+    )
 
 
 def available_streams(config: RunConfig) -> frozenset[Supply]:
@@ -180,3 +215,10 @@ def _check_fit(config: RunConfig, algo: Algo, learner: Learner) -> None:
             f"algorithm.max_kl: {kind} undoes no step; leave it out, or give it `undoable`, `mark` "
             "and `shrink` (agentrl.algorithms.learners.base)"
         )
+
+
+def _threads(number: int, model: PreTrainedModel) -> ThreadTuner:
+    """`learner.threads`, or all cores, or for small models the number that measures faster."""
+    if number or model.device.type != "cpu":
+        return ThreadTuner(number or os.cpu_count() or 1)
+    return thread_tuner(model.num_parameters(), "training computes", os.cpu_count() or 1)

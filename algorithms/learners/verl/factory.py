@@ -1,22 +1,19 @@
-"""Builds the learner on verl's workers. Needs neither verl nor torch before it is called, because
-the front loads it before a run."""
+"""Builds the learner on verl's workers, in the algorithm process."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from transformers import AutoTokenizer, PreTrainedModel
 
+from agentrl.algorithms.learners.auxiliary import check_vocabulary
+from agentrl.algorithms.learners.factory import frozen_sources
+from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.learners.verl.settings import settings
+from agentrl.algorithms.model.load import Tokenizer
+from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.objective.core import Algo
 from agentrl.base.failures import brief
 from agentrl.config import RunConfig
 from agentrl.errors import PolicyError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from agentrl.algorithms.learners.verl.learner import VerlLearner
-    from agentrl.algorithms.model.load import Tokenizer
-    from agentrl.algorithms.model.lora import Adapters
-    from agentrl.algorithms.objective.core import Algo
 
 
 def verl_learner(
@@ -30,9 +27,6 @@ def verl_learner(
     """The learner of `model` or its adapter `name`. Raises ConfigError for settings that verl does
     not support and without a supported verl, PolicyError for an auxiliary model of another
     vocabulary and for models that the workers cannot load."""
-    from agentrl.algorithms.learners.factory import frozen_sources
-    from agentrl.algorithms.learners.verl.learner import VerlLearner
-
     frozen, critic = frozen_sources(config, algo, model.name_or_path), config.critic.model
     sources = dict(frozen.values())
     if critic and critic != "copy":
@@ -52,10 +46,6 @@ def verl_learner(
 
 def _check_vocabulary(key: str, name: str, tokenizer: Tokenizer) -> None:
     """Raise PolicyError unless the model `name` has the policy's vocabulary."""
-    from transformers import AutoTokenizer
-
-    from agentrl.algorithms.learners.auxiliary import check_vocabulary
-
     try:
         own = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
