@@ -24,7 +24,6 @@ import msgspec
 from rich.console import Console
 
 from agentrl import run_owner
-from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.base import folder_lock
 from agentrl.base.files import make_folder
@@ -34,7 +33,7 @@ from agentrl.base.processes import PHASE, USER_ERROR, Child, Companion, keep_ali
 from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
 from agentrl.config import policies as team
-from agentrl.config.infrastructure import EXECUTORS
+from agentrl.config.infrastructure import EXECUTORS, ExternalEngineConfig, ExternalLearnerConfig
 from agentrl.config.presets import check_presets
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.plugins import load_plugin
@@ -166,10 +165,10 @@ def check(config: RunConfig) -> None:
     own = config.policies and all(member.model for member in config.policies.values())
     if not (config.policy.model or config.policy.build or own or upstreams_only):
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
-    engine_factory(config)
-    learner_factory(config)
-    if config.learner.kind == "verl":
-        verl_settings.check(config)
+    if isinstance(config.engine, ExternalEngineConfig):  # the library's own would load torch
+        engine_factory(config)
+    if isinstance(config.learner, ExternalLearnerConfig):
+        learner_factory(config)
     for key in ("train", "heldout"):
         if value := getattr(config.tasks, key):
             load_tasks(value, root, key=f"tasks.{key}")

@@ -1,5 +1,5 @@
-"""Load the user's policy servers (`engine.kind`) and learners (`learner.kind`), without torch, so
-that errors are found before a run starts."""
+"""Load policy servers (`engine.kind`) and learners (`learner.kind`). This module needs no torch, so
+that errors in those of users are found before a run starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import RunConfig
-from agentrl.config.infrastructure import ENGINES, LEARNERS
+from agentrl.config.infrastructure import ENGINES
 from agentrl.plugins import check_call, load_plugin
 
 ENGINE, LEARNER = "engine.kind", "learner.kind"
@@ -26,12 +26,10 @@ def engine_factory(config: RunConfig) -> Any:
 
 
 def learner_factory(config: RunConfig) -> Any:
-    """A factory (config, algo, model, tokenizer, adapters, name) -> Learner, or None for the
-    library's kinds.
+    """A factory (config, algo, model, tokenizer, adapters, name) -> Learner.
 
     name: of the policy, and of its adapter if it has one. The learner updates `model` in place,
     because the policy server reads it. Raises ConfigError as `engine_factory` does."""
-    factory = load_plugin("learners", config.learner.kind, LEARNERS, Path(config.root), key=LEARNER)
-    if factory is not None:
-        check_call(factory, "config", "algo", "model", "tokenizer", "adapters", "name", key=LEARNER)
+    factory = load_plugin("learners", config.learner.kind, (), Path(config.root), key=LEARNER)
+    check_call(factory, "config", "algo", "model", "tokenizer", "adapters", "name", key=LEARNER)
     return factory

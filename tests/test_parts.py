@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -43,6 +44,19 @@ def test_the_spine_imports_no_part_and_a_part_only_those_that_it_declares(
         for imported in sorted(graph.find_modules_directly_imported_by(importer))
         if (own := part_of(imported)) and own not in uses.get(part_of(importer) or "", ())
     ]
+    assert wrong == []
+
+
+def test_the_spine_asks_for_no_kind_that_a_part_contributes(graph: grimp.ImportGraph) -> None:
+    kinds = [f'"{name.rpartition(".")[2]}"' for part in OWN for name in part.kinds]
+    asked = re.compile(rf"(==|!=|\bin \(.*) ?({'|'.join(kinds)})")
+    wrong = []
+    for module in sorted(module for module in graph.modules if not part_of(module)):
+        path = ROOT.joinpath(*module.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        wrong += [
+            f"{module}: {line}" for line in file.read_text().splitlines() if asked.search(line)
+        ]
     assert wrong == []
 
 

@@ -68,11 +68,8 @@ def show_settings(config: RunConfig) -> None:
         group_requirements(config, load_algorithms(config, parts), parts)
         if config.learner.kind == "torch":
             lines = _estimates(config)
-    click.echo("".join(f"# {line}\n" for line in lines) + to_toml(config), nl=False)
-    if config.learner.kind == "verl":
-        from agentrl.algorithms.learners.verl.settings import describe_settings
-
-        click.echo(describe_settings(config), nl=False)
+    said = "".join(f"# {line}\n" for line in lines)
+    click.echo(said + to_toml(config) + config.learner.derived(config), nl=False)
 
 
 def _estimates(config: RunConfig) -> list[str]:

@@ -18,8 +18,6 @@ from agentrl.config.infrastructure import PoolConfig as PoolConfig
 from agentrl.config.infrastructure import PoolRunnerConfig as PoolRunnerConfig
 from agentrl.config.infrastructure import RunnerConfig as RunnerConfig
 from agentrl.config.infrastructure import TorchLearnerConfig as TorchLearnerConfig
-from agentrl.config.infrastructure import VerlConfig as VerlConfig
-from agentrl.config.infrastructure import VerlLearnerConfig as VerlLearnerConfig
 
 if TYPE_CHECKING:
     from agentrl.config.run_file import differences as differences

@@ -89,9 +89,16 @@ class Joining(Section, frozen=True):
 class KindSection(Section, frozen=True):
     """Base of tables with several kinds, selected by the key `kind`."""
 
+    packages: ClassVar[tuple[str, ...]] = ()  # whose versions matter; the doctor shows them
+
     @property
     def kind(self) -> str:
         return kind_of(self)
+
+    @property
+    def lacking(self) -> str:
+        """What this machine lacks for this kind, as "sentence; cure", for the doctor."""
+        return ""
 
 
 def with_parts(section: type[S], path: str = "") -> type[S]:

@@ -24,36 +24,31 @@ from agentrl.config.base import (
 )
 
 ENGINES = ("embedded",)
-LEARNERS = ("torch", "verl")
-
-
-class VerlConfig(Section, frozen=True):
-    """Settings of verl's workers, for `learner.kind = "verl"`."""
-
-    address: str = ""  # of a Ray cluster; empty: start one on this machine
-    nodes: Count = 1  # machines of the cluster that train
-    gpus_per_node: Count = 1  # one worker per GPU
-    attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"  # sdpa: pads rows
-    offload: bool = False  # move weights and optimizer state to the host between calls
-    timeout: Seconds = 1800.0  # of one call: an update, or loading the model
-    # verl's own settings of its model, engine and optimizer, by part: any of its keys that no
-    # setting of agentrl determines, such as engine = {ulysses_sequence_parallel_size = 2}.
-    options: dict[Literal["model", "engine", "optimizer"], dict[str, Any]] = {}
+Computed = Literal["top_tokens", "entropy"]
 
 
 class LearnerConfig(KindSection, frozen=True, tag_field="kind"):
     """Settings of every learner."""
 
+    placement: ClassVar[tuple[str, ...]] = ("packing",)  # keys that a started run may change
+    # Besides log-probs of sampled tokens, as far as that is known before the learner is made.
+    computes: ClassVar[frozenset[Computed]] = frozenset({"top_tokens", "entropy"})
+
     token_budget: Count = 4096  # tokens per forward pass; gradients accumulate over passes
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
-    # Compute common prefixes of branches once (trie) or for each branch (rows). auto: trie, but
-    # rows with verl
+    # Compute common prefixes of branches once (trie) or for each branch (rows). auto: trie, where
+    # the learner has it
     packing: Literal["auto", "rows", "trie"] = "auto"
 
     @property
     def packed(self) -> Literal["rows", "trie"]:
         """How models in the algorithm process pack rows."""
         return "trie" if self.packing == "auto" else self.packing
+
+    def derived(self, config: Any) -> str:
+        """Comments below the settings on what the learner makes of them, for `--dry-run`. Raises
+        ConfigError for those that it does not support."""
+        return ""
 
 
 class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
@@ -72,12 +67,6 @@ class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
             raise ValueError(
                 "learner.offload: a paged optimizer moves its state itself; remove learner.offload"
             )
-
-
-class VerlLearnerConfig(LearnerConfig, frozen=True, tag="verl"):
-    """Training with verl's workers, on many GPUs."""
-
-    verl: VerlConfig = VerlConfig()
 
 
 class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERNAL):
@@ -246,7 +235,7 @@ class ExternalRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag=EXTERNAL
 
 
 # The library's own kinds of tables, the default first and a plug-in's last.
-OWN_LEARNERS = TorchLearnerConfig, VerlLearnerConfig, ExternalLearnerConfig
+OWN_LEARNERS = TorchLearnerConfig, ExternalLearnerConfig
 OWN_ENGINES = EmbeddedEngineConfig, ExternalEngineConfig
 OWN_RUNNERS = (
     RunnerConfig,

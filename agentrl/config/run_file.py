@@ -102,8 +102,9 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
     ignored |= {"metrics", "max_empty_steps"}
-    # Each learner can resume from the other's checkpoint, on any number of GPUs.
-    placement = ("learner.kind", "learner.packing", "learner.verl.")
+    # Each learner can resume from the other's checkpoint, wherever it computes.
+    moved = {key for config in (old, new) for key in config.learner.placement}
+    placement = ("learner.kind", *(f"learner.{key}" for key in moved))
     base = flatten({"learner": msgspec.to_builtins(TorchLearnerConfig())})
     before, after = (
         base | _by_relative_path(config) | {"policies": list(config.policies)}  # their order

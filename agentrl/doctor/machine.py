@@ -20,7 +20,8 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from agentrl.base.access import read_sent_key
-from agentrl.config import RunConfig, VerlLearnerConfig
+from agentrl.config import RunConfig
+from agentrl.config.base import KindSection, field_types, structs_of
 from agentrl.config.policies import has_no_own_policy
 from agentrl.doctor import Status, run_check
 from agentrl.errors import ConfigError, NotFound
@@ -28,10 +29,10 @@ from agentrl.store import open_store
 from agentrl.store.urls import split_secret
 
 DRIVER = Path("/proc/driver/nvidia")
-SHOWN = {"torch", "transformers", "vllm", "verl", "ray", "flash-attn", "peft", "bitsandbytes"}
+SHOWN = {"torch", "transformers", "peft", "bitsandbytes"}  # and those of learners and engines
 GPU_PATHS = (
     "weight sync by ipc and nccl, vLLM's sleep, learner.offload, updates with policy.quantize, "
-    "8-bit optimizers, verl's workers, its Megatron engine and its options"
+    "8-bit optimizers, learners other than torch with all of their settings"
 )
 GIB = 2**30
 ANSWER = 15.0  # seconds for a store to answer
@@ -39,10 +40,12 @@ SKEW = 5.0  # largest difference of two clocks in seconds
 
 
 def packages(config: RunConfig) -> tuple[Status, str]:
-    verl = config.learner if isinstance(config.learner, VerlLearnerConfig) else None
-    if verl and verl.verl.attention != "sdpa" and find_spec("flash_attn") is None:
-        return "fail", "no flash attention; set learner.verl.attention=sdpa, or install flash-attn"
-    found = {f"{each.name} {each.version}" for each in distributions() if each.name in SHOWN}
+    if lacking := config.learner.lacking or config.engine.lacking:
+        return "fail", lacking
+    types = field_types(RunConfig)
+    kinds = (kind for table in ("learner", "engine") for kind in structs_of(types[table]))
+    asked = {name for kind in kinds if issubclass(kind, KindSection) for name in kind.packages}
+    found = {f"{one.name} {one.version}" for one in distributions() if one.name in SHOWN | asked}
     return "ok", ", ".join((f"Python {platform.python_version()}", *sorted(found)))
 
 

@@ -9,33 +9,21 @@ import os
 from collections.abc import Iterator
 
 import msgspec
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from agentrl.algorithms.learners.auxiliary import (
-    Reference,
-    ValueModel,
-    check_vocabulary,
-    load_auxiliary,
-)
+from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import Frozen, Learner
 from agentrl.algorithms.learners.older import current_form
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.learners.verl.learner import VerlLearner
-from agentrl.algorithms.learners.verl.settings import settings as verl_settings
 from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.plugins import learner_factory
 from agentrl.algorithms.presets.registry import Supply
-from agentrl.base.failures import brief
-from agentrl.config import (
-    RunConfig,
-    Section,
-    TorchLearnerConfig,
-)
+from agentrl.config import RunConfig, Section, TorchLearnerConfig
 from agentrl.config.schema import MODEL_LR
-from agentrl.errors import ConfigError, PolicyError
+from agentrl.errors import ConfigError
 from agentrl.plugins import check_protocol
 from agentrl.types import POLICY
 
@@ -47,45 +35,37 @@ def make_learner(
     algo: Algo,
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    start: str,
     adapters: Adapters | None = None,
     policy: str = POLICY,
 ) -> Learner:
-    """Build the learner of `model`, loaded from `start`, or of its adapter `policy`. The caller
-    closes it.
+    """Build the learner of `model`, or of its adapter `policy`. The caller closes it.
 
-    Raises PolicyError for models that cannot be loaded, ConfigError for unsupported settings, a
-    missing verl, and a plug-in that is no learner or lacks a stream."""
-    own = config.learner
-    if factory := learner_factory(config):
-        made = factory(config, algo, model, tokenizer, adapters, policy)
-        learner: Learner = current_form(made, by=factory)
-        check_protocol(learner, Learner, by=factory, key="learner.kind")
-        _check_streams(own.kind, algo, learner, {"teacher"} if config.teacher.upstream else set())
-        if config.algorithm.max_kl and not learner.undoable:
-            raise ConfigError(
-                f"algorithm.max_kl: learner.kind = {own.kind!r} undoes no step; leave it out, or "
-                "give it `undoable`, `mark` and `shrink` (agentrl.algorithms.learners.base)"
-            )
-        return learner
-    if own.kind == "verl":
-        frozen = frozen_sources(config, algo, start)
-        sources = dict(frozen.values())
-        if config.critic.model and config.critic.model != "copy":
-            sources["critic.model"] = config.model_source(config.critic.model)
-        for key, name in sources.items():
-            _check_source_vocabulary(key, name, tokenizer)
-        return VerlLearner(
-            model,
-            tokenizer,
-            verl_settings(config, start),
-            adapters=adapters,
-            policy=policy,
-            frozen={stream: name for stream, (_, name) in frozen.items()},
-            every=config.reference.every,
-        )
-    if not isinstance(own, TorchLearnerConfig):
-        raise ConfigError(f"learner.kind = {own.kind!r} cannot be loaded here")
+    Raises PolicyError for models that cannot be loaded, ConfigError for unsupported settings and
+    for what is no learner or lacks a stream."""
+    factory = learner_factory(config)
+    made = factory(config, algo, model, tokenizer, adapters, policy)
+    learner: Learner = current_form(made, by=factory)
+    check_protocol(learner, Learner, by=factory, key="learner.kind")
+    try:
+        _check_fit(config, algo, learner)
+    except ConfigError:
+        learner.close()
+        raise
+    return learner
+
+
+def torch_learner(
+    config: RunConfig,
+    algo: Algo,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    adapters: Adapters | None,
+    name: str,
+) -> TorchLearner:
+    """The library's own factory of a learner. Raises PolicyError for models that cannot be loaded
+    or trained."""
+    own, start = config.learner, model.name_or_path
+    assert isinstance(own, TorchLearnerConfig)
     return TorchLearner(
         model,
         tokenizer,
@@ -100,7 +80,7 @@ def make_learner(
         optimizer=own.optimizer,
         threads=_threads(own.threads, model),
         adapters=adapters,
-        policy=policy,
+        policy=name,
         offload=own.offload,
         release=config.engine.frees_gpu,
     )
@@ -109,9 +89,7 @@ def make_learner(
 def available_streams(config: RunConfig) -> frozenset[Supply]:
     """The streams that a run can provide to its algorithm. A reference is always among them: the
     initial policy."""
-    streams: set[Supply] = {"old", "sampler", "reference"}
-    if config.learner.kind != "verl":  # `_check_streams` checks a plug-in once it is built
-        streams |= {"top_tokens", "entropy"}
+    streams: set[Supply] = {"old", "sampler", "reference", *config.learner.computes}
     if config.critic.model:
         streams.add("values")
     if config.teacher.model or config.teacher.upstream:
@@ -219,14 +197,23 @@ def _changed_keys(section: Section) -> list[str]:
     return [field.name for field in fields if getattr(section, field.name) != field.default]
 
 
-def _check_streams(kind: str, algo: Algo, learner: Learner, given: set[str]) -> None:
-    """Raise ConfigError if the algorithm reads a stream that is neither supplied nor given."""
+def _check_fit(config: RunConfig, algo: Algo, learner: Learner) -> None:
+    """Raise ConfigError if the algorithm reads a stream that the learner does not supply and that
+    does not come with the groups, or if the run would undo its steps and cannot."""
+    kind = f"learner.kind = {config.learner.kind!r}"
     optional = {"values": algo.critic, "top_tokens": algo.symbols, "entropy": algo.entropy}
+    given = {"teacher": config.teacher.upstream, "reference": caches_reference(config, algo)}
     needed = algo.needs | {stream for stream, is_read in optional.items() if is_read}
-    if missing := sorted(needed - learner.supplies - given):
+    needed -= {stream for stream, is_given in given.items() if is_given}
+    if missing := sorted(needed - learner.supplies):
         raise ConfigError(
-            f"learner.kind = {kind!r}: algorithm.preset = {algo.name!r} reads "
-            f"{', '.join(missing)}, and the learner supplies {', '.join(sorted(learner.supplies))}"
+            f"{kind}: algorithm.preset = {algo.name!r} reads {', '.join(missing)}, and the learner "
+            f"supplies {', '.join(sorted(learner.supplies))}"
+        )
+    if config.algorithm.max_kl and not learner.undoable:
+        raise ConfigError(
+            f"algorithm.max_kl: {kind} undoes no step; leave it out, or give it `undoable`, `mark` "
+            "and `shrink` (agentrl.algorithms.learners.base)"
         )
 
 
@@ -235,12 +222,3 @@ def _threads(number: int, model: PreTrainedModel) -> ThreadTuner:
     if number or model.device.type != "cpu":
         return ThreadTuner(number or os.cpu_count() or 1)
     return thread_tuner(model.num_parameters(), "training computes", os.cpu_count() or 1)
-
-
-def _check_source_vocabulary(key: str, name: str, tokenizer: Tokenizer) -> None:
-    """Raise PolicyError unless the model `name` has the policy's vocabulary."""
-    try:
-        own = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {brief(str(error))}") from None
-    check_vocabulary(key, name, own, tokenizer)

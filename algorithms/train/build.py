@@ -132,8 +132,7 @@ def make_updater(
     """Build the updater of one policy. config: the policy's view of the run; dumps: the folder for
     failed optimizer steps."""
     settings, tokenizer = config.algorithm, model.tokenizer
-    loaded = model.model, tokenizer, model.source
-    learner = factory.make_learner(config, algo, *loaded, model.adapters, name)
+    learner = factory.make_learner(config, algo, model.model, tokenizer, model.adapters, name)
     state, anchor = make_state(config, algo, learner.frozen.get("reference"))
     context = context_length(model.model)
     completers: list[Completer] = [ProcessedScorer(learner, context, name, algo.rewards)]

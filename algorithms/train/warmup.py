@@ -52,9 +52,7 @@ def warm_up(config: RunConfig, start: str) -> tuple[str, bool]:
     model, tokenizer = load_model(start, config.policy.dtype, config.policy.device)
     rows = [row for demonstration in data for row in _rows(tokenizer, demonstration)]
     algo = objective.Algo(Imitated(), agg=objective.TOKENS, rewards=(), name="warmup")
-    learner = factory.make_learner(
-        replace(config, critic=CriticConfig()), algo, model, tokenizer, start
-    )
+    learner = factory.make_learner(replace(config, critic=CriticConfig()), algo, model, tokenizer)
     schedule = AlgorithmConfig(lr=settings.lr, warmup=settings.steps // 10, schedule="linear")
     losses = []
     try:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.plugins import engine_factory, learner_factory
+from agentrl.algorithms.preferences.table import DataConfig
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.serving import policy_server
 from agentrl.config import RunConfig, resolve
@@ -46,7 +50,7 @@ def test_a_learner_of_the_users_trains_the_policy(tiny_model_dir: Path) -> None:
     for kind, lr in (("torch", 0.5e-2), ("learner.py:half", 1e-2)):
         model, tokenizer = load_model(tiny_model_dir, device="cpu")
         run = config(EXAMPLES, learner={"kind": kind})
-        learner = make_learner(run, algo, model, tokenizer, str(tiny_model_dir))
+        learner = make_learner(run, algo, model, tokenizer)
         report = learner.step(batch, lambda now, index: torch.ones_like(now), lr=lr)
         assert report.applied
         moved.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
@@ -77,11 +81,11 @@ def test_what_is_made_must_fit_the_protocol(tmp_path: Path, tiny_model_dir: Path
         policy_server(config(tmp_path, engine={"kind": "unfit.py:make"}), model, tokenizer)
     run = config(tmp_path, learner={"kind": "unfit.py:make"})
     with pytest.raises(ConfigError, match=r"unfit\.py:1\) returned int, which is no Learner"):
-        make_learner(run, catalogue.make("grpo", {}), model, tokenizer, "")
+        make_learner(run, catalogue.make("grpo", {}), model, tokenizer)
 
 
 def test_a_learner_without_what_the_preset_reads_is_refused(
-    tmp_path: Path, tiny_model_dir: Path
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = (EXAMPLES / "learner.py").read_text()
     source = source.replace("    return HalfLearner(", "    return PoorLearner(")
@@ -91,13 +95,31 @@ class PoorLearner(HalfLearner):
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
         self.supplies = {"o"}
+
+    def close(self):
+        print("closed")
 """
     (tmp_path / "poor.py").write_text(source)
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     run = config(tmp_path, learner={"kind": "poor.py:half"})
     algo = catalogue.make("grpo", {"kl": 0.1}, streams=("old", "sampler", "reference"))
     with pytest.raises(ConfigError, match=r"'grpo' reads reference, and the learner supplies old$"):
-        make_learner(run, algo, model, tokenizer, "")
+        make_learner(run, algo, model, tokenizer)
+    assert capsys.readouterr().out == "closed\n"
+    # A run on a data set has the reference's log-probs from the store.
+    stored = msgspec.structs.replace(run, data=DataConfig(name="pairs"))
+    assert make_learner(stored, algo, model, tokenizer).supplies == {"old"}
+
+
+def test_the_front_checks_a_run_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"input": 1}\n')
+    run = {"tasks": {"train": "tasks.jsonl"}, "policy": {"model": "m"}, "root": str(tmp_path)}
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'transformers', 'vllm'));"
+        "from agentrl import trainer; from agentrl.config import resolve;"
+        f"trainer.check(resolve({run | {'engine': {'kind': 'vllm'}}}, source='run.toml'))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(("table", "kind"), [("engine", "vlm"), ("learner", "verrl")])

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl.store import open_store
-from tests.engines.program import environment
+from tests.algorithms.learners.verl.program import environment
 from tests.system.machines import SUBNET, Machine, Network, network, possible
 from tests.system.test_run import measured
 

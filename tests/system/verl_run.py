@@ -28,7 +28,7 @@ from torch import Tensor
 
 from agentrl.algorithms.learners.base import Psi, StepReport
 from agentrl.algorithms.learners.verl.learner import VerlLearner
-from agentrl.config.infrastructure import VerlConfig, VerlLearnerConfig
+from agentrl.algorithms.learners.verl.table import VerlConfig, VerlLearnerConfig
 from agentrl.config.schema import CriticConfig, ReferenceConfig, RunConfig
 from agentrl.errors import AgentRLError
 

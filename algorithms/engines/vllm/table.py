@@ -49,6 +49,8 @@ class VllmConfig(Section, frozen=True):
 class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
     """A vLLM policy server."""
 
+    packages = ("vllm",)
+
     vllm: VllmConfig = VllmConfig()
 
     @property

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Linear, ModuleDict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from agentrl.algorithms.data.batch import Batch, TokenRow
+from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.auxiliary import CRITIC, REFERENCE
 from agentrl.algorithms.learners.base import (
     Frozen,
@@ -40,6 +40,7 @@ from agentrl.algorithms.learners.base import (
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_state
 from agentrl.algorithms.learners.verl.group import VerlWorkers
 from agentrl.algorithms.learners.verl.settings import FSDP2, VerlSettings, check_installed
+from agentrl.algorithms.learners.verl.shards import Shard, in_token_order, shards_of
 from agentrl.algorithms.model.load import Tokenizer, copy_weights, read_weights
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.values import ValueTerms
@@ -48,8 +49,6 @@ from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
 ENGINE = "verl"  # folder of verl's own checkpoint in ours, of another engine than FSDP2
-NO_INTS, NO_FLOATS = torch.empty(0, dtype=torch.int64), torch.empty(0)
-PADDING = TokenRow(torch.zeros(2, dtype=torch.int64), NO_INTS, NO_FLOATS, NO_FLOATS, NO_INTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ class VerlLearner(PolicyWeights):
         self.check_supply("old" if of == "current" else of)
         shards = self._shards(batch)
         answers = self._each("logprobs", shards, of)
-        return _in_token_order(batch, shards, answers)
+        return in_token_order(batch, shards, answers)
 
     def top(self, batch: Batch, k: int, of: Scored = "current") -> tuple[Tensor, Tensor]:
         """Raise PolicyError: verl's workers compute no such log-probs."""
@@ -126,7 +125,7 @@ class VerlLearner(PolicyWeights):
     def values(self, batch: Batch) -> Tensor:
         self.check_supply("values")
         shards = self._shards(batch)
-        return _in_token_order(batch, shards, self._each("values", shards)).double()
+        return in_token_order(batch, shards, self._each("values", shards)).double()
 
     def step(
         self,
@@ -155,7 +154,7 @@ class VerlLearner(PolicyWeights):
         if reports[0].applied:
             self._follow()
         logprobs_N, entropy_N = (
-            _in_token_order(batch, shards, [report.policy.columns[name] for report in reports])
+            in_token_order(batch, shards, [report.policy.columns[name] for report in reports])
             for name in ("log_probs", "entropy")
         )
         metrics = _metrics([report.metrics for report in reports])
@@ -269,7 +268,7 @@ class VerlLearner(PolicyWeights):
             "restore", [of] * every, [whole, *rest], [moments, *rest], [bool(moments)] * every
         )
 
-    def _each(self, verb: str, shards: list[Any], *rest: Any) -> list[Any]:
+    def _each(self, verb: str, shards: Sequence[Any], *rest: Any) -> list[Any]:
         """Call a method on every rank with its shard; returns one result per shard."""
         spread = [shards[number] for number, _ in self.layout]
         same = ([value] * len(spread) for value in rest)
@@ -277,43 +276,8 @@ class VerlLearner(PolicyWeights):
         found = {number: answer for (number, answers_for_it), answer in answers if answers_for_it}
         return [found[number] for number in range(len(shards))]
 
-    def _shards(self, batch: Batch) -> list[Any]:
-        from agentrl.algorithms.learners.verl.worker import Shard
-
-        offsets = batch.row_offsets.tolist()
-        rows = batch.rows
-        longest = max((int(row.actions[-1]) + 1 for row in rows), default=2)
-        shards = []
-        for chosen in deal_rows(rows, 1 + max(number for number, _ in self.layout)):
-            mine = [rows[i] if i >= 0 else PADDING for i in chosen]
-            starts = [offsets[i] if i >= 0 else 0 for i in chosen]
-            ends = [int(row.actions[-1]) + 1 if len(row.actions) else 2 for row in mine]
-            shards.append(
-                Shard(
-                    tokens=[row.tokens[:end] for row, end in zip(mine, ends, strict=True)],
-                    states=[row.actions - 1 for row in mine],
-                    index=[
-                        torch.arange(start, start + len(row.actions))
-                        for row, start in zip(mine, starts, strict=True)
-                    ],
-                    temperature=torch.tensor([_temperature(row) for row in mine]),
-                    token_budget=max(self.token_budget, longest),
-                )
-            )
-        return shards
-
-
-def deal_rows(rows: Sequence[TokenRow], ranks: int) -> list[list[int]]:
-    """Row indices for each rank: the same number, of similar total length; -1 is padding."""
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
-    order += [-1] * (-len(rows) % ranks)
-    hands: list[list[int]] = [[] for _ in range(ranks)]
-    for turn in range(0, len(order), ranks):
-        # Alternating direction, or the first rank would always get the longest row.
-        there = range(ranks) if turn // ranks % 2 == 0 else range(ranks - 1, -1, -1)
-        for rank, row in zip(there, order[turn : turn + ranks], strict=True):
-            hands[rank].append(row)
-    return hands
+    def _shards(self, batch: Batch) -> list[Shard]:
+        return shards_of(batch, 1 + max(number for number, _ in self.layout), self.token_budget)
 
 
 def _critic_shapes(critic: Mapping[str, Any], dtype: torch.dtype) -> ModuleDict | None:
@@ -327,16 +291,6 @@ def _critic_shapes(critic: Mapping[str, Any], dtype: torch.dtype) -> ModuleDict 
     return ModuleDict({"head": head, "decoder": decoder})
 
 
-def _temperature(row: TokenRow) -> float:
-    found = sorted(set(row.temperature.tolist()))
-    if len(found) > 1:
-        raise PolicyError(
-            f"the verl learner computes a row at one temperature, and one was sampled at {found}; "
-            "set learner.kind = 'torch', or one temperature for all calls of an agent"
-        )
-    return float(found[0]) if found else 1.0
-
-
 def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Aggregate metrics over ranks: maximum of a peak, mean of others."""
     return {
@@ -344,11 +298,3 @@ def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name in ranks[0]
         if (found := [each[name] for each in ranks if name in each])
     }
-
-
-def _in_token_order(batch: Batch, shards: Sequence[Any], parts: Sequence[Tensor]) -> Tensor:
-    """Join the ranks' results for their actions, float32 [N] in token order."""
-    whole = torch.empty(batch.n_tokens)
-    for shard, part in zip(shards, parts, strict=True):
-        whole[torch.cat(shard.index)] = part
-    return whole

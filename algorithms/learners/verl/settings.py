@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from agentrl.config import RunConfig, VerlConfig, VerlLearnerConfig
+from agentrl.algorithms.learners.verl.table import VerlConfig, VerlLearnerConfig, verl_of
+from agentrl.config import RunConfig
 from agentrl.config.keys import flatten
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError
@@ -60,7 +61,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
     Raises ConfigError for settings that verl does not support."""
     for key, why in _unsupported_settings(config):
         raise ConfigError(f"{key}: {why}; leave it out, or set learner.kind = 'torch'")
-    asked, lora = placement(config), config.policy.lora
+    asked, lora = verl_of(config), config.policy.lora
     narrow = "bf16" if config.policy.dtype == "bfloat16" else "fp32"
     packed = asked.attention == "flash_attention_2"
     decoder = {
@@ -144,11 +145,6 @@ def _with_options(known: VerlSettings, asked: VerlConfig) -> VerlSettings:
     return known
 
 
-def placement(config: RunConfig) -> VerlConfig:
-    """The settings of verl's workers; the defaults for another learner."""
-    return config.learner.verl if isinstance(config.learner, VerlLearnerConfig) else VerlConfig()
-
-
 def describe_settings(config: RunConfig) -> str:
     """`settings` as comments to append to a run file, for `--dry-run`."""
     model = config.model_path() or str(Path(config.output, "policy"))
@@ -161,9 +157,11 @@ def describe_settings(config: RunConfig) -> str:
 def check(config: RunConfig) -> None:
     """Raise ConfigError for errors that can be found before anything starts: unsupported settings,
     missing packages, an unreachable Ray cluster."""
+    if not isinstance(config.learner, VerlLearnerConfig):
+        return
     settings(config, config.policy.model)
     check_installed()
-    _check_reachable(placement(config).address or os.environ.get("RAY_ADDRESS", ""))
+    _check_reachable(verl_of(config).address or os.environ.get("RAY_ADDRESS", ""))
 
 
 def check_installed() -> None:
@@ -217,7 +215,7 @@ def _unsupported_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "critic.model = 'shared'", "a critic of verl is a model of its own ('copy')"
     if config.learner.packing == "trie":
         yield "learner.packing = 'trie'", "verl has rows only"
-    if _strategy(placement(config)) == MEGATRON:
+    if _strategy(verl_of(config)) == MEGATRON:
         whole = {
             "policy.lora.rank": config.policy.lora.rank,
             "critic.model": config.critic.model,

@@ -49,6 +49,7 @@ from agentrl.algorithms.learners.verl.engines import (
     value_engine,
 )
 from agentrl.algorithms.learners.verl.settings import FSDP2, VerlSettings
+from agentrl.algorithms.learners.verl.shards import Shard
 from agentrl.algorithms.objective.values import ValueTerms, value_loss
 from agentrl.errors import TrainingError
 
@@ -56,23 +57,6 @@ FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 TRAINED_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 BROADCAST_PART = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The rows of one rank. Every rank has the same number; rows without actions are padding."""
-
-    tokens: list[Tensor]  # int64 [L] each
-    states: list[Tensor]  # int64 [A] each, the positions before the actions
-    index: list[Tensor]  # int64 [A] each, positions in the batch's token level
-    temperature: Tensor  # float32 [rows]
-    token_budget: int  # of one micro-batch, at least the longest row of any rank
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row that is not padding."""
-        pairs = zip(self.tokens, self.states, strict=True)
-        return [len(tokens) for tokens, states in pairs if len(states)]
 
 
 @dataclass(slots=True)

@@ -364,7 +364,7 @@ def test_what_cannot_be_undone_is_refused_where_it_is_asked_for(tmp_path: Path) 
     )
     settings = ["learner.kind=mine.py:learner", "algorithm.max_kl=0.1"]
     config, algo = load(tmp_path / "run.toml", settings), catalogue.make("grpo", {})
-    made: Any = None, None, ""
+    made: Any = None, None
     with pytest.raises(ConfigError, match=r"algorithm.max_kl: learner.kind = .* undoes no step"):
         factory.make_learner(config, algo, *made)
     able = replace(config, algorithm=replace(config.algorithm, max_kl=None))

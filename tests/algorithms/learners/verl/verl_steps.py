@@ -52,9 +52,7 @@ def opened(case: dict[str, Any], ranks: int) -> VerlLearner:
     run["learner"]["verl"]["gpus_per_node"] = ranks
     config = resolve(run, source="test")
     (policy,) = load_policies(config)
-    learner = make_learner(
-        config, case["algo"], policy.model, policy.tokenizer, policy.source, policy.adapters
-    )
+    learner = make_learner(config, case["algo"], policy.model, policy.tokenizer, policy.adapters)
     assert isinstance(learner, VerlLearner)
     return learner
 

@@ -15,8 +15,8 @@ from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.objective.core import Algo, KLPenalty
 from agentrl.errors import PolicyError
-from tests.engines.program import program
-from tests.engines.test_verl import (
+from tests.algorithms.learners.verl.program import program
+from tests.algorithms.learners.verl.test_verl import (
     CLOSE,
     GATES,
     HERE,

@@ -4,6 +4,7 @@ import pickle
 import socket
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,17 @@ from agentrl import trainer
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.learners.base import Psi, StepReport
 from agentrl.algorithms.learners.verl import settings as verl_settings
-from agentrl.algorithms.learners.verl.learner import VerlLearner, deal_rows
+from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.learners.verl.settings import (
     check,
     check_installed,
     describe_settings,
     settings,
 )
+from agentrl.algorithms.learners.verl.shards import deal_rows
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
+from agentrl.doctor import machine
 from agentrl.errors import ConfigError
 from tests.algorithms.train.test_update import Recorder, group, updater
 
@@ -156,6 +159,27 @@ def test_a_ray_that_answers_or_that_ray_finds_itself_is_not_refused(
         port = listening.getsockname()[1]
         for address in ("", "auto", f"127.0.0.1:{port}"):
             check(config_of(learner={"verl": {"address": address}}))
+
+
+def test_the_doctor_misses_flash_attention_where_verl_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentrl.algorithms.learners.verl.table.find_spec", lambda name: None)
+    found = machine.packages(config_of())
+    cure = "set learner.verl.attention=sdpa, or install flash-attn"
+    assert found == ("fail", f"no flash attention; {cure}")
+    for other in (config_of(learner={"verl": {"attention": "sdpa"}}), RunConfig()):
+        assert machine.packages(other)[0] == "ok"
+
+
+def test_the_doctor_shows_the_versions_of_what_learners_and_engines_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("verl", "ray", "vllm", "torch", "numpy")
+    installed = [SimpleNamespace(name=name, version="1") for name in names]
+    monkeypatch.setattr(machine, "distributions", lambda: installed)
+    _, sentence = machine.packages(RunConfig())
+    assert sentence.split(", ")[1:] == ["ray 1", "torch 1", "verl 1", "vllm 1"]
 
 
 def test_the_front_refuses_before_it_starts_anything(

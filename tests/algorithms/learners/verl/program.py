@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+PATHS = (HERE, HERE.parents[3])
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -17,7 +18,7 @@ def environment(**more: str) -> dict[str, str]:
         "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # its FSDP engine registers for no other name
-        "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}",
+        "PYTHONPATH": os.pathsep.join([*map(str, PATHS), *filter(None, [os.getenv("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_OVERRIDE_RESOURCES": '{"CPU": 8, "GPU": 2}',

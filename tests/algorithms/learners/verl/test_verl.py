@@ -25,7 +25,7 @@ from agentrl.algorithms.objective.values import ValueTerms, value_terms
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import resolve
 from tests.algorithms.learners.test_learner import make_batch
-from tests.engines.program import program
+from tests.algorithms.learners.verl.program import program
 
 RANKS = (2, 1)
 LIMIT = 400  # seconds for the program; 90 on two idle cores
@@ -100,9 +100,7 @@ class Case:
 def torch_learner(run: dict[str, Any], algo: Algo) -> TorchLearner:
     config = resolve(run | {"learner": {"threads": 1, "token_budget": 64}}, source="test")
     (policy,) = load_policies(config)
-    learner = make_learner(
-        config, algo, policy.model, policy.tokenizer, policy.source, policy.adapters
-    )
+    learner = make_learner(config, algo, policy.model, policy.tokenizer, policy.adapters)
     assert isinstance(learner, TorchLearner)
     return learner
 
