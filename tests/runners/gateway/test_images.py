@@ -97,7 +97,7 @@ async def test_a_frozen_endpoint_gets_it(
 
 async def test_a_failed_look_says_so_beside_its_image(bench: Any) -> None:
     from agentrl.runners.dialects.conversation import ConversationMemory
-    from agentrl.runners.dialects.messages import chat_request
+    from agentrl.runners.translation.messages import chat_request
 
     _, body = messages(USE, {"role": "user", "content": [RESULT]})
     *_, result = chat_request(body, ConversationMemory())["messages"]
