@@ -10,7 +10,8 @@ import msgspec
 from aiohttp import web
 
 from agentrl.base.http_server import read_body
-from agentrl.base.parts import known, missing
+from agentrl.base.parts import installed_plugins, known, missing
+from agentrl.base.span_names import Receive
 from agentrl.runners import dialects
 from agentrl.runners.dialects.conversation import Body
 from agentrl.runners.gateway.attribution import (
@@ -26,8 +27,10 @@ from agentrl.runners.gateway.request import forwarded
 from agentrl.runners.gateway.response import read
 from agentrl.runners.gateway.upstream import Route, Router, Upstream
 from agentrl.store.base import Store
+from agentrl.types import Span
 
 LARGEST = 256 * 2**20  # bytes of a request
+FOREIGN = "spans of traces other than the attempt's own are not taken"
 PREFIXES = ("", "/a/{attempt}", "/a/{attempt}/{role}")
 
 
@@ -46,34 +49,35 @@ class Endpoints:
         posts: dict[str, Work] = {
             **{path: partial(self.call, dialect) for path, dialect in dialects.OWN.items()},
             **{path: partial(api.answer, self) for path, api in apis.items()},
+            **{one.name: partial(self.spans, one.load()) for one in installed_plugins("spans")},
             "/v1/embeddings": self.embeddings,
-            "/v1/traces": self.traces,
-            "/v1/logs": drop,
-            "/v1/metrics": drop,
         }
+        refused = {p: kind for kind in ("dialects", "spans") for p in known(kind) if p not in posts}
         gets: dict[str, Handler] = {path: api.get for path, api in apis.items() if api.get}
         gets |= {"/v1/models": self.models, "/v1/models/{model}": self.models}
         for prefix in PREFIXES:
             for path, work in posts.items():
                 app.router.add_post(f"{prefix}{path}", partial(within, work))
-            for path in known("dialects").keys() - apis:
-                app.router.add_post(f"{prefix}{path}", partial(without_part, path))
+            for path, kind in refused.items():
+                app.router.add_post(f"{prefix}{path}", partial(without_part, kind, path))
             for path, answer in gets.items():
                 app.router.add_get(f"{prefix}{path}", answer)
             app.router.add_head(prefix or "/", alive)
 
-    async def traces(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
-        """Store spans of the caller's own attempt; reject others as OTLP prescribes."""
-        from agentrl.base import otlp  # needs the extra with OpenTelemetry's protobuf messages
-
-        spans, unusable, why = otlp.decode_some(await read_body(request), request.content_type)
+    async def spans(
+        self, receive: Receive, caller: CallOrigin, request: web.Request
+    ) -> web.StreamResponse:
+        """Store spans of the caller's own attempt; reject others."""
         active = caller.attempt
-        own = [span for span in spans if span.attempt == active.id and not active.scoring]
-        if own:
-            await self._store.add_spans(own)
-        if foreign := len(spans) - len(own):
-            why = "spans of traces other than the attempt's own are not taken"
-        body, kind = otlp.success(request.content_type, foreign + unusable, why)
+
+        async def add(spans: list[Span]) -> tuple[int, str]:
+            own = [span for span in spans if span.attempt == active.id and not active.scoring]
+            if own:
+                await self._store.add_spans(own)
+            foreign = len(spans) - len(own)
+            return foreign, FOREIGN if foreign else ""
+
+        body, kind = await receive(await read_body(request), request.content_type, add)
         return web.Response(body=body, content_type=kind)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -132,17 +136,9 @@ def openai_models(names: Sequence[str]) -> Body:
     return {"object": "list", "data": [{"id": name} | about for name in names]}
 
 
-async def without_part(path: str, request: web.Request) -> web.StreamResponse:
-    """Refuse a call of an API whose part is not installed."""
-    raise RefusedError(404, "unknown_url", f"POST {path}: {missing('dialects', path)}")
-
-
-async def drop(caller: CallOrigin, request: web.Request) -> web.StreamResponse:
-    """Accept OpenTelemetry logs and metrics and discard them: an agent would retry after a refusal,
-    and training does not use them."""
-    await read_body(request)
-    empty = b"{}" if request.content_type == "application/json" else b""
-    return web.Response(body=empty, content_type=request.content_type)
+async def without_part(kind: str, path: str, request: web.Request) -> web.StreamResponse:
+    """Refuse what a part would answer that is not installed."""
+    raise RefusedError(404, "unknown_url", f"POST {path}: {missing(kind, path)}")
 
 
 async def alive(request: web.Request) -> web.StreamResponse:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
+from agentrl.base.parts import installed_plugins
 from agentrl.errors import AgentRLError, Invalid
 from agentrl.runners import dialects
 from agentrl.runners.dialects import Dialect, UntranslatableError
@@ -185,8 +186,9 @@ def _meaning(request: web.Request, error: BaseException) -> tuple[int, str, str]
         case web.HTTPRequestTimeout():
             return 408, "request_timeout", str(error.text)
     assert isinstance(error, web.HTTPException)
-    calls = [*dialects.OWN, *dialects.model_apis(), "/v1/embeddings"]
-    known = ", ".join(f"POST {path}" for path in [*calls, "/v1/traces", "/v1/logs", "/v1/metrics"])
+    received = (point.name for point in installed_plugins("spans"))
+    posts = [*dialects.OWN, *dialects.model_apis(), "/v1/embeddings", *received]
+    known = ", ".join(f"POST {path}" for path in posts)
     known += ", GET /v1/models, GET /v1/models/{model}"
     why = f"{request.method} {request.path}: {error.reason}; there is {known}"
     return error.status, "unknown_url", why

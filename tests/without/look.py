@@ -23,7 +23,7 @@ from agentrl.store.urls import split_secret
 
 
 async def asked(paths: list[str]) -> list[str]:
-    """What a gateway answers to calls of model APIs."""
+    """What a gateway answers to posts."""
     app, nothing = web.Application(), (None, None, None)
     Endpoints(AttemptRegistry(), *nothing).add_to(app)  # type: ignore[arg-type]
     async with TestClient(TestServer(app)) as client:
@@ -32,7 +32,7 @@ async def asked(paths: list[str]) -> list[str]:
         return [(await answer.json())["error"]["message"] for answer in answers]
 
 
-commands, settings, kinds, libraries, schemes, apis = json.loads(sys.argv[1])
+commands, settings, kinds, libraries, schemes, posts = json.loads(sys.argv[1])
 for part in parts():
     for kind in KINDS:
         for target in getattr(part, kind).values():
@@ -62,8 +62,8 @@ for url in [f"{scheme}://me:hush@host/db" for scheme in schemes]:
             use(url)
         except Invalid as error:
             sentences.append(str(error))
-sentences += asyncio.run(asked(apis)) if apis else []
+sentences += asyncio.run(asked(posts)) if posts else []
 assert not any("hush" in sentence for sentence in sentences)
-told = [*commands, *settings, *libraries, *schemes, *schemes, *apis]
+told = [*commands, *settings, *libraries, *schemes, *schemes, *posts]
 assert len(sentences) == len(told)
 print(json.dumps({"parts": len(parts()), "sentences": sentences}))
