@@ -1,31 +1,37 @@
-"""Brings the newest weights to running vLLM servers, and opens them for calls."""
+"""Brings the newest weights to running vLLM servers: wakes, sends, compares, lets calls in."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf, isnan
 
 from agentrl.algorithms.engines.vllm.client import VllmClient
-from agentrl.algorithms.engines.vllm.parity_check import ParityCheck
 from agentrl.algorithms.engines.vllm.serving import (
     CLOSE,
     HOLD,
     OPEN,
     RUNNING,
     LostError,
+    ServedModel,
+    TrainedModel,
     VllmHost,
 )
-from agentrl.algorithms.engines.vllm.sleep import KEYS, WEIGHTS, SleepCycle
 from agentrl.algorithms.engines.vllm.spans import SPANS
 from agentrl.algorithms.engines.vllm.weights import NewestWeights
 from agentrl.errors import PolicyError
+from agentrl.types import POLICY
 
 # vLLM documents clear_cache as without effect here, but it does make calls recompute their keys.
 PAUSE, RESUME = "/pause?mode=keep&clear_cache=true", "/resume"
+WEIGHTS, KEYS = "weights", "kv_cache"  # vLLM's tags of wake_up
+COMPLETIONS = "/v1/completions"
 
 
-class Delivery:
+class WeightDelivery:
     """The steps by which servers get weights; each may be repeated after a server has died.
 
     Invariant: a server is awake and has the newest weights of a policy, no keys of older ones that
@@ -139,3 +145,91 @@ class Delivery:
         started = time.monotonic()
         yield
         self.seconds[part] = time.monotonic() - started
+
+
+class SleepCycle:
+    """vLLM's sleep mode: a child on the learner's GPU frees its memory during updates.
+
+    Level 1 keeps the weights in host memory; level 2 drops them, and they are sent again. Both drop
+    the KV cache. Invariant: a child sleeps only while calls are held; it wakes the weights before
+    the KV cache, because the GPU may not hold both plus the buffers of a weight transfer."""
+
+    def __init__(self, level: int) -> None:
+        """level: vLLM's sleep level; 0: it never sleeps."""
+        self.level = level
+        self._asleep: set[str] = set()
+        # Set while vLLM may take GPU memory: a restart of one that died asleep waits for it.
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+
+    async def sleep(self, servers: VllmClient) -> None:
+        """Put vLLM to sleep. Calls must be held."""
+        if self.level:
+            # mode=abort ends requests of other clients, whose keys are lost.
+            await servers.post(f"/sleep?level={self.level}&mode=abort")
+            self._asleep = {WEIGHTS, KEYS}
+            self.may_start.clear()
+
+    async def wake(self, tag: str, servers: VllmClient) -> None:
+        """Wake a part, if it is asleep: WEIGHTS, and then KEYS."""
+        if tag in self._asleep:
+            await servers.post(f"/wake_up?tags={tag}")
+            self._asleep.discard(tag)  # a restart meanwhile has woken it
+
+    @property
+    def dropped(self) -> bool:
+        """Whether vLLM has dropped the weights, which must be sent again."""
+        return self.level == 2 and WEIGHTS in self._asleep
+
+    def restarted(self) -> None:
+        """Called after a restart: a new process is awake."""
+        self._asleep = set()
+
+
+@dataclass(frozen=True, slots=True)
+class ParityCheck:
+    """Checks that vLLM computes with the learner's weights, by the log-probs of a text, up to a
+    tolerance in nats."""
+
+    learned: TrainedModel
+    serving: ServedModel
+    tolerance: float
+
+    async def check_logprobs(self, policy: str, servers: VllmClient) -> None:
+        """Raise PolicyError if vLLM's log-probs of the probe text differ from the learner's."""
+        probe = list(self.learned.probe)
+        body = {"model": self.serving.name(policy), "prompt": probe, "max_tokens": 1}
+        body |= {"prompt_logprobs": 0, "temperature": 1.0}
+        answers = await servers.post(COMPLETIONS, body)
+        scored = self._scored(policy, probe)
+        for answer in answers:
+            rows = answer["choices"][0]["prompt_logprobs"][1:]
+            served = [next(iter(row.values()))["logprob"] for row in rows]
+            gaps = [abs(a - b) for a, b in zip(served, scored, strict=True)]
+            worst = max(range(len(gaps)), key=lambda i: inf if isnan(gaps[i]) else gaps[i])
+            if not gaps[worst] <= self.tolerance:
+                raise PolicyError(
+                    f"vLLM serves other weights than the learner's after publishing version "
+                    f"{self.serving.versions[policy]}: log-prob {served[worst]:.6f} against "
+                    f"{scored[worst]:.6f}, tolerance {self.tolerance:g} (engine.vllm.tolerance)"
+                )
+
+    async def check_temperature(self, policy: str, servers: VllmClient) -> None:
+        """Raise PolicyError if vLLM's log-probs ignore the temperature that it samples at."""
+        probe = list(self.learned.probe)
+        body = {"model": self.serving.name(policy), "prompt": probe, "max_tokens": 8}
+        body |= {"seed": 0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
+        for answer in await servers.post(COMPLETIONS, body | {"temperature": 2.0}):
+            choice = answer["choices"][0]
+            tokens, served = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            pairs = zip(served, self._scored(policy, probe + tokens)[-len(tokens) :], strict=True)
+            if all(abs(a - b) <= self.tolerance for a, b in pairs):  # those at temperature 1
+                raise PolicyError(
+                    "vLLM returns log-probs of another distribution than it samples from; start it "
+                    "with --logprobs-mode processed_logprobs"
+                )
+
+    def _scored(self, policy: str, tokens: list[int]) -> list[float]:
+        """The learner's log-probs. It has its own name for a whole model, unlike a fleet."""
+        whole = next(iter(self.learned.adapters), POLICY)
+        return self.learned.score(policy if self.serving.adapters else whole, tokens)

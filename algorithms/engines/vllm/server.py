@@ -1,7 +1,7 @@
 """The policy server for vLLM, in a child process or on servers that somebody else started.
 
 A publish takes the learner's weights (`weights`), brings them to the servers (`delivery`), and does
-so again if vLLM dies meanwhile (`restarts`). With `in_flight` weights change while vLLM is paused
+so again if vLLM dies meanwhile. With `in_flight` weights change while vLLM is paused
 between two steps, one server after another: running calls continue with keys of the new weights,
 and name the versions of their tokens (see `spans`); a new version of an adapter is loaded beside
 the old one, which running calls keep. A server that ends is restarted with the newest published
@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
-from agentrl.algorithms.engines.vllm.delivery import Delivery
-from agentrl.algorithms.engines.vllm.parity_check import ParityCheck
-from agentrl.algorithms.engines.vllm.restarts import Restarts
+from agentrl.algorithms.engines.vllm.delivery import ParityCheck, SleepCycle, WeightDelivery
 from agentrl.algorithms.engines.vllm.serving import LostError, TrainedModel, VllmHost
-from agentrl.algorithms.engines.vllm.sleep import SleepCycle
 from agentrl.algorithms.engines.vllm.weights import NewestWeights
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
 log = logging.getLogger(__name__)
+RESTARTS = 3  # most restarts between two publishes
+GRACE = 15.0  # seconds to wait after a failed request for the server to end
 
 
 class VllmServer:
@@ -51,13 +50,13 @@ class VllmServer:
         under the same path. method: see `weight_sync`. timeout: seconds for calls in flight to end
         before an update, and for vLLM to load the update. tolerance: largest difference in
         log-probs after a publish. in_flight: a publish outside `updating` pauses calls instead of
-        waiting for their end. sleep: see `sleep`."""
+        waiting for their end. sleep: see `SleepCycle`."""
         self.model, self.base_url = POLICY, ""
         self.host = host
         self._weights = NewestWeights(learned, host, folder, method, timeout)
         self._sleep = SleepCycle(sleep)
         parity = ParityCheck(learned, self._weights.serving, tolerance)
-        self.delivery = Delivery(
+        self.delivery = WeightDelivery(
             host, self._weights, parity, self._sleep, timeout=timeout, in_flight=in_flight
         )
         self.restarts = Restarts(host, self._start_again, self._sleep.may_start)
@@ -216,3 +215,72 @@ class VllmServer:
                     if not self._publish_failed:
                         await self.delivery.open(server)
                     log.info("%s is back, with the newest weights.", server)
+
+
+class Restarts:
+    """Whether vLLM is up.
+
+    Invariant: after the first start `up` is set exactly while vLLM answers with the newest weights,
+    or has been given up, and then `failed` says why: so what waits for `up` never waits for a
+    server that nobody starts. Writer: the task of `watch`, which alone sets and clears it."""
+
+    def __init__(
+        self, host: VllmHost, start: Callable[[], Awaitable[None]], may_start: asyncio.Event
+    ) -> None:
+        """start: starts vLLM with the newest weights. may_start: set while it may take its memory;
+        any work sets it."""
+        self.up = asyncio.Event()
+        self.failed: PolicyError | None = None
+        self._host, self._start, self._may_start = host, start, may_start
+        self._death, self._given_up = asyncio.Event(), asyncio.Event()
+        self._since_publish = 0
+
+    async def repeat(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do `work` once the server is up, and again after a restart if it dies meanwhile."""
+        self._may_start.set()
+        while True:
+            death = self._death
+            await self.up.wait()  # a restart sets it within its time-out
+            if self.failed is not None:
+                raise self.failed
+            try:
+                return await work()
+            except LostError as error:
+                try:
+                    async with asyncio.timeout(GRACE):
+                        await death.wait()
+                except TimeoutError:
+                    raise PolicyError(f"vLLM: {error}; {self._host.failure_reason()}") from None
+
+    def published(self) -> None:
+        """Allow as many restarts again."""
+        self._since_publish = 0
+
+    async def wait_for_failure(self) -> PolicyError:
+        await self._given_up.wait()
+        assert self.failed is not None
+        return self.failed
+
+    async def watch(self) -> None:
+        """Restart the server whenever it ends, until restarts fail too often."""
+        while self.failed is None:
+            await self._host.ended()
+            self.up.clear()
+            self._death.set()
+            self._death = asyncio.Event()
+            await self._may_start.wait()  # until then the learner uses its memory
+            await self._restart()
+            self.up.set()
+        self._given_up.set()
+
+    async def _restart(self) -> None:
+        reason = self._host.failure_reason()
+        log.warning("vLLM ended and is started again with the newest weights; %s", reason)
+        while self._since_publish < RESTARTS:
+            self._since_publish += 1
+            try:
+                await self._start()
+                return
+            except (PolicyError, LostError, OSError) as error:
+                reason = str(error)
+        self.failed = PolicyError(f"vLLM ended {RESTARTS + 1} times in one step; {reason}")

@@ -14,11 +14,12 @@ import pytest
 
 from agentrl.algorithms.engines.base import run_unless_failed
 from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
-from agentrl.algorithms.engines.vllm import restarts, weight_sync, weights
+from agentrl.algorithms.engines.vllm import server as vllm
+from agentrl.algorithms.engines.vllm import weight_sync, weights
+from agentrl.algorithms.engines.vllm.delivery import SleepCycle
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
 from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.serving import TrainedModel
-from agentrl.algorithms.engines.vllm.sleep import SleepCycle
 from agentrl.errors import PolicyError
 from tests.algorithms.engines.fake_vllm import FakeVllm
 
@@ -27,7 +28,7 @@ from tests.algorithms.engines.fake_vllm import FakeVllm
 async def theirs(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[FakeVllm]]:
     monkeypatch.setattr(vllm_fleet, "WATCH", 0.01)
     monkeypatch.setattr(vllm_fleet, "DYING", 0.01)
-    monkeypatch.setattr(restarts, "GRACE", 0.05)
+    monkeypatch.setattr(vllm, "GRACE", 0.05)
     servers = [FakeVllm(), FakeVllm()]
     for server in servers:
         await server.start()

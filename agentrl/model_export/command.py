@@ -1,4 +1,4 @@
-"""`agentrl export`: export traces and models of a run to other tools."""
+"""`agentrl export model`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from agentrl.cli import CommandGroup
 from agentrl.config import store_of
 from agentrl.errors import AgentRLError, ConfigError, NotFound
 
@@ -19,12 +18,7 @@ Trained by reinforcement learning with agentrl.
 """
 
 
-@click.group(cls=CommandGroup, path="export")
-def export() -> None:
-    """Export traces and models to other tools."""
-
-
-@export.command()
+@click.command()
 @click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
 @click.option("--run", help="Name of a run, for its last committed checkpoint.")
 @click.option("--store", help="Store URL; default: the one in runs/<run>.")
