@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.base import threads
-from agentrl.base.otlp import DIFF
+from agentrl.base.span_names import DIFF
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError, Invalid
 from agentrl.runners.executors import ExecutionResult, Executor, out_of_time

@@ -109,7 +109,8 @@ def test_without_a_part_the_others_import_and_what_needs_it_says_so(name: str) -
         settings.append(f"{table}.{fields.get(table, 'kind')}={tag}")
         settings.append(f"{kind}.x=1")
     settings += [f"{setting}=x" for setting in own.runner]
-    contributed = own.commands, settings, own.kinds, own.libraries, own.stores
+    posts = [*own.dialects, *own.spans]
+    contributed = own.commands, settings, own.kinds, own.libraries, own.stores, posts
     asked = json.dumps([list(names) for names in contributed])
     env = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "without"), "WITHOUT_PARTS": name}
     command = [sys.executable, str(ROOT / "tests" / "without" / "look.py"), asked]

@@ -48,6 +48,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     candidates: Objects = {}  # without policies: (store, config, state) -> id of its texts, or None
     figures: Objects = {}  # of a step, on the console: its metrics -> {label: text}
     reports: Objects = {}  # of a finished run: its `StepRow`s -> something rich prints, or None
+    dialects: Objects = {}  # of a gateway, by the path of calls: `runners.dialects.ModelApi`
+    spans: Objects = {}  # that others send, by path: `base.span_names.Receive`
     gateway: Objects = {}  # of a gateway: store -> `runners.gateway.features.Feature`
     pages: Objects = {}  # of the view, by address: store -> `view.pages.PartPage`
     stores: Objects = {}  # by the scheme of their URLs

@@ -27,7 +27,6 @@ from agentrl.cli import (
     how_to_continue,
     print_result,
 )
-from agentrl.cli.export import export
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init, show_settings
 from agentrl.cli.store import store as store_group
@@ -44,7 +43,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (config_group, export, init, store_group, why):
+for command in (config_group, init, store_group, why):
     cli.add_command(command)
 
 
@@ -197,6 +196,11 @@ def metrics(run: str, form: str | None, store: str | None) -> None:
 
     show = {"csv": commands.as_csv, "json": commands.as_json}.get(form or "", commands.table)
     print_result(show(asyncio.run(commands.read(store or store_of(run), run))))
+
+
+@cli.group(cls=CommandGroup, path="export")
+def export() -> None:
+    """Export traces and models to other tools."""
 
 
 @cli.group(cls=CommandGroup, path="algorithms", invoke_without_command=True)

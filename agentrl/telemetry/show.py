@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.text import Text
 
-from agentrl.base.otlp import DIFF
+from agentrl.base.span_names import DIFF
 from agentrl.errors import StoreError
 from agentrl.store import open_store
 from agentrl.types import POLICY, Trace, Transition

@@ -1,27 +1,15 @@
-"""Base classes of a dialect: an API's error format and its translation to chat completions.
-
-Policy servers return exact token ids for chat completions and completions only, so every other API
-is translated: the request into a chat completion, the response back into that API's objects and
-events. Each dialect lists two classes of fields that it does not translate. Fields that a chat
-completion cannot express are refused. Options of the API's own server, and hosted tools that this
-server would run itself, are dropped and recorded with the call. Invariant: no message, image or
-tool of the agent is ever dropped.
-"""
+"""A dialect: how a model API tells errors, and its translation to chat completions, if any."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
-from uuid import uuid4
+from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from agentrl.runners.dialects.conversation import Body, ConversationMemory, ToolCalls, is_complete
+from agentrl.runners.dialects.conversation import Body, ConversationMemory
 from agentrl.types import Json
 
 
@@ -34,160 +22,31 @@ class UntranslatableError(Exception):
         self.code = code or "unsupported_parameter"
 
 
-@dataclass(slots=True, eq=False)
-class Block:
-    """Text of an answer that is yet to be written, or a tool call that may go on."""
+class Translation(Protocol):
+    """One call of an API that policy servers do not have. A response that is not a chat completion
+    raises KeyError, TypeError, ValueError or AttributeError."""
 
-    key: str = ""  # of the text: reasoning_content, content or refusal
-    text: str = ""
-    choice: Body = field(default_factory=dict)  # where the text came from, with its log-probs
-    call: Body | None = None
-
-
-class Translation(ABC):
-    """One call: `chat` is the request to the policy server, `answer` the response object in the
-    agent's API.
-
-    Pass a complete response to `whole`, or each chunk to `part` and then call `end`. A response
-    that is not a chat completion raises KeyError, TypeError, ValueError or AttributeError."""
-
-    def __init__(self, chat: Body, answer: Body, *, streamed: bool) -> None:
-        self.chat, self.answer = chat, answer
-        if streamed:
-            chat["stream_options"] = {"include_usage": True}
-        self.left_out: list[str] = []  # dropped options of the request
-        self._events: list[bytes] = []
-        self._started = False
-        self._index: Json | UnsetType = UNSET  # of the choice that the agent sees, of several
-        self._calls = ToolCalls()
-        self._pending: list[Block] = []  # what follows a call that may go on, and this call first
-        self._open: object = None  # the block, part or tool call in progress
-        self._arguments = ""  # of the current tool call, so far
-        self._finish = "stop"
-        self._stop_sequence: str | None = None
+    chat: Body  # the request to the policy server
+    left_out: list[str]  # options of the request that have no effect
 
     @property
     def begun(self) -> bool:
         """Whether it has read a part of a response, and is of no use for another one."""
-        return self._started
 
     def whole(self, completion: Body, prompt_tokens: int) -> bytes:
-        choice = completion["choices"][0]
-        said = dict(choice["message"])
-        if calls := said.get("tool_calls"):  # each is complete, whatever its index says
-            said["tool_calls"] = [{**call, "index": i} for i, call in enumerate(calls)]
-        chunk = {**completion, "choices": [choice | {"delta": said}]}
-        self.part(chunk, prompt_tokens)
-        self.end()
-        return msgspec.json.encode(self.answer)
+        """Return the response for a complete one of the policy server."""
 
     def part(self, chunk: Body, prompt_tokens: int) -> bytes:
         """Return the server-sent events of a chunk, possibly none."""
-        if not self._started:
-            self._started = True
-            self._start(chunk["model"], prompt_tokens)
-        if self._index is UNSET and chunk.get("choices"):
-            self._index = chunk["choices"][0].get("index")
-        if usage := chunk.get("usage"):
-            self._count(usage)
-        for choice in chunk.get("choices") or ():
-            if choice.get("index") != self._index:
-                continue
-            delta = choice.get("delta") or {}
-            thought = delta.get("reasoning_content") or delta.get("reasoning")
-            texts = {"reasoning_content": thought, "content": delta.get("content")}
-            for key, text in (texts | {"refusal": delta.get("refusal")}).items():
-                if text:
-                    self._pending.append(Block(key, text, choice))
-            for piece in delta.get("tool_calls") or ():
-                known = len(self._calls.all)
-                self._calls.add(piece)
-                self._pending += [Block(call=call) for call in self._calls.all[known:]]
-            self._advance()
-            self._finish = choice.get("finish_reason") or self._finish
-            if isinstance(choice.get("stop_reason"), str):  # vLLM: the stop sequence that matched
-                self._stop_sequence = choice["stop_reason"]
-        return self._flush()
 
     def end(self) -> bytes:
         """Return the events that follow the last chunk."""
-        self._advance(ended=True)
-        self._switch(None)
-        self._end()
-        return self._flush()
-
-    def _advance(self, *, ended: bool = False) -> None:
-        """Write what is pending, in order. A call is written as it grows; what follows it waits
-        until nothing can be added to the call, as a server may alternate between calls."""
-        while self._pending:
-            block, over = self._pending[0], ended
-            if block.call is None:
-                self._write(block.key, block.text, block.choice)
-            else:
-                arguments = block.call["function"]["arguments"]
-                over = over or (len(self._pending) > 1 and is_complete(arguments))
-                self._write_call(block, block.call, over=over)
-                if not over:
-                    return
-            del self._pending[0]
-
-    def _write_call(self, block: Block, call: Body, *, over: bool) -> None:
-        """Write what is new of a call, once its name is known: it may come in several parts."""
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        if not (over or (name and arguments)):
-            return
-        if self._switch(block):
-            self._arguments = ""
-            self._begin_call(call.get("id") or f"call_{uuid4().hex}", name)
-        if more := arguments[len(self._arguments) :]:
-            self._arguments = arguments
-            self._add_arguments(more)
-
-    @abstractmethod
-    def _start(self, model: str, prompt_tokens: int) -> None: ...
-
-    @abstractmethod
-    def _count(self, usage: Body) -> None: ...
-
-    @abstractmethod
-    def _write(self, key: str, text: str, choice: Body) -> None:
-        """Append `text` to the answer's `key`: reasoning_content, content or refusal."""
-
-    @abstractmethod
-    def _begin_call(self, id: str, name: str) -> None:
-        """Begin a tool call; `_arguments` is complete when `_close` is called."""
-
-    def _add_arguments(self, arguments: str) -> None:  # noqa: B027 - few APIs stream arguments
-        """Append `arguments` to those of the current tool call."""
-
-    @abstractmethod
-    def _close(self) -> None:
-        """End the current block, part or tool call."""
-
-    @abstractmethod
-    def _end(self) -> None: ...
-
-    def _switch(self, what: object) -> bool:
-        """End the current block unless it is `what`; return whether `what` is new."""
-        if self._open == what:
-            return False
-        if self._open is not None:
-            self._close()
-        self._open = what
-        return True
-
-    def _event(self, kind: str, **fields: Any) -> None:
-        data = msgspec.json.encode({"type": kind} | fields)
-        self._events.append(f"event: {kind}\ndata: ".encode() + data + b"\n\n")
-
-    def _flush(self) -> bytes:
-        events, self._events = b"".join(self._events), []
-        return events
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    route: str  # path that agents post to, below /v1
+    """How one call is read and answered, and how its errors are told."""
+
     api: str  # path at the policy server, below its base URL
     error: Callable[[int, str, str], Body]  # (HTTP status, code, message) -> body
     translate: Callable[[Body, ConversationMemory], Translation] | None = None  # None: no change
@@ -202,19 +61,6 @@ def typed() -> Iterator[None]:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         why = f"a field is not of its type ({error})"
         raise UntranslatableError("request", why, code="invalid_type") from None
-
-
-def refuse_unless(
-    body: Mapping[str, Json], allowed: Mapping[str, tuple[Json, ...]], where: str = ""
-) -> None:
-    """Refuse fields of `body`, which is at path `where`, with any other than the allowed values."""
-    for name, values in allowed.items():
-        if name in body and body[name] not in values:
-            raise impossible(f"{where}{name}", f"{body[name]!r:.80}")
-
-
-def impossible(where: str, what: str) -> UntranslatableError:
-    return UntranslatableError(where, f"{what} is not possible behind this gateway; leave it out")
 
 
 def objects(value: Json, where: str) -> list[Body]:
@@ -241,36 +87,6 @@ def data_event(body: Body) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def tool_call(id: Json, name: Json, arguments: Json) -> Body:
-    """Build a tool call of an assistant message."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-SEALED = "agentrl:"
-
-
-def seal(thought: str) -> str:
-    """Encode reasoning as an opaque text that the agent sends back unread."""
-    return SEALED + b64encode(thought.encode()).decode()
-
-
-def unseal(given: Json) -> str:
-    """Decode the reasoning in a sealed text; empty for anything else."""
-    if not isinstance(given, str) or not given.startswith(SEALED):
-        return ""
-    try:
-        return b64decode(given.removeprefix(SEALED), validate=True).decode()
-    except ValueError:
-        return ""
-
-
-def thought_of(shown: str, sealed: Json) -> str:
-    """Return reasoning that the agent sent back as `shown`: as the model wrote it, which is in
-    `sealed`, unless the agent changed more than the white space around it."""
-    written = unseal(sealed)
-    return written if written and shown.strip() in ("", written.strip()) else shown
-
-
 def error(status: int, code: str, message: str) -> Body:
     """https://platform.openai.com/docs/guides/error-codes"""
     server = "server_error" if status >= 500 else "invalid_request_error"
@@ -279,5 +95,5 @@ def error(status: int, code: str, message: str) -> Body:
 
 
 # The APIs that policy servers implement themselves.
-CHAT = Dialect("chat/completions", "chat/completions", error)
-TEXT = Dialect("completions", "completions", error)
+CHAT = Dialect("chat/completions", error)
+TEXT = Dialect("completions", error)

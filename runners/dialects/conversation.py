@@ -8,8 +8,10 @@ clients do.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -22,21 +24,15 @@ Body = dict[str, Json]
 class ConversationMemory:
     """State of an attempt that its later calls may refer to."""
 
-    answers: dict[str, list[Body]] = field(default_factory=dict)
-    """Response id -> the conversation up to and including that response, as chat messages."""
-
-    threads: dict[str, Body] = field(default_factory=dict)
-    """Message id -> system prompt, tools and messages of its thread of the Messages API."""
-
-    items: dict[str, Body] = field(default_factory=dict)
-    """Item id -> the output item of a response, which a later request may only refer to."""
-
     arguments: dict[str, str] = field(default_factory=dict)
     """Tool call id -> its arguments, byte for byte as the model wrote them."""
 
+    kept: dict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    """What a translated API lets later calls refer to: its kind, such as "items" -> id -> it."""
+
     def has_any(self, ids: Iterable[str]) -> bool:
-        """Whether any of the ids is one of a response, of an item of it or of a thread."""
-        return any(id in self.answers or id in self.items or id in self.threads for id in ids)
+        """Whether any of the ids is one of what is kept."""
+        return any(id in kept for id in ids for kept in self.kept.values())
 
     def remember(self, answer: Json) -> None:
         """Store the arguments of the tool calls in an assistant message."""

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
+from agentrl.base.parts import installed_plugins
 from agentrl.errors import AgentRLError, Invalid
 from agentrl.runners import dialects
-from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
+from agentrl.runners.dialects import Dialect, UntranslatableError
 from agentrl.runners.dialects.conversation import Body
 
 if TYPE_CHECKING:
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 TRANSIENT = frozenset({429, 502, 503, 504})
 # Errors of parsing a response that is not a completion; msgspec.DecodeError is a ValueError.
 MALFORMED = (RecursionError, OverflowError, AttributeError, LookupError, TypeError, ValueError)
-KNOWN = [f"POST /v1/{dialect.route}" for dialect in DIALECTS]
-KNOWN += ["POST /v1/messages/count_tokens", "POST /v1/embeddings", "POST /v1/traces"]
-KNOWN += ["POST /v1beta/models/MODEL:generateContent (streamGenerateContent, countTokens)"]
-KNOWN += ["POST /v1/logs", "POST /v1/metrics", "GET /v1/models", "GET /v1/models/MODEL"]
 UNREADABLE = "invalid_body"
 # The gateway has already retried, so the agent's SDK need not.
 FINAL = {"x-should-retry": "false"}
@@ -157,7 +154,7 @@ def told(request: web.Request, error: BaseException) -> web.Response:
     """Return the response for an error of `TOLD`, in the format of the API that was called."""
     status, code, message = _meaning(request, error)
     words = error.body if isinstance(error, UpstreamError) else b""
-    dialect = dialects.of(request.path, anthropic="anthropic-version" in request.headers)
+    dialect = dialects.dialect_of(request)
     body = translate_error(dialect, status, words) if words else None
     body = body or msgspec.json.encode(dialect.error(status, code, message))
     answer = web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
@@ -189,5 +186,9 @@ def _meaning(request: web.Request, error: BaseException) -> tuple[int, str, str]
         case web.HTTPRequestTimeout():
             return 408, "request_timeout", str(error.text)
     assert isinstance(error, web.HTTPException)
-    why = f"{request.method} {request.path}: {error.reason}; there is {', '.join(KNOWN)}"
+    received = (point.name for point in installed_plugins("spans"))
+    posts = [*dialects.OWN, *dialects.model_apis(), "/v1/embeddings", *received]
+    known = ", ".join(f"POST {path}" for path in posts)
+    known += ", GET /v1/models, GET /v1/models/{model}"
+    why = f"{request.method} {request.path}: {error.reason}; there is {known}"
     return error.status, "unknown_url", why

@@ -23,7 +23,7 @@ from opentelemetry.context import Context as TraceContext
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.trace import ProxyTracerProvider, StatusCode
 
-from agentrl.base.otlp import DESCRIPTION, KIND, kind_of
+from agentrl.base.span_names import DESCRIPTION, KIND, kind_of
 from agentrl.errors import ConfigError
 from agentrl.runners.tracing import attempt_log, http_clients, servers
 from agentrl.runners.tracing import langchain as steps

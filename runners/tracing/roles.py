@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 from opentelemetry import baggage, context
 
-from agentrl.base.otlp import AGENT_NAME, with_current_names
+from agentrl.base.span_names import AGENT_NAME, with_current_names
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing.attempt_log import AttemptLog, HttpCall
 

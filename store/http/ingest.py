@@ -9,14 +9,17 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from functools import cache
 
 from starlette.exceptions import HTTPException
 
-from agentrl.base import otlp
+from agentrl.base.parts import installed_plugins, missing
+from agentrl.base.span_names import Receive
 from agentrl.errors import Invalid, NotFound
 from agentrl.store.base import Store
 from agentrl.types import Span
 
+PATH = "/v1/traces"
 GZIP = 31  # zlib's name for the gzip format with the largest window
 
 
@@ -38,23 +41,34 @@ def decompress(body: bytes, encoding: str, largest: int) -> bytes:
     return plain
 
 
-async def add_otlp_spans(
+@cache
+def _receiver() -> Receive:
+    points = installed_plugins("spans")
+    if PATH not in points.names:
+        raise HTTPException(404, f"POST {PATH}: {missing('spans', PATH)}.")
+    receive: Receive = points[PATH].load()
+    return receive
+
+
+async def receive_spans(
     store: Store, body: bytes, content_type: str, check: Callable[[set[str]], Awaitable[None]]
 ) -> tuple[bytes, str]:
     """Add the spans; return the response body and its content type. `check` refuses attempts of
     other runs. Needs no claim secret, which an SDK inside an agent does not have: the attempt's id
     has 128 random bits."""
+
+    async def add(spans: list[Span]) -> tuple[int, str]:
+        await check({span.attempt for span in spans})
+        try:
+            await store.add_spans(spans)
+        except NotFound:
+            return await _by_attempt(store, spans)
+        return 0, ""
+
     try:
-        spans, refused, why = otlp.decode_some(body, content_type)
+        return await _receiver()(body, content_type, add)
     except Invalid as error:
         raise HTTPException(400, str(error)) from error
-    await check({span.attempt for span in spans})
-    try:
-        await store.add_spans(spans)
-    except NotFound:
-        unknown, why = await _by_attempt(store, spans)
-        refused += unknown
-    return otlp.success(content_type, refused, why)
 
 
 async def _by_attempt(store: Store, spans: list[Span]) -> tuple[int, str]:

@@ -77,7 +77,7 @@ class StoreApp:
             routes=[
                 Route("/healthz", self._health),
                 Route("/openapi.json", self._document),
-                Route("/v1/traces", self._traces, methods=["POST"]),
+                Route(ingest.PATH, self._traces, methods=["POST"]),
                 Route("/v1/{verb}", self._unknown, methods=["POST"]),
             ],
             exception_handlers={HTTPException: _error_page, StoreError: _error_page},
@@ -283,7 +283,7 @@ class StoreApp:
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         kind = headers.get(b"content-type", b"").decode("latin-1")
         body = ingest.decompress(body, encoding, self._largest)
-        answer, form = await ingest.add_otlp_spans(
+        answer, form = await ingest.receive_spans(
             self.store, body, kind, partial(self._claims.check_run, caller=caller)
         )
         return Response(answer, media_type=form)

@@ -4,7 +4,7 @@ from typing import Any
 from msgspec import structs
 from rich.console import Console
 
-from agentrl.base.otlp import DIFF
+from agentrl.base.span_names import DIFF
 from agentrl.telemetry.show import render_trace
 from agentrl.types import (
     Branch,

@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 from safetensors.torch import load_file
 
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
-from agentrl.algorithms.engines.vllm.parity_check import COMPLETIONS
+from agentrl.algorithms.engines.vllm.delivery import COMPLETIONS
 from agentrl.algorithms.engines.vllm.process import OLDEST
 from agentrl.algorithms.engines.vllm.serving import INIT
 from agentrl.algorithms.model.load import load_model

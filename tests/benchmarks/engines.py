@@ -113,7 +113,7 @@ async def publish(
     async with server.updating():
         await server.publish(version)
     taken = {"all": time.monotonic() - started}
-    return taken | (server.seconds if isinstance(server, VllmServer) else {})
+    return taken | (server.delivery.seconds if isinstance(server, VllmServer) else {})
 
 
 def demo(kind: str, folder: Path) -> dict[str, float]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agentrl.cli.algorithms import explain_rollout
-from agentrl.cli.export import export
+from agentrl.cli.main import export
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import NotFound, PolicyError
 from agentrl.store import open_store

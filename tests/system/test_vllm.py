@@ -189,8 +189,8 @@ def asked(server: VllmServer) -> dict[str, Any]:
 
 async def in_flight(http: aiohttp.ClientSession, server: VllmServer) -> int:
     """Calls that vLLM computes."""
-    headers = {"x-agentrl-key": server._host.key}
-    async with http.get(f"{server._host.url}/metrics", headers=headers) as reply:
+    headers = {"x-agentrl-key": server.host.key}
+    async with http.get(f"{server.host.url}/metrics", headers=headers) as reply:
         found = re.search(
             r"^vllm:num_requests_running{.*} (\S+)$", await reply.text(), re.MULTILINE
         )
@@ -202,23 +202,23 @@ async def test_what_is_served_is_compared_and_what_is_wrong_answers_nobody(
     started: tuple[VllmServer, torch.nn.Module],
 ) -> None:
     server, model = started
-    right, learned = server._parity, server._learned
+    right, learned = server.delivery.parity, server.delivery.parity.learned
     wrong = replace(
         learned,
         score=lambda policy, tokens: [x - 0.5 for x in learned.score(policy, tokens)],
     )
-    server._parity = replace(right, learned=wrong)
+    server.delivery.parity = replace(right, learned=wrong)
     with pytest.raises(PolicyError, match=r"version 3: log-prob -.* against -.*tolerance 0\.001"):
         await server.publish(3)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
             await version(server)
-    server._parity = right
+    server.delivery.parity = right
     await server.publish(4)
     assert await version(server) == "4"
 
-    assert isinstance(server._sync, SharedMemorySync)
-    first = server._sync._weights[0]
+    assert isinstance(server._weights._sync, SharedMemorySync)
+    first = server._weights._sync._weights[0]
     name, first["name"] = first["name"], "nobody"  # what vLLM is to load is not there
     with pytest.raises(PolicyError, match=r"vLLM: /update_weights: 500 "):
         await server.publish(5)
@@ -233,7 +233,7 @@ async def test_an_update_that_hangs_is_a_sentence_in_time(
     started: tuple[VllmServer, torch.nn.Module],
 ) -> None:
     server, _ = started
-    before, server._timeout = server._timeout, 1.0
+    before, server.delivery.timeout = server.delivery.timeout, 1.0
     stopped = workers()
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
@@ -246,7 +246,7 @@ async def test_an_update_that_hangs_is_a_sentence_in_time(
         for pid in stopped:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        server._timeout = before
+        server.delivery.timeout = before
     await server.publish(8)
     assert await version(server) == "8"
 
@@ -293,7 +293,7 @@ async def test_a_child_killed_between_update_and_resume_is_back_with_the_update(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server, model = started
-    request, killed, newest = server._host.request, list[int](), int(await version(server)) + 1
+    request, killed, newest = server.host.request, list[int](), int(await version(server)) + 1
 
     async def dies(method: str, path: str, body: Any = None, server: str = "") -> Any:
         if path.startswith("/resume") and not killed:
@@ -302,7 +302,7 @@ async def test_a_child_killed_between_update_and_resume_is_back_with_the_update(
                 os.kill(pid, signal.SIGKILL)
         return await request(method, path, body, server)
 
-    monkeypatch.setattr(server._host, "request", dies)
+    monkeypatch.setattr(server.host, "request", dies)
     monkeypatch.setattr(server, "in_flight", True)
     async with always_called(f"{server.base_url}/completions", **asked(server)) as callers:
         await callers.more(1)

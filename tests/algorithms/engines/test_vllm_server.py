@@ -15,11 +15,11 @@ import pytest
 from agentrl.algorithms.engines.base import run_unless_failed
 from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
 from agentrl.algorithms.engines.vllm import server as vllm
-from agentrl.algorithms.engines.vllm import weight_sync
+from agentrl.algorithms.engines.vllm import weight_sync, weights
+from agentrl.algorithms.engines.vllm.delivery import SleepCycle
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
 from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.serving import TrainedModel
-from agentrl.algorithms.engines.vllm.sleep import SleepCycle
 from agentrl.errors import PolicyError
 from tests.algorithms.engines.fake_vllm import FakeVllm
 
@@ -72,7 +72,7 @@ async def until(condition: Any) -> None:
 
 async def changing_the_first(theirs: list[FakeVllm], server: VllmServer) -> asyncio.Task[None]:
     """A publish in flight that hangs in the first server."""
-    server.in_flight = True
+    server.delivery.in_flight = True
     theirs[0].hang.clear()
     publish = asyncio.create_task(server.publish(1))
     await until(lambda: theirs[0].hanging)
@@ -82,7 +82,7 @@ async def changing_the_first(theirs: list[FakeVllm], server: VllmServer) -> asyn
 async def test_the_way_of_weights_is_said_once(
     theirs: list[FakeVllm], server: VllmServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    caplog.set_level(logging.INFO, logger=vllm.__name__)
+    caplog.set_level(logging.INFO, logger=weights.__name__)
     fleet = VllmFleet([theirs[0].url])
     other = VllmServer(LEARNED, fleet, folder=tmp_path / "other")
     await other.start()
@@ -91,7 +91,7 @@ async def test_the_way_of_weights_is_said_once(
     await other.close()
     (line,) = [line for line in caplog.messages if "gets new weights" in line]
     assert line.startswith("vLLM gets new weights by reload (not adapter: all weights are trained;")
-    assert set(other.seconds) == {"hold", "take", "send", "reset", "check"}
+    assert set(other.delivery.seconds) == {"hold", "take", "send", "reset", "check"}
 
 
 class Broken(weight_sync.CheckpointSync):
@@ -137,7 +137,7 @@ async def test_one_of_several_that_dies_costs_no_publish_and_returns_with_the_ne
     assert await version(server) == "2"
     before = len(theirs[1].updates)
     await theirs[1].start()
-    await until(lambda: len(server._host.servers) == 2)
+    await until(lambda: len(server.host.servers) == 2)
     assert len(theirs[1].updates) == before + 1
     for each in theirs:
         each.calls = 0
@@ -152,13 +152,13 @@ async def test_one_of_several_that_dies_costs_no_publish_and_returns_with_the_ne
 async def test_one_that_hangs_in_an_update_does_not_hold_the_others(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
-    host = server._host
+    host = server.host
     assert isinstance(host, VllmFleet)
     host._timeout = 2.0
     theirs[0].hang.clear()
     await server.publish(1)
     assert await version(server) == "1"
-    assert server._host.servers == (theirs[1].url,)
+    assert server.host.servers == (theirs[1].url,)
 
 
 async def test_one_that_returns_and_takes_no_weights_gets_no_calls(
@@ -169,7 +169,7 @@ async def test_one_that_returns_and_takes_no_weights_gets_no_calls(
     theirs[1].status = 500
     await theirs[1].start()
     await until(lambda: any("cannot be used" in line for line in caplog.messages))
-    assert server._host.servers == (theirs[0].url,)
+    assert server.host.servers == (theirs[0].url,)
     assert await version(server) == "1"
 
 
@@ -179,7 +179,7 @@ async def test_all_of_them_may_die_and_the_newest_weights_are_back_with_the_firs
     await server.publish(3)
     for each in theirs:
         await each.stop()
-    await until(lambda: not server._up.is_set())
+    await until(lambda: not server.restarts.up.is_set())
     held = asyncio.create_task(version(server))
     await theirs[1].start()
     assert await held == "3"
@@ -189,7 +189,7 @@ async def test_what_waits_for_a_policy_ends_with_a_sentence_once_it_is_given_up(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
     """Nobody else would end it: agents ask until their time is over, and are asked again."""
-    host = server._host
+    host = server.host
     assert isinstance(host, VllmFleet)
     host._start_timeout = 0.3
     for each in theirs:
@@ -208,7 +208,7 @@ async def test_a_server_that_cannot_be_started_again_is_given_up(
     async def start(serving: Any) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")  # as fork says
 
-    monkeypatch.setattr(server._host, "start", start)
+    monkeypatch.setattr(server.host, "start", start)
     for each in theirs:
         await each.stop()
     async with asyncio.timeout(60):
@@ -232,7 +232,7 @@ async def test_a_whole_model_has_no_policies_beside_it(server: VllmServer) -> No
 
 def name_versions(theirs: list[FakeVllm], server: VllmServer) -> None:
     """As where the servers have been started with the middleware."""
-    server._host.spans = True
+    server.host.spans = True
     for each in theirs:
         each.spans = True
 
@@ -240,7 +240,7 @@ def name_versions(theirs: list[FakeVllm], server: VllmServer) -> None:
 async def test_calls_stand_still_while_weights_change_in_flight(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
-    server.in_flight = True
+    server.delivery.in_flight = True
     name_versions(theirs, server)
     for each in theirs:
         each.answer.clear()
@@ -260,9 +260,9 @@ async def test_calls_stand_still_while_weights_change_in_flight(
 async def test_one_that_dies_before_it_goes_on_is_given_the_weights_and_goes_on_when_it_returns(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
-    server.in_flight = True
+    server.delivery.in_flight = True
     name_versions(theirs, server)
-    host = server._host
+    host = server.host
     assert isinstance(host, VllmFleet)
     host._timeout = 1.0
     theirs[0].updates.clear()
@@ -299,7 +299,7 @@ async def test_a_server_that_dies_while_the_other_changes_leaves_calls_waiting(
 ) -> None:
     publish = await changing_the_first(theirs, server)
     await theirs[1].stop()
-    await until(lambda: server._host.servers == (theirs[0].url,))
+    await until(lambda: server.host.servers == (theirs[0].url,))
     call = asyncio.create_task(version(server))
     await asyncio.sleep(0.05)
     assert not call.done()  # it would be of weights that are half sent
@@ -399,7 +399,7 @@ async def test_one_that_dies_asleep_is_started_once_the_learner_has_its_memory(
     vllm_ = theirs[0]
     async with sleeper.updating():
         await vllm_.stop()
-        await until(lambda: not sleeper._up.is_set())
+        await until(lambda: not sleeper.restarts.up.is_set())
         vllm_.asleep, vllm_.updates = set(), []
         await vllm_.start()
         await asyncio.sleep(0.1)  # in which one that is awake would be started again

@@ -114,6 +114,7 @@ async def test_the_gateway_serves_without_features(bench: Any) -> None:
     assert [row.messages for row in await rows(bench, active)] == [[SYSTEM, USER]]
 
 
+@pytest.mark.part
 async def test_a_call_that_is_parsed_again_is_changed_again(bench: Any) -> None:
     """Each try leaves half a response of the Responses API, which nobody has read."""
     attempt = await bench.attempt()

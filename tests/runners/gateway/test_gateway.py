@@ -151,7 +151,9 @@ async def test_the_end_of_a_stream_waits_for_the_store(
     assert len(await rows(bench, active)) == 1
 
 
-@pytest.mark.parametrize("api", ["chat/completions", "responses"])
+@pytest.mark.parametrize(
+    "api", ["chat/completions", pytest.param("responses", marks=pytest.mark.part)]
+)
 async def test_events_of_several_lines_are_captured(
     bench: Any, active: Any, http: httpx.AsyncClient, api: str
 ) -> None:
@@ -581,7 +583,15 @@ async def pinged(request: web.Request, body: Any) -> web.StreamResponse:
     return response
 
 
-@pytest.mark.parametrize("api", ["chat/completions", "messages", "another", "after a comment"])
+@pytest.mark.parametrize(
+    "api",
+    [
+        "chat/completions",
+        pytest.param("messages", marks=pytest.mark.part),
+        "another",
+        "after a comment",
+    ],
+)
 async def test_a_retry_gets_the_answer_that_was_stored_and_not_read(
     bench: Any, active: Any, http: httpx.AsyncClient, api: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

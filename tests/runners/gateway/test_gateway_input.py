@@ -22,7 +22,8 @@ ASK: dict[str, dict[str, Any]] = {
     "responses": {"model": "m", "input": "hello"},
     "messages": {"model": "m", "max_tokens": 9, "messages": [USER]},
 }
-APIS = pytest.mark.parametrize("api", ASK)
+TRANSLATED = [pytest.param(api, marks=pytest.mark.part) for api in ("responses", "messages")]
+APIS = pytest.mark.parametrize("api", ["chat/completions", "completions", *TRANSLATED])
 
 
 @pytest.fixture
@@ -274,7 +275,7 @@ async def test_an_upstream_that_hangs(bench: Any, active: Any, http: Any, api: s
     assert await rows(bench, active) == []
 
 
-@pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("api", ["chat/completions", *TRANSLATED])
 @pytest.mark.parametrize("trouble", [stream, html])
 async def test_a_stream_that_breaks_never_looks_complete(
     bench: Any, active: Any, http: Any, api: str, trouble: Any, monkeypatch: pytest.MonkeyPatch
@@ -291,7 +292,7 @@ async def test_a_stream_that_breaks_never_looks_complete(
     assert len(active.failures) == 1
 
 
-@pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("api", ["chat/completions", *TRANSLATED])
 async def test_an_agent_that_leaves_mid_stream(
     bench: Any, active: Any, http: Any, api: str
 ) -> None:
@@ -320,7 +321,7 @@ async def test_an_agent_that_leaves_mid_stream(
     assert set(row.answer["content"]) == {"a"}
 
 
-@pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("api", ["chat/completions", *TRANSLATED])
 async def test_trouble_before_the_first_byte_is_repeated_for_streams_too(
     bench: Any, active: Any, http: Any, api: str
 ) -> None:
@@ -390,6 +391,7 @@ async def test_a_number_of_any_size_is_passed_on_and_stored(
 
 
 @pytest.mark.parametrize("number", BIG[:3], ids=lambda number: number[:9])
+@pytest.mark.part
 @pytest.mark.parametrize("api", ["messages", "responses", "google"])
 async def test_integers_of_any_size_are_translated(
     bench: Any, active: Any, http: Any, api: str, number: str

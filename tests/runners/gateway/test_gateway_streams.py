@@ -25,6 +25,8 @@ ASKED: dict[str, Any] = {
     "responses": {"input": [USER]},
     "messages": {"messages": [USER], "max_tokens": 9},
 }
+TRANSLATED = [pytest.param(api, marks=pytest.mark.part) for api in ("responses", "messages")]
+APIS = pytest.mark.parametrize("api", ["chat/completions", *TRANSLATED])
 TEXT = {"content": "hi"}
 BUSY = {"error": {"message": "no room now", "type": "overloaded_error", "code": 503}}
 REFUSED = {"error": {"message": "prompt too long", "type": "BadRequestError", "code": 400}}
@@ -96,7 +98,7 @@ CALLS = [("c0", "f", {"text": "a"}), ("c1", "g", {"text": "b"})]
 
 
 @pytest.mark.parametrize("form", STREAMS)
-@pytest.mark.parametrize("api", ["responses", "messages"])
+@pytest.mark.parametrize("api", TRANSLATED)
 async def test_tool_calls_are_translated(bench: Any, gateway: Any, api: str, form: str) -> None:
     active = gateway.register(await bench.attempt())
     parts = [chunk({"tool_calls": [part]}) for part in STREAMS[form]]
@@ -124,7 +126,7 @@ async def test_tool_calls_pass_unchanged(bench: Any, gateway: Any, who: str, for
     assert [len(row.answer["tool_calls"]) for row in found] == ([] if who == "verifier" else [2])
 
 
-@pytest.mark.parametrize("api", ["responses", "messages"])
+@pytest.mark.parametrize("api", TRANSLATED)
 async def test_what_follows_a_call_keeps_its_place(bench: Any, gateway: Any, api: str) -> None:
     """Thinking and calls take turns, and the first call goes on after the second has begun."""
     active = gateway.register(await bench.attempt())
@@ -181,7 +183,7 @@ BUSY_EVENTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", BUSY_EVENTS)
-@pytest.mark.parametrize("api", ASKED)
+@APIS
 async def test_an_error_before_any_text_is_tried_again(
     bench: Any, gateway: Any, api: str, form: str
 ) -> None:
@@ -196,7 +198,7 @@ async def test_an_error_before_any_text_is_tried_again(
     assert active.failures == {}
 
 
-@pytest.mark.parametrize("api", ASKED)
+@APIS
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_agents_mistake_is_told_at_once(
     bench: Any, gateway: Any, api: str, stream: bool
@@ -227,7 +229,7 @@ async def test_an_error_without_a_status_ends_after_some_tries(
     assert len(bench.model.requests) == 6
 
 
-@pytest.mark.parametrize("api", ASKED)
+@APIS
 async def test_an_error_after_text_keeps_its_reason(bench: Any, gateway: Any, api: str) -> None:
     active = gateway.register(await bench.attempt())
     bench.model.then(sends(chunk(TEXT), BUSY))
@@ -298,7 +300,7 @@ async def test_an_echo_is_inexact(bench: Any, gateway: Any, first: float | None)
     assert (row.exact, len(row.logprobs)) == (False, 0)
 
 
-@pytest.mark.parametrize("api", ASKED)
+@APIS
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_byte_order_mark_is_no_part_of_a_body(
     bench: Any, gateway: Any, api: str, stream: bool
@@ -323,7 +325,7 @@ async def test_a_byte_order_mark_is_no_part_of_a_body(
 # -- the order of what a stream says ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("api", ASKED)
+@APIS
 async def test_what_follows_a_finish_reason_keeps_its_place(
     bench: Any, gateway: Any, api: str
 ) -> None:
@@ -337,7 +339,7 @@ async def test_what_follows_a_finish_reason_keeps_its_place(
     assert row.answer["content"] == "a-b-c-"
 
 
-@pytest.mark.parametrize("api", ["responses", "messages"])
+@pytest.mark.parametrize("api", TRANSLATED)
 async def test_an_answer_has_one_of_several_choices(bench: Any, gateway: Any, api: str) -> None:
     """Also a call with the same index in two choices."""
     active = gateway.register(await bench.attempt())

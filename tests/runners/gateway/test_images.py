@@ -57,9 +57,13 @@ CALLS = [
     (("/responses", {"input": [{"role": "user", "content": [PICTURE]}]}), "image_url"),
     (("/responses", {"input": [USER, ITEM, OUTPUT | {"output": [PICTURE]}]}), "image_url"),
 ]  # fmt: skip
+MARKED = [
+    pytest.param(*call, marks=[] if "completions" in call[0][0] else pytest.mark.part)
+    for call in CALLS
+]
 
 
-@pytest.mark.parametrize(("sent", "kind"), CALLS)
+@pytest.mark.parametrize(("sent", "kind"), MARKED)
 async def test_it_is_refused_by_a_policy_and_fails_the_rollout(
     bench: Any, sent: tuple[str, dict[str, Any]], kind: str
 ) -> None:
@@ -75,7 +79,7 @@ async def test_it_is_refused_by_a_policy_and_fails_the_rollout(
     assert bench.model.requests == []
 
 
-@pytest.mark.parametrize(("sent", "kind"), CALLS)
+@pytest.mark.parametrize(("sent", "kind"), MARKED)
 async def test_a_frozen_endpoint_gets_it(
     bench: Any, sent: tuple[str, dict[str, Any]], kind: str
 ) -> None:
@@ -95,15 +99,17 @@ async def test_a_frozen_endpoint_gets_it(
     assert kind != "image_url" or URL in str(asked)
 
 
+@pytest.mark.part
 async def test_a_failed_look_says_so_beside_its_image(bench: Any) -> None:
     from agentrl.runners.dialects.conversation import ConversationMemory
-    from agentrl.runners.dialects.messages import chat_request
+    from agentrl.runners.translation.messages import chat_request
 
     _, body = messages(USE, {"role": "user", "content": [RESULT]})
     *_, result = chat_request(body, ConversationMemory())["messages"]
     assert result["content"] == [{"type": "text", "text": "Error: "}, IMAGE]
 
 
+@pytest.mark.part
 @pytest.mark.parametrize(
     ("path", "body"),
     [

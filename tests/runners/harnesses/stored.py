@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.runners import dialects
+from agentrl.runners.dialects import OWN
 from agentrl.runners.dialects.conversation import ConversationMemory
 from agentrl.runners.gateway.request import ModelRequest, read_request
+from agentrl.runners.translation import google, messages, responses
 
 REQUESTS = Path(__file__).parent / "requests"
 HARNESSES = sorted(file.stem for file in REQUESTS.glob("*.json"))
@@ -35,7 +36,7 @@ def stored(harness: str) -> list[StoredRequest]:
 
 def as_chat(request: StoredRequest) -> ModelRequest:
     """The chat completion that it becomes."""
-    dialect = dialects.of(request.path)
-    if dialect is dialects.google.DIALECT:
-        dialect = dialects.google.dialect("policy", stream=False)
+    translated = {"/v1/responses": responses.DIALECT, "/v1/messages": messages.DIALECT}
+    known = OWN | translated | {":": google.dialect("policy", stream=False)}
+    dialect = next(dialect for path, dialect in known.items() if path in request.path)
     return read_request(dialect, json.dumps(request.body).encode(), ConversationMemory(), 0)

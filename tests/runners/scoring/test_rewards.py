@@ -189,7 +189,7 @@ async def with_a_tool_after_it(text: str) -> None:
     "call",
     [
         with_openai_on_aiohttp,
-        with_anthropic_on_aiohttp,
+        pytest.param(with_anthropic_on_aiohttp, marks=pytest.mark.part),
         with_httpx_on_requests,
         with_a_request_that_is_sent_twice,
         with_a_traceparent_of_its_own,

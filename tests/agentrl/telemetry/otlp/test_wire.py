@@ -18,8 +18,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from agentrl.base import otlp
+from agentrl.base.span_names import KIND, OPERATION
 from agentrl.errors import Invalid
+from agentrl.telemetry.otlp import wire
 from agentrl.types import Span
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -38,7 +39,7 @@ def attributes(**values: Any) -> list[dict[str, Any]]:
 
 
 def decode(body: bytes, content_type: str) -> list[Span]:
-    return otlp.decode_some(body, content_type)[0]
+    return wire.decode_some(body, content_type)[0]
 
 
 def test_spans_of_the_real_sdk() -> None:
@@ -46,9 +47,9 @@ def test_spans_of_the_real_sdk() -> None:
     provider = TracerProvider(resource=Resource.create({"service.name": "mine"}))
     provider.add_span_processor(SimpleSpanProcessor(finished))
     tracer = provider.get_tracer("library")
-    given = {otlp.KIND: "TOOL", "n": 3, "x": [1.5, 2.5], "yes": True}
+    given = {KIND: "TOOL", "n": 3, "x": [1.5, 2.5], "yes": True}
     with (
-        tracer.start_as_current_span("outer", attributes={otlp.OPERATION: "invoke_agent"}) as outer,
+        tracer.start_as_current_span("outer", attributes={OPERATION: "invoke_agent"}) as outer,
         pytest.raises(ValueError, match="broken"),
         tracer.start_as_current_span("inner", attributes=given),
     ):
@@ -65,13 +66,13 @@ def test_spans_of_the_real_sdk() -> None:
     assert (said["n"], said["x"], said["yes"]) == (3, [1.5, 2.5], True)
     assert said["exception.type"] == "ValueError"
     assert said["otel.status_description"] == "ValueError: broken"
-    assert otlp.KIND not in said
+    assert KIND not in said
     assert not [key for key in said if "telemetry.sdk" in key]
 
 
 def test_json_has_ids_in_hexadecimal_and_may_say_more() -> None:
     values = attributes(
-        **{otlp.OPERATION: {"stringValue": "chat"}},
+        **{OPERATION: {"stringValue": "chat"}},
         many={"arrayValue": {"values": [{"intValue": "7"}, {"doubleValue": "NaN"}]}},
         nested={"kvlistValue": {"values": attributes(a={"boolValue": False})}},
         raw={"bytesValue": "AAE="},
@@ -96,64 +97,6 @@ def test_json_has_ids_in_hexadecimal_and_may_say_more() -> None:
             "raw": "AAE=",
         },
     )
-
-
-@pytest.mark.parametrize(
-    ("sent", "kind"),
-    [
-        ({"openinference.span.kind": "LLM", "llm.model_name": "m"}, "llm"),
-        ({"openinference.span.kind": "RETRIEVER"}, "internal"),
-        ({"gen_ai.operation.name": "plan", "gen_ai.agent.name": "a"}, "chain"),
-        ({"gen_ai.operation.name": "embeddings", "gen_ai.system": "openai"}, "internal"),
-        ({"traceloop.span.kind": "workflow", "traceloop.entity.name": "team"}, "chain"),
-        ({"traceloop.span.kind": "task"}, "chain"),
-        ({"traceloop.span.kind": "agent"}, "agent"),
-        ({"traceloop.span.kind": "tool"}, "tool"),
-        ({"llm.request.type": "chat", "gen_ai.system": "OpenAI"}, "llm"),
-        ({"llm.request.type": "embedding"}, "internal"),
-        ({"gen_ai.tool.name": "look", "tool_arguments": "{}"}, "tool"),  # Pydantic AI
-        ({"agent_name": "clerk", "model_name": "m"}, "agent"),
-        ({"gen_ai.system": "openai", "gen_ai.request.model": "m"}, "llm"),  # before 1.27
-        ({"http.method": "POST", "gen_ai.agent.name": "clerk"}, "internal"),
-    ],
-)
-def test_the_kind_of_a_span_by_the_words_of_its_instrumentation(
-    sent: dict[str, Any], kind: str
-) -> None:
-    assert otlp.kind_of(sent) == kind
-
-
-@pytest.mark.parametrize(
-    ("sent", "name", "value"),
-    [
-        ({"gen_ai.workflow.name": "crew"}, "gen_ai.agent.name", "crew"),
-        ({"agent.name": "clerk"}, "gen_ai.agent.name", "clerk"),
-        ({"agent_name": "clerk"}, "gen_ai.agent.name", "clerk"),
-        ({"agent_name": "old", "gen_ai.agent.name": "new"}, "gen_ai.agent.name", "new"),
-        ({"gen_ai.system": "openai"}, "gen_ai.provider.name", "openai"),
-        ({"gen_ai.usage.prompt_tokens": 3}, "gen_ai.usage.input_tokens", 3),
-        ({"tool_response": "x"}, "gen_ai.tool.call.result", "x"),
-        (
-            {"traceloop.span.kind": "agent", "traceloop.entity.name": "clerk"},
-            "gen_ai.agent.name",
-            "clerk",
-        ),
-        (
-            {"traceloop.span.kind": "tool", "traceloop.entity.name": "look"},
-            "gen_ai.tool.name",
-            "look",
-        ),
-    ],
-)
-def test_older_names_of_attributes_are_kept_and_known_by_the_current_ones(
-    sent: dict[str, Any], name: str, value: Any
-) -> None:
-    found = otlp.with_current_names(sent)
-    assert found[name] == value
-    assert found.items() >= sent.items()
-    assert otlp.with_current_names({"traceloop.span.kind": "task"}) == {
-        "traceloop.span.kind": "task"
-    }
 
 
 @pytest.mark.parametrize(
@@ -196,7 +139,7 @@ def test_an_unusable_span_is_counted_and_the_rest_is_kept(
     spans = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
     spans.insert(0, spans[0] | wrong)
     body = json.dumps(request).encode()
-    found, unusable, why = otlp.decode_some(body, "application/json")
+    found, unusable, why = wire.decode_some(body, "application/json")
     assert ([span.id for span in found], unusable) == ([SPAN], 1)
     assert reason in why
     assert decode(body, "application/json") == found
@@ -213,12 +156,12 @@ def test_an_empty_request_has_no_spans() -> None:
 
 
 def test_the_answer_speaks_the_language_of_the_request() -> None:
-    assert otlp.success("application/json") == (b"{}", "application/json")
-    body, form = otlp.success("application/json;charset=utf-8", 2, "no such attempt")
+    assert wire.success("application/json") == (b"{}", "application/json")
+    body, form = wire.success("application/json;charset=utf-8", 2, "no such attempt")
     said = {"rejectedSpans": "2", "errorMessage": "no such attempt"}
     assert (json.loads(body), form) == ({"partialSuccess": said}, "application/json")
-    assert otlp.success("application/x-protobuf") == (b"", "application/x-protobuf")
-    body, _ = otlp.success("application/x-protobuf", 2, "no such attempt")
+    assert wire.success("application/x-protobuf") == (b"", "application/x-protobuf")
+    body, _ = wire.success("application/x-protobuf", 2, "no such attempt")
     partial = ExportTraceServiceResponse.FromString(body).partial_success
     assert (partial.rejected_spans, partial.error_message) == (2, "no such attempt")
 
@@ -229,11 +172,11 @@ def test_what_is_encoded_is_decoded_again() -> None:
     span = Span(
         id=SPAN, attempt=TRACE, parent=None, name="s", kind="tool", start=1, end=2, attributes=said
     )
-    body = otlp.encode([span], {"service.name": "agentrl"}, scope="")
+    body = wire.encode([span], {"service.name": "agentrl"}, scope="")
     (found,) = decode(body, "application/x-protobuf")
     expected = said | {"g": float(2**64), "i": str(10**400), "resource.service.name": "agentrl"}
     assert (found.kind, found.attributes) == ("tool", expected)
     (row,) = ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans
     assert row.status.code == row.status.STATUS_CODE_OK
     with pytest.raises(Invalid, match="no OpenTelemetry id"):
-        otlp.encode([msgspec.structs.replace(span, id="x")], {})
+        wire.encode([msgspec.structs.replace(span, id="x")], {})

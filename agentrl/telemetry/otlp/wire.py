@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from agentrl.base.span_names import DESCRIPTION, KIND, KINDS, kind_of
 from agentrl.errors import Invalid
 from agentrl.types import Json, Span
 
@@ -23,72 +24,26 @@ if TYPE_CHECKING:
     from opentelemetry.proto.common.v1.common_pb2 import AnyValue
     from opentelemetry.proto.trace.v1 import trace_pb2
 
-PROTOBUF, JSON = "application/x-protobuf", "application/json"
-DIFF = "agentrl.diff"  # span attribute: the changes that the agent made in its workspace
-KIND, TRACELOOP_KIND = "openinference.span.kind", "traceloop.span.kind"
-KINDS = frozenset({"agent", "chain", "tool", "llm"})
-TRACELOOP_KINDS = {"workflow": "chain", "task": "chain", "agent": "agent", "tool": "tool"}
-# Names of version 0.1.0 of OpenTelemetry's semantic conventions for generative AI.
-OPERATION, AGENT_NAME, TOOL_NAME = "gen_ai.operation.name", "gen_ai.agent.name", "gen_ai.tool.name"
-OPERATIONS = {
-    "chat": "llm",
-    "text_completion": "llm",
-    "generate_content": "llm",
-    "execute_tool": "tool",
-    "invoke_agent": "agent",
-    "create_agent": "agent",
-    "invoke_workflow": "chain",
-    "plan": "chain",
-}
-CURRENT = {
-    "gen_ai.system": "gen_ai.provider.name",
-    "gen_ai.workflow.name": AGENT_NAME,
-    "gen_ai.usage.prompt_tokens": "gen_ai.usage.input_tokens",
-    "gen_ai.usage.completion_tokens": "gen_ai.usage.output_tokens",
-    "gen_ai.openai.request.seed": "gen_ai.request.seed",
-    "agent.name": AGENT_NAME,  # OpenInference
-    "tool.name": TOOL_NAME,
-    "agent_name": AGENT_NAME,  # Pydantic AI up to version 2 of its instrumentation
-    "tool_arguments": "gen_ai.tool.call.arguments",
-    "tool_response": "gen_ai.tool.call.result",
-}
-"""The current name of each older or other name of an attribute that instrumentations send."""
-DESCRIPTION = "otel.status_description"  # the message of a failed span
+PROTOBUF, JSON_FORM = "application/x-protobuf", "application/json"
+Add = Callable[[list[Span]], Awaitable[tuple[int, str]]]  # see `base.span_names.Receive`
 LATEST = 2**63 - 1  # nanoseconds; the largest value of a store column
 LARGEST = 2**1023  # every smaller integer can be converted to a float
 ID_FIELDS = {"traceId", "spanId", "parentSpanId"}
 NOT_KEPT = ("telemetry.sdk.", "process.", "host.", "os.")  # attributes of the resource
 
 
-def kind_of(attributes: dict[str, Json]) -> str:
-    """The kind of a span, from its OpenInference attribute (which is removed from `attributes`),
-    its GenAI operation or OpenLLMetry kind, or what only spans of one kind have in instrumentations
-    without these; otherwise "internal"."""
-    kind = str(attributes.get(KIND, "")).lower()
-    if kind in KINDS:
-        del attributes[KIND]
-        return kind
-    if OPERATION in attributes:
-        return OPERATIONS.get(str(attributes[OPERATION]), "internal")
-    if (kind := str(attributes.get(TRACELOOP_KIND, "")).lower()) in TRACELOOP_KINDS:
-        return TRACELOOP_KINDS[kind]
-    if attributes.get("llm.request.type") in ("chat", "completion"):  # OpenLLMetry
-        return "llm"
-    if TOOL_NAME in attributes:
-        return "tool"
-    if "gen_ai.request.model" in attributes and "gen_ai.system" in attributes:
-        return "llm"
-    return "agent" if "agent_name" in attributes else "internal"
+async def receive(body: bytes, content_type: str, add: Add) -> tuple[bytes, str]:
+    """Add the spans of a request; return the body and the content type of its response. Raises
+    Invalid for a body that is no request."""
+    spans, invalid, why = decode_some(body, content_type)
+    refused, reason = await add(spans)
+    return success(content_type, invalid + refused, reason or why)
 
 
-def with_current_names(attributes: Mapping[str, Json]) -> dict[str, Json]:
-    """The attributes, and those with an older name under their current one too."""
-    added = {CURRENT[old]: attributes[old] for old in CURRENT if old in attributes}
-    entity = {"tool": TOOL_NAME, "agent": AGENT_NAME, "workflow": AGENT_NAME}
-    name = entity.get(str(attributes.get(TRACELOOP_KIND)))
-    if name is not None and "traceloop.entity.name" in attributes:
-        added.setdefault(name, attributes["traceloop.entity.name"])
-    return added | dict(attributes)
+async def drop(body: bytes, content_type: str, add: Add) -> tuple[bytes, str]:
+    """Accept logs and metrics and discard them: an agent would retry after a refusal, and training
+    does not use them."""
+    return b"{}" if content_type == JSON_FORM else b"", content_type
 
 
 def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
@@ -101,10 +56,10 @@ def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
     form = content_type.partition(";")[0].strip().lower()
     if form == PROTOBUF:
         request = _parse(body)
-    elif form == JSON:
+    elif form == JSON_FORM:
         request = _parse_json(body)
     else:
-        raise Invalid(f"spans come as {PROTOBUF} or {JSON}, not as {content_type!r:.80}")
+        raise Invalid(f"spans come as {PROTOBUF} or {JSON_FORM}, not as {content_type!r:.80}")
     found, unusable, why = list[Span](), 0, ""
     for resource in request.resource_spans:
         about = {
@@ -124,9 +79,11 @@ def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
 def success(content_type: str, rejected: int = 0, message: str = "") -> tuple[bytes, str]:
     """Body and content type of the response to a request of `content_type`. rejected: the number of
     spans that were dropped because of `message`; the client must not send them again."""
-    if content_type.partition(";")[0].strip().lower() == JSON:
+    if content_type.partition(";")[0].strip().lower() == JSON_FORM:
         partial = {"rejectedSpans": str(rejected), "errorMessage": message}
-        return msgspec.json.encode({"partialSuccess": partial} if rejected or message else {}), JSON
+        return msgspec.json.encode(
+            {"partialSuccess": partial} if rejected or message else {}
+        ), JSON_FORM
     service = _classes()
     answer = service.ExportTraceServiceResponse()
     if rejected or message:

@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from agentrl.algorithms.train.checkpoint import save_checkpoint
-from agentrl.cli.export import push
 from agentrl.cli.main import cli
 from agentrl.errors import AgentRLError
+from agentrl.model_export.command import push
 
 
 class Hub(ThreadingHTTPServer):

@@ -180,6 +180,19 @@ async def test_errors_are_googles(bench: Any, active: Any, http: Any) -> None:
     assert (ended.status_code, ended.json()["error"]["status"]) == (403, "PERMISSION_DENIED")
 
 
+async def test_errors_of_the_policy_server_are_googles(bench: Any, http: Any) -> None:
+    async def lost(request: web.Request, body: Any) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "no such page"}}, status=410)
+
+    async def failed(request: web.Request, body: Any) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "it burns"}}, status=500)
+
+    for answer, status, said in ((lost, 410, "no such page"), (failed, 500, "it burns")):
+        bench.model.then(*[answer] * (6 if status == 500 else 1))  # it is asked again
+        told = (await http.post(WHOLE, json={"contents": [USER]})).json()["error"]
+        assert (told["code"], said in told["message"]) == (status, True)
+
+
 async def test_a_stream_that_breaks_ends_with_an_error(bench: Any, active: Any, http: Any) -> None:
     async def broken(request: web.Request, body: Any) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})

@@ -7,20 +7,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.runners.dialects import (
-    DIALECTS,
-    UntranslatableError,
-    google,
-    messages,
-    of,
-    responses,
-)
+from agentrl.runners.dialects import OWN, Dialect, UntranslatableError, dialect_of
 from agentrl.runners.dialects.base import CHAT
 from agentrl.runners.dialects.conversation import ConversationMemory
 from agentrl.runners.gateway.request import read_request
+from agentrl.runners.translation import google, messages, responses
+from agentrl.runners.translation.gateway import GOOGLE
 
 NAMES = sorted(
     {*responses.ALLOWED, *responses.IDLE, *responses.TRANSLATED}
@@ -82,9 +78,17 @@ def test_text_that_is_no_unicode(dialect: Any) -> None:
 
 
 def test_the_dialect_of_a_path() -> None:
-    found = {of(f"/a/x/v1/{dialect.route}") for dialect in DIALECTS}
-    assert found == set(DIALECTS)
+    def of(path: str, **headers: str) -> Dialect:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return dialect_of(make_mocked_request("POST", path, headers=named))
+
+    assert {of(f"/a/x{path}") for path in OWN} == {CHAT}  # both have OpenAI's errors
+    assert of("/a/x/v1/responses") is responses.DIALECT
+    assert of("/a/x/v1/messages") is messages.DIALECT
     assert of("/v1/rewards") is CHAT
-    assert of("/v1/rewards", anthropic=True) is messages.DIALECT
+    assert of("/v1/rewards", anthropic_version="2023-06-01") is messages.DIALECT
     assert of("/v1/messages/count_tokens") is messages.DIALECT
-    assert of("/a/x/v1beta/models/m:countTokens") is google.DIALECT
+    assert of("/v1/messages/batches") is messages.DIALECT
+    assert of("/a/x/v1beta/models/m:countTokens") is GOOGLE.dialect
+    assert of("/v1/models/m:countTokens", anthropic_version="2023-06-01") is GOOGLE.dialect
+    assert of("/v1beta/models/m") is CHAT

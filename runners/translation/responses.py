@@ -14,8 +14,14 @@ from uuid import uuid4
 
 from agentrl.runners.dialects import base
 from agentrl.runners.dialects.base import Dialect, UntranslatableError
-from agentrl.runners.dialects.client_tools import ClientTools, arguments_of, custom_input, flat_name
 from agentrl.runners.dialects.conversation import Body, ConversationMemory
+from agentrl.runners.translation import common
+from agentrl.runners.translation.client_tools import (
+    ClientTools,
+    arguments_of,
+    custom_input,
+    flat_name,
+)
 from agentrl.types import Json
 
 # Fields that a chat completion cannot express, with the values at which they have no effect. Any
@@ -64,7 +70,7 @@ def chat_request(
 ) -> Body:
     """Return a request's chat completion, which continues the `earlier` messages. Adds the tools
     that it offers to `tools`."""
-    base.refuse_unless(body, ALLOWED)
+    common.refuse_unless(body, ALLOWED)
     chat = {k: v for k, v in body.items() if k not in ALLOWED.keys() | IDLE | TRANSLATED}
     instructions = body.get("instructions")
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
@@ -107,7 +113,7 @@ def _settings(items: list[Body], tools: ClientTools, reasoning: Body) -> tuple[l
             tools.add(item.get("tools"), f"{here}.tools")
         elif item.get("type") == "configuration_update":
             if unknown := sorted(item.keys() - {"type", "id", "role", "reasoning"}):
-                raise base.impossible(here, ", ".join(unknown))
+                raise common.impossible(here, ", ".join(unknown))
             reasoning = reasoning | (item.get("reasoning") or {})
         else:
             rest.append(item)
@@ -134,12 +140,12 @@ def _format(options: Body) -> Body:
 
 
 def _reasoning(options: Body) -> Body:
-    base.refuse_unless(options, REASONING, "reasoning.")
+    common.refuse_unless(options, REASONING, "reasoning.")
     known = REASONING.keys() | NO_SUMMARY
     given = {k: v for k, v in options.items() if v is not None and k not in known}
     effort = given.pop("effort", None)
     if given:
-        raise base.impossible("reasoning", ", ".join(sorted(given)))
+        raise common.impossible("reasoning", ", ".join(sorted(given)))
     return {} if effort is None else {"reasoning_effort": effort}
 
 
@@ -169,14 +175,14 @@ def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) 
             arguments = arguments_of(text, memory.arguments.get(str(id)))
         turn = _turn(turns)
         turn.setdefault("content", None)
-        call = base.tool_call(id, flat_name(item.get("name"), item.get("namespace")), arguments)
+        call = common.tool_call(id, flat_name(item.get("name"), item.get("namespace")), arguments)
         turn.setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         output = _content(item.get("output"), f"{where}.output", plain=False)
         turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
         shown = base.joined(item.get("content"), f"{where}.content")
-        if thought := base.thought_of(shown, item.get("encrypted_content")):
+        if thought := common.thought_of(shown, item.get("encrypted_content")):
             turns.append({"role": "assistant", "reasoning_content": thought})
         else:
             _add(turns, _remembered(item.get("id"), where, memory), where, memory)
@@ -188,10 +194,11 @@ def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) 
 
 def _remembered(id: Json, where: str, memory: ConversationMemory) -> Body:
     """Return the output item with an id, for a request that has only the id."""
-    if not isinstance(id, str) or id not in memory.items:
+    if not isinstance(id, str) or id not in memory.kept["items"]:
         why = f"{id!r:.80} is no item of this attempt's stored responses; send it with its content"
         raise UntranslatableError(where, why, code="item_not_found")
-    return memory.items[id]
+    item: Body = memory.kept["items"][id]
+    return item
 
 
 def _turn(turns: list[Body]) -> Body:
@@ -227,14 +234,14 @@ def _content(content: Json, where: str, *, plain: bool) -> Json:
 # -- the answer ------------------------------------------------------------------------------------
 
 
-class ResponsesTranslation(base.Translation):
+class ResponsesTranslation(common.ChatTranslation):
     def __init__(self, body: Body, memory: ConversationMemory) -> None:
         previous = body.get("previous_response_id")
-        if previous is not None and previous not in memory.answers:
+        if previous is not None and previous not in memory.kept["answers"]:
             why = f"{previous!r:.80} is not a stored response of this attempt"
             code = "previous_response_not_found"
             raise UntranslatableError("previous_response_id", why, code=code)
-        earlier = [] if previous is None else memory.answers[previous]
+        earlier = [] if previous is None else memory.kept["answers"][previous]
         self._tools = ClientTools()
         chat = chat_request(body, memory, self._tools, earlier)
         super().__init__(chat, _envelope(body), streamed=bool(body.get("stream")))
@@ -302,8 +309,8 @@ class ResponsesTranslation(base.Translation):
             self._event(f"response.{part['type']}.done", **done, **where)
             self._event("response.content_part.done", part=part, **where)
             if item["type"] == "reasoning":  # also unasked: some clients send back nothing else
-                item["encrypted_content"] = base.seal(part["text"])
-        self._memory.items[item["id"]] = item
+                item["encrypted_content"] = common.seal(part["text"])
+        self._memory.kept["items"][item["id"]] = item
         self._event("response.output_item.done", item=item, output_index=len(self._items) - 1)
 
     def _end(self) -> None:
@@ -311,7 +318,7 @@ class ResponsesTranslation(base.Translation):
             self.answer |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
         else:
             self.answer |= {"status": "completed", "completed_at": int(time.time())}
-        self._memory.answers[self.answer["id"]] = [
+        self._memory.kept["answers"][self.answer["id"]] = [
             *self._conversation,
             *_messages(self._items, self._memory),
         ]
@@ -361,4 +368,4 @@ def _id(prefix: str) -> str:
     return f"{prefix}_{uuid4().hex}"
 
 
-DIALECT = Dialect("responses", "chat/completions", base.error, ResponsesTranslation)
+DIALECT = Dialect("chat/completions", base.error, ResponsesTranslation)

@@ -20,12 +20,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 import agentrl
 from agentrl import Reward, Scope
-from agentrl.cli import export
 from agentrl.cli.main import cli
 from agentrl.errors import AgentRLError, NotFound, Unavailable
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.tracing import langchain as steps
-from agentrl.telemetry import genai
+from agentrl.telemetry.otlp import export, genai
 from agentrl.types import Span, Trace, Transition, float32, int32
 from tests import factories
 

@@ -16,6 +16,7 @@ import msgspec
 from agentrl.runners.dialects import base
 from agentrl.runners.dialects.base import Dialect, UntranslatableError
 from agentrl.runners.dialects.conversation import Body, ConversationMemory
+from agentrl.runners.translation import common
 from agentrl.types import Json
 
 # Fields that a chat completion cannot express, with the values at which they have no effect. Any
@@ -61,7 +62,7 @@ def error(status: int, code: str, message: str) -> Body:
 
 
 def chat_request(body: Body, memory: ConversationMemory) -> Body:
-    base.refuse_unless(body, ALLOWED)
+    common.refuse_unless(body, ALLOWED)
     body = _with_thread(body, memory)
     chat = {k: v for k, v in body.items() if k not in ALLOWED.keys() | IDLE | TRANSLATED}
     for name in ("max_tokens", "messages"):
@@ -78,13 +79,15 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
         chat["stop"] = body["stop_sequences"]
     for index, edit in enumerate((body.get("context_management") or {}).get("edits") or ()):
         if edit.get("type") not in EDITS:
-            raise base.impossible(f"context_management.edits[{index}]", f"{edit.get('type')!r:.80}")
+            raise common.impossible(
+                f"context_management.edits[{index}]", f"{edit.get('type')!r:.80}"
+            )
     offered = enumerate(base.objects(body.get("tools"), "tools"))
     if tools := [_tool(tool, index) for index, tool in offered if not _hosted(tool)]:
         chat["tools"] = tools
     kind = (body.get("thinking") or {}).get("type")
     if kind not in (None, "adaptive", "disabled"):
-        raise base.impossible("thinking", "a budget")
+        raise common.impossible("thinking", "a budget")
     config = body.get("output_config") or {}
     if config.get("effort"):
         chat["reasoning_effort"] = config["effort"]
@@ -105,13 +108,13 @@ def _with_thread(body: Body, memory: ConversationMemory) -> Body:
         return body
     previous = thread.get("previous_message_id")
     if thread.get("type") != "continue" or not isinstance(previous, str):
-        raise base.impossible("thread", f"{thread!r:.80}")
+        raise common.impossible("thread", f"{thread!r:.80}")
     if again := [name for name in KEPT if body.get(name)]:
-        raise base.impossible(again[0], "a change of what the thread was created with")
-    if previous not in memory.threads:
+        raise common.impossible(again[0], "a change of what the thread was created with")
+    if previous not in memory.kept["threads"]:
         why = f"{previous!r:.80} is not a message of a thread of this attempt"
         raise UntranslatableError("thread.previous_message_id", why, status=404, code=THREAD_LOST)
-    earlier = memory.threads[previous]
+    earlier: Body = memory.kept["threads"][previous]
     added = base.objects(body.get("messages"), "messages")
     return body | earlier | {"messages": [*earlier["messages"], *added]}
 
@@ -200,22 +203,20 @@ def _output(block: Body, where: str) -> Json:
 
 
 def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Body:
-    turn: Body = {
-        "role": "assistant",
-        "content": None if blocks else "",
-    }  # a policy may say nothing
+    # A policy may say nothing.
+    turn: Body = {"role": "assistant", "content": None if blocks else ""}
     for index, block in enumerate(blocks):
         here, kind = f"{where}[{index}]", block.get("type")
         if kind == "text":
             turn["content"] = (turn["content"] or "") + base.text(block.get("text"), here)
         elif kind == "thinking":
             text = base.text(block.get("thinking"), here)
-            text = base.thought_of(text, block.get("signature"))
+            text = common.thought_of(text, block.get("signature"))
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
         elif kind == "tool_use":
             id = block.get("id")
             arguments = written_arguments(block.get("input"), memory.arguments.get(str(id)))
-            call = base.tool_call(id, block.get("name"), arguments)
+            call = common.tool_call(id, block.get("name"), arguments)
             turn.setdefault("tool_calls", []).append(call)
         else:
             raise UntranslatableError(here, f"a block of type {kind!r:.80} is not possible here")
@@ -261,7 +262,7 @@ def _text(content: Json, where: str) -> str:
 # -- the answer ------------------------------------------------------------------------------------
 
 
-class MessagesTranslation(base.Translation):
+class MessagesTranslation(common.ChatTranslation):
     """Sends the input of a tool call once it is complete, as Anthropic does by default: an object,
     or `{BROKEN: text}` if the text is not a JSON object."""
 
@@ -303,7 +304,7 @@ class MessagesTranslation(base.Translation):
             shown = msgspec.json.encode(block["input"]).decode()
             self._delta({"type": "input_json_delta", "partial_json": shown})
         elif block["type"] == "thinking":  # without a signature, clients do not send it back
-            block["signature"] = base.seal(block["thinking"])
+            block["signature"] = common.seal(block["thinking"])
             self._delta({"type": "signature_delta", "signature": block["signature"]})
         self._event("content_block_stop", index=len(self._blocks) - 1)
 
@@ -319,7 +320,7 @@ class MessagesTranslation(base.Translation):
             turn: Body = {"role": "assistant", "content": self._blocks}
             kept = {name: whole[name] for name in KEPT if name in whole}
             kept["messages"] = [*whole["messages"], turn]
-            self._memory.threads[self.answer["id"]] = kept
+            self._memory.kept["threads"][self.answer["id"]] = kept
 
     def _add_block(self, block: Body) -> None:
         self._blocks.append(block)
@@ -336,4 +337,4 @@ def input_of(arguments: str) -> Body:
         return {BROKEN: arguments}
 
 
-DIALECT = Dialect("messages", "chat/completions", error, MessagesTranslation)
+DIALECT = Dialect("chat/completions", error, MessagesTranslation)

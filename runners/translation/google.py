@@ -15,7 +15,8 @@ import msgspec
 from agentrl.runners.dialects import base
 from agentrl.runners.dialects.base import Dialect, UntranslatableError
 from agentrl.runners.dialects.conversation import Body, ConversationMemory
-from agentrl.runners.dialects.messages import input_of, written_arguments
+from agentrl.runners.translation import common
+from agentrl.runners.translation.messages import input_of, written_arguments
 from agentrl.types import Json
 
 # Field -> values that are ignored. Other values and unknown fields are refused.
@@ -56,9 +57,9 @@ def chat_request(body: Body, memory: ConversationMemory, model: str) -> Body:
     config = body.get("generationConfig") or {}
     thinking = config.get("thinkingConfig") or {}
     for fields, where in ((body, ""), (config, "generationConfig."), (thinking, "thinkingConfig.")):
-        base.refuse_unless(fields, ALLOWED, where)
+        common.refuse_unless(fields, ALLOWED, where)
         for name in fields.keys() - ALLOWED.keys() - IDLE - TRANSLATED - SAME.keys():
-            raise base.impossible(f"{where}{name}", f"{fields[name]!r:.80}")
+            raise common.impossible(f"{where}{name}", f"{fields[name]!r:.80}")
     chat: Body = {SAME[k]: v for k, v in config.items() if k in SAME and v is not None}
     system = base.joined((body.get("systemInstruction") or {}).get("parts"), "systemInstruction")
     turns = [{"role": "system", "content": system}] if system else []
@@ -98,7 +99,7 @@ def _tools(tools: Json) -> list[Body]:
     functions = []
     for index, tool in enumerate(base.objects(tools, "tools")):
         for name in tool.keys() - HOSTED - {"functionDeclarations"}:
-            raise base.impossible(f"tools[{index}]", f"{name!r:.80}")
+            raise common.impossible(f"tools[{index}]", f"{name!r:.80}")
         where = f"tools[{index}].functionDeclarations"
         for declared in base.objects(tool.get("functionDeclarations"), where):
             schema = declared.get("parametersJsonSchema") or declared.get("parameters")
@@ -114,7 +115,7 @@ def _tool_choice(calling: Body, offered: bool) -> Body:
         names and (mode, len(names)) != ("ANY", 1)
     ):
         what = f"mode {mode!r:.80} with {names!r:.80}"
-        raise base.impossible("toolConfig.functionCallingConfig", what)
+        raise common.impossible("toolConfig.functionCallingConfig", what)
     if names:
         return {"tool_choice": {"type": "function", "function": {"name": names[0]}}}
     return {"tool_choice": MODES[mode]} if mode in MODES and offered else {}
@@ -139,15 +140,15 @@ def _add(turns: list[Body], content: Body, where: str, memory: ConversationMemor
     turn: Body = {"role": "assistant" if role == "model" else "user", "content": None}
     for index, part in enumerate(base.objects(content.get("parts"), f"{where}.parts")):
         here = f"{where}.parts[{index}]"
-        thought = thought or base.unseal(part.get("thoughtSignature"))
+        thought = thought or common.unseal(part.get("thoughtSignature"))
         if call := part.get("functionCall"):
             id = str(call.get("id") or f"{where}.parts[{index}]")
             arguments = written_arguments(call.get("args"), memory.arguments.get(id))
             calls = turn.setdefault("tool_calls", [])
-            calls.append(base.tool_call(id, call.get("name"), arguments))
+            calls.append(common.tool_call(id, call.get("name"), arguments))
         elif answer := part.get("functionResponse"):
             if answer.get("parts"):
-                raise base.impossible(f"{here}.functionResponse.parts", "what is not text")
+                raise common.impossible(f"{here}.functionResponse.parts", "what is not text")
             output = answer.get("response")
             if isinstance(output, dict) and [*output] == ["output"]:
                 output = output["output"]
@@ -183,7 +184,7 @@ def _pending(turns: list[Body], answer: Body) -> Json:
 # -- the answer ------------------------------------------------------------------------------------
 
 
-class GoogleTranslation(base.Translation):
+class GoogleTranslation(common.ChatTranslation):
     """Sends a function call once it is complete, as Google does. The signature of a call holds the
     thought before it, which the agent then sends back even if it does not show it."""
 
@@ -222,7 +223,7 @@ class GoogleTranslation(base.Translation):
         if "functionCall" in part:
             part["functionCall"]["args"] = input_of(self._arguments)
             if self._thought:
-                part["thoughtSignature"] = base.seal(self._thought)
+                part["thoughtSignature"] = common.seal(self._thought)
             self._thought = ""
             self._show(part)
 
@@ -235,10 +236,7 @@ class GoogleTranslation(base.Translation):
         self._events.append(base.data_event(self.answer | {"candidates": [shown]}))
 
 
-DIALECT = Dialect("models", "chat/completions", error)
-
-
 def dialect(model: str, *, stream: bool) -> Dialect:
     """Return the dialect of a request whose path names `model` and its method."""
     translate = partial(GoogleTranslation, model=model, stream=stream)
-    return Dialect("models", "chat/completions", error, translate, tells_errors=True)
+    return Dialect("chat/completions", error, translate, tells_errors=True)

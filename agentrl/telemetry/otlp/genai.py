@@ -17,7 +17,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict, replace
 
-from agentrl.base.otlp import AGENT_NAME, DESCRIPTION, OPERATION, TOOL_NAME, with_current_names
+from agentrl.base.span_names import (
+    AGENT_NAME,
+    DESCRIPTION,
+    OPERATION,
+    TOOL_NAME,
+    with_current_names,
+)
 from agentrl.types import Json, Reward, Scope, Span, Trace, Transition
 
 PROVIDER = "agentrl"  # provider of the answers for the agent

@@ -20,9 +20,9 @@ from openai.types.responses.response_create_params import (
 )
 from openai.types.shared_params import Reasoning
 
-from agentrl.runners.dialects import messages, responses
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.translation import messages, responses
 
 TOOL = {
     "type": "object",
@@ -463,7 +463,7 @@ async def test_a_thread_of_the_tool_runner_has_what_it_does_not_send_again(
     async def look(text: str) -> str:
         """Look."""
         if lost:
-            active.memory.threads.clear()
+            active.memory.kept["threads"].clear()
         return f"seen {text}"
 
     ask: Any = {"model": "m", "max_tokens": 9, "system": "be brief", "tools": [look]}

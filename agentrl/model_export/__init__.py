@@ -1,0 +1,1 @@
+"""A trained model as a Hugging Face folder, and its upload."""

@@ -1,0 +1,1 @@
+"""OpenTelemetry traces from others and for others."""

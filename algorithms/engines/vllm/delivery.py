@@ -1,0 +1,235 @@
+"""Brings the newest weights to running vLLM servers: wakes, sends, compares, lets calls in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf, isnan
+
+from agentrl.algorithms.engines.vllm.client import VllmClient
+from agentrl.algorithms.engines.vllm.serving import (
+    CLOSE,
+    HOLD,
+    OPEN,
+    RUNNING,
+    LostError,
+    ServedModel,
+    TrainedModel,
+    VllmHost,
+)
+from agentrl.algorithms.engines.vllm.spans import SPANS
+from agentrl.algorithms.engines.vllm.weights import NewestWeights
+from agentrl.errors import PolicyError
+from agentrl.types import POLICY
+
+# vLLM documents clear_cache as without effect here, but it does make calls recompute their keys.
+PAUSE, RESUME = "/pause?mode=keep&clear_cache=true", "/resume"
+WEIGHTS, KEYS = "weights", "kv_cache"  # vLLM's tags of wake_up
+COMPLETIONS = "/v1/completions"
+
+
+class WeightDelivery:
+    """The steps by which servers get weights; each may be repeated after a server has died.
+
+    Invariant: a server is awake and has the newest weights of a policy, no keys of older ones that
+    a new call could reuse, and the learner's log-probs, before `load` opens it or goes on to the
+    next. Weights change only where calls are held, or, while `swapping`, where vLLM is paused
+    between two steps or another version of the adapter is loaded. Writer: the `VllmServer`."""
+
+    def __init__(
+        self,
+        host: VllmHost,
+        weights: NewestWeights,
+        parity: ParityCheck,
+        sleep: SleepCycle,
+        *,
+        timeout: float,
+        in_flight: bool,
+    ) -> None:
+        """timeout: seconds for calls in flight to end, and for vLLM to load an update. in_flight:
+        see `VllmServer`."""
+        self.in_flight = in_flight
+        self.swapping = False  # weights change while calls run
+        self.seconds: dict[str, float] = {}  # duration of each part of the newest publish
+        self._host, self._weights, self.timeout = host, weights, timeout
+        self.parity, self._sleep = parity, sleep
+
+    @property
+    def control(self) -> VllmClient:
+        """A client of all servers that have the newest weights."""
+        return VllmClient(self._host, self.timeout)
+
+    async def hold(self) -> None:
+        """Hold calls; returns once none is in flight."""
+        with self.timed("hold"):
+            await self.control.post(HOLD)
+
+    async def open(self, server: str = "") -> None:
+        """Let calls in, which are told the newest versions."""
+        await self.control.only(server).post(f"{OPEN}?{self._weights.serving.query()}")
+
+    async def sleep(self) -> None:
+        await self._sleep.sleep(self.control)
+
+    async def wake(self) -> None:
+        """Wake vLLM if it still sleeps, as after an update without a publish."""
+        policies = list(self._weights.serving.versions) if self._sleep.dropped else []
+        await self._sleep.wake(WEIGHTS, self.control)
+        for policy in policies:
+            await self.send(policy, self.control)
+        await self._sleep.wake(KEYS, self.control)
+
+    async def send(self, policy: str, servers: VllmClient) -> None:
+        """Send the newest weights of a policy, and forget keys of older ones."""
+        with self.timed("send"):
+            await self._weights.send(policy, servers)
+        serving = self._weights.serving
+        if self.swapping and serving.adapters:
+            return
+        with self.timed("reset"):
+            resets = await servers.post("/reset_prefix_cache")
+        if not all(reset["success"] for reset in resets):
+            raise PolicyError("vLLM did not clear its prefix cache after a weight update")
+        if self._host.spans:
+            await servers.post(f"{SPANS}?{serving.query()}")
+        if self.in_flight and not serving.adapters:
+            await servers.post(RESUME)
+
+    async def send_all(self, servers: VllmClient) -> None:
+        """Send every policy to servers that have just started, or returned."""
+        for policy in list(self._weights.serving.versions):
+            await self.send(policy, servers)
+
+    async def load(self, policy: str) -> None:
+        """Send the newest weights and compare log-probs with the learner's. In flight, servers are
+        paused one by one and calls go to the others; one that goes down gets them on return."""
+        pauses = self.swapping and not self._weights.serving.adapters
+        in_turn = tuple(self._host.servers) if pauses and self._weights.in_turn else ("",)
+        for server in in_turn:
+            try:
+                await self._load(policy, server, pauses=pauses)
+            except LostError:
+                left = self._host.servers
+                if not server or server in left or not left:
+                    raise
+
+    async def _load(self, policy: str, server: str, *, pauses: bool) -> None:
+        servers = self.control.only(server)
+        if pauses:
+            with self.timed("hold"):
+                await servers.post(CLOSE)
+                await servers.post(PAUSE)
+        await self._sleep.wake(WEIGHTS, servers)
+        await self.send(policy, servers)
+        await self._sleep.wake(KEYS, servers)
+        with self.timed("check"):
+            await self.parity.check_logprobs(policy, servers)
+        if pauses:
+            await self.open(server)
+
+    async def check_temperature(self, policy: str) -> None:
+        await self.parity.check_temperature(policy, self.control)
+
+    async def drop_old(self) -> None:
+        """Unload old versions of adapters that no call uses."""
+        if adapters := self._weights.adapters:
+            await self._sleep.wake(WEIGHTS, self.control)  # adapters sleep with them
+            (used,) = await self.control.post(RUNNING)
+            await adapters.drop(used, self.control)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.seconds[part] = time.monotonic() - started
+
+
+class SleepCycle:
+    """vLLM's sleep mode: a child on the learner's GPU frees its memory during updates.
+
+    Level 1 keeps the weights in host memory; level 2 drops them, and they are sent again. Both drop
+    the KV cache. Invariant: a child sleeps only while calls are held; it wakes the weights before
+    the KV cache, because the GPU may not hold both plus the buffers of a weight transfer."""
+
+    def __init__(self, level: int) -> None:
+        """level: vLLM's sleep level; 0: it never sleeps."""
+        self.level = level
+        self._asleep: set[str] = set()
+        # Set while vLLM may take GPU memory: a restart of one that died asleep waits for it.
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+
+    async def sleep(self, servers: VllmClient) -> None:
+        """Put vLLM to sleep. Calls must be held."""
+        if self.level:
+            # mode=abort ends requests of other clients, whose keys are lost.
+            await servers.post(f"/sleep?level={self.level}&mode=abort")
+            self._asleep = {WEIGHTS, KEYS}
+            self.may_start.clear()
+
+    async def wake(self, tag: str, servers: VllmClient) -> None:
+        """Wake a part, if it is asleep: WEIGHTS, and then KEYS."""
+        if tag in self._asleep:
+            await servers.post(f"/wake_up?tags={tag}")
+            self._asleep.discard(tag)  # a restart meanwhile has woken it
+
+    @property
+    def dropped(self) -> bool:
+        """Whether vLLM has dropped the weights, which must be sent again."""
+        return self.level == 2 and WEIGHTS in self._asleep
+
+    def restarted(self) -> None:
+        """Called after a restart: a new process is awake."""
+        self._asleep = set()
+
+
+@dataclass(frozen=True, slots=True)
+class ParityCheck:
+    """Checks that vLLM computes with the learner's weights, by the log-probs of a text, up to a
+    tolerance in nats."""
+
+    learned: TrainedModel
+    serving: ServedModel
+    tolerance: float
+
+    async def check_logprobs(self, policy: str, servers: VllmClient) -> None:
+        """Raise PolicyError if vLLM's log-probs of the probe text differ from the learner's."""
+        probe = list(self.learned.probe)
+        body = {"model": self.serving.name(policy), "prompt": probe, "max_tokens": 1}
+        body |= {"prompt_logprobs": 0, "temperature": 1.0}
+        answers = await servers.post(COMPLETIONS, body)
+        scored = self._scored(policy, probe)
+        for answer in answers:
+            rows = answer["choices"][0]["prompt_logprobs"][1:]
+            served = [next(iter(row.values()))["logprob"] for row in rows]
+            gaps = [abs(a - b) for a, b in zip(served, scored, strict=True)]
+            worst = max(range(len(gaps)), key=lambda i: inf if isnan(gaps[i]) else gaps[i])
+            if not gaps[worst] <= self.tolerance:
+                raise PolicyError(
+                    f"vLLM serves other weights than the learner's after publishing version "
+                    f"{self.serving.versions[policy]}: log-prob {served[worst]:.6f} against "
+                    f"{scored[worst]:.6f}, tolerance {self.tolerance:g} (engine.vllm.tolerance)"
+                )
+
+    async def check_temperature(self, policy: str, servers: VllmClient) -> None:
+        """Raise PolicyError if vLLM's log-probs ignore the temperature that it samples at."""
+        probe = list(self.learned.probe)
+        body = {"model": self.serving.name(policy), "prompt": probe, "max_tokens": 8}
+        body |= {"seed": 0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
+        for answer in await servers.post(COMPLETIONS, body | {"temperature": 2.0}):
+            choice = answer["choices"][0]
+            tokens, served = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            pairs = zip(served, self._scored(policy, probe + tokens)[-len(tokens) :], strict=True)
+            if all(abs(a - b) <= self.tolerance for a, b in pairs):  # those at temperature 1
+                raise PolicyError(
+                    "vLLM returns log-probs of another distribution than it samples from; start it "
+                    "with --logprobs-mode processed_logprobs"
+                )
+
+    def _scored(self, policy: str, tokens: list[int]) -> list[float]:
+        """The learner's log-probs. It has its own name for a whole model, unlike a fleet."""
+        whole = next(iter(self.learned.adapters), POLICY)
+        return self.learned.score(policy if self.serving.adapters else whole, tokens)

@@ -1,0 +1,1 @@
+"""Model APIs other than chat completions, on top of chat completions."""
