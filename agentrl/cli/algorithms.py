@@ -27,13 +27,14 @@ ALL_STREAMS: tuple[Supply, ...] = (
 
 
 def catalogue() -> list[str]:
-    """One line per preset and modifier: its name, docstring, and the fields that it sets. Those of
-    parts follow the short list, by part."""
-    homes, (found, changes) = known("presets"), presets.installed()
+    """One line per preset and modifier: its name, docstring, and the fields that it sets. The
+    others follow the short list, by part."""
+    parts, (found, changes) = known("presets"), presets.installed()
     made = found | {f"+{name}": change for name, change in changes.items()}
+    homes = {word: "presets" if one.usual else parts[word] for word, one in made.items()}
     lines = []
-    for home in ("presets", *sorted(set(homes.values()))):
-        own = (word for word in made if homes.get(word, "presets") == home)
+    for home in ("presets", *sorted({*homes.values()} - {"presets"})):
+        own = (word for word in made if homes[word] == home)
         lines += [home, *(_line(word, made[word]) for word in sorted(own, key=_presets_first))]
     return lines
 

@@ -136,6 +136,14 @@ def with_entropy(algo: Algo, *, entropy: Num = 0.0) -> Algo:
 ENTROPY = AlgoModifier("entropy", with_entropy)
 
 
+@declare.modifier("credit", usual=True)
+def with_credit(algo: Algo, *, credit: CreditFunction, credit_reward: str = "") -> Algo:
+    """Replaces the host's credit by your function "file.py:name", which takes a batch and returns
+    one advantage per token, NaN if missing (arXiv 2402.03300). credit_reward: the reward to put
+    into the batch for it; default: the host's."""
+    return replace(algo, credit=credit, rewards=(credit_reward or declare.outcome_of(algo),))
+
+
 def _value(name: str, option: str, value: Any, valid: Mapping[str, Option], root: Path) -> Any:
     if option not in valid:
         hint = nearest(option, valid) if valid else "it has no options"

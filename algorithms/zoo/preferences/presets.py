@@ -1,4 +1,4 @@
-"""More losses of pairs: see `presets.preferences`."""
+"""More losses of pairs: see `pairs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.algorithms.presets.declare import (
     Num,
     modifier,
 )
-from agentrl.algorithms.presets.preferences import Smoothing, log_loss, pairs_preset
+from agentrl.algorithms.zoo.preferences.pairs import Smoothing, log_loss, pairs_preset
 from agentrl.config import Positive
 from agentrl.errors import ConfigError
 

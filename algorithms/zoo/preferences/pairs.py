@@ -67,13 +67,20 @@ class PairsPreset(AlgoPreset):
 
 
 def pairs_preset(
-    name: str, *, reference: bool = True, whole: bool = False, nll: float = 0.0
+    name: str,
+    *,
+    reference: bool = True,
+    whole: bool = False,
+    nll: float = 0.0,
+    usual: bool = False,
 ) -> Callable[[Build], Build]:
     """Register a loss of pairs as a preset, with an option kl, the coefficient of a k3 KL penalty
     to the reference. The loss stays as it is."""
 
     def register(loss: Build) -> Build:
-        add_preset(PairsPreset(name, loss, kl=True, reference=reference, whole=whole, nll=nll))
+        add_preset(
+            PairsPreset(name, loss, kl=True, usual=usual, reference=reference, whole=whole, nll=nll)
+        )
         return loss
 
     return register
@@ -83,7 +90,7 @@ def log_loss(x: Tensor, smoothing: float = 0.0) -> Tensor:
     return -(1 - smoothing) * logsigmoid(x) - smoothing * logsigmoid(-x)
 
 
-@pairs_preset("dpo")
+@pairs_preset("dpo", usual=True)
 def dpo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
     """Direct preference optimization. arXiv 2305.18290."""
     return log_loss(beta * (a.h - b.h))
@@ -97,7 +104,7 @@ def kto_loss(
     return torch.where(label > 0.5, good, bad)
 
 
-@preset("kto")
+@preset("kto", usual=True)
 def kto(
     reward: str,
     *,
@@ -113,7 +120,7 @@ def kto(
     return Algo(ZeroAdvantage(), agg=TOKENS, side=side, prepare=(with_mismatched,))
 
 
-@modifier("pairs")
+@modifier("pairs", usual=True)
 def with_pairs(
     algo: Algo,
     *,

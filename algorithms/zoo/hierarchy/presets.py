@@ -31,7 +31,7 @@ from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Share, preset
 from agentrl.errors import ConfigError
 
 
-@preset("archer")
+@preset("archer", usual=True)
 def archer(reward: str, *, advantage: str = "", gamma: Discount = 0.9) -> Algo:
     """REINFORCE with each call's temporal difference of a critic's values, r + gamma V' - V. Early
     calls learn only as fast as the critic, which in the paper is off-policy. `advantage`: a reward
@@ -68,7 +68,7 @@ class CallsOrOutcome:
         return torch.where(has[batch.token_rollout], self.credit(batch), self.outcome(batch))
 
 
-@preset("mt-grpo", clip=PPO_CLIP)
+@preset("mt-grpo", usual=True, clip=PPO_CLIP)
 def mt_grpo(reward: str, *, turn_reward: str = "transition:turn", weight: Share = 1.0) -> Algo:
     """Outcome compared over rollouts plus a reward of calls compared within the same turn. A
     rollout without such a reward (no tool call) is compared by the sum of both. arXiv 2505.11821.
@@ -144,8 +144,8 @@ class OfRole:
         return torch.where(chosen, self.value(batch), torch.nan)
 
 
-@declare.as_modifier("hiper", prefix="hiper_")
-@preset("hiper", clip=PPO_CLIP)
+@declare.as_modifier("hiper", usual=True, prefix="hiper_")
+@preset("hiper", usual=True, clip=PPO_CLIP)
 def hiper(
     reward: str,
     *,
@@ -198,7 +198,7 @@ class MainAndSubCredit:
         return torch.where(main, self.credit(batch), self.others(batch))
 
 
-@preset("m-grpo", clip=PPO_CLIP, kl=True)
+@preset("m-grpo", usual=True, clip=PPO_CLIP, kl=True)
 def m_grpo(reward: str, *, main: str = "main", sub_reward: str = "transition:sub") -> Algo:
     """The main role compared by the outcome, each sub-agent's calls by a reward of their own over
     the group. Each call weighs 1 / number of its rollout's calls in statistics and loss; the paper

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import GroupRelative, Whiten, weighted_sum
-from agentrl.algorithms.presets.mixing import RewardStream, Way, mixed_credit, stream_advantage
+from agentrl.algorithms.zoo.process.mixing import RewardStream, Way, mixed_credit, stream_advantage
 from tests.algorithms.worlds import NAN, Call, Play, world
 
 

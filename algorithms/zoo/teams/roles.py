@@ -16,13 +16,13 @@ from agentrl.algorithms.presets.declare import PPO_CLIP, Names, modifier, preset
 from agentrl.errors import ConfigError
 
 
-@preset("dr-mas", clip=PPO_CLIP)
+@preset("dr-mas", usual=True, clip=PPO_CLIP)
 def dr_mas(reward: str) -> Algo:
     """Calls compared with those of the same role. arXiv 2602.08847."""
     return Algo(GroupRelative(reward, at="transition", by=("group", "role"), norm="std"))
 
 
-@modifier("per-role")
+@modifier("per-role", usual=True)
 def per_role(algo: Algo) -> Algo:
     """Restricts every comparison and scale of the host to one role; rollouts count once per role.
     arXiv 2602.08847."""
@@ -56,7 +56,7 @@ class RoleFilter:
         return turns.made_by(batch, self.roles)[batch.token_transition]
 
 
-@modifier("only", prefix="only_")
+@modifier("only", usual=True, prefix="only_")
 def only(algo: Algo, *, roles: Names) -> Algo:
     """Trains only the calls of these roles. arXiv 2508.03680."""
     chosen = RoleFilter(tuple(roles))

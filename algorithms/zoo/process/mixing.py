@@ -19,6 +19,7 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum
+from agentrl.algorithms.credit.turns import Agreement, GatedByOutcome
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, known_mean, lift, next_same, reduce_by
 from agentrl.algorithms.objective.core import Algo
@@ -26,9 +27,6 @@ from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.declare import PPO_CLIP, Cap, Discount, Share, modifier, preset
 from agentrl.errors import ConfigError
 from agentrl.types import Scope
-
-Agreement = Literal["agree", "positive", "negative"]
-
 
 Way = Literal["advantages", "returns", "rewards"]
 
@@ -92,25 +90,6 @@ class ClampedAdvantage:
 
     def __call__(self, batch: Batch) -> Tensor:
         return self.credit(batch).clamp(-self.limit, self.limit)
-
-
-@dataclass(frozen=True, slots=True)
-class GatedByOutcome:
-    """A credit where the outcome's advantage agrees, else 0, [N]; missing where the outcome's is.
-
-    how: "agree": both must have the same sign; "positive": a positive advantage counts only if the
-    outcome's is positive; "negative": a negative one counts only if the outcome's is negative."""
-
-    credit: Credit
-    outcome: Credit
-    how: Agreement
-
-    def __call__(self, batch: Batch) -> Tensor:
-        a, result = self.credit(batch), self.outcome(batch)
-        agrees = a * result > 0
-        if self.how != "agree":
-            agrees |= (a <= 0) if self.how == "positive" else (a >= 0)
-        return torch.where(result.isnan() | a.isnan(), torch.nan, torch.where(agrees, a, 0.0))
 
 
 class RewardStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -240,7 +219,7 @@ def _check(streams: Mapping[str, RewardStream], option: str, way: Way, host: boo
             )
 
 
-@preset("streams", clip=PPO_CLIP, kl=True)
+@preset("streams", usual=True, clip=PPO_CLIP, kl=True)
 def streams(
     *,
     streams: Streams,
@@ -253,7 +232,7 @@ def streams(
     return Algo(mixed_credit(streams, mix, gamma=gamma, norm=norm), optional=_optional(streams))
 
 
-@modifier("process", prefix="process_")
+@modifier("process", usual=True, prefix="process_")
 def with_process(algo: Algo, *, streams: Streams) -> Algo:
     """Adds the advantages of more rewards to the host's. arXiv 2509.19199; see CREDIT.md."""
     _check(streams, "process_streams", "advantages", host=True)
@@ -262,11 +241,3 @@ def with_process(algo: Algo, *, streams: Streams) -> Algo:
     )
     credit = WeightedSum(((algo.credit, 1.0), *terms))
     return replace(algo, credit=credit, optional=algo.optional + _optional(streams))
-
-
-@modifier("credit")
-def with_credit(algo: Algo, *, credit: declare.CreditFunction, credit_reward: str = "") -> Algo:
-    """Replaces the host's credit by your function "file.py:name", which takes a batch and returns
-    one advantage per token, NaN if missing (arXiv 2402.03300). credit_reward: the reward to put
-    into the batch for it; default: the host's."""
-    return replace(algo, credit=credit, rewards=(credit_reward or declare.outcome_of(algo),))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.shrinkage import mean_by, reliability, variance_components
+from agentrl.algorithms.credit.states import mean_by
+from agentrl.algorithms.zoo.states.shrinkage import reliability, variance_components
 from tests.algorithms.naive import naive_components
 
 

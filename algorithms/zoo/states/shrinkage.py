@@ -8,20 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from agentrl.algorithms.credit.states import mean_by
 from agentrl.algorithms.data.ids import key, reduce_by
-
-
-def mean_by(x: Tensor, ids: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Mean and count of the x with the same id, [U] each; 0 if there are none. without: ids; units
-    that share one with x, itself included, are excluded from its mean."""
-    own = None if without is None else key(ids, without)
-
-    def total(y: Tensor) -> Tensor:
-        every = reduce_by(y, ids)[ids]
-        return every if own is None else every - reduce_by(y, own)[own]
-
-    count = total(torch.ones_like(x))
-    return torch.where(count > 0, total(x) / count, 0.0), count
 
 
 def variance_components(

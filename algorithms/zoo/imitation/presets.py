@@ -37,14 +37,14 @@ class Best:
         return kept[batch.token_rollout]
 
 
-@preset("sft")
+@preset("sft", usual=True)
 def sft() -> Algo:
     """Imitates every sampled token, mean over tokens: supervised fine-tuning, for demonstrations.
     arXiv 2203.02155."""
     return Algo(Imitated(), agg=TOKENS, rewards=())
 
 
-@preset("rft")
+@preset("rft", usual=True)
 def rft(reward: str, *, least: Share = 1.0, best: Natural = 0) -> Algo:
     """Imitates the rollouts whose reward is at least `least`, or the `best` best of them in each
     group: rejection sampling, expert iteration. arXiv 2308.01825, 2304.06767."""
@@ -54,7 +54,7 @@ def rft(reward: str, *, least: Share = 1.0, best: Natural = 0) -> Algo:
 Whose = Literal["teacher", "policy"]
 
 
-@preset("distill")
+@preset("distill", usual=True)
 def distill(*, beta: Positive = 1.0, top: Natural = 0, of: Whose = "teacher") -> Algo:
     """On-policy distillation: reverse KL to a teacher on the policy's own rollouts, no rewards.
     top: 0: estimated from the sampled token; else over this many tokens and the rest: the most
@@ -62,7 +62,7 @@ def distill(*, beta: Positive = 1.0, top: Natural = 0, of: Whose = "teacher") ->
     return with_teacher(Algo(ZeroAdvantage(), agg=TOKENS, rewards=()), beta=beta, top=top, of=of)
 
 
-@modifier("distill", prefix="distill_")
+@modifier("distill", usual=True, prefix="distill_")
 def with_teacher(
     algo: Algo, *, beta: Positive = 1.0, top: Natural = 0, of: Whose = "teacher"
 ) -> Algo:
