@@ -175,18 +175,6 @@ def show(rollout: str, store: str | None) -> None:
 
 
 @cli.command()
-@click.argument("rollout")
-@click.option("--tokens", is_flag=True, help="Every token instead of every call.")
-@click.option("--store", help="Store URL; default: the store of the rollout's run.")
-def explain(rollout: str, tokens: bool, store: str | None) -> None:
-    """Print how the credit of ROLLOUT's tokens was computed, from rewards to psi."""
-    from agentrl.cli.algorithms import explain_rollout
-
-    url = store or store_of(rollout)
-    click.echo("\n".join(asyncio.run(explain_rollout(url, rollout, tokens=tokens))))
-
-
-@cli.command()
 @click.argument("run")
 @click.option("--csv", "form", flag_value="csv", help="A line per step.")
 @click.option("--json", "form", flag_value="json", help="A JSON object per step.")

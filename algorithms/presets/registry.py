@@ -36,6 +36,9 @@ from agentrl.errors import ConfigError, nearest
 from agentrl.plugins import check_call, load_plugin, where
 
 Supply = Model | Literal["values", "top_tokens", "entropy"]
+ALL_STREAMS: tuple[Supply, ...] = (
+    "old", "sampler", "reference", "teacher", "values", "top_tokens", "entropy",
+)  # fmt: skip
 KEY = "algorithm.preset"
 
 
@@ -134,14 +137,6 @@ def with_entropy(algo: Algo, *, entropy: Num = 0.0) -> Algo:
 
 
 ENTROPY = AlgoModifier("entropy", with_entropy)
-
-
-@declare.modifier("credit", usual=True)
-def with_credit(algo: Algo, *, credit: CreditFunction, credit_reward: str = "") -> Algo:
-    """Replaces the host's credit by your function "file.py:name", which takes a batch and returns
-    one advantage per token, NaN if missing (arXiv 2402.03300). credit_reward: the reward to put
-    into the batch for it; default: the host's."""
-    return replace(algo, credit=credit, rewards=(credit_reward or declare.outcome_of(algo),))
 
 
 def _value(name: str, option: str, value: Any, valid: Mapping[str, Option], root: Path) -> Any:

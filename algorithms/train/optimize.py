@@ -34,8 +34,7 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.diagnostics import metrics
-from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
-from agentrl.algorithms.diagnostics.dump import BadSteps, Dump
+from agentrl.algorithms.diagnostics.bad_steps import BadSteps, Dump, StepRecorder
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner, StepReport
 from agentrl.algorithms.objective import core as objective
@@ -90,7 +89,7 @@ class OptimizerSteps:
     config: RunConfig
     learner: Learner
     limit: KlLimit | None  # None: how far they move the policy is not measured
-    recorder: CreditRecorder | None
+    recorder: StepRecorder | None
     bad_steps: BadSteps | None
     unchanged: Iterator[int]
     policy: str

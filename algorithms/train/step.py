@@ -14,8 +14,7 @@ from math import ceil
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState, Recalled
-from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
-from agentrl.algorithms.diagnostics.dump import BadSteps
+from agentrl.algorithms.diagnostics.bad_steps import BadSteps, StepRecorder
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.diagnostics.report import report
 from agentrl.algorithms.learners.base import Learner
@@ -60,7 +59,7 @@ class Updater:
     state: AlgorithmState = field(default_factory=AlgorithmState)  # kept between steps
     preprocessor: Preprocessor = field(default_factory=Preprocessor)  # before credit
     anchor: ReferenceControl = field(default_factory=ReferenceControl)
-    recorder: CreditRecorder | None = None  # None: credit is not stored
+    recorder: StepRecorder | None = None  # None: credit is not stored
     bad_steps: BadSteps | None = None  # None: failed steps are only counted
     policy: str = POLICY
     reference: ReferenceElsewhere | None = None  # None: the learner's

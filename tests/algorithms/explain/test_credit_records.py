@@ -10,7 +10,7 @@ import torch
 
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
-from agentrl.algorithms.diagnostics.credit_records import (
+from agentrl.algorithms.explain.credit_records import (
     CreditRecorder,
     baselines,
     call_values,

@@ -1,4 +1,4 @@
-"""Failed optimizer steps: writes their batches to files, and ends the run after too many.
+"""The batches of failed optimizer steps, in files.
 
 A file is safetensors with the tensors of the batch and its terms and the policy's log-probs; other
 values are JSON in its metadata. `load_dump` reads it without the model or the store.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
+from agentrl.algorithms.diagnostics.bad_steps import Dump
 from agentrl.algorithms.objective.core import Terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.errors import TrainingError
@@ -30,46 +29,14 @@ OLD_NAMES = {  # of log-probs, in files of earlier versions
 ROW = [field.name for field in dataclasses.fields(TokenRow)]
 
 
-@dataclass(frozen=True, slots=True)
-class Dump:
-    """All inputs of psi and the loss of one optimizer step, except the weights."""
-
-    batch: Batch
-    terms: Terms
-    logprobs: Tensor  # float32 [N], of the policy; NaN also if it was not computed
-    loss: float
-    grad_norm: float
-
-
-@dataclass(slots=True)
-class BadSteps:
-    """Counts consecutive optimizer steps that changed no weight; a restart begins at 0."""
-
-    folder: Path  # for the files
-    limit: int
-    streak: int = 0
-
-    def bad(self, step: int, number: int, dump: Dump) -> None:
-        """Write optimizer step `number` of a training step to a file and warn. Raises TrainingError
-        after `limit` in a row."""
-        self.streak += 1
-        path = self.folder / f"{step:06d}.{number}.safetensors"
-        unknown = int((~dump.logprobs.isfinite()).sum())
-        what = (
-            f"step {step}: {unknown} of {dump.logprobs.numel()} log-probs of the policy are not "
-            f"finite, the loss is {dump.loss:.3g}, the gradient norm {dump.grad_norm:.3g}"
-        )
-        where = f"its batch is in {path}"
-        try:
-            save_dump(path, dump)
-        except (OSError, SafetensorError) as error:
-            where = f"its batch could not be written to {path} ({error})"
-        if self.streak >= self.limit:
-            raise TrainingError(
-                f"{what}, for the {self.streak}. optimizer step in a row; {where}. Continue from "
-                "the last checkpoint with a smaller algorithm.lr or policy.dtype = 'float32'"
-            )
-        warnings.warn(f"{what}; it is skipped, and {where}", RuntimeWarning, stacklevel=3)
+def keep_in(folder: Path, name: str, dump: Dump) -> str:
+    """Write the batch of a step into a folder; returns a sentence that says where it is."""
+    path = folder / f"{name}.safetensors"
+    try:
+        save_dump(path, dump)
+    except (OSError, SafetensorError) as error:
+        return f"its batch could not be written to {path} ({error})"
+    return f"its batch is in {path}"
 
 
 def save_dump(path: Path, dump: Dump) -> None:

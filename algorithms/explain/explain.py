@@ -10,19 +10,19 @@ equals the sampler.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from math import inf
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import GroupRelative, WeightedSum
+from agentrl.algorithms.credit.parts import brief
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.rewards import check_rewards, reward_reference
-from agentrl.algorithms.diagnostics.credit_records import Stored, read, replayed
+from agentrl.algorithms.explain.credit_records import Stored, read, replayed
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.ratios import GivenLogProbs
@@ -106,24 +106,6 @@ def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Itera
         label = text + brief(credit, leave_out=tuple(inside))
     if callable(credit):
         yield Link(depth, label, {"advantage": credit(batch)})
-
-
-def brief(record: object, leave_out: tuple[str, ...] = ()) -> str:
-    """Format a record with the fields that differ from their defaults, GroupRelative('outcome',
-    norm='std'), or one with only numbers with all that are finite, Clip(0.2, hi=0.28)."""
-    if isinstance(record, tuple):
-        return f"({', '.join(map(brief, record))}{',' if len(record) == 1 else ''})"
-    if not is_dataclass(record) or isinstance(record, type):
-        return getattr(record, "__name__", repr(record))
-    shown = []
-    numeric = all(isinstance(getattr(record, field.name), float) for field in fields(record))
-    for number, field in enumerate(fields(record)):
-        value = getattr(record, field.name)
-        usual = value == (inf if numeric else field.default)
-        if field.name in leave_out or (number and usual):
-            continue
-        shown.append(f"{field.name}={brief(value)}" if number else brief(value))
-    return f"{type(record).__name__}({', '.join(shown)})"
 
 
 def report(

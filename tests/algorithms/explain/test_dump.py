@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentrl.algorithms.diagnostics.dump import BadSteps, Dump, load_dump, save_dump
+from agentrl.algorithms.diagnostics.bad_steps import BadSteps, Dump
+from agentrl.algorithms.explain.dump import keep_in, load_dump, save_dump
 from agentrl.algorithms.objective.core import loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets import catalogue
@@ -60,7 +62,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_dump_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "dumps").touch()
-    steps = BadSteps(tmp_path / "dumps", limit=2)
+    steps = BadSteps(limit=2, keep=partial(keep_in, tmp_path / "dumps"))
     with pytest.warns(RuntimeWarning, match=r"could not be written to .*File exists"):
         steps.bad(3, 0, make_dump())
     with pytest.raises(TrainingError, match="step 4: 52 of 52 log-probs"):

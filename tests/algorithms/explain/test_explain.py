@@ -15,11 +15,12 @@ from click.testing import CliRunner
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from agentrl.algorithms.credit.parts import brief
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
-from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
-from agentrl.algorithms.diagnostics.explain import brief, explain, links, report
+from agentrl.algorithms.explain.credit_records import CreditRecorder
+from agentrl.algorithms.explain.explain import explain, links, report
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.kl_control import KlController, ReferenceControl
 from agentrl.algorithms.objective.ratios import GivenLogProbs
@@ -230,7 +231,7 @@ async def trained(url: str, model: Path) -> None:
 async def test_a_trained_rollout_is_explained_from_the_store(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    from agentrl.cli.algorithms import explain_rollout
+    from agentrl.algorithms.explain.rollouts import explain_rollout
 
     url = f"sqlite:///{tmp_path / 'store.db'}"
     await trained(url, tiny_model_dir)
@@ -311,7 +312,7 @@ async def run_of(url: str, preset: str, **settings: Any) -> AsyncIterator[Run]:
 
 
 async def lines_of(url: str, rollout: str) -> list[str]:
-    from agentrl.cli.algorithms import explain_rollout
+    from agentrl.algorithms.explain.rollouts import explain_rollout
 
     return await explain_rollout(url, rollout, tokens=False)
 
