@@ -34,6 +34,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     checks: Objects = {}  # before a run starts: config -> None; raises ConfigError
     starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
+    estimates: Objects = {}  # of a run, before it starts: (a policy's view, its model) -> lines
     beside: Objects = {}  # beside a run: (config, its file, console) -> its process, or None
     presets: Objects = {}
     learners: Objects = {}

@@ -15,6 +15,7 @@ from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.base.processes import PHASE
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
+from agentrl.lab import duration
 
 
 def run_config(model: Path, **tables: Any) -> RunConfig:
@@ -34,17 +35,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds_of(network: Any, rows: int, tokens: int) -> float:
         return tokens / 1000 if tokens > 1 else 0.01 + 0.005 * (rows - 1)
 
-    monkeypatch.setattr(estimate, "seconds_of", seconds_of)
+    monkeypatch.setattr(duration, "seconds_of", seconds_of)
 
 
 def test_time_is_that_of_sampling_and_of_the_update(clock: None, tiny_model_dir: Path) -> None:
     # 10 tokens of 4 calls at once, 0.01 + 4 * 0.005 s each; 6 ms a call; 40 tokens, 3 ms each.
-    (found,) = estimate.duration(run_config(tiny_model_dir), None)
+    (found,) = duration.duration(run_config(tiny_model_dir), None)
     assert seconds(found) == pytest.approx(10 * 0.03 + 0.024 + 40 * 0.003, abs=0.01)
     assert "2.7 s for 6 steps, if a rollout is one call of 10 tokens;" in found
-    (twice,) = estimate.duration(run_config(tiny_model_dir, algorithm={"epochs": 2}), None)
+    (twice,) = duration.duration(run_config(tiny_model_dir, algorithm={"epochs": 2}), None)
     assert seconds(twice) == pytest.approx(10 * 0.03 + 0.024 + 80 * 0.003, abs=0.01)
-    (other,) = estimate.duration(run_config(tiny_model_dir, engine={"kind": "vllm"}), None)
+    (other,) = duration.duration(run_config(tiny_model_dir, engine={"kind": "vllm"}), None)
     assert other.startswith("time: not estimated for engine.kind = 'vllm'")
 
 
