@@ -49,6 +49,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     candidates: Objects = {}  # without policies: (store, config, state) -> id of its texts, or None
     figures: Objects = {}  # of a step, on the console: its metrics -> {label: text}
     reports: Objects = {}  # of a finished run: its `StepRow`s -> something rich prints, or None
+    verdicts: Objects = {}  # on a finished run: (config, its `StepRow`s) -> sentence, or ""
+    causes: Objects = {}  # of steps that trained nothing: (store, run, their number) -> sentence
     gateway: Objects = {}  # of a gateway: store -> `runners.gateway.features.Feature`
     pages: Objects = {}  # of the view, by address: store -> `view.pages.PartPage`
     stores: Objects = {}  # by the scheme of their URLs

@@ -31,7 +31,6 @@ from agentrl.cli.export import export
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init, show_settings
 from agentrl.cli.store import store as store_group
-from agentrl.cli.why import why
 from agentrl.config import RunConfig, load, store_of
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import AgentRLError, user_message
@@ -44,7 +43,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (config_group, export, init, store_group, why):
+for command in (config_group, export, init, store_group):
     cli.add_command(command)
 
 

@@ -14,7 +14,7 @@ from agentrl.config import store_of
 @click.option("--store", help="Store URL; default: the store in runs/RUN.")
 def why(run: str, store: str | None) -> None:
     """Print why RUN does not learn: most likely reasons first, with the settings to change."""
-    from agentrl.algorithms.diagnostics import why as rules
+    from agentrl.algorithms.why import rules
     from agentrl.store import open_store
 
     url = store or store_of(run)

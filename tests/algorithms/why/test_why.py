@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from agentrl.algorithms.diagnostics import why
 from agentrl.algorithms.train import main
+from agentrl.algorithms.why import rules as why
 from agentrl.cli.main import cli
 from agentrl.config import resolve
 from agentrl.errors import NotFound, TrainingError
