@@ -186,29 +186,6 @@ def metrics(run: str, form: str | None, store: str | None) -> None:
     print_result(show(asyncio.run(commands.read(store or store_of(run), run))))
 
 
-@cli.group(cls=CommandGroup, path="algorithms", invoke_without_command=True)
-@click.option("--for", "file", type=click.Path(path_type=Path), help="Only those for this run.")
-@click.pass_context
-def algorithms(context: click.Context, file: Path | None) -> None:
-    """List the presets and modifiers of `algorithm.preset`."""
-    if context.invoked_subcommand is None:
-        from agentrl.cli.algorithms import catalogue
-
-        if file is None:
-            click.echo("\n".join(catalogue()))
-        elif advise := algorithms.get_command(context, "advise"):
-            context.invoke(advise, run_file=file)
-
-
-@algorithms.command("show")
-@click.argument("name")
-def show_algorithm(name: str) -> None:
-    """Print the components and options of NAME, such as gspo or grpo+tis."""
-    from agentrl.cli.algorithms import record
-
-    click.echo("\n".join(record(name)))
-
-
 @cli.group()
 def runner() -> None:
     """Processes that run agents."""

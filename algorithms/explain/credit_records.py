@@ -6,6 +6,7 @@ on purpose. Values are float32; a value that is equal for all tokens of a call i
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,7 +49,7 @@ class CreditRecorder:
         psi = objective.psi(algo, terms, logprobs.double(), torch.arange(part.n_tokens))
         columns = (
             torch.where(terms.weight > 0, terms.advantage, torch.nan),
-            objective.gate_product(algo, terms, logprobs),
+            gate_product(algo, terms, logprobs),
             terms.weight,
             psi if psi.dim() == 1 else psi[:, 0],  # of the sampled token
         )
@@ -68,6 +69,14 @@ class CreditRecorder:
     def stored(self) -> list[Credit]:
         """The recorded credit, for the commit of the step."""
         return list(self.credits.values())
+
+
+def gate_product(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
+    """The product c of all gates, float64 [N]. p: log-probs of the whole step, [N] or [N, K]."""
+    now, index = p.detach().double().cpu(), torch.arange(len(p))
+    gates = objective.gate_factors(algo, terms, objective.logprobs_at(terms, now, index), index)
+    start = torch.ones(len(p), dtype=torch.float64)
+    return math.prod((factor for _, _, factor in gates), start=start)
 
 
 def call_ids(batch: Batch) -> list[str]:

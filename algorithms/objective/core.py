@@ -12,7 +12,6 @@ so the gradient does not depend on how the step is cut into micro-batches.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -270,14 +269,6 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
 def eta(algo: Algo, terms: Terms) -> Tensor | None:
     """Coefficient of the entropy at each token, float64 [N]; None without an entropy bonus."""
     return algo.entropy * terms.weight if algo.entropy else None
-
-
-def gate_product(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
-    """The product c of all gates, float64 [N]. p: log-probs of the whole step, [N] or [N, K]."""
-    now, index = p.detach().double().cpu(), torch.arange(len(p))
-    gates = gate_factors(algo, terms, logprobs_at(terms, now, index), index)
-    start = torch.ones(len(p), dtype=torch.float64)
-    return math.prod((factor for _, _, factor in gates), start=start)
 
 
 def psi_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
