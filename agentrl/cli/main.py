@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import click
-import msgspec
 
 from agentrl import __version__
 from agentrl.base.parts import installed_plugins
@@ -231,18 +230,6 @@ def start_algorithm(config: RunConfig) -> None:
         from agentrl.algorithms.train.main import main as run_algorithm
 
     run_algorithm(config)
-
-
-@algorithm.command("play")
-@config_file
-@click.argument("plan_file", type=click.Path(path_type=Path))
-def play_lineups(config: RunConfig, plan_file: Path) -> None:
-    die_with_parent()
-    from agentrl.algorithms.train.main import play_plan
-    from agentrl.config.policies import EvaluationPlan
-
-    plan = msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan)
-    asyncio.run(play_plan(config, plan))
 
 
 def main() -> None:

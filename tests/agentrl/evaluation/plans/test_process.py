@@ -9,9 +9,9 @@ from typing import Any
 import openai
 
 import agentrl
-from agentrl.algorithms.train.main import play_plan
 from agentrl.config import resolve
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
+from agentrl.evaluation.plans.process import play_plan
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
 from agentrl.teams import ablation

@@ -14,6 +14,7 @@ from agentrl.config import RunConfig
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy, initial_version
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
+from agentrl.evaluation.plans import play
 from agentrl.store import open_store
 from agentrl.types import (
     ErrorKind,
@@ -31,16 +32,16 @@ from tests.agentrl.games import PLAYERS, checkpoint, run_of
 def test_players_of_other_runs_and_of_several_policies(tmp_path: Path) -> None:
     other = evaluation.checkpoint_at(checkpoint(tmp_path, "000003", run="rival"))
     config = run_of(tmp_path)
-    name, player = evaluation.frozen_policy(config, other, "policy")
+    name, player = play.frozen_policy(config, other, "policy")
     assert (name, player.steps, player.directory) == ("rival-policy@000003", 3, str(other.path))
     team = {"solver": {"roles": ["solver"], "lora": {"rank": 2}}}
     team["planner"] = {"roles": ["planner"], "lora": {"rank": 2}}
     several = run_of(tmp_path, policies=team)
     made = evaluation.checkpoint_at(checkpoint(tmp_path, "000004", policy="solver"))
-    name, player = evaluation.frozen_policy(several, made, "solver")
+    name, player = play.frozen_policy(several, made, "solver")
     assert (name, player.directory) == ("solver@000004", str(made.path / "solver"))
     with pytest.raises(ConfigError, match="'planner' is not in it"):
-        evaluation.frozen_policy(several, made, "planner")
+        play.frozen_policy(several, made, "planner")
 
 
 def test_what_decides_a_game_names_the_evaluation(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_what_decides_a_game_names_the_evaluation(tmp_path: Path) -> None:
     of = evaluation.checkpoint_at(last)
 
     def name(plan: EvaluationPlan = plan, **settings: Any) -> str:
-        return evaluation.plan_run(run_of(tmp_path, **settings), of, plan, "crossplay").name
+        return play.plan_run(run_of(tmp_path, **settings), of, plan, "crossplay").name
 
     search = {"reflector": "policy", "algorithm": "apo"}
     same = name()
@@ -80,17 +81,17 @@ def test_only_a_fresh_start_plays_again(tmp_path: Path, monkeypatch: pytest.Monk
     async def played(config: RunConfig, plan: EvaluationPlan) -> dict[str, list[Rollout]]:
         return {}
 
-    monkeypatch.setattr(evaluation, "_played", played)
+    monkeypatch.setattr(play, "_played", played)
     (tmp_path / "tasks.jsonl").write_text('{"input": "x"}\n')
     config = run_of(tmp_path, tasks={"heldout": str(tmp_path / "tasks.jsonl")})
     last = evaluation.checkpoint_at(checkpoint(tmp_path, "000002"))
     plan = EvaluationPlan(players={}, lineups={}, tasks=[], temperature=1.0, steps=2)
-    store = Path(evaluation.plan_run(config, last, plan, "ablation").output, "store.db")
+    store = Path(play.plan_run(config, last, plan, "ablation").output, "store.db")
     store.parent.mkdir()
     store.touch()
-    evaluation.run_plan(config, last, plan, "ablation")
+    play.run_plan(config, last, plan, "ablation")
     assert store.exists()
-    evaluation.run_plan(config, last, plan, "ablation", fresh=True)
+    play.run_plan(config, last, plan, "ablation", fresh=True)
     assert not store.exists()
     assert last.path.is_dir()
 
@@ -101,16 +102,16 @@ async def test_a_plan_has_been_played_when_every_game_has_ended(tmp_path: Path) 
     lineups = {"team": {}, "other": {"left": "a"}}
     plan = EvaluationPlan(players=PLAYERS, lineups=lineups, tasks=tasks, temperature=1.0, steps=2)
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
-        assert await evaluation._ended(store, config, plan) is None
+        assert await play._ended(store, config, plan) is None
         await store.open_run(config.name, {})
         for name, seats in lineups.items():
             await store.enqueue(evaluation_rollouts(config, 0, name, tasks, Sampling(), seats))
         attempts = await store.claim(4, runner="test", lease=60.0)
         assert len(attempts) == 4
         for attempt in attempts:
-            assert await evaluation._ended(store, config, plan) is None
+            assert await play._ended(store, config, plan) is None
             await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence)])
-        found = await evaluation._ended(store, config, plan)
+        found = await play._ended(store, config, plan)
     assert found is not None
     assert {name: [row.task for row in rows] for name, rows in found.items()} == {
         "team": tasks,
@@ -130,7 +131,7 @@ async def test_a_role_that_nobody_has_is_told_from_games_that_fail(tmp_path: Pat
         rows = await store.rollouts(config.name)
         said = "team: every rollout failed, 1 of 1 failed by agent_error: it broke"
         with pytest.raises(AgentRLError, match=said):
-            await evaluation._check_heard(store, "team", rows[:1], {"left": "a"})
+            await play._check_heard(store, "team", rows[:1], {"left": "a"})
         call = Transition(
             id="call", attempt=second.id, index=0, role="left", prompt=int32([1]),
             completion=int32([2]), logprobs=float32([-1.0]),
@@ -138,9 +139,9 @@ async def test_a_role_that_nobody_has_is_told_from_games_that_fail(tmp_path: Pat
         await store.add_transitions([call])
         await store.finish([Outcome(attempt=second.id, fence=second.fence)])
         rows = await store.rollouts(config.name)
-        await evaluation._check_heard(store, "team", rows, {"left": "a"})
+        await play._check_heard(store, "team", rows, {"left": "a"})
         with pytest.raises(ConfigError, match="nobody plays the role 'right' in team"):
-            await evaluation._check_heard(store, "team", rows, {"left": "a", "right": "b"})
+            await play._check_heard(store, "team", rows, {"left": "a", "right": "b"})
 
 
 def test_the_first_version_is_what_training_began_with(tmp_path: Path) -> None:
