@@ -76,10 +76,11 @@ async def check_empty_steps(store: Store, config: RunConfig) -> None:
         return
     known = installed_plugins("causes")
     causes = [await point.load()(store, config.name, len(empty)) for point in known]
+    cause = "; ".join(causes) or "look at one of its rollouts with agentrl show"
     again = f"the same command resumes after step {len(rows)}"
     if len(rows) == config.steps:
         again = "repeat the command with more steps, or with --fresh"
     raise TrainingError(
-        f"nothing was learned in {len(empty)} steps in a row, of which no rollout could be "
-        f"used{''.join(f': {cause}' for cause in causes)}. Correct that, and {again}"
+        f"nothing was learned in {len(empty)} steps in a row, of which no rollout could be used: "
+        f"{cause}. Correct that, and {again}"
     )

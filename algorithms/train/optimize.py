@@ -41,7 +41,6 @@ from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import staleness
 from agentrl.algorithms.objective.core import Algo, Terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs, ratio
-from agentrl.algorithms.objective.sides import MISMATCHED
 from agentrl.algorithms.objective.values import ValueTerms, select_tokens
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import POLICY, Group, Json
@@ -179,8 +178,8 @@ class OptimizerSteps:
         if not batch.n_tokens or self.limit is None:
             return None
         live = ~step.advantage.isnan()
-        if MISMATCHED in batch.rewards:  # sampled for another prompt
-            live &= (batch.rewards[MISMATCHED] != 1)[batch.token_rollout]
+        if step.algo.side is not None:
+            live &= step.algo.side.sampled(batch)
         weight = objective.loss_weights(step.algo, batch, live)
         count = min(self.config.algorithm.minibatches, len(step.groups))
         return self.limit.begin(batch, weight, count)

@@ -22,7 +22,6 @@ from agentrl.algorithms.learners.score import ReferenceElsewhere, Scored, Teache
 from agentrl.algorithms.objective.core import Algo, compute_advantages
 from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.objective.prepare import TrainedPolicy
-from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit
 from agentrl.algorithms.objective.staleness import withhold
 from agentrl.algorithms.objective.values import critic_terms
 from agentrl.algorithms.presets.registry import check_supplies
@@ -137,6 +136,6 @@ class Updater:
         default `algorithm.min_group`."""
         least = self.config.algorithm.min_group if min_group is None else min_group
         names, side = self.algo.rewards, self.algo.side
-        names += () if side is None else (WEIGHT, MISMATCHED)
+        names += () if side is None else side.columns
         batch = build_batch(groups, reward_names=names, min_group=least, policy=self.policy)
-        return batch if side is None else replace(batch, row_unit=row_unit(side, batch))
+        return batch if side is None else replace(batch, row_unit=side.row_unit(batch))

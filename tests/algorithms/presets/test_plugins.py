@@ -226,7 +226,7 @@ def test_without_all_parts_the_other_presets_work(without_parts: None) -> None:
             ).name
             == name
         )
-    with pytest.raises(ConfigError, match=r"'\+pairs': it belongs to the part 'zoo pref"):
+    with pytest.raises(ConfigError, match=r"'\+pairs': it belongs to the part 'preferences'"):
         make("grpo+pairs", {"pairs_loss": "simpo"})
     lines = "\n".join(catalogue())
     assert " grpo " in lines

@@ -21,8 +21,8 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import rollout_rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import reduce_by
-from agentrl.algorithms.objective.pairing import How, choose_pairs
 from agentrl.algorithms.objective.prepare import TrainedPolicy
+from agentrl.algorithms.preferences.pairing import How, choose_pairs
 from agentrl.errors import TrainingError
 from agentrl.types import Group, Reward, Rollout
 
@@ -69,11 +69,27 @@ class SideLoss:
     per_group: int = 0
     threshold: float = 0.5
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return WEIGHT, MISMATCHED
+
+    def terms(self, batch: Batch, q: Tensor | None) -> SideTerms:
+        return side_terms(self, batch, q)
+
+    def row_unit(self, batch: Batch) -> Tensor:
+        """Pairs, which are in one group, stay together."""
+        group = batch.rollout_group[batch.row_rollout]
+        return torch.zeros_like(group) if self.whole else group
+
+    def sampled(self, batch: Batch) -> Tensor:
+        return (batch.rewards[MISMATCHED] != 1)[batch.token_rollout]
+
 
 @dataclass(frozen=True, slots=True)
 class SideTerms:
     """The constants of the U sides and P pairs of one optimizer step."""
 
+    loss: SideLoss
     side: Tensor  # int64 [N], the side of each token
     q: Tensor  # float64 [U]
     n: Tensor  # float64 [U]
@@ -88,6 +104,17 @@ class SideTerms:
     def count(self) -> int:
         """Number of pairs, or of labelled sides."""
         return len(self.better) or int((~self.label.isnan()).sum())
+
+    def psi(self, p: Tensor, index: Tensor) -> Tensor:
+        side = self.side[index]
+        S = reduce_by(p, side, len(self.n)).requires_grad_()
+        present = (self.n == 0).index_fill(0, side, True)
+        (gradient,) = torch.autograd.grad(loss_value(self.loss, self, S, present), S)
+        return -self.loss.share * gradient[side]
+
+    def metrics(self, p: Tensor) -> dict[str, float]:
+        """The metrics in `algorithms/PREFERENCES.md`."""
+        return side_metrics(self.loss, self, p)
 
 
 def side_terms(loss: SideLoss, batch: Batch, q: Tensor | None) -> SideTerms:
@@ -107,6 +134,7 @@ def side_terms(loss: SideLoss, batch: Batch, q: Tensor | None) -> SideTerms:
     better, worse = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
     label = torch.where(mismatched | values.isnan(), torch.nan, (values >= loss.threshold).double())
     return SideTerms(
+        loss=loss,
         side=side,
         q=torch.zeros(U, dtype=torch.float64) if q is None else reduce_by(q, side, U),
         n=reduce_by(torch.ones(len(side)), side, U),
@@ -117,12 +145,6 @@ def side_terms(loss: SideLoss, batch: Batch, q: Tensor | None) -> SideTerms:
         mismatched=mismatched,
         ties=ties,
     )
-
-
-def row_unit(loss: SideLoss, batch: Batch) -> Tensor:
-    """Ids of the rows, int64 [R]; rows with one id must be in one micro-batch."""
-    group = batch.rollout_group[batch.row_rollout]
-    return torch.zeros_like(group) if loss.whole else group
 
 
 def loss_value(loss: SideLoss, terms: SideTerms, S: Tensor, present: Tensor) -> Tensor:
@@ -149,17 +171,7 @@ def loss_value(loss: SideLoss, terms: SideTerms, S: Tensor, present: Tensor) -> 
     return total - loss.nll * S[a].sum() / terms.n[terms.better].sum().clamp(min=1)
 
 
-def side_psi(loss: SideLoss, terms: SideTerms, p: Tensor, index: Tensor) -> Tensor:
-    """psi float64 [n] of a micro-batch of whole units; p [n]: log-probs of tokens `index` [n]."""
-    side = terms.side[index]
-    S = reduce_by(p, side, len(terms.n)).requires_grad_()
-    present = (terms.n == 0).index_fill(0, side, True)
-    (gradient,) = torch.autograd.grad(loss_value(loss, terms, S, present), S)
-    return -loss.share * gradient[side]
-
-
 def side_metrics(loss: SideLoss, terms: SideTerms, p: Tensor) -> dict[str, float]:
-    """The metrics in `algorithms/PREFERENCES.md`. p [N]: log-probs before the update."""
     S = reduce_by(p, terms.side, len(terms.n))
     beta, n = loss.options.get("beta", 1.0), terms.n.clamp(min=1)
     reward = beta * (S - terms.q if loss.reference else S / n)

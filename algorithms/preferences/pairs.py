@@ -1,4 +1,4 @@
-"""Preference losses, each a function of the sides of pairs: see `objective.sides`.
+"""Preference losses, each a function of the sides of pairs: see `sides`.
 
 a: the better sides, b: the worse; S: summed log-probs, h: S minus that of the reference, n: tokens.
 """
@@ -17,8 +17,8 @@ from torch.nn.functional import logsigmoid
 
 from agentrl.algorithms.credit.core import ZeroAdvantage
 from agentrl.algorithms.objective.core import TOKENS, Algo
-from agentrl.algorithms.objective.pairing import How
-from agentrl.algorithms.objective.sides import SideLoss, Sums, with_mismatched
+from agentrl.algorithms.preferences.pairing import How
+from agentrl.algorithms.preferences.sides import SideLoss, Sums, with_mismatched
 from agentrl.algorithms.presets.declare import (
     AlgoPreset,
     Build,
@@ -138,5 +138,5 @@ def with_pairs(
             "losses of pairs to a preset without such a loss"
         )
     side = loss.build(how=pairs_how, least=pairs_least, nll=0.0).side
-    assert side is not None
+    assert isinstance(side, SideLoss)
     return replace(algo, side=replace(side, share=pairs_share))

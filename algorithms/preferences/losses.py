@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.sides import Sums
+from agentrl.algorithms.preferences.pairs import Smoothing, log_loss, pairs_preset
+from agentrl.algorithms.preferences.sides import SideLoss, Sums
 from agentrl.algorithms.presets.declare import (
     Num,
     modifier,
 )
-from agentrl.algorithms.zoo.preferences.pairs import Smoothing, log_loss, pairs_preset
 from agentrl.config import Positive
 from agentrl.errors import ConfigError
 
@@ -127,6 +127,6 @@ def aot(a: Sums, b: Sums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 
 def with_nll(algo: Algo, *, nll_share: Num = 1.0) -> Algo:
     """Adds the mean negative log-prob of the better sides' tokens to a loss of pairs, which keeps
     their likelihood from falling. RPO, arXiv 2404.19733."""
-    if algo.side is None or not algo.side.paired:
+    if not isinstance(algo.side, SideLoss) or not algo.side.paired:
         raise ConfigError("algorithm.preset: +nll is for losses of pairs, such as dpo+nll")
     return replace(algo, side=replace(algo.side, nll=nll_share))

@@ -21,9 +21,9 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.objective.core import Algo, loss_terms, psi
-from agentrl.algorithms.objective.pairing import choose_pairs
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit, with_mismatched
+from agentrl.algorithms.preferences.pairing import choose_pairs
+from agentrl.algorithms.preferences.sides import MISMATCHED, WEIGHT, with_mismatched
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import Group, Reward, Transition, float32, int32
@@ -227,7 +227,7 @@ def test_an_option_that_nothing_reads_is_refused(name: str, options: Any, messag
 @pytest.mark.parametrize("budget", [1, 40, 80, 10**6])
 def test_no_pack_has_a_part_of_a_unit(packing: Any, budget: int) -> None:
     batch = batch_of(pairs(5, size=3, prompt=4))
-    unit = row_unit(build("dpo").side, batch)
+    unit = build("dpo").side.row_unit(batch)
     packs = pack_rows(batch.rows, packing, budget, unit)
     found = [set(unit[batch.token_row[pack.index]].tolist()) for pack in packs]
     assert sum(map(len, found)) == 5
@@ -240,7 +240,7 @@ def test_no_pack_has_a_part_of_a_unit(packing: Any, budget: int) -> None:
 def gradients(learner: TorchLearner, name: str, budget: int) -> tuple[dict[str, Tensor], Tensor]:
     algo = build(name)
     batch = batch_of(with_mismatched(pairs(4)) if name == "kto" else pairs(4))
-    batch = replace(batch, row_unit=row_unit(algo.side, batch))
+    batch = replace(batch, row_unit=algo.side.row_unit(batch))
     _, noise = columns(batch)
     q = learner.logprobs(batch).double() + 0.1 * noise
     terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
