@@ -20,9 +20,9 @@ import msgspec
 from agentrl.algorithms import HOME
 from agentrl.algorithms.objective import core
 from agentrl.algorithms.presets import catalogue
-from agentrl.cli.algorithms import record
 from agentrl.cli.main import cli
 from agentrl.cli.settings import comments, run_file_schema, sections
+from agentrl.lab.catalogue import record
 from agentrl.store import open_store
 from examples.gallery import GALLERY
 
@@ -151,7 +151,7 @@ def preset_parts() -> str:
 
 
 def family_of(made: Any) -> str:
-    """The module of a preset of the short list, or the package of another's family."""
+    """The module of a preset of `presets/`, or the package of another's family."""
     module = str(made.function.__module__)
     package = module.rpartition(".")[0]
     return module if package.endswith(".presets") else package
@@ -166,9 +166,7 @@ def words() -> dict[str, Any]:
     """All presets and, with "+", modifiers; those of the short list first."""
     presets, modifiers = catalogue.installed()
     known = presets | {f"+{name}": made for name, made in modifiers.items()}
-    return dict(
-        sorted(known.items(), key=lambda item: (".presets." not in family_of(item[1]), item[0]))
-    )
+    return dict(sorted(known.items(), key=lambda item: (not item[1].usual, item[0])))
 
 
 def presets() -> str:

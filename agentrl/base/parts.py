@@ -34,6 +34,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     checks: Objects = {}  # before a run starts: config -> None; raises ConfigError
     starts: Objects = {}  # before `agentrl train`: config -> warnings; raises ConfigError
     settles: Objects = {}  # before a run starts: (store, config) -> config; raises ConfigError
+    estimates: Objects = {}  # of a run, before it starts: (a policy's view, its model) -> lines
     beside: Objects = {}  # beside a run: (config, its file, console) -> its process, or None
     presets: Objects = {}
     learners: Objects = {}
@@ -50,6 +51,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     reports: Objects = {}  # of a finished run: its `StepRow`s -> something rich prints, or None
     dialects: Objects = {}  # of a gateway, by the path of calls: `runners.dialects.ModelApi`
     spans: Objects = {}  # that others send, by path: `base.span_names.Receive`
+    verdicts: Objects = {}  # on a finished run: (config, its `StepRow`s) -> sentence, or ""
+    causes: Objects = {}  # of steps that trained nothing: (store, run, their number) -> sentence
     gateway: Objects = {}  # of a gateway: store -> `runners.gateway.features.Feature`
     pages: Objects = {}  # of the view, by address: store -> `view.pages.PartPage`
     stores: Objects = {}  # by the scheme of their URLs

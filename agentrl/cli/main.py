@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import click
-import msgspec
 
 from agentrl import __version__
 from agentrl.base.parts import installed_plugins
@@ -30,7 +29,6 @@ from agentrl.cli import (
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init, show_settings
 from agentrl.cli.store import store as store_group
-from agentrl.cli.why import why
 from agentrl.config import RunConfig, load, store_of
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import AgentRLError, user_message
@@ -43,7 +41,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (config_group, init, store_group, why):
+for command in (config_group, init, store_group):
     cli.add_command(command)
 
 
@@ -174,18 +172,6 @@ def show(rollout: str, store: str | None) -> None:
 
 
 @cli.command()
-@click.argument("rollout")
-@click.option("--tokens", is_flag=True, help="Every token instead of every call.")
-@click.option("--store", help="Store URL; default: the store of the rollout's run.")
-def explain(rollout: str, tokens: bool, store: str | None) -> None:
-    """Print how the credit of ROLLOUT's tokens was computed, from rewards to psi."""
-    from agentrl.cli.algorithms import explain_rollout
-
-    url = store or store_of(rollout)
-    click.echo("\n".join(asyncio.run(explain_rollout(url, rollout, tokens=tokens))))
-
-
-@cli.command()
 @click.argument("run")
 @click.option("--csv", "form", flag_value="csv", help="A line per step.")
 @click.option("--json", "form", flag_value="json", help="A JSON object per step.")
@@ -201,29 +187,6 @@ def metrics(run: str, form: str | None, store: str | None) -> None:
 @cli.group(cls=CommandGroup, path="export")
 def export() -> None:
     """Export traces and models to other tools."""
-
-
-@cli.group(cls=CommandGroup, path="algorithms", invoke_without_command=True)
-@click.option("--for", "file", type=click.Path(path_type=Path), help="Only those for this run.")
-@click.pass_context
-def algorithms(context: click.Context, file: Path | None) -> None:
-    """List the presets and modifiers of `algorithm.preset`."""
-    if context.invoked_subcommand is None:
-        from agentrl.cli.algorithms import catalogue
-
-        if file is None:
-            click.echo("\n".join(catalogue()))
-        elif advise := algorithms.get_command(context, "advise"):
-            context.invoke(advise, run_file=file)
-
-
-@algorithms.command("show")
-@click.argument("name")
-def show_algorithm(name: str) -> None:
-    """Print the components and options of NAME, such as gspo or grpo+tis."""
-    from agentrl.cli.algorithms import record
-
-    click.echo("\n".join(record(name)))
 
 
 @cli.group()
@@ -271,18 +234,6 @@ def start_algorithm(config: RunConfig) -> None:
         from agentrl.algorithms.train.main import main as run_algorithm
 
     run_algorithm(config)
-
-
-@algorithm.command("play")
-@config_file
-@click.argument("plan_file", type=click.Path(path_type=Path))
-def play_lineups(config: RunConfig, plan_file: Path) -> None:
-    die_with_parent()
-    from agentrl.algorithms.train.main import play_plan
-    from agentrl.config.policies import EvaluationPlan
-
-    plan = msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan)
-    asyncio.run(play_plan(config, plan))
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from agentrl.algorithms.credit.peers import trust_in_states
-from agentrl.algorithms.credit.shrinkage import mean_by
+from agentrl.algorithms.credit.states import mean_by
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, known_mean, reduce_by, units
 from agentrl.algorithms.data.merge import build_batch, reward_reference

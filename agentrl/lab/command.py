@@ -1,4 +1,4 @@
-"""The commands `agentrl bench`, `agentrl plan` and `agentrl algorithms advise`."""
+"""The commands `agentrl algorithms`, `agentrl bench` and `agentrl plan`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from agentrl.algorithms.sampling.simulation import Simulation, Workload
-from agentrl.cli import numbers
+from agentrl.cli import CommandGroup, numbers
 from agentrl.config import load
 from agentrl.errors import ConfigError, nearest
+from agentrl.lab.simulation import Simulation, Workload
 
 SIZES = {
     "calls": (1.0, "Mean number of model calls per rollout."),
@@ -130,7 +130,30 @@ def _named(given: str | None, known: Iterable[str], option: str) -> list[str]:
     return given.split(",") if given else names
 
 
-@click.command("advise")
+@click.group(cls=CommandGroup, path="algorithms", invoke_without_command=True)
+@click.option("--for", "run_file", type=click.Path(path_type=Path), help="Only those for this run.")
+@click.pass_context
+def algorithms(context: click.Context, run_file: Path | None) -> None:
+    """List the presets and modifiers of `algorithm.preset`."""
+    if context.invoked_subcommand is None:
+        from agentrl.lab.catalogue import catalogue
+
+        if run_file is None:
+            click.echo("\n".join(catalogue()))
+        else:
+            context.invoke(advise, run_file=run_file)
+
+
+@algorithms.command("show")
+@click.argument("name")
+def show_algorithm(name: str) -> None:
+    """Print the components and options of NAME, such as gspo or grpo+tis."""
+    from agentrl.lab.catalogue import record
+
+    click.echo("\n".join(record(name)))
+
+
+@algorithms.command()
 @click.argument("run_file", type=click.Path(path_type=Path))
 def advise(run_file: Path) -> None:
     """Presets that fit RUN_FILE, by its settings and its rollouts in the store."""

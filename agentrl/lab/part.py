@@ -2,10 +2,11 @@ from agentrl.base.parts import Part
 
 PART = Part(
     name="lab",
-    summary="Compare presets on tasks, predict the time of a run, and get advice on its preset.",
+    summary="List and compare presets, get advice on one, and estimate the time of a run.",
     commands={
+        "algorithms": "agentrl.lab.command:algorithms",
         "bench": "agentrl.lab.command:bench",
         "plan": "agentrl.lab.command:plan",
-        "algorithms advise": "agentrl.lab.command:advise",
     },
+    estimates={"time": "agentrl.lab.duration:duration"},
 )

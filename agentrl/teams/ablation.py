@@ -19,6 +19,7 @@ from agentrl.config.base import optional
 from agentrl.config.policies import EvaluationPlan, Seats, initial_version
 from agentrl.errors import ConfigError, nearest
 from agentrl.evaluation import core as evaluation
+from agentrl.evaluation.plans import play
 from agentrl.types import POLICY, Rollout
 
 TEAM = "team"  # the lineup without a replacement
@@ -57,7 +58,7 @@ def ablate(
     last = evaluation.checkpoint_at(evaluation.last_checkpoint(config))
     other = evaluation.checkpoint_at(replacement) if replacement else None
     found = {
-        role: evaluation.frozen_policy(config, other, policy)
+        role: play.frozen_policy(config, other, policy)
         if other
         else initial_version(config, policy)
         for role, policy in wanted.items()
@@ -68,11 +69,11 @@ def ablate(
     plan = EvaluationPlan(
         players=dict(found.values()),
         lineups=lineups,
-        tasks=evaluation.tasks_of(config, config.eval.tasks),
+        tasks=play.tasks_of(config, config.eval.tasks),
         temperature=config.eval.temperature,
         steps=last.steps,
     )
-    played = evaluation.run_plan(config, last, plan, "ablation", fresh=fresh)
+    played = play.run_plan(config, last, plan, "ablation", fresh=fresh)
     return [
         ablation_row(role, name, played[TEAM], played[f"{role}={name}"])
         for role, name in players.items()
@@ -92,10 +93,10 @@ def ablation_row(
     role: str, player: str, whole: Sequence[Rollout], without: Sequence[Rollout]
 ) -> AblationRow:
     """Compare rollouts with and without one role, on the same tasks in the same order."""
-    scores, rest = evaluation.outcomes(whole), evaluation.outcomes(without)
+    scores, rest = play.outcomes(whole), play.outcomes(without)
     gaps = [a - b for a, b in zip(scores, rest, strict=True)]
-    loss, error = evaluation.mean_and_error(gaps)
-    means = [evaluation.mean_and_error(values)[0] for values in (scores, rest)]
+    loss, error = play.mean_and_error(gaps)
+    means = [play.mean_and_error(values)[0] for values in (scores, rest)]
     return AblationRow(role, player, means[0], means[1], loss, error, sum(map(isfinite, gaps)))
 
 

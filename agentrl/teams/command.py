@@ -28,7 +28,7 @@ def ablate(
     plain: bool,
 ) -> None:
     """Score RUN_FILE's team with one role played by its untrained policy."""
-    from agentrl.evaluation.core import as_json
+    from agentrl.evaluation.plans.play import as_json
     from agentrl.teams import ablation
 
     rows = ablation.ablate(load(run_file, overrides), roles, replacement, fresh=fresh)

@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.algorithms.diagnostics.why import not_improved
 from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig, store_of
 from agentrl.config import policies as team
@@ -47,8 +46,8 @@ async def print_report(
             console.print(render_trace(trace, longest=400))
     rows = [_times(config, steps, seconds), await _failures(store, config)]
     rows.append("; ".join(untrained_sentences(steps)))
-    if config.steps and (sentence := not_improved([row.metrics for row in steps], config)):
-        rows.append(f"{sentence}; agentrl why {config.name}{store_option(config)}")
+    verdicts = [point.load()(config, steps) for point in installed_plugins("verdicts")]
+    rows += [f"{sentence}{store_option(config)}" for sentence in verdicts if sentence]
     for row in (*rows, *policies_without_calls(config, steps).values()):
         if row:
             console.print(row, highlight=False, markup=False)

@@ -1,9 +1,10 @@
-"""Search and change the nested records of a credit."""
+"""Search, change and format the nested records of a credit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from math import inf
 from typing import Any
 
 
@@ -31,3 +32,21 @@ def map_parts(part: Any, change: Callable[[Any], Any]) -> Any:
         return part
     inner = {item.name: map_parts(getattr(part, item.name), change) for item in fields(part)}
     return change(replace(part, **inner))
+
+
+def brief(record: object, leave_out: tuple[str, ...] = ()) -> str:
+    """Format a record with the fields that differ from their defaults, GroupRelative('outcome',
+    norm='std'), or one with only numbers with all that are finite, Clip(0.2, hi=0.28)."""
+    if isinstance(record, tuple):
+        return f"({', '.join(map(brief, record))}{',' if len(record) == 1 else ''})"
+    if not is_dataclass(record) or isinstance(record, type):
+        return getattr(record, "__name__", repr(record))
+    shown = []
+    numeric = all(isinstance(getattr(record, field.name), float) for field in fields(record))
+    for number, field in enumerate(fields(record)):
+        value = getattr(record, field.name)
+        usual = value == (inf if numeric else field.default)
+        if field.name in leave_out or (number and usual):
+            continue
+        shown.append(f"{field.name}={brief(value)}" if number else brief(value))
+    return f"{type(record).__name__}({', '.join(shown)})"

@@ -19,12 +19,12 @@ from torch.nn.functional import pad
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.core import Column
 from agentrl.algorithms.credit.scale import KEPT, JudgedColumn
-from agentrl.algorithms.credit.shrinkage import mean_by
 from agentrl.algorithms.credit.states import (
     CERTAIN,
     Calls,
     baselines,
     calls_of,
+    mean_by,
     missed_by_values,
     plain_baselines,
     time_terms,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.core import Column
-from agentrl.algorithms.credit.shrinkage import mean_by
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, next_same, reduce_by, scan, units
@@ -175,3 +174,16 @@ def baselines(calls: Calls, x: Tensor, past: Tensor | None = None) -> Tensor:
     fit = torch.where(squares > 0, product / squares, 0.0)
     noise = (total - fit * product).clamp(min=0.0) / max(others - 1, 1)
     return base + (fit * surplus(fit * product, noise)).clamp(0.0, 1.0) * moved
+
+
+def mean_by(x: Tensor, ids: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and count of the x with the same id, [U] each; 0 if there are none. without: ids; units
+    that share one with x, itself included, are excluded from its mean."""
+    own = None if without is None else key(ids, without)
+
+    def total(y: Tensor) -> Tensor:
+        every = reduce_by(y, ids)[ids]
+        return every if own is None else every - reduce_by(y, own)[own]
+
+    count = total(torch.ones_like(x))
+    return torch.where(count > 0, total(x) / count, 0.0), count

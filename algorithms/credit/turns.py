@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from agentrl.algorithms.credit.core import Column, Credit, rewards, was_truncate
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, key, lift, next_same, rollout_of, scan
 from agentrl.errors import TrainingError, nearest
+
+Agreement = Literal["agree", "positive", "negative"]
 
 
 def call_rewards(batch: Batch, reward: str | Column) -> Tensor:
@@ -174,6 +176,25 @@ class TurnDiscount:
 
     def __call__(self, batch: Batch) -> Tensor:
         return self.credit(batch) * turn_discounts(batch, self.gamma)[batch.token_transition]
+
+
+@dataclass(frozen=True, slots=True)
+class GatedByOutcome:
+    """A credit where the outcome's advantage agrees, else 0, [N]; missing where the outcome's is.
+
+    how: "agree": both must have the same sign; "positive": a positive advantage counts only if the
+    outcome's is positive; "negative": a negative one counts only if the outcome's is negative."""
+
+    credit: Credit
+    outcome: Credit
+    how: Agreement
+
+    def __call__(self, batch: Batch) -> Tensor:
+        a, result = self.credit(batch), self.outcome(batch)
+        agrees = a * result > 0
+        if self.how != "agree":
+            agrees |= (a <= 0) if self.how == "positive" else (a >= 0)
+        return torch.where(result.isnan() | a.isnan(), torch.nan, torch.where(agrees, a, 0.0))
 
 
 def has_outcome(batch: Batch) -> Tensor:

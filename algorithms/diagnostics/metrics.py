@@ -32,7 +32,6 @@ from agentrl.algorithms.objective.core import (
     logprobs_at,
 )
 from agentrl.algorithms.objective.ratios import LogProbs, ratio
-from agentrl.algorithms.objective.sides import side_metrics
 from agentrl.algorithms.objective.staleness import effective_share
 from agentrl.types import POLICY, Group, Rollout, RolloutState, Scope, Transition
 
@@ -236,8 +235,8 @@ def optimizer_step(
         **ratio_metrics(algo, terms, report.current, lag),
         **report.metrics,
     }
-    if algo.side is not None and terms.sides is not None:
-        metrics |= side_metrics(algo.side, terms.sides, report.current)
+    if terms.sides is not None:
+        metrics |= terms.sides.metrics(report.current)
     live = terms.weight > 0
     if report.entropy is not None and live.any():
         metrics["policy/entropy"] = _mean(report.entropy[live])

@@ -4,15 +4,14 @@
     psi_t = u_t * (c_t * A_t - sum_r beta_r * kappa_r(p_t - s_r))
     loss  = - sum_t sg[psi_t] * log pi_t - sum_t eta_t * H_t,  eta_t = entropy * u_t
 
-H is the entropy of the current policy's distribution at token t, with its exact gradient. A
-preference loss (see `sides`) adds its own psi. p are the current log-probs, s those of any model
-(see `ratios`). `Terms` holds the constants of one optimizer step, normalised over the whole step,
-so the gradient does not depend on how the step is cut into micro-batches.
+H is the entropy of the current policy's distribution at token t, with its exact gradient. A loss of
+whole rollouts (see `added_loss`) adds its own psi. p are the current log-probs, s those of any
+model (see `ratios`). `Terms` holds the constants of one optimizer step, normalised over the whole
+step, so the gradient does not depend on how the step is cut into micro-batches.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +25,7 @@ from agentrl.algorithms.credit.parts import parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import How, Unit, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn
+from agentrl.algorithms.objective.added_loss import AddedLoss, AddedTerms
 from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.prepare import Prepare
 from agentrl.algorithms.objective.ratios import (
@@ -36,7 +36,6 @@ from agentrl.algorithms.objective.ratios import (
     Model,
     model_named,
 )
-from agentrl.algorithms.objective.sides import SideLoss, SideTerms, side_psi, side_terms
 from agentrl.errors import TrainingError
 from agentrl.plugins import where
 
@@ -110,7 +109,7 @@ class Algo:
     agg: Average = Average()
     keep: Column | None = None
     entropy: float = 0.0  # coefficient of the policy's entropy in nats
-    side: SideLoss | None = None
+    side: AddedLoss | None = None
     distill: TopKDistillation | None = None
     rewards: tuple[str, ...] = ("outcome",)
     optional: tuple[str, ...] = ()
@@ -170,7 +169,7 @@ class Terms:
     given: GivenLogProbs  # float64
     ids: dict[str, Tensor]  # int64 [N] each, units that gates pool over
     skip: str | None  # the reason why this batch has no gradient
-    sides: SideTerms | None = None
+    sides: AddedTerms | None = None
 
 
 def loss_terms(
@@ -206,7 +205,7 @@ def loss_terms(
     credit = compute_advantages(algo, batch) if advantage is None else advantage
     live = ~credit.isnan()
     credit = torch.where(live, credit, 0.0)
-    sides = None if algo.side is None else side_terms(algo.side, batch, given.reference)
+    sides = None if algo.side is None else algo.side.terms(batch, given.reference)
     return Terms(
         advantage=credit,
         weight=loss_weights(algo, batch, live),
@@ -257,8 +256,8 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     for reg in algo.penalties:
         total = total - reg.beta * kappa(logprobs.current - logprobs.of(reg.den), reg.kind)
     total = terms.weight[index] * total
-    if algo.side is not None and terms.sides is not None:
-        total = total + side_psi(algo.side, terms.sides, logprobs.current, index)
+    if terms.sides is not None:
+        total = total + terms.sides.psi(logprobs.current, index)
     now_K, teacher_K = logprobs.candidates.current, logprobs.candidates.teacher
     if algo.distill is None or now_K is None or teacher_K is None:
         return total.to(p)
@@ -270,14 +269,6 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
 def eta(algo: Algo, terms: Terms) -> Tensor | None:
     """Coefficient of the entropy at each token, float64 [N]; None without an entropy bonus."""
     return algo.entropy * terms.weight if algo.entropy else None
-
-
-def gate_product(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
-    """The product c of all gates, float64 [N]. p: log-probs of the whole step, [N] or [N, K]."""
-    now, index = p.detach().double().cpu(), torch.arange(len(p))
-    gates = gate_factors(algo, terms, logprobs_at(terms, now, index), index)
-    start = torch.ones(len(p), dtype=torch.float64)
-    return math.prod((factor for _, _, factor in gates), start=start)
 
 
 def psi_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
@@ -359,7 +350,7 @@ def _check_finite(x: Tensor, model: str, where: str) -> None:
 
 
 def _skip(
-    algo: Algo, batch: Batch, live: Tensor, credit: Tensor, sides: SideTerms | None
+    algo: Algo, batch: Batch, live: Tensor, credit: Tensor, sides: AddedTerms | None
 ) -> str | None:
     if not batch.n_tokens:
         return "the batch has no sampled tokens"

@@ -27,7 +27,7 @@ from agentrl.algorithms.learners.factory import caches_reference
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import vocabulary_size
 from agentrl.algorithms.objective.core import Algo, loss_terms
-from agentrl.algorithms.objective.sides import WEIGHT, mismatched_rollout, side_metrics
+from agentrl.algorithms.preferences.sides import WEIGHT, SideLoss, mismatched_rollout
 from agentrl.algorithms.preferences.table import data_of
 from agentrl.algorithms.sampling.collect import Collected, unreadable_reason
 from agentrl.algorithms.sampling.task_sampler import shuffled
@@ -59,24 +59,30 @@ log = logging.getLogger("agentrl.algorithm")
 def on_dataset(config: RunConfig, algo: Algo) -> Algo:
     """The algorithm with the items' labels as its reward. Raises ConfigError for an algorithm that
     learns from rewards of rollouts, and if a reward is set."""
-    if algo.side is None and algo.rewards:
+    side = loss_of(algo)
+    if side is None and algo.rewards:
         raise ConfigError(
             f"algorithm.preset = {config.algorithm.preset!r} learns from rewards of rollouts, and "
             "[data] has none; choose a preset of pairs or labels, see `agentrl algorithms`"
         )
     if "reward" in config.algorithm.options:
         raise ConfigError("algorithm.options.reward: items of [data] have labels; leave it out")
-    if algo.side is None:
+    if side is None:
         return algo
-    side = dataclasses.replace(algo.side, reward=LABEL)
-    return dataclasses.replace(algo, rewards=(LABEL,), side=side)
+    labelled = dataclasses.replace(side, reward=LABEL)
+    return dataclasses.replace(algo, rewards=(LABEL,), side=labelled)
+
+
+def loss_of(algo: Algo) -> SideLoss | None:
+    """The loss of pairs or labels; None for imitation."""
+    return algo.side if isinstance(algo.side, SideLoss) else None
 
 
 def from_dataset(updater: Updater, reference: ReferenceElsewhere) -> Updater:
     """The updater for items, whose groups are as large as they have sides, and which are in no
     store. reference: its log-probs, if they are in the store."""
-    config, algo = updater.config, updater.algo
-    sides = 2 if algo.side is not None and algo.side.paired else 1
+    config, algo, side = updater.config, updater.algo, loss_of(updater.algo)
+    sides = 2 if side is not None and side.paired else 1
     settings = replace(config.algorithm, min_group=sides)
     return dataclasses.replace(
         updater,
@@ -114,7 +120,7 @@ class DatasetCollector:
     async def prepare(self) -> None:
         """Read every item once, while the policy is still the initial one: drop unusable items, and
         compute missing log-probs of the reference. Raises ConfigError if no item is usable."""
-        data, side = data_of(self.config), self.updater.algo.side
+        data, side = data_of(self.config), loss_of(self.updater.algo)
         kind = "demonstration" if side is None else "pair" if side.paired else "label"
         scorer = self._reference() if self.updater.reference is not None else None
         for split in (data.split, data.heldout):
@@ -164,7 +170,7 @@ class DatasetCollector:
         terms = loss_terms(updater.algo, batch, given, fresh=True)
         assert terms.sides is not None
         p = updater.learner.logprobs(batch).double()
-        metrics = side_metrics(updater.algo.side, terms.sides, p)
+        metrics = terms.sides.metrics(p)
         named = {f"eval/{name}": value for name, value in metrics.items()}
         await self.store.log(self.config.name, step, named, epoch=self.epoch)
 
@@ -254,7 +260,7 @@ class DatasetCollector:
 
     async def _groups(self, split: str, chosen: Sequence[int], step: int) -> list[Group]:
         """Items by index as groups; single sides with the completion of the previous item."""
-        every, loss = self.items[split], self.updater.algo.side
+        every, loss = self.items[split], loss_of(self.updater.algo)
         moved = loss is not None and not loss.paired
         items, before = [every[i] for i in chosen], [every[i - 1] for i in chosen if moved]
         sides = await self._sides([*items, *before])

@@ -10,8 +10,8 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.algorithms.objective.pairing import LEAST, How, choose_pairs
 from agentrl.algorithms.preferences.draft import Draft
+from agentrl.algorithms.preferences.pairing import LEAST, How, choose_pairs
 from agentrl.store.base import Store
 from agentrl.store.records import without_tokens
 from agentrl.types import (

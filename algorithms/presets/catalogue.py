@@ -4,18 +4,7 @@
 modifiers, and the keyword options of all of them.
 """
 
-from agentrl.algorithms.presets import (  # noqa: F401
-    corrections,
-    grpo,
-    hierarchy,
-    imitation,
-    mixing,
-    ppo,
-    preferences,
-    reinforce,
-    states,
-    teams,
-)
+from agentrl.algorithms.presets import grpo, own, ppo, reinforce, states  # noqa: F401
 from agentrl.algorithms.presets.declare import AlgoModifier, AlgoPreset, modifiers, presets
 from agentrl.algorithms.presets.registry import make, modifier_named, preset_named
 from agentrl.base.parts import installed_plugins, known

@@ -62,6 +62,7 @@ class AlgoPreset:
     clip: tuple[float, ...] = ()
     clip_by: Literal["transition", "row"] | None = None
     kl: bool = False
+    usual: bool = False  # whether it is in the short list
 
     def options(self) -> dict[str, Option]:
         """Type and default of each option, as a run file may set them. Raises ConfigError for a
@@ -125,6 +126,7 @@ class AlgoModifier:
     prefix: str = ""
     host: str = "grpo"
     credit_only: bool = False
+    usual: bool = False  # whether it is in the short list
 
     def options(self) -> dict[str, Option]:
         own = options_of_function(self.function)
@@ -155,6 +157,7 @@ def preset(
     clip: tuple[float, ...] = (),
     clip_by: Literal["transition", "row"] | None = None,
     kl: bool = False,
+    usual: bool = False,
 ) -> Callable[[Build], Build]:
     """Register a function of keyword options under a name. The function stays as it is; what a run
     file names is the record `presets[name]`, with these shared options.
@@ -162,36 +165,39 @@ def preset(
     reward: default of the option `reward`, if the function has a parameter of that name. clip:
     defaults of the options clip_low, clip_high and (optionally) clip_dual of PPO's clip on the
     ratio of current to old policy, pooled over each `clip_by`. kl: add the option kl, the
-    coefficient of a k3 KL penalty to the reference.
+    coefficient of a k3 KL penalty to the reference. usual: show it in the short list.
 
     Raises ConfigError for the name of one of the library's own presets."""
 
     def register(function: Build) -> Build:
-        add_preset(AlgoPreset(name, function, reward, clip, clip_by, kl))
+        add_preset(AlgoPreset(name, function, reward, clip, clip_by, kl, usual))
         return function
 
     return register
 
 
-def modifier(name: str, *, prefix: str = "", host: str = "grpo") -> Callable[[Build], Build]:
+def modifier(
+    name: str, *, prefix: str = "", host: str = "grpo", usual: bool = False
+) -> Callable[[Build], Build]:
     """Register a function of an Algo and keyword options that applies to any preset as "+name".
 
     prefix: prepended to its options in a run file, to tell them from the preset's. host: the preset
-    to show it with. Raises ConfigError for the name of one of the library's own modifiers."""
+    to show it with. usual: show it in the short list. Raises ConfigError for the name of one of the
+    library's own modifiers."""
 
     def register(function: Build) -> Build:
-        _add_modifier(AlgoModifier(name, function, prefix, host))
+        _add_modifier(AlgoModifier(name, function, prefix, host, usual=usual))
         return function
 
     return register
 
 
-def as_modifier(name: str, *, prefix: str) -> Callable[[Build], Build]:
+def as_modifier(name: str, *, prefix: str, usual: bool = False) -> Callable[[Build], Build]:
     """Also register a preset's function as a modifier that replaces the host's credit by the
     preset's, computed from the host's reward. Its options are the preset's own, with a prefix."""
 
     def register(function: Build) -> Build:
-        _add_modifier(AlgoModifier(name, function, prefix, credit_only=True))
+        _add_modifier(AlgoModifier(name, function, prefix, credit_only=True, usual=usual))
         return function
 
     return register

@@ -36,6 +36,9 @@ from agentrl.errors import ConfigError, nearest
 from agentrl.plugins import check_call, load_plugin, where
 
 Supply = Model | Literal["values", "top_tokens", "entropy"]
+ALL_STREAMS: tuple[Supply, ...] = (
+    "old", "sampler", "reference", "teacher", "values", "top_tokens", "entropy",
+)  # fmt: skip
 KEY = "algorithm.preset"
 
 

@@ -12,13 +12,13 @@ from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo
 from agentrl.algorithms.presets.declare import PPO_CLIP, Num, preset
 
 
-@preset("reinforce")
+@preset("reinforce", usual=True)
 def reinforce(reward: str) -> Algo:
     """Reward times log-prob, no baseline. Williams 1992."""
     return Algo(GroupRelative(reward, base="none"), agg=ROW_SUMS)
 
 
-@preset("reinforce++", clip=PPO_CLIP)
+@preset("reinforce++", usual=True, clip=PPO_CLIP)
 def reinforce_pp(reward: str, *, gamma: Num = 1.0, kl_reward: Num = 0.0) -> Algo:
     """Reward-to-go whitened over all tokens; needs no groups. `kl_reward`: coefficient of the KL
     penalty to the reference in every token's reward. arXiv 2501.03262."""
@@ -26,7 +26,7 @@ def reinforce_pp(reward: str, *, gamma: Num = 1.0, kl_reward: Num = 0.0) -> Algo
     return Algo(Whiten(core.RewardToGo(reward, gamma, penalty)), agg=TOKENS)
 
 
-@preset("rloo")
+@preset("rloo", usual=True)
 def rloo(reward: str) -> Algo:
     """Leave-one-out mean as baseline, no clip. arXiv 2402.14740."""
     return Algo(GroupRelative(reward, base="loo"), agg=ROW_SUMS)

@@ -5,7 +5,7 @@ HERE = "agentrl.algorithms.reward_models"
 PART = Part(
     name="reward models",
     summary="Models whose scores are rewards, and their training on data sets.",
-    uses=("data sets",),
+    uses=("preferences",),
     tables={
         "reward_model": f"{HERE}.table:RewardModelTraining",
         "reward_models": f"{HERE}.table:REWARD_MODELS",

@@ -21,7 +21,9 @@ from agentrl.algorithms.selfplay.table import learning_policy, selfplay_of
 from agentrl.config.policies import EvaluationPlan, Seats
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
-from agentrl.evaluation.core import Played, SavedCheckpoint
+from agentrl.evaluation.core import SavedCheckpoint
+from agentrl.evaluation.plans import play
+from agentrl.evaluation.plans.play import Played
 from agentrl.types import Json, Rollout
 
 
@@ -66,13 +68,13 @@ def crossplay(
         )
     chosen = chosen_checkpoints(config, paths, every)
     policy = learning_policy(config)
-    players = dict(evaluation.frozen_policy(config, checkpoint, policy) for checkpoint in chosen)
+    players = dict(play.frozen_policy(config, checkpoint, policy) for checkpoint in chosen)
     if len(players) < len(chosen):
         raise ConfigError("two checkpoints have the same name: give each only once")
     # The checkpoint for policies that are not compared: the run's last one on disk, else the last
     # chosen one.
     last = (evaluation.checkpoints_of(config) or chosen)[-1]
-    tasks = [without_scripts(task, roles) for task in evaluation.tasks_of(config)]
+    tasks = [without_scripts(task, roles) for task in play.tasks_of(config)]
     plan = EvaluationPlan(
         players=players,
         lineups=schedule(list(players), roles),
@@ -80,7 +82,7 @@ def crossplay(
         temperature=config.sampling.temperature,
         steps=last.steps,
     )
-    played = evaluation.run_plan(config, last, plan, "crossplay", fresh=fresh)
+    played = play.run_plan(config, last, plan, "crossplay", fresh=fresh)
     return matrix(list(players), roles, played)
 
 
@@ -152,7 +154,7 @@ def matchup(games: Sequence[tuple[str, Rollout]], roles: Sequence[str]) -> Match
             continue
         values.append(got[role])
         score += game_score(got, role, roles)
-    mean, error = evaluation.mean_and_error(values)
+    mean, error = play.mean_and_error(values)
     return Matchup(len(values), len(games) - len(values), mean, error, score)
 
 
@@ -173,7 +175,7 @@ def as_json(found: PayoffMatrix) -> str:
         if cell is not None
     ]
     elo = dict(zip(found.players, found.ratings, strict=True))
-    return evaluation.as_json({"players": found.players, "elo": elo, "meetings": cells})
+    return play.as_json({"players": found.players, "elo": elo, "meetings": cells})
 
 
 def _cell(cell: Matchup | None) -> str:

@@ -5,6 +5,7 @@ HERE = "agentrl.algorithms.selfplay"
 PART = Part(
     name="self-play",
     summary="Train a policy against itself and its snapshots; play checkpoints against each other.",
+    uses=("evaluation plans",),
     outputs=("pool",),
     tables={"selfplay": f"{HERE}.table:Selfplay"},
     commands={"crossplay": f"{HERE}.command:crossplay"},

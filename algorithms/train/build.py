@@ -10,8 +10,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.state import AlgorithmState
-from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
-from agentrl.algorithms.diagnostics.dump import BadSteps
+from agentrl.algorithms.diagnostics.bad_steps import BadSteps
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.proof import trie_gap
@@ -99,8 +98,7 @@ def make_policies(
     updaters, parts = {}, parts or hooks_of(config)
     for name, algo in algos.items():
         model = next(model for model in models if name in model.policies)
-        dumps = Path(config.output, "dumps", name if config.policies else "")
-        made = make_updater(view(config, name), name, algo, model, dumps)
+        made = make_updater(view(config, name), name, algo, model)
         stack.callback(made.learner.close)
         updaters[name] = parts.updater(made, model)
     state = AlgorithmState() if config.policies else updaters[POLICY].state
@@ -126,11 +124,8 @@ def with_proven_packing(config: RunConfig, models: Sequence[LoadedModel]) -> Run
     return config
 
 
-def make_updater(
-    config: RunConfig, name: str, algo: Algo, model: LoadedModel, dumps: Path
-) -> Updater:
-    """Build the updater of one policy. config: the policy's view of the run; dumps: the folder for
-    failed optimizer steps."""
+def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -> Updater:
+    """Build the updater of one policy. config: the policy's view of the run."""
     settings, tokenizer = config.algorithm, model.tokenizer
     learner = factory.make_learner(config, algo, model.model, tokenizer, model.adapters, name)
     state, anchor = make_state(config, algo, learner.frozen.get("reference"))
@@ -147,8 +142,7 @@ def make_updater(
             tuple(completers), context=context, policy=name, tokenizer=tokenizer
         ),
         anchor=anchor,
-        recorder=CreditRecorder(name) if settings.store_credit else None,
-        bad_steps=BadSteps(dumps, settings.max_bad_steps),
+        bad_steps=BadSteps(settings.max_bad_steps),
         policy=name,
     )
 

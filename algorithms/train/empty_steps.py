@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from itertools import takewhile
 
 from agentrl.algorithms.data.merge import valid
-from agentrl.algorithms.diagnostics import why
 from agentrl.algorithms.diagnostics.metrics import Metrics, group_metrics
 from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
 from agentrl.errors import TrainingError
 from agentrl.store.base import Store
@@ -68,18 +68,19 @@ def empty_commit(
 
 
 async def check_empty_steps(store: Store, config: RunConfig) -> None:
-    """Raise TrainingError, with the most frequent cause, if the last `max_empty_steps` steps were
-    empty, or all steps of a shorter run."""
+    """Raise TrainingError, with what parts know of its cause, if the last `max_empty_steps` steps
+    were empty, or all steps of a shorter run."""
     rows = [row for row in await store.steps(config.name) if row.committed]
     empty = list(takewhile(lambda row: EMPTY in row.metrics, reversed(rows)))
     if not empty or len(empty) < min(config.max_empty_steps, config.steps):
         return
-    record, *_ = (await why.read(store, config.name, last=len(empty))).values()
-    cause, *_ = why.reasons(record) or [why.missing_rewards(record)]
+    known = installed_plugins("causes")
+    causes = [await point.load()(store, config.name, len(empty)) for point in known]
+    cause = "; ".join(causes) or "look at one of its rollouts with agentrl show"
     again = f"the same command resumes after step {len(rows)}"
     if len(rows) == config.steps:
         again = "repeat the command with more steps, or with --fresh"
     raise TrainingError(
         f"nothing was learned in {len(empty)} steps in a row, of which no rollout could be used: "
-        f"{cause.text.rstrip('. ')}. Look at {cause.change}. Correct that, and {again}"
+        f"{cause}. Correct that, and {again}"
     )

@@ -13,11 +13,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from msgspec.structs import replace
-
-from agentrl.algorithms.sampling import evaluate
 from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
@@ -26,11 +22,10 @@ from agentrl.algorithms.train.load_policies import (
     vocabulary_sizes,
 )
 from agentrl.algorithms.train.loop import TrainingLoop
-from agentrl.algorithms.train.stages import load_run, open_run, prepare_process, serve_run, served
+from agentrl.algorithms.train.stages import load_run, open_run, prepare_process, serve_run
 from agentrl.base.loading import load_tasks
 from agentrl.base.processes import PHASE, freeze_loaded, log_to_stderr
 from agentrl.config import RunConfig
-from agentrl.config.policies import EvaluationPlan
 from agentrl.types import ENDED, Json
 
 log = logging.getLogger("agentrl.algorithm")
@@ -71,20 +66,6 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
         ready()
         await live.serving.during(TrainingLoop(live, source, evaluator, parts).run())
         await live.store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
-
-
-async def play_plan(config: RunConfig, plan: EvaluationPlan) -> None:
-    """Serve the run's policies and the players, and roll out every task with every lineup. Rollouts
-    that have ended do not run again.
-
-    Raises PolicyError for a player that cannot be served."""
-    async with served(config, plan.steps, plan.players) as (store, _):
-        sampling = replace(config.sampling, temperature=plan.temperature)
-        requested = {
-            name: evaluation_rollouts(config, 0, name, plan.tasks, sampling, seats)
-            for name, seats in plan.lineups.items()
-        }
-        await evaluate.play(store, requested)
 
 
 def _tasks(config: RunConfig, split: str) -> list[dict[str, Json]]:

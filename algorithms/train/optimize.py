@@ -34,15 +34,13 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.diagnostics import metrics
-from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
-from agentrl.algorithms.diagnostics.dump import BadSteps, Dump
+from agentrl.algorithms.diagnostics.bad_steps import BadSteps, Dump, StepRecorder
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.base import Learner, StepReport
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import staleness
 from agentrl.algorithms.objective.core import Algo, Terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs, ratio
-from agentrl.algorithms.objective.sides import MISMATCHED
 from agentrl.algorithms.objective.values import ValueTerms, select_tokens
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import POLICY, Group, Json
@@ -90,7 +88,7 @@ class OptimizerSteps:
     config: RunConfig
     learner: Learner
     limit: KlLimit | None  # None: how far they move the policy is not measured
-    recorder: CreditRecorder | None
+    recorder: StepRecorder | None
     bad_steps: BadSteps | None
     unchanged: Iterator[int]
     policy: str
@@ -180,8 +178,8 @@ class OptimizerSteps:
         if not batch.n_tokens or self.limit is None:
             return None
         live = ~step.advantage.isnan()
-        if MISMATCHED in batch.rewards:  # sampled for another prompt
-            live &= (batch.rewards[MISMATCHED] != 1)[batch.token_rollout]
+        if step.algo.side is not None:
+            live &= step.algo.side.sampled(batch)
         weight = objective.loss_weights(step.algo, batch, live)
         count = min(self.config.algorithm.minibatches, len(step.groups))
         return self.limit.begin(batch, weight, count)

@@ -17,8 +17,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState, Recalled
-from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
-from agentrl.algorithms.diagnostics.dump import BadSteps
+from agentrl.algorithms.diagnostics.bad_steps import BadSteps, StepRecorder
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.diagnostics.report import report
 from agentrl.algorithms.learners.base import Learner, ReferenceElsewhere, Teacher
@@ -27,7 +26,6 @@ from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.objective.sides import MISMATCHED, WEIGHT, row_unit
 from agentrl.algorithms.objective.staleness import old_policy_share, withhold
 from agentrl.algorithms.objective.values import critic_terms
 from agentrl.algorithms.presets.registry import check_supplies
@@ -72,7 +70,7 @@ class Updater:
     state: AlgorithmState = field(default_factory=AlgorithmState)  # kept between steps
     preprocessor: Preprocessor = field(default_factory=Preprocessor)  # before credit
     anchor: ReferenceControl = field(default_factory=ReferenceControl)
-    recorder: CreditRecorder | None = None  # None: credit is not stored
+    recorder: StepRecorder | None = None  # None: credit is not stored
     bad_steps: BadSteps | None = None  # None: failed steps are only counted
     policy: str = POLICY
     reference: ReferenceElsewhere | None = None  # None: the learner's
@@ -170,9 +168,9 @@ class Updater:
         default `algorithm.min_group`."""
         least = self.config.algorithm.min_group if min_group is None else min_group
         names, side = self.algo.rewards, self.algo.side
-        names += () if side is None else (WEIGHT, MISMATCHED)
+        names += () if side is None else side.columns
         batch = build_batch(groups, reward_names=names, min_group=least, policy=self.policy)
-        return batch if side is None else replace(batch, row_unit=row_unit(side, batch))
+        return batch if side is None else replace(batch, row_unit=side.row_unit(batch))
 
 
 def _taught(distill: TopKDistillation, learner: Learner, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from agentrl import trainer
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.evaluation import core as evaluation
+from agentrl.evaluation.plans import play
 from agentrl.store import open_store
 
 
@@ -44,7 +45,7 @@ def test_tasks_are_those_held_out_or_else_those_of_training(tmp_path: Path) -> N
 
     def inputs(tasks: dict[str, str], limit: int = 0) -> list[object]:
         config = resolve({"root": str(tmp_path), "tasks": tasks}, source="test")
-        return [task["input"] for task in evaluation.tasks_of(config, limit)]
+        return [task["input"] for task in play.tasks_of(config, limit)]
 
     assert inputs(both) == ["heldout 0", "heldout 1", "heldout 2"]
     assert inputs({"train": both["train"]}, 2) == ["train 0", "train 1"]

@@ -40,13 +40,11 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.core import Algo, loss_terms, psi
-from agentrl.algorithms.objective.pairing import choose_pairs
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.objective.sides import (
+from agentrl.algorithms.preferences.pairing import choose_pairs
+from agentrl.algorithms.preferences.sides import (
     MISMATCHED,
     WEIGHT,
-    row_unit,
-    side_metrics,
     with_mismatched,
 )
 from agentrl.algorithms.presets.catalogue import make
@@ -110,7 +108,7 @@ def pairs(
 
 def batch_of(groups: list[Group], algo: Algo) -> Batch:
     batch = build_batch(groups, reward_names=NAMES)
-    return batch if algo.side is None else replace(batch, row_unit=row_unit(algo.side, batch))
+    return batch if algo.side is None else replace(batch, row_unit=algo.side.row_unit(batch))
 
 
 def as_rows(batch: Batch) -> list[dict[str, list[int]]]:
@@ -152,7 +150,7 @@ class Ours:
             loss = -float((terms.weight * report.logprobs.double()).sum())
         else:
             now = report.logprobs.double()
-            loss = side_metrics(algo.side, terms.sides, now)["preferences/loss"]
+            loss = terms.sides.metrics(now)["preferences/loss"]
         found = {n: p.grad for n, p in learner.model.named_parameters() if p.grad is not None}
         return loss, found
 
@@ -377,8 +375,8 @@ def learn(name: str, source: Path, train: list[Group], held: list[Group], seed: 
         dpo, batch, GivenLogProbs(reference=base.logprobs(batch).double()), fresh=True
     )
     assert terms.sides is not None
-    after = side_metrics(dpo.side, terms.sides, learner.logprobs(batch).double())
-    before = side_metrics(dpo.side, terms.sides, base.logprobs(batch).double())
+    after = terms.sides.metrics(learner.logprobs(batch).double())
+    before = terms.sides.metrics(base.logprobs(batch).double())
     torch.manual_seed(seed + 100)
     judge = random.Random(seed + 7)
     prompts = [asked(judge, held=True) for _ in range(60)]

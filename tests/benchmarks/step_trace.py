@@ -15,6 +15,7 @@ import torch
 
 from agentrl.algorithms.train import step
 from agentrl.algorithms.train.build import load_algorithm, make_updater
+from agentrl.algorithms.train.hooks import hooks_of
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import resolve
@@ -32,7 +33,8 @@ def updater(folder: Path) -> Updater:
     config = resolve({**RUN, "output": str(folder)}, source="run.toml")
     model = network(VOCABULARY, 64, 1, torch.float32)
     loaded = LoadedModel("-", model, tokenizer(), policies=["policy"])
-    return make_updater(config, "policy", load_algorithm(config), loaded, folder)
+    made = make_updater(config, "policy", load_algorithm(config), loaded)
+    return hooks_of(config).updater(made, loaded)
 
 
 def traced(updater: Updater, groups: list[Group]) -> tuple[set[CodeType], set[CodeType]]:

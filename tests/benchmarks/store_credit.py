@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
+from agentrl.algorithms.explain.credit_records import CreditRecorder
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make

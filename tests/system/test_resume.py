@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from agentrl.cli.algorithms import explain_rollout
+from agentrl.algorithms.explain.rollouts import explain_rollout
 from agentrl.cli.main import export
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import NotFound, PolicyError

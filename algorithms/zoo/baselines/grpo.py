@@ -1,4 +1,4 @@
-"""GRPO with other statistics: of the batch, of calls, of several rewards, of the best rollout."""
+"""GRPO with other averages, filters and statistics: of the batch, of calls, of several rewards."""
 
 from __future__ import annotations
 
@@ -9,17 +9,81 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.core import (
+    Column,
     GroupRelative,
     Whiten,
     rollout_rewards,
 )
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import reduce_by
-from agentrl.algorithms.objective.core import TOKENS, Algo
+from agentrl.algorithms.data.ids import owner, reduce_by
+from agentrl.algorithms.objective.core import TOKENS, Algo, Average
 from agentrl.algorithms.presets.declare import PPO_CLIP, Mix, preset
-from agentrl.config import Count
+from agentrl.config import Count, Natural
 
 OUTCOME = {"outcome": 1.0}
+
+
+@preset("dr-grpo", usual=True, clip=PPO_CLIP)
+def dr_grpo(reward: str, *, length: Count = 1024) -> Algo:
+    """GRPO without standard deviation, rows divided by a constant length. arXiv 2503.20783."""
+    return Algo(GroupRelative(reward), agg=Average(("row",), "const", length))
+
+
+@preset("agl-v1", usual=True, clip=PPO_CLIP)
+def agl_v1(reward: str) -> Algo:
+    """GRPO averaged over rollouts, however many calls they took. arXiv 2608.17528."""
+    return Algo(GroupRelative(reward, norm="std"), agg=Average(("rollout",)))
+
+
+@dataclass(frozen=True, slots=True)
+class NonzeroVariance:
+    """Filter for tokens of groups whose rewards differ, bool [N]. DAPO, arXiv 2503.14476."""
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return core.has_variance(batch, self.reward)[owner(batch, core.level_of(self.reward))]
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
+    """The reward minus a penalty that rises from 0 at `limit` - `cache` action tokens to 1 at
+    `limit`; cache is capped at the limit. DAPO, arXiv 2503.14476."""
+
+    reward: str | Column
+    limit: int
+    cache: int
+
+    def __call__(self, batch: Batch) -> Tensor:
+        cache = min(self.cache, self.limit)
+        over = (core.response_lengths(batch) - (self.limit - cache)) / cache
+        return rollout_rewards(batch, self.reward) - over.clamp(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class NotTruncated:
+    """Filter for tokens of rollouts that were not truncated, bool [N]. DAPO, arXiv 2503.14476."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return ~core.was_truncated(batch)[batch.token_rollout]
+
+
+@preset("dapo", usual=True, clip=(0.2, 0.28))
+def dapo(
+    reward: str,
+    *,
+    overlong_limit: Natural = 0,
+    overlong_cache: Count = 4096,
+    drop_truncated: bool = False,
+) -> Algo:
+    """Clip-higher, token mean, groups of equal rewards resampled; optionally a penalty on the last
+    `overlong_cache` of `overlong_limit` tokens, or no truncated rollouts. arXiv 2503.14476."""
+    shaped = OverlongPenalty(reward, overlong_limit, overlong_cache) if overlong_limit else reward
+    # Filter by the raw reward: with a length penalty the rewards of every group would differ.
+    keep: Column = NonzeroVariance(reward)
+    if drop_truncated:
+        keep = core.AllFilters((keep, NotTruncated()))
+    return Algo(GroupRelative(shaped, norm="std"), agg=TOKENS, keep=keep, resample=reward)
 
 
 @preset("liteppo", clip=PPO_CLIP)

@@ -11,5 +11,6 @@ PART = Part(
         "agent-r1": f"{HERE}.presets:agent_r1",
         "pspo": f"{HERE}.presets:pspo",
         "ragen": f"{HERE}.presets:ragen",
+        "turn-ppo": f"{HERE}.presets:turn_ppo",
     },
 )

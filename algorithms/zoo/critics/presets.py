@@ -1,4 +1,4 @@
-"""PPO over calls in other forms, and a table of states as a critic."""
+"""PPO over calls, and a table of states as a critic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.baselines import RunningMean
-from agentrl.algorithms.credit.core import Column, CriticValues, Whiten
+from agentrl.algorithms.credit.core import Column, CriticValues, GroupRelative, Whiten
 from agentrl.algorithms.credit.turns import Returns, StepGae, value_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, next_same
@@ -22,8 +22,18 @@ from agentrl.algorithms.data.state import CountedMeans
 from agentrl.algorithms.objective.core import TOKENS, Algo
 from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, modifier, preset
-from agentrl.algorithms.presets.ppo import whitened_gae
 from agentrl.types import Rollout
+
+
+def whitened_gae(value: Column, reward: str, gamma: float, lam: float) -> GroupRelative:
+    """GAE over calls, whitened over calls."""
+    return GroupRelative(StepGae(value, reward, gamma, lam), by=("all",), norm="std")
+
+
+@preset("turn-ppo", usual=True, clip=PPO_CLIP)
+def turn_ppo(reward: str, *, value: str = "", gamma: Discount = 0.99, lam: Discount = 0.95) -> Algo:
+    """Agent-R1 with a discount per turn, token mean. arXiv 2512.17008."""
+    return Algo(whitened_gae(value_of(value), reward, gamma, lam), agg=TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,53 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import GroupRelative
+from agentrl.algorithms.credit import core
+from agentrl.algorithms.credit.core import GroupRelative, rewards
+from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective import ratios
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average, Gate, KLPenalty
 from agentrl.algorithms.objective.distill import with_rest
-from agentrl.algorithms.objective.ratios import LogProbs, Ratio, ratio
+from agentrl.algorithms.objective.ratios import LogProbs, Ratio, Truncate, ratio
 from agentrl.algorithms.presets.declare import Cap, Num, preset
-from agentrl.algorithms.presets.grpo import SEQUENCE_CLIP
 from agentrl.config import Count
+
+
+@dataclass(frozen=True, slots=True)
+class NonzeroVarianceReward:
+    """The reward; missing if the rewards of the group do not differ."""
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.where(
+            core.has_variance(batch, self.reward), rewards(batch, self.reward), torch.nan
+        )
+
+
+@preset("scalerl", usual=True)
+def scalerl(reward: str, *, cap: Cap = 5.0) -> Algo:
+    """Truncated weight against the sampler, batch standard deviation over groups whose rewards
+    differ, mean over prompts. For its other settings see `algorithms/README.md`. arXiv 2510.13786.
+    """
+    credit = GroupRelative(NonzeroVarianceReward(reward), norm="std", norm_by=("all",))
+    return Algo(credit, (Gate(Truncate(0.0, cap), den="sampler"),), agg=Average(("group",)))
+
+
+SEQUENCE_CLIP = (3e-4, 4e-4)  # for a mean ratio of a row
+
+
+@preset("gspo", usual=True, clip=SEQUENCE_CLIP, clip_by="row")
+def gspo(reward: str) -> Algo:
+    """GRPO with one ratio per row, the geometric mean of its tokens'; with a reward of calls,
+    `reward = "transition:name"`, credit differs inside a row. arXiv 2507.18071."""
+    return Algo(GroupRelative(reward, norm="std"))
+
+
+@preset("cispo", usual=True)
+def cispo(reward: str, *, low: Num = 0.0, cap: Cap = 5.0) -> Algo:
+    """GRPO with ratios truncated instead of dropped; bounds are absolute. arXiv 2506.13585."""
+    gate = Gate(Truncate(low, cap))
+    return Algo(GroupRelative(reward, norm="std"), (gate,), agg=TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

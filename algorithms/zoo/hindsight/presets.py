@@ -13,6 +13,7 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import turns
 from agentrl.algorithms.credit.core import Column, GroupRelative, weighted_sum
+from agentrl.algorithms.credit.turns import GatedByOutcome
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, known_mean, reduce_by
 from agentrl.algorithms.data.merge import build_batch, map_calls, split_reference, trainable
@@ -21,7 +22,6 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Share, modifier, preset
-from agentrl.algorithms.presets.mixing import GatedByOutcome
 from agentrl.types import Group, Reward, Rollout, Transition, int32
 
 HINDSIGHT = "transition:hindsight"  # the reward that `add_hindsight` adds

@@ -6,7 +6,9 @@ PART = Part(
     name="zoo process",
     summary="Process rewards beside outcomes.",
     presets={
+        "+process": f"{HERE}.mixing:with_process",
         "istar": f"{HERE}.presets:istar",
         "prime": f"{HERE}.presets:prime",
+        "streams": f"{HERE}.mixing:streams",
     },
 )

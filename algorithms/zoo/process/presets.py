@@ -6,7 +6,7 @@ from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.objective.core import TOKENS, Algo
 from agentrl.algorithms.presets.declare import PPO_CLIP, Share, preset
-from agentrl.algorithms.presets.mixing import RewardStream, stream_advantage
+from agentrl.algorithms.zoo.process.mixing import RewardStream, stream_advantage
 from agentrl.types import Scope
 
 

@@ -7,8 +7,10 @@ PART = Part(
     summary="Credit of calls from calls in the same state.",
     presets={
         "+batch-td": f"{HERE}.presets:batch_td",
+        "+gigpo": f"{HERE}.presets:with_gigpo",
         "+hgpo": f"{HERE}.presets:hgpo",
         "batch-td": f"{HERE}.presets:batch_td",
+        "gigpo": f"{HERE}.presets:gigpo",
         "hgpo": f"{HERE}.presets:hgpo",
     },
 )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from agentrl.cli.algorithms import explain_rollout
+from agentrl.algorithms.explain.rollouts import explain_rollout
 from agentrl.store import open_store
 from agentrl.types import Credit, NewRollout, Outcome, Reward, StepCommit, float32, int32
 from agentrl.view.pages import Pages

@@ -26,7 +26,8 @@ from agentrl.algorithms.credit.core import (
     weighted_sum,
 )
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.presets.grpo import NonzeroVariance, NonzeroVarianceReward
+from agentrl.algorithms.zoo.baselines.grpo import NonzeroVariance
+from agentrl.algorithms.zoo.gates.presets import NonzeroVarianceReward
 from agentrl.errors import TrainingError
 
 NAN = math.nan

@@ -10,8 +10,8 @@ import pytest
 
 from agentrl.algorithms.credit.core import AllFilters
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.presets.grpo import NotTruncated, OverlongPenalty
-from agentrl.algorithms.presets.teams import RoleFilter
+from agentrl.algorithms.zoo.baselines.grpo import NotTruncated, OverlongPenalty
+from agentrl.algorithms.zoo.teams.roles import RoleFilter
 from tests.algorithms.worlds import Call, Play, world
 
 

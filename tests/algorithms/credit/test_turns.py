@@ -24,9 +24,9 @@ from agentrl.algorithms.credit.turns import (
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.hierarchy import HiperGae
-from agentrl.algorithms.presets.states import SameStateRelative
-from agentrl.algorithms.presets.teams import RoleFilter
+from agentrl.algorithms.zoo.hierarchy.presets import HiperGae
+from agentrl.algorithms.zoo.states.presets import SameStateRelative
+from agentrl.algorithms.zoo.teams.roles import RoleFilter
 from agentrl.errors import TrainingError
 from tests.algorithms.naive import (
     naive_gae,

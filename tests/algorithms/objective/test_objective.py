@@ -27,7 +27,7 @@ from agentrl.algorithms.objective.core import (
     weights,
 )
 from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Ratio, RatioInRange, Truncate
-from agentrl.algorithms.presets.grpo import NonzeroVariance
+from agentrl.algorithms.zoo.baselines.grpo import NonzeroVariance
 from agentrl.errors import TrainingError
 
 LOSS = torch.tensor([6.0, 1, 3, 2, 4, 0], dtype=torch.float64)

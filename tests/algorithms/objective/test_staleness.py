@@ -9,8 +9,8 @@ import torch
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.diagnostics.explain import explain
 from agentrl.algorithms.diagnostics.metrics import ratio_metrics
+from agentrl.algorithms.explain.explain import explain
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.objective.staleness import effective_share, old_policy_share

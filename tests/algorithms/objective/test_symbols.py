@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
-from agentrl.algorithms.diagnostics.dump import Dump, load_dump, save_dump
+from agentrl.algorithms.diagnostics.bad_steps import Dump
 from agentrl.algorithms.diagnostics.metrics import ratio_metrics
+from agentrl.algorithms.explain.credit_records import CreditRecorder
+from agentrl.algorithms.explain.dump import load_dump, save_dump
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
 from agentrl.algorithms.model.load import load_model

@@ -13,6 +13,7 @@ from agentrl.config import RunConfig
 from agentrl.config.policies import EvaluationPlan
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
+from agentrl.evaluation.plans import play
 from agentrl.types import (
     Rollout,
     RolloutState,
@@ -112,7 +113,7 @@ def test_each_pair_plays_at_least_so_many_games(
         asked.append((plan, last.steps))
         return {name: [game(1.0, -1.0)] * len(plan.tasks) for name in plan.lineups}
 
-    monkeypatch.setattr(evaluation, "run_plan", run_plan)
+    monkeypatch.setattr(play, "run_plan", run_plan)
     found = crossplay.crossplay(config, named, games=9)
     ((plan, last),) = asked
     assert plan.tasks == [*tasks, *tasks[:2]]  # in each of two seats, over again when they are out
@@ -138,7 +139,7 @@ def test_checkpoints_by_their_steps(tmp_path: Path) -> None:
     steps = [made.steps for made in crossplay.chosen_checkpoints(config, [])]
     assert steps == [5, 10, 15, 20]
     every = crossplay.chosen_checkpoints(config, [], every=10)
-    assert [evaluation.frozen_policy(config, made, "policy")[0] for made in every] == [
+    assert [play.frozen_policy(config, made, "policy")[0] for made in every] == [
         "policy@000010-2",
         "policy@000020",
     ]

@@ -196,7 +196,9 @@ def test_a_run_has_the_parts_that_its_settings_ask_for(
     if "data" not in tables:
         base["upstreams"] = {"u": {"base_url": "http://u/v1", "model": "m"}}
     config = resolve(base | tables, source="test")
-    assert [type(part).__name__ for part in hooks_of(config).each] == expected
+    found = [type(part).__name__ for part in hooks_of(config).each]
+    found.remove("Records")  # it keeps what the steps of any run computed
+    assert found == expected
 
 
 def test_a_learner_of_an_earlier_version_gets_what_it_lacks(

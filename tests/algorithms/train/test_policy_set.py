@@ -13,9 +13,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.metrics import merge_policies
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
+from agentrl.algorithms.explain.credit_records import CreditRecorder
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train import serving as module
 from agentrl.algorithms.train.build import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.diagnostics.dump import BadSteps, load_dump
+from agentrl.algorithms.diagnostics.bad_steps import BadSteps
+from agentrl.algorithms.explain.dump import keep_in, load_dump
 from agentrl.algorithms.learners.base import LearnerDefaults, Psi, StepReport
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
@@ -278,7 +280,7 @@ def test_what_the_learner_measures_is_kept() -> None:
 def test_a_step_that_is_not_finite_is_dumped_and_the_run_goes_on(tmp_path: Path) -> None:
     groups = [group(name, 1.0, 0.0) for name in "ab"]
     learner = Recorder(broken={1, 3, 4})
-    bad = BadSteps(tmp_path / "dumps", limit=2)
+    bad = BadSteps(limit=2, keep=partial(keep_in, tmp_path / "dumps"))
     step = dataclasses.replace(updater(learner, minibatches=2), bad_steps=bad)
     with pytest.warns(RuntimeWarning, match=r"4 of 4 log-probs .*000000\.1\.safetensors") as said:
         metrics = step.update(0, groups)

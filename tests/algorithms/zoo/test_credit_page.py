@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 import agentrl.algorithms
-from agentrl.algorithms.diagnostics.explain import explain
+from agentrl.algorithms.explain.explain import explain
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.replays.counterfactuals import (
     RoleRewards,

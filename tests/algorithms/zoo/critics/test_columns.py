@@ -9,8 +9,8 @@ from agentrl.algorithms.credit.core import CriticValues
 from agentrl.algorithms.credit.turns import (
     CallRewards,
 )
-from agentrl.algorithms.presets.hierarchy import HiperGae
 from agentrl.algorithms.zoo.critics.presets import BiLevelGae
+from agentrl.algorithms.zoo.hierarchy.presets import HiperGae
 from tests.algorithms.credit.test_turns import SEEDS, agree, near
 from tests.algorithms.naive import (
     naive_bi_level,

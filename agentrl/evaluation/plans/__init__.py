@@ -1,0 +1,1 @@
+"""Games of frozen policies, by a plan."""

@@ -1,0 +1,7 @@
+from agentrl.base.parts import Part
+
+PART = Part(
+    name="evaluation plans",
+    summary="Games of frozen policies, which other parts compare.",
+    commands={"algorithm play": "agentrl.evaluation.plans.command:play_lineups"},
+)

@@ -1,0 +1,182 @@
+"""Record the credit of each call in a step for the store, and read it back.
+
+Gates are those of a token's first optimizer step; in later ones the policy differs from the sampler
+on purpose. Values are float32; a value that is equal for all tokens of a call is stored once.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit.core import CriticValues, GroupRelative, TokenKLPenalty
+from agentrl.algorithms.credit.parts import parts_of
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import owner, reduce_by, units
+from agentrl.algorithms.data.state import RememberedColumn
+from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.core import Algo, Terms
+from agentrl.types import POLICY, Credit
+
+COLUMNS = ("advantage", "gate", "weight", "psi")
+
+
+@dataclass(slots=True)
+class CreditRecorder:
+    """Records the credit of one step, by call."""
+
+    policy: str = POLICY
+    baselines: dict[str, array[float]] = field(default_factory=dict)
+    credits: dict[str, Credit] = field(default_factory=dict)
+
+    def open(self, algo: Algo, batch: Batch) -> None:
+        """Begin a step. batch: the whole batch, from which baselines are computed."""
+        values = call_values(batch, baselines(algo, batch))
+        self.baselines = dict(zip(call_ids(batch), values, strict=True))
+        self.credits = {}
+
+    def record(self, algo: Algo, part: Batch, terms: Terms, logprobs: Tensor) -> None:
+        """Record an optimizer step on the batch or a part of it. logprobs: of the policy before the
+        step, [N], or of the symbols, [N, K]."""
+        calls = call_ids(part)
+        if all(call in self.credits for call in calls):
+            return  # not the first epoch
+        psi = objective.psi(algo, terms, logprobs.double(), torch.arange(part.n_tokens))
+        columns = (
+            torch.where(terms.weight > 0, terms.advantage, torch.nan),
+            gate_product(algo, terms, logprobs),
+            terms.weight,
+            psi if psi.dim() == 1 else psi[:, 0],  # of the sampled token
+        )
+        numbers = zip(calls, *(call_values(part, [x]) for x in columns), strict=True)
+        for call, advantage, gate, weight, psi_values in numbers:
+            if call not in self.credits:
+                self.credits[call] = Credit(
+                    transition=call,
+                    policy=self.policy,
+                    advantage=advantage,
+                    baseline=self.baselines[call],
+                    gate=gate,
+                    weight=weight,
+                    psi=psi_values,
+                )
+
+    def stored(self) -> list[Credit]:
+        """The recorded credit, for the commit of the step."""
+        return list(self.credits.values())
+
+
+def gate_product(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
+    """The product c of all gates, float64 [N]. p: log-probs of the whole step, [N] or [N, K]."""
+    now, index = p.detach().double().cpu(), torch.arange(len(p))
+    gates = objective.gate_factors(algo, terms, objective.logprobs_at(terms, now, index), index)
+    start = torch.ones(len(p), dtype=torch.float64)
+    return math.prod((factor for _, _, factor in gates), start=start)
+
+
+def call_ids(batch: Batch) -> list[str]:
+    """Ids of the calls with tokens, in token order."""
+    found = torch.unique_consecutive(batch.token_transition).tolist()
+    return [batch.transitions[call] for call in found]
+
+
+def with_baseline(algo: Algo) -> list[object]:
+    """The parts of a credit that have a baseline, are one, or are a KL penalty; the critic once,
+    however many parts read it."""
+    found = list[object]()
+    for part in parts_of(algo.credit):
+        compared = isinstance(part, GroupRelative) and part.base != "none"
+        critic = isinstance(part, CriticValues) and part not in found
+        if compared or critic or isinstance(part, RememberedColumn | TokenKLPenalty):
+            found.append(part)
+    return found
+
+
+def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
+    """The baselines of group comparisons, remembered values, critic values and KL penalties,
+    float64 [N] each, in the order of the credit's parts."""
+    found = []
+    for part in with_baseline(algo):
+        if isinstance(part, GroupRelative):
+            found.append(part.standard(batch)[1].baseline[owner(batch, part.level)])
+        elif isinstance(part, CriticValues | TokenKLPenalty):
+            found.append(part(batch))
+        elif isinstance(part, RememberedColumn):
+            found.append(part(batch)[owner(batch, part.level)])
+    return found
+
+
+def call_values(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
+    """Yield the values of each call in token order, float32: the columns concatenated, each with
+    one value per token, or with one value if all columns are constant over the call."""
+    _, call, sizes = torch.unique_consecutive(
+        batch.token_transition, return_inverse=True, return_counts=True
+    )
+    ends = sizes.cumsum(0)
+    flat = [x.detach().cpu().float() for x in columns]
+    changes = torch.zeros(sizes.numel(), dtype=torch.float64)
+    for x in flat:
+        differs = (x[1:] != x[:-1]) & ~(x[1:].isnan() & x[:-1].isnan())
+        changes += reduce_by(differs & (call[1:] == call[:-1]), call[1:], sizes.numel())
+    stops = torch.where(changes == 0, ends - sizes + 1, ends)
+    arrays = [array("f", x.numpy().tobytes()) for x in flat]  # cheap to slice
+    for first, stop in zip((ends - sizes).tolist(), stops.tolist(), strict=True):
+        values = array("f")
+        for column in arrays:
+            values += column[first:stop]
+        yield values
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The stored credit of a batch, float64 [N] per column; NaN = missing or not stored."""
+
+    known: Tensor  # bool [N]: whether the step stored the token's call
+    columns: dict[str, Tensor]
+    compared: list[Tensor]  # see `baselines`
+
+
+def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
+    """Expand stored credit, by transition, to the tokens of a batch. `compared` is NaN if the
+    number of stored baselines is not that of the algorithm."""
+    kinds = len(with_baseline(algo))
+    n = batch.n_tokens
+    known = torch.zeros(n, dtype=torch.bool)
+    columns = {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in COLUMNS}
+    compared = [torch.full((n,), torch.nan, dtype=torch.float64) for _ in range(kinds)]
+    for call in torch.unique(batch.token_transition).tolist():
+        credit = credits.get(batch.transitions[call])
+        if credit is None:
+            continue
+        at = batch.token_transition == call
+        known |= at
+        for name in COLUMNS:
+            columns[name][at] = torch.tensor(getattr(credit, name), dtype=torch.float64)
+        baseline = torch.tensor(credit.baseline, dtype=torch.float64)
+        if kinds and baseline.numel() in (kinds, kinds * int(at.sum())):
+            for x, part in zip(compared, baseline.view(kinds, -1), strict=True):
+                x[at] = part
+    return Stored(known, columns, compared)
+
+
+def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
+    """The batch with the `memory`, `values` and `reference` of the step, NaN at units without
+    tokens. If the step stored nothing, the reference is the sampler."""
+    memory: dict[str, Tensor] = {}
+    values, reference = batch.values, batch.behaviour.double()
+    for part, x in zip(with_baseline(algo), stored.compared, strict=True):
+        if isinstance(part, CriticValues):
+            values = x
+        elif isinstance(part, TokenKLPenalty) and stored.known.any():
+            reference = batch.behaviour.double() - x / part.beta
+        elif isinstance(part, RememberedColumn):
+            at = owner(batch, part.level)
+            size = units(batch, part.level, "all").numel()
+            memory[part.name] = torch.full((size,), torch.nan, dtype=x.dtype)
+            memory[part.name][at] = x
+    return replace(batch, memory=memory, values=values, reference=reference)

@@ -1,0 +1,229 @@
+"""Explain the credit of a token: reward rows -> stream -> baseline -> advantage -> psi.
+
+The step stored the credit and gates of each call. The chain that leads to it is recomputed from the
+groups of the step and from stored values that cannot be recomputed: baselines of earlier steps,
+critic values, KL penalties. The report says if chain and stored credit disagree. Without stored
+credit, gates and penalties are those at the start of the first optimizer step, where the policy
+equals the sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit.core import GroupRelative, WeightedSum
+from agentrl.algorithms.credit.parts import brief
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import owner
+from agentrl.algorithms.data.merge import build_batch, check_rewards, reward_reference
+from agentrl.algorithms.explain.credit_records import Stored, read, replayed
+from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.ratios import GivenLogProbs
+from agentrl.algorithms.objective.staleness import withhold
+from agentrl.errors import TrainingError
+from agentrl.types import POLICY, Credit, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One part of a credit and its values, float64 [N] per column; NaN = missing."""
+
+    depth: int
+    text: str
+    columns: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The credit of a batch's tokens with the chain of its parts."""
+
+    algo: Algo
+    batch: Batch
+    chain: list[Link]  # innermost part first
+    weight: Tensor  # float64 [N], u; 0: not in the loss
+    psi: Tensor  # float64 [N], at the sampler's log-probs
+    stored: Stored
+
+
+def explain(
+    algo: Algo,
+    groups: list[Group],
+    *,
+    min_group: int = 0,
+    credits: Mapping[str, Credit] = MappingProxyType({}),
+    policy: str = POLICY,
+    oldest: int = 0,
+) -> Explanation:
+    """Explain the step of `algo` on `groups` for a trained policy. credits: stored by the step, by
+    transition. oldest: first version whose tokens it trained. Raises TrainingError like a step."""
+    check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
+    batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
+    algo = withhold(algo, batch, oldest)
+    stored = read(algo, batch, credits)
+    batch = replayed(algo, batch, stored)
+    same = batch.behaviour.double()
+    given = GivenLogProbs(**dict.fromkeys(algo.needs - {"sampler"}, same))
+    terms = objective.loss_terms(algo, batch, given, fresh=True)
+    index = torch.arange(batch.n_tokens)
+    return Explanation(
+        algo=algo,
+        batch=batch,
+        chain=list(links(algo.credit, batch)),
+        weight=terms.weight,
+        psi=objective.psi(algo, terms, same, index),
+        stored=stored,
+    )
+
+
+def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Iterator[Link]:
+    """Yield the parts of a credit with their values, each after the parts it is computed from."""
+    label = text + brief(credit)
+    if isinstance(credit, GroupRelative):
+        x, standard = credit.standard(batch)
+        at = owner(batch, credit.level)
+        scale = torch.where(standard.scale > 0, standard.scale, torch.nan)
+        values = {"value": x[at], "baseline": standard.baseline[at], "scale": scale[at]}
+        yield Link(depth, label, values | {"advantage": credit(batch)})
+        return
+    if isinstance(credit, WeightedSum):
+        for term, weight in credit.terms:
+            factor = brief(weight) if callable(weight) else f"{weight:g}"
+            yield from links(term, batch, depth + 1, f"{factor} x ")
+        label = text + "sum"
+    else:
+        inside = {"credit": "", "outcome": "gate: ", "others": "others: "}
+        for name, prefix in inside.items():
+            inner = getattr(credit, name, None)
+            if callable(inner):
+                yield from links(inner, batch, depth + 1, prefix)
+        label = text + brief(credit, leave_out=tuple(inside))
+    if callable(credit):
+        yield Link(depth, label, {"advantage": credit(batch)})
+
+
+def report(
+    explanation: Explanation,
+    rollout: str,
+    groups: list[Group],
+    tokens: bool,
+    spelt: Callable[[int], str] | None = None,
+) -> list[str]:
+    """Lines about one rollout: its reward rows, then its calls, with `tokens` also their tokens.
+    spelt: returns the text of a token id; default: show ids.
+
+    Raises TrainingError for a rollout that is not in the batch."""
+    batch = explanation.batch
+    if rollout not in batch.rollouts:
+        raise TrainingError(
+            f"{rollout} is not trained: it is an evaluation, failed without a reward, has no call "
+            "of the policy with known token ids and log-probs, or is in a group with fewer scored "
+            "rollouts than algorithm.min_group"
+        )
+    found = next(row for group in groups for row in group.rollouts if row.id == rollout)
+    versions = {call.id: call.versions for call in found.transitions}
+    lines = [f"{rollout}, step {batch.step}, {explanation.algo.name}", "rewards"]
+    lines += [
+        f"  {reward_reference(row)}{f' of {row.target}' if row.target else ''}"
+        f" = {row.value:g} ({row.source})"
+        for row in found.rewards
+    ] or ["  none"]
+    mine = batch.token_rollout == batch.rollouts.index(rollout)
+    for call in sorted(set(batch.token_transition[mine].tolist())):
+        at = (batch.token_transition == call).nonzero().squeeze(1)
+        role = batch.roles[int(batch.transition_role[call])]
+        id = batch.transitions[call]
+        by = f" by {versions[id]}" if versions[id] else ""
+        lines.append(f"call {id}, {role}, {at.numel()} tokens{by}")
+        lines += _call(explanation, at, tokens, spelt)
+    return lines + _gates(explanation)
+
+
+def _call(
+    explanation: Explanation, at: Tensor, tokens: bool, spelt: Callable[[int], str] | None
+) -> list[str]:
+    """Lines about one call. at: indices of its tokens, int64."""
+    lines = []
+    for link in explanation.chain:
+        numbers = [
+            f"{name} {_number(column[at])}"
+            for name, column in link.columns.items()
+            if not column[at].isnan().all() or name in ("value", "advantage")
+        ]
+        lines.append(f"  {'  ' * link.depth}{link.text}: {', '.join(numbers)}")
+    stored, batch = explanation.stored, explanation.batch
+    used = {"u": explanation.weight, "psi": explanation.psi}  # at the start of the step
+    if stored.known.any():
+        names = {"gates": "gate", "u": "weight", "psi": "psi"}
+        used = {name: stored.columns[column] for name, column in names.items()}
+
+    def listed(at: Tensor) -> str:
+        return ", ".join(f"{name} {_number(x[at])}" for name, x in used.items())
+
+    in_loss = bool((explanation.weight[at] > 0).any())
+    lines.append(_weight(explanation, at, used) if in_loss else "  not in the loss")
+    lines += _disagreement(explanation, at)
+    if tokens and in_loss:
+        advantage = explanation.chain[-1].columns["advantage"]
+        ids = torch.cat([row.tokens[row.actions] for row in batch.rows]).tolist()
+        lines += [
+            f"    token {number} {repr(spelt(ids[t])) if spelt else f'id {ids[t]}'}: "
+            f"advantage {_number(advantage[t : t + 1])}, {listed(torch.tensor([t]))}, "
+            f"log-prob of the sampler {float(batch.behaviour[t]):.4f}"
+            for number, t in enumerate(at.tolist())
+        ]
+    return lines
+
+
+def _weight(explanation: Explanation, at: Tensor, used: Mapping[str, Tensor]) -> str:
+    """A line with the product that weights a call's tokens in the loss."""
+    names = {"gates": "gates", "u": "share of the average"}
+    factors = [f"{name} {_number(used[key][at])}" for key, name in names.items() if key in used]
+    stored = explanation.stored
+    known = stored if stored.known.any() else explanation.chain[-1]
+    product = " x ".join([f"advantage {_number(known.columns['advantage'][at])}", *factors])
+    return f"  weight in the loss (psi): {_number(used['psi'][at])} per token ({product})"
+
+
+def _disagreement(explanation: Explanation, at: Tensor) -> list[str]:
+    """A line if the chain does not result in the advantage that the step used."""
+    stored = explanation.stored
+    at = at[stored.known[at]]
+    was = stored.columns["advantage"][at]
+    chain = explanation.chain[-1].columns["advantage"][at]
+    now = torch.where(explanation.weight[at] > 0, chain, torch.nan)
+    if torch.isclose(was, now, rtol=1e-4, atol=1e-6, equal_nan=True).all():
+        return []
+    return [
+        f"  the step used advantage {_number(was)}, and the chain above comes to {_number(now)}: "
+        "the algorithm or the calls (algorithm.inexact) are not those of the step"
+    ]
+
+
+def _gates(explanation: Explanation) -> list[str]:
+    algo, title = explanation.algo, "gates and penalties"
+    parts = [f"  {brief(part)}" for part in (*algo.gates, *algo.penalties)]
+    if explanation.stored.known.any():
+        note = "  as they applied in the first optimizer step that the token was in"
+        return [title, *parts, note]
+    start = [": factor 1 where current = old = sampler" for _ in algo.gates]
+    start += [f": 0 where current = {penalty.den}" for penalty in algo.penalties]
+    note = (
+        "  psi is that of current = old = sampler: later log-probs are neither stored nor "
+        "recomputable"
+    )
+    return [title, *(part + s for part, s in zip(parts, start, strict=True)), note]
+
+
+def _number(x: Tensor) -> str:
+    """The known value, or the range of the known values."""
+    known = x[~x.isnan()]
+    if not known.numel():
+        return "missing"
+    low, high = float(known.min()), float(known.max())
+    return f"{low:.6g}" if low == high else f"{low:.6g} .. {high:.6g}"

@@ -1,0 +1,218 @@
+"""Preference losses: functions of the summed log-probs of whole rollouts, alone or in pairs.
+
+    S_u = sum of log pi over the tokens of side u     h_u = S_u - S_ref,u     n_u tokens
+    psi_t = -d L / d S_side(t)
+
+A side is a rollout of the batch; S sums over its action tokens only. Means are over all pairs (or
+labelled sides) of an optimizer step, so the gradient does not depend on how rows are packed, as
+long as both sides of a pair are in one pack: see `Batch.row_unit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from agentrl.algorithms.credit.core import rollout_rewards
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import reduce_by
+from agentrl.algorithms.objective.prepare import TrainedPolicy
+from agentrl.algorithms.preferences.pairing import How, choose_pairs
+from agentrl.errors import TrainingError
+from agentrl.types import Group, Reward, Rollout
+
+WEIGHT, MISMATCHED = "weight", "mismatched"
+"""Names of two further rewards: the weight of a pair or side (default 1), and 1 for rollouts whose
+completion belongs to another prompt, from which a loss of single sides estimates the KL."""
+
+
+class Sums(NamedTuple):
+    """Summed current (S) and reference (q) log-probs and token counts (n) of sides, float64."""
+
+    S: Tensor
+    q: Tensor
+    n: Tensor
+
+    @property
+    def h(self) -> Tensor:
+        return self.S - self.q
+
+    def at(self, index: Tensor) -> Sums:
+        return Sums(self.S[index], self.q[index], self.n[index])
+
+
+@dataclass(frozen=True, slots=True)
+class SideLoss:
+    """A loss over sides.
+
+    fn: maps the `Sums` of the better and the worse sides of P pairs to losses [P]; not paired: maps
+    the `Sums` of U sides, their labels and the mean KL estimate to losses [U]. reference: whether
+    it reads q. whole: whether it needs all sides of the step at once. nll: weight of the mean
+    negative log-prob of the better sides' tokens. share: weight of the loss in psi. how, least,
+    per_group: see `choose_pairs`. threshold: least reward of a desirable side, if not paired."""
+
+    fn: Callable[..., Tensor]
+    options: Mapping[str, float]
+    reward: str = "outcome"
+    paired: bool = True
+    reference: bool = True
+    whole: bool = False
+    nll: float = 0.0
+    share: float = 1.0
+    how: How = "extremes"
+    least: float = 0.0
+    per_group: int = 0
+    threshold: float = 0.5
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return WEIGHT, MISMATCHED
+
+    def terms(self, batch: Batch, q: Tensor | None) -> SideTerms:
+        return side_terms(self, batch, q)
+
+    def row_unit(self, batch: Batch) -> Tensor:
+        """Pairs, which are in one group, stay together."""
+        group = batch.rollout_group[batch.row_rollout]
+        return torch.zeros_like(group) if self.whole else group
+
+    def sampled(self, batch: Batch) -> Tensor:
+        return (batch.rewards[MISMATCHED] != 1)[batch.token_rollout]
+
+
+@dataclass(frozen=True, slots=True)
+class SideTerms:
+    """The constants of the U sides and P pairs of one optimizer step."""
+
+    loss: SideLoss
+    side: Tensor  # int64 [N], the side of each token
+    q: Tensor  # float64 [U]
+    n: Tensor  # float64 [U]
+    better: Tensor  # int64 [P]
+    worse: Tensor  # int64 [P]
+    label: Tensor  # float64 [U], 1 or 0; NaN: unknown
+    weight: Tensor  # float64 [U]; a pair has the weight of its better side
+    mismatched: Tensor  # bool [U]
+    ties: int  # groups without a pair
+
+    @property
+    def count(self) -> int:
+        """Number of pairs, or of labelled sides."""
+        return len(self.better) or int((~self.label.isnan()).sum())
+
+    def psi(self, p: Tensor, index: Tensor) -> Tensor:
+        side = self.side[index]
+        S = reduce_by(p, side, len(self.n)).requires_grad_()
+        present = (self.n == 0).index_fill(0, side, True)
+        (gradient,) = torch.autograd.grad(loss_value(self.loss, self, S, present), S)
+        return -self.loss.share * gradient[side]
+
+    def metrics(self, p: Tensor) -> dict[str, float]:
+        """The metrics in `algorithms/PREFERENCES.md`."""
+        return side_metrics(self.loss, self, p)
+
+
+def side_terms(loss: SideLoss, batch: Batch, q: Tensor | None) -> SideTerms:
+    """Choose the pairs or labels of a batch. q: reference log-probs [N] if the loss reads them."""
+    U, side = len(batch.rollouts), batch.token_rollout
+    none = torch.full((U,), torch.nan, dtype=torch.float64)
+    values = rollout_rewards(batch, loss.reward)
+    mismatched = batch.rewards.get(MISMATCHED, none) == 1
+    pairs: list[tuple[int, int]] = []
+    ties = 0
+    for number, name in enumerate(batch.groups if loss.paired else ()):
+        members = (batch.rollout_group == number).nonzero().flatten().tolist()
+        own = [float(values[i]) for i in members]
+        found = choose_pairs(own, loss.how, loss.least, loss.per_group, name)
+        pairs += [(members[a], members[b]) for a, b in found]
+        ties += not found
+    better, worse = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
+    label = torch.where(mismatched | values.isnan(), torch.nan, (values >= loss.threshold).double())
+    return SideTerms(
+        loss=loss,
+        side=side,
+        q=torch.zeros(U, dtype=torch.float64) if q is None else reduce_by(q, side, U),
+        n=reduce_by(torch.ones(len(side)), side, U),
+        better=better,
+        worse=worse,
+        label=none if loss.paired else label,
+        weight=batch.rewards.get(WEIGHT, none).nan_to_num(nan=1.0),
+        mismatched=mismatched,
+        ties=ties,
+    )
+
+
+def loss_value(loss: SideLoss, terms: SideTerms, S: Tensor, present: Tensor) -> Tensor:
+    """The scalar contribution to the loss of the sides with sums S [U] that are `present` [U].
+
+    Raises TrainingError if one side of a pair is absent, or any side of a `whole` loss."""
+    a, b = terms.better, terms.worse
+    if (present[a] != present[b]).any() or (loss.whole and not present.all()):
+        raise TrainingError(
+            "a micro-batch has only one side of a pair: the learner must keep rows of one "
+            "Batch.row_unit together, or compute psi before it splits them"
+        )
+    now = Sums(S, terms.q, terms.n.clamp(min=1))
+    if not loss.paired:
+        known = (present & ~terms.label.isnan()).nonzero().flatten()
+        kl = torch.zeros((), dtype=S.dtype)
+        if terms.mismatched.any():
+            kl = now.h[terms.mismatched].detach().mean().clamp(min=0)
+        each = loss.fn(now.at(known), terms.label[known], kl, **loss.options)
+        return (each * terms.weight[known]).sum() / max(1, terms.count)
+    a, b = a[present[a]], b[present[a]]
+    each = loss.fn(now.at(a), now.at(b), **loss.options)
+    total = (each * terms.weight[a]).sum() / max(1, terms.count)
+    return total - loss.nll * S[a].sum() / terms.n[terms.better].sum().clamp(min=1)
+
+
+def side_metrics(loss: SideLoss, terms: SideTerms, p: Tensor) -> dict[str, float]:
+    S = reduce_by(p, terms.side, len(terms.n))
+    beta, n = loss.options.get("beta", 1.0), terms.n.clamp(min=1)
+    reward = beta * (S - terms.q if loss.reference else S / n)
+    a, b = terms.better, terms.worse
+    if not loss.paired:
+        a, b = (terms.label == 1).nonzero().flatten(), (terms.label == 0).nonzero().flatten()
+    every = torch.ones_like(terms.n, dtype=torch.bool)
+    found = {"preferences/loss": loss_value(loss, terms, S, every)}
+    found |= {f"rewards/{k}": reward[i].mean() for k, i in (("chosen", a), ("rejected", b))}
+    found |= {f"logps/{k}": S[i].mean() for k, i in (("chosen", a), ("rejected", b))}
+    if loss.reference:
+        found["logps/chosen_drop"] = (terms.q - S)[a].mean()
+    if loss.paired:
+        found["rewards/accuracies"] = (reward[a] > reward[b]).double().mean()
+        found["rewards/margins"] = (reward[a] - reward[b]).mean()
+        found["preferences/length_gap"] = (terms.n[a] - terms.n[b]).mean()
+    metrics = {name: float(x) for name, x in found.items() if not x.isnan()}
+    counted = {"preferences/pairs" if loss.paired else "preferences/labels": terms.count}
+    return metrics | counted | {"preferences/ties": terms.ties}
+
+
+def with_mismatched(groups: list[Group], _: TrainedPolicy | None = None) -> list[Group]:
+    """Add to each group, for every rollout, one with the completions of the previous rollout, from
+    which the KL divergence is estimated; unchanged if there are some already."""
+    rows = [row for group in groups for row in group.rollouts if row.transitions]
+    if any(reward.name == MISMATCHED for row in rows for reward in row.rewards):
+        return groups
+    added: dict[str, list[Rollout]] = {}
+    for i, row in enumerate(rows):
+        added.setdefault(row.group, []).append(mismatched_rollout(row, rows[i - 1]))
+    return [replace(g, rollouts=[*g.rollouts, *added.get(g.id, [])]) for g in groups]
+
+
+def mismatched_rollout(row: Rollout, other: Rollout) -> Rollout:
+    """The first prompt of `row` with the completions of `other`. Drops calls that do not continue
+    their rollout's first prompt."""
+    prompt, start = row.transitions[0].prompt, other.transitions[0].prompt
+    moved = [
+        replace(call, prompt=prompt + call.prompt[len(start) :])
+        for call in other.transitions
+        if call.prompt[: len(start)] == start
+    ]
+    mark = [Reward(value=1.0, name=MISMATCHED)]
+    return replace(row, id=f"{row.id}~{other.id}", rewards=mark, transitions=moved)

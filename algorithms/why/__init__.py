@@ -1,0 +1,1 @@
+"""Reasons why a run does not learn."""

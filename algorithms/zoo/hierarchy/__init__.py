@@ -1,0 +1,1 @@
+"""Credit of two levels: rollouts and calls, subgoals, main and sub-agents."""

@@ -1,0 +1,1 @@
+"""Imitation of demonstrations, of the best rollouts, or of a teacher."""

@@ -1,1 +1,0 @@
-"""More losses of pairs."""

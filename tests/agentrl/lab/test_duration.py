@@ -1,0 +1,85 @@
+"""What a run says it will need before it begins."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
+
+from agentrl.algorithms.train import estimate
+from agentrl.algorithms.train.load_policies import load_policies
+from agentrl.base.processes import PHASE
+from agentrl.cli.main import cli
+from agentrl.config import RunConfig, load, resolve
+from agentrl.lab import duration
+
+
+def run_config(model: Path, **tables: Any) -> RunConfig:
+    algorithm = {"groups": 1, "group_size": 4} | tables.pop("algorithm", {})
+    settings: dict[str, Any] = {"policy": {"model": str(model)}, "sampling": {"max_tokens": 10}}
+    return resolve(settings | {"steps": 6, "algorithm": algorithm} | tables, source="test")
+
+
+def seconds(found: str) -> float:
+    return float(found.removeprefix("time: about ").partition(" s a step")[0])
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step of 10 ms and 5 ms for each further call; 1 ms a token read."""
+
+    def seconds_of(network: Any, rows: int, tokens: int) -> float:
+        return tokens / 1000 if tokens > 1 else 0.01 + 0.005 * (rows - 1)
+
+    monkeypatch.setattr(duration, "seconds_of", seconds_of)
+
+
+def test_time_is_that_of_sampling_and_of_the_update(clock: None, tiny_model_dir: Path) -> None:
+    # 10 tokens of 4 calls at once, 0.01 + 4 * 0.005 s each; 6 ms a call; 40 tokens, 3 ms each.
+    (found,) = duration.duration(run_config(tiny_model_dir), None)
+    assert seconds(found) == pytest.approx(10 * 0.03 + 0.024 + 40 * 0.003, abs=0.01)
+    assert "2.7 s for 6 steps, if a rollout is one call of 10 tokens;" in found
+    (twice,) = duration.duration(run_config(tiny_model_dir, algorithm={"epochs": 2}), None)
+    assert seconds(twice) == pytest.approx(10 * 0.03 + 0.024 + 80 * 0.003, abs=0.01)
+    (other,) = duration.duration(run_config(tiny_model_dir, engine={"kind": "vllm"}), None)
+    assert other.startswith("time: not estimated for engine.kind = 'vllm'")
+
+
+def test_memory_that_will_not_do_is_a_warning(
+    tiny_model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(tiny_model_dir)
+    models = load_policies(config)
+    parameters = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
+    needed = estimate.bytes_needed(config, models[0].model)
+    assert needed["weights"] == 4 * parameters
+    assert needed["optimizer"] == 3 * 4 * parameters
+    for available, level in ((2 * sum(needed.values()), PHASE), (1.0, logging.WARNING)):
+        monkeypatch.setattr(estimate, "available", lambda config, all=available: all)
+        with caplog.at_level(PHASE, "agentrl.algorithm"):
+            estimate.announce(config, models)
+        memory, time = caplog.records[-2:]
+        assert (memory.levelno, time.levelno) == (level, PHASE)
+        assert memory.message.startswith("memory: about ")
+        assert ("gradient_checkpointing" in memory.message) == (level == logging.WARNING)
+        assert time.message.startswith("time: about ")
+
+
+def test_a_dry_run_says_it_in_comments_of_its_run_file(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    file, again = tmp_path / "run.toml", tmp_path / "again.toml"
+    file.write_text(f'[policy]\nmodel = "{tiny_model_dir}"\n[sampling]\nmax_tokens = 4\n')
+    result = CliRunner().invoke(cli, ["train", str(file), "--dry-run"], catch_exceptions=False)
+    memory, time, *_ = result.output.splitlines()
+    assert memory.startswith("# memory: about 0.")
+    assert time.startswith("# time: about ")
+    again.write_text(result.output)
+    assert load(again).sampling.max_tokens == 4
+    words = ["train", str(file), "policy.model=no/such", "--dry-run"]
+    result = CliRunner().invoke(cli, words, catch_exceptions=False)
+    assert result.output.startswith("# memory and time of no/such are unknown; agentrl doctor")

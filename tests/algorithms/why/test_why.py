@@ -1,0 +1,430 @@
+"""Real runs of a tiny model, each spoiled in one way, and what `agentrl why` says first of each."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from agentrl.algorithms.train import main
+from agentrl.algorithms.why import rules as why
+from agentrl.cli.main import cli
+from agentrl.config import resolve
+from agentrl.errors import NotFound, TrainingError
+from agentrl.runners.gateway import response
+from agentrl.runners.main import RunnerThread
+from agentrl.store import open_store
+from agentrl.store.records import Found
+from agentrl.types import EMPTY, ErrorKind, FailureCount, Reward, StepCommit
+from tests.factories import rollout
+
+Agent = Callable[[str], Awaitable[str]]
+LONG = "and so on " * 400
+
+
+def build(text: Callable[[str], str] = str, pause: float = 0.0) -> Agent:
+    """An agent that asks its model once and says what it answered."""
+
+    async def agent(task: str) -> str:
+        await asyncio.sleep(pause)
+        messages = [{"role": "user", "content": text(task)}]
+        body = {"model": "policy", "messages": messages}
+        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        async with httpx.AsyncClient(verify=False) as client:  # certificates take long to read
+            answer = await client.post(url, json=body)
+        if answer.is_error:
+            raise ValueError(answer.text)
+        return str(answer.json()["choices"][0]["message"]["content"] or "")
+
+    return agent
+
+
+def early_letters(task: dict[str, Any], result: str) -> float:
+    """The share of letters up to m: no two rollouts agree, and it can be learned."""
+    return sum(letter in "abcdefghijklm" for letter in result) / (len(result) or 1)
+
+
+def by_task(task: dict[str, Any], result: str) -> float:
+    return float(task["input"] == "one")
+
+
+def seldom(task: dict[str, Any], result: str) -> dict[str, float]:
+    return {"outcome": early_letters(task, result)} if "a" in result else {"style": 1.0}
+
+
+SPOILED: dict[str, tuple[str, dict[str, Any]]] = {
+    "groups flat": ("groups are flat", {"verify": by_task}),
+    "rewards missing": ("rewards are missing", {"verify": seldom}),
+    "verifier always 0": ("the verifier gives one reward", {"verify": lambda task, result: 0.0}),
+    "calls inexact": ("calls are inexact", {}),
+    "model certain": ("entropy is gone", {}),
+    "prompt too long": ("the prompt is too long", {"agent": build(lambda task: LONG)}),
+    "agent times out": (
+        "rollouts fail",
+        {"agent": build(pause=9.0), "settings": {"agent": {"timeout": 0.05}}},
+    ),
+    "role misspelt": (
+        "a role is silent",
+        {
+            "settings": {
+                "policies": {
+                    "solver": {"roles": ["agent"], "lora": {"rank": 2}},
+                    "planner": {"roles": ["planer"], "lora": {"rank": 2}},
+                }
+            }
+        },
+    ),
+    "lr too high": ("the learning rate is too high", {"algorithm": {"lr": 1.0}}),
+    "lr too high, unlimited": (
+        "the learning rate is too high",
+        {"algorithm": {"lr": 1.0, "max_kl": 0.0}},
+    ),
+    "lr too low": ("the learning rate is too low", {"algorithm": {"lr": 1e-8}}),
+    "too many epochs": (
+        "ratios are clipped",
+        {"algorithm": {"lr": 1e-2, "minibatches": 2, "epochs": 4}},
+    ),
+    "lag": (
+        "the lag is too high",
+        {"algorithm": {"lr": 3e-2, "preset": "grpo+tis", "max_staleness": 4.0, "max_kl": 0.0}},
+    ),
+}
+
+
+async def train(
+    folder: Path,
+    model: Path,
+    *,
+    agent: Agent | None = None,
+    verify: Callable[..., Any] = early_letters,
+    settings: dict[str, Any] | None = None,
+    **tables: dict[str, Any],
+) -> str:
+    """A run of a few steps in this process; returns the URL of its store."""
+    (folder / "tasks.jsonl").write_text('{"input": "one"}\n{"input": "two"}\n')
+    given: dict[str, Any] = {
+        "name": "r", "root": str(folder), "output": str(folder / "out"), "steps": 4,
+        "agent": {"path": "agent.py:agent"}, "tasks": {"train": "tasks.jsonl"},
+        "policy": {"model": str(model), "device": "cpu"}, "learner": {"threads": 1},
+    } | (settings or {})  # fmt: skip
+    given["algorithm"] = {"groups": 2, "group_size": 5, "lr": 1e-3} | tables.get("algorithm", {})
+    given["sampling"] = {"max_tokens": 4} | tables.get("sampling", {})
+    config = resolve(given, source="test")
+    runner = RunnerThread(config.store, "r", agent=agent or build(), verifier=verify)
+    runner.start()
+    try:
+        async with asyncio.timeout(60):
+            await main.run(config)
+    except TrainingError:  # no rollout of three steps could be used
+        pass
+    finally:
+        await asyncio.to_thread(runner.stop)
+    return config.store
+
+
+def make_certain(model: Path, folder: Path) -> Path:
+    """A copy that gives its likeliest token a probability of almost 1."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] *= 500.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", SPOILED)
+async def test_what_spoiled_a_run_is_named_first(
+    name: str, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, spoiled = SPOILED[name]
+    model = tiny_model_dir
+    if name == "calls inexact":
+        monkeypatch.setattr(response.SampledChoice, "exact", property(lambda choice: False))
+    if name == "model certain":
+        model = make_certain(model, tmp_path / "certain")
+    async with open_store(await train(tmp_path, model, **spoiled)) as store:
+        *_, record = (await why.read(store, "r")).values()
+    found = why.reasons(record)
+    assert expected in found[0].text, found
+
+
+async def test_a_run_that_learns_has_no_strong_reason_not_to(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    url = await train(tmp_path, tiny_model_dir, algorithm={"lr": 1e-2}, sampling={"max_tokens": 3})
+    async with open_store(url) as store:
+        (record,) = (await why.read(store, "r")).values()
+    assert [reason for reason in why.reasons(record) if reason.share >= why.MOST] == []
+
+
+def test_the_command_prints_reasons_and_settings(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+
+    async def fill() -> None:
+        config = resolve({"policy": {"model": "m"}}, source="test")
+        async with open_store(url) as store:
+            state = await store.open_run("r", msgspec.to_builtins(config))
+            for step in range(2):
+                metrics = {"reward/mean": 0.0, "reward/std": 0.0, "rollouts": 4.0}
+                commit = StepCommit(
+                    run="r", epoch=state.epoch, step=step, groups=[], versions={},
+                    checkpoint=None, metrics=metrics,
+                )  # fmt: skip
+                await store.commit_step(commit)
+
+    asyncio.run(fill())
+    said = CliRunner().invoke(cli, ["why", "r", "--store", url]).output
+    assert "1. the verifier gives one reward to all: 0 in all 2 steps\n" in said
+    assert "   change verifier.path" in said
+    lost = CliRunner().invoke(cli, ["why", "other", "--store", url])
+    assert isinstance(lost.exception, NotFound)
+
+
+def test_the_command_says_that_a_run_improved(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+
+    async def fill() -> None:
+        config = resolve({"policy": {"model": "m"}}, source="test")
+        async with open_store(url) as store:
+            await store.open_run("r", msgspec.to_builtins(config))
+            for step, score in enumerate((0.2, 0.76)):
+                metrics = {
+                    "eval/sampled": score, "eval/sampled_low": score - 0.1,
+                    "eval/sampled_high": score + 0.1, "eval/score": 0.5,
+                }  # fmt: skip
+                await store.log("r", step, metrics)
+
+    asyncio.run(fill())
+    said = CliRunner().invoke(cli, ["why", "r", "--store", url]).output
+    expected = "held-out 0.500 to 0.500, sampled held-out 0.200 to 0.760, it improved"
+    expected = f"means of the first and last fifth: {expected}"
+    assert said == f"policy: 0 steps, {expected}\n"
+
+
+@pytest.mark.parametrize(("cursor", "silent"), [("3.7", []), (None, ["planer"])])
+async def test_a_search_that_ran_out_of_time_finds_no_silent_role(
+    cursor: str | None, silent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = {"planner": {"roles": ["planer"], "lora": {"rank": 2}}}
+    config = resolve({"policy": {"model": "m"}, "policies": team}, source="test")
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        await store.open_run("r", msgspec.to_builtins(config))
+
+        async def search(*args: Any, **given: Any) -> Found:
+            return Found([], cursor, 9)
+
+        monkeypatch.setattr(store, "search", search)
+        (found,) = (await why.read(store, "r")).values()
+    assert found.silent == silent
+
+
+@pytest.mark.parametrize(
+    ("held_out", "named"), [([0.1, 0.2], True), ([0.1, 0.9], False), ([], False)]
+)
+def test_a_run_that_learns_its_training_tasks_alone(held_out: list[float], named: bool) -> None:
+    record = why.PolicyRun(
+        config=resolve({"policy": {"model": "m"}}, source="test"),
+        steps=[{"reward/mean": 0.1 * step, "lr": 1e-3, "update/steps": 1.0} for step in range(9)],
+        scores=held_out, failure=None, silent=[], logprobs=[-1.0],
+    )  # fmt: skip
+    texts = [reason.text for reason in why.reasons(record)]
+    expected = (
+        "training rises, held-out does not as much: 0.10 to 0.70 in training, 0.10 to 0.20 held-out"
+    )
+    assert texts == [expected] * named
+
+
+@pytest.mark.parametrize(("sampled", "named"), [(-0.001, True), (-2.5, False)])
+def test_an_update_after_which_no_group_differs_any_more(sampled: float, named: bool) -> None:
+    """Later steps change no weight and measure no entropy: what is sampled shows what it left."""
+    record = why.PolicyRun(
+        config=resolve({"policy": {"model": "m"}}, source="test"),
+        steps=[{"policy/entropy": 3.0, "lr": 1.0, "update/steps": 1.0}, {"update/steps": 1.0}],
+        scores=[], failure=None, silent=[], logprobs=[sampled],
+    )  # fmt: skip
+    reasons = [reason for reason in why.reasons(record) if reason.share == 1.0]
+    assert any("the learning rate is too high" in reason.text for reason in reasons) == named
+
+
+NAMES = {
+    "score": "eval/score", "sampled": "eval/sampled", "common": "eval/common",
+    "reward": "reward/mean", "games": "selfplay/games",
+}  # fmt: skip
+
+
+def rows(**columns: list[float]) -> list[dict[str, float]]:
+    return [
+        {NAMES[key]: x for key, x in zip(columns, row, strict=True)}
+        for row in zip(*columns.values(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"score": [0.1, 0.2]}, ""),
+        ({"score": [0.2, 0.2], "reward": [0.0, 1.0]}, "held-out 0.200 to 0.200"),
+        ({"score": [0.2, 0.2], "sampled": [0.2, 0.76]}, ""),
+        ({"score": [0.2, 0.3], "common": [0.2, 0.1]}, "held-out 0.200 to 0.100"),
+        ({"score": [1.0, 1.0]}, ""),
+        ({"reward": [0.1, 0.2, 0.3, 0.4, 0.5]}, ""),
+        ({"reward": [0.5, 0.1, 0.5, 0.1, 0.1]}, "training reward 0.500 to 0.100"),
+        ({"reward": [0.0, 0.0, 0.0], "games": [1.0, 1.0, 1.0]}, ""),
+        ({"reward": [0.1]}, ""),
+    ],
+)
+def test_whether_a_run_improved(columns: dict[str, list[float]], sentence: str) -> None:
+    expected = f"no improvement was measured ({sentence})" if sentence else ""
+    assert why.not_improved(rows(**columns), resolve({}, source="test")) == expected
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tasks": {"order": "difficulty"}}, {"data": {"name": "d"}, "steps": 1}]
+)
+def test_a_reward_of_chosen_or_recorded_rollouts_is_no_evidence(settings: dict[str, Any]) -> None:
+    config = resolve(settings, source="test")
+    assert why.not_improved(rows(reward=[0.5, 0.5]), config) == ""
+    assert why.changes_of(rows(reward=[0.1, 0.9]), config) == {}
+
+
+def bounded(*scores: float, half: float = 0.1) -> list[dict[str, float]]:
+    return [
+        {"eval/score": x, "eval/score_low": x - half, "eval/score_high": x + half} for x in scores
+    ]
+
+
+@pytest.mark.parametrize(
+    ("measured", "risen"),
+    [
+        (bounded(0.55, 0.8, 1.0), True),
+        (bounded(0.55, 0.6), False),  # may be chance
+        (bounded(0.2, 0.3, 0.9, 0.8, 0.3), False),  # lost most of it again
+        (rows(score=[0.0, 1.0]), False),  # of an unknown number of tasks
+        ([{"reward/mean": x, "reward/std": 0.5, "groups": 8.0} for x in (0.1, 0.2)], False),
+        ([{"reward/mean": x / 100, "reward/std": 0.5, "groups": 8.0} for x in range(99)], True),
+    ],
+)
+def test_a_run_has_clearly_improved(measured: list[dict[str, float]], risen: bool) -> None:
+    changes = why.changes_of(measured, resolve({}, source="test"))
+    assert any(change.risen for change in changes.values()) == risen
+
+
+def record(
+    steps: list[dict[str, float]], changes: dict[str, why.Change] | None = None, **given: Any
+) -> why.PolicyRun:
+    given = {"scores": [], "failure": None, "silent": [], "logprobs": []} | given
+    config = resolve({"policy": {"model": "m"}}, source="test")
+    return why.PolicyRun(config=config, steps=steps, changes=changes or {}, **given)
+
+
+def test_what_success_looks_like_too_is_no_reason_in_a_run_that_improved() -> None:
+    steps = [
+        {
+            "policy/entropy": entropy, "policy/clip_fraction": 0.3, "update/steps": 1.0, "lr": 1e-7,
+            "reward/outcome/frac_zero_std": 0.8, "reward/outcome/frac_missing": 0.0,
+            "reward/role:plan/frac_missing": 1.0, "rollouts": 8.0, "rollouts/usable": 8.0,
+        }
+        for entropy in (2.0, 0.1)
+    ]  # fmt: skip
+    found = why.reasons(record(steps, logprobs=[-0.001]))
+    said = " ".join(reason.text for reason in found)
+    for effect in ("learning rate is too high", "entropy", "flat", "clipped", "rate is too low"):
+        assert effect in said
+    assert "missing" not in said  # one role's process reward is
+    risen = {why.HELD_OUT: why.Change(0.55, 1.0, 1.0, 0.2)}
+    assert why.reasons(record(steps, risen, logprobs=[-0.001])) == []
+    lost = [step | {"rollouts/failed": 4.0, "rollouts/failed/timeout": 4.0} for step in steps]
+    failure = FailureCount(kind=ErrorKind.TIMEOUT, attempts=8, rollout="r/1", message="late")
+    (reason,) = why.reasons(record(lost, risen, failure=failure))
+    assert reason.text == "rollouts fail: 50%, as r/1: timeout, late"
+    assert reason.change == "agent.timeout: more"
+
+
+@pytest.mark.parametrize("kind", [*ErrorKind])
+def test_failures_name_the_settings_of_their_own_kind(kind: ErrorKind) -> None:
+    steps = [{"rollouts": 4.0, "rollouts/failed": 4.0, f"rollouts/failed/{kind}": 4.0}]
+    failure = FailureCount(kind=kind, attempts=4, rollout="r/1", message="it broke")
+    (reason,) = why.reasons(record(steps, failure=failure))
+    assert ("agent.timeout" in reason.change) == (kind is ErrorKind.TIMEOUT)
+    assert ("agent.max_calls" in reason.change) == (kind is ErrorKind.LIMIT)
+    assert ("verifier.path" in reason.change) == (kind is ErrorKind.VERIFIER)
+
+
+def test_a_missing_outcome_is_counted_and_shown() -> None:
+    steps = [
+        {"reward/outcome/frac_missing": share, "rollouts/usable": 8.0, "rollouts": 10.0}
+        for share in (0.5, 0.25)
+    ]
+    reason, *_ = why.reasons(record(steps))
+    assert reason.text == "rewards are missing: 6 of 16 rollouts have no 'outcome'"
+    lost = [
+        rollout("r/1"),
+        rollout("r/2", rewards=[Reward(value=1.0)]),
+        rollout("r/3", rewards=[Reward(value=math.nan)]),
+    ]
+    style = rollout("r/4", rewards=[Reward(value=1.0, name="style")])
+    reason, *_ = why.reasons(record([{}], newest=[*lost, style]))
+    expected = "rewards are missing: 3 of the last 4 rollouts have no 'outcome', for example r/1"
+    assert (reason.text, reason.share) == (expected, 0.75)
+    unused = record([{EMPTY: 8.0, "rollouts": 8.0, "rollouts/failed": 2.0}])
+    (reason,) = why.reasons(unused)
+    assert "missing" not in reason.text
+    assert reason.text.startswith("75% of the rollouts did not fail and could not be trained")
+
+
+def test_groups_are_not_flat_if_something_else_tells_their_rollouts_apart() -> None:
+    flat = {"reward/outcome/frac_zero_std": 1.0, "advantage/std": 0.0}
+    (reason,) = why.reasons(record([flat]))
+    assert "groups are flat: in 100%" in reason.text
+    process = {"reward/style/frac_zero_std": 0.1, "reward/style/frac_missing": 0.0}
+    assert why.reasons(record([flat | process])) == []
+    role = {"reward/role:plan/frac_zero_std": 0.0, "reward/role:plan/frac_missing": 1.0}
+    assert len(why.reasons(record([flat | role]))) == 1
+    assert why.reasons(record([flat | {"advantage/std": 0.3}])) == []  # a critic
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("This model's maximum context length is 4096 tokens.", True),
+        ("'code': 'context_length_exceeded'", True),
+        ("the model's context is 64 tokens, and the prompt of 70 tokens leaves no room", True),
+        ("prompt is too long: 210000 tokens > 200000 maximum", True),
+        ("'NoneType' object does not support the context manager protocol", False),
+        ("SSLContext: certificate verify failed", False),
+    ],
+)
+def test_only_a_context_that_is_full_makes_a_prompt_too_long(message: str, named: bool) -> None:
+    failure = FailureCount(kind=ErrorKind.AGENT, attempts=8, rollout="r/1", message=message)
+    steps = [{"rollouts": 8.0, "rollouts/failed": 4.0, "rollouts/failed/agent_error": 4.0}]
+    (first, *_) = why.reasons(record(steps, failure=failure))
+    assert ("the prompt is too long: 50%" in first.text) == named
+
+
+def test_one_reward_in_training_and_another_held_out_is_no_constant_verifier() -> None:
+    steps = [{"reward/mean": 0.0, "reward/std": 0.0}] * 3
+    assert "one reward to all" in why.reasons(record(steps, scores=[0.0]))[0].text
+    assert why.reasons(record(steps, scores=[0.0, 0.4])) == []
+
+
+def test_held_out_that_rises_as_much_as_training_is_no_fault() -> None:
+    steps = [{"reward/mean": x} for x in (0.1, 0.4, 0.7)] * 3
+    rising = [{"reward/mean": 0.1}, *steps[-1:] * 8]
+    assert why.reasons(record(rising, scores=[0.0, 0.4])) == []
+    (reason,) = why.reasons(record(rising, scores=[0.2, 0.1]))
+    assert "held-out does not as much" in reason.text
+    known = {why.TRAINING: why.Change(0.1, 0.6, 0.7, noise=0.1)}
+    known[why.HELD_OUT] = why.Change(0.3, 0.2, 0.3, noise=0.9)
+    (reason,) = why.reasons(record(rising, known, scores=[0.2, 0.1]))
+    assert "0.10 to 0.60 in training, 0.30 to 0.20 held-out" in reason.text  # as `agentrl why` says
+    chance = {why.TRAINING: why.Change(0.1, 0.7, 0.7, noise=1.0)}
+    assert why.reasons(record(rising, chance, scores=[0.2, 0.1])) == []
