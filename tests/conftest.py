@@ -28,7 +28,9 @@ from transformers import (
 from agentrl.store import open_store
 from agentrl.store.sqlite import migrations
 from agentrl.store.sqlite.connection import Location
+from tests import spine
 from tests.store import postgres_server
+from tests.system.conftest import run_folder as run_folder
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("no clock", deadline=None)  # a busy machine fails no example
@@ -116,8 +118,17 @@ SHAPE = {
 }
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without parts their tests cannot be imported."""
+    return (spine.WITHOUT_PARTS and not spine.tests(collection_path)) or None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several workers the longest come first: none waits for another at the end."""
+    for item in items:
+        if not spine.tests(item.path) or "postgres" in getattr(item, "fixturenames", ()):
+            item.add_marker("part")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 

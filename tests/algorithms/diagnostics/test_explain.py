@@ -24,7 +24,6 @@ from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.kl_control import KlController, ReferenceControl
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import installed, make
-from agentrl.algorithms.reward_models.scorers import RewardModel
 from agentrl.algorithms.train.prepare import Completer, Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.cli.main import cli
@@ -385,7 +384,10 @@ class Lengths:
         return torch.tensor([float(len(call.prompt)) for call in calls], dtype=torch.float64)
 
 
+@pytest.mark.part
 async def test_rewards_that_the_step_gave_are_explained_like_others(tmp_path: Path) -> None:
+    from agentrl.algorithms.reward_models.scorers import RewardModel
+
     url = f"sqlite:///{tmp_path / 'store.db'}"
     judge = RewardModel("judge", Lengths(), Scope.TRANSITION)
     options = {"streams": {"outcome": {}, "judge": {"scope": "transition"}}}

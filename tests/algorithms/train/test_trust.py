@@ -21,8 +21,6 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.learners.verl.settings import settings as verl_settings
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.preferences.collector import from_dataset
-from agentrl.algorithms.preferences.table import DataConfig
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train import optimize
 from agentrl.algorithms.train.optimize import MAX_KL, measured_rows
@@ -371,7 +369,11 @@ def test_what_cannot_be_undone_is_refused_where_it_is_asked_for(tmp_path: Path) 
     factory.make_learner(able, algo, *made)
 
 
+@pytest.mark.part
 def test_a_data_set_s_tokens_are_not_the_policy_s() -> None:
+    from agentrl.algorithms.preferences.collector import from_dataset
+    from agentrl.algorithms.preferences.table import DataConfig
+
     settings = {"data": {"name": "pairs"}, "algorithm": {"max_kl": 0.1}, "policy": {"model": "x"}}
     with pytest.raises(ConfigError, match=r"algorithm.max_kl has no effect in a run on \[data\]"):
         resolve(settings, source="run.toml")
