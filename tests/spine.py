@@ -6,6 +6,9 @@ the folders of parts. A single test there that needs a part has the mark `part`.
 
 import os
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 TESTS = Path(__file__).parent
 WITHOUT_PARTS = os.environ.get("WITHOUT_PARTS") == "all"
@@ -22,3 +25,8 @@ def tests(path: Path) -> bool:
         return True
     top = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
     return top in FOLDERS and not any(path.is_relative_to(part) for part in PARTS)
+
+
+def of_part(*values: object) -> Any:
+    """One of a test's parameters that needs a part."""
+    return pytest.param(*values, marks=pytest.mark.part)

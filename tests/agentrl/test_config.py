@@ -7,6 +7,7 @@ import pytest
 
 from agentrl.config import RunConfig, differences, from_store, load, resolve, to_toml
 from agentrl.errors import ConfigError
+from tests.spine import of_part
 
 
 def run_file(folder: Path, text: str) -> Path:
@@ -51,7 +52,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[algorithm]\nlr = -1.0", [], r"algorithm\.lr"),
         ("[learner]\npacking = 'tree'", [], r"learner\.packing = 'tree'; did you mean 'trie'\?"),
         ("[policy]\ndtype = 'half'", [], r"policy\.dtype = 'half'; valid: bfloat16, float32"),
-        (
+        of_part(
             "[reward_models.judge]\nmodel = 'x'\nkind = 'scalr'",
             [],
             r"reward_models\.judge\.kind = 'scalr'; did you mean 'scalar'\?",
@@ -62,7 +63,9 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[sampling]\ntop_p = 2.0", [], r"sampling\.top_p = 2\.0; it must be above 0"),
         ("[sampling]\ntop_p = 0.0", [], r"sampling\.top_p = 0\.0; it must be above 0"),
         ("[sampling]\ntop_k = -1", [], r"sampling\.top_k = -1; it must be 0 \(no limit\)"),
-        ("[metrics]\nsinks = ['mlflow', 'mlflow']", [], r"metrics\.sinks names 'mlflow' twice"),
+        of_part(
+            "[metrics]\nsinks = ['mlflow', 'mlflow']", [], r"metrics\.sinks names 'mlflow' twice"
+        ),
         ("[sampling]\nmax_tokens = 0", [], r"sampling\.max_tokens = 0; it must be 1 or above"),
         ("[algorithm]\nmin_group = 9", [], r"min_group = 9 drops every group of .*group_size = 8"),
         ("[algorithm]\nmax_staleness = -1", [], r"algorithm\.max_staleness"),
@@ -76,7 +79,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ),
         ("[tasks]\nsolved = 0.9\norder = 'difficulty'", [], r"tasks\.solved leaves out"),
         ("[engine]\nkeys = 'keep'", [], r"engine\.keys = 'keep' has no effect .* remove it"),
-        (
+        of_part(
             "[algorithm]\noverlap = 'in_flight'\nmax_staleness = 1\n"
             "[engine]\nkind = 'vllm'\nkeys = 'keep'",
             [],
@@ -89,7 +92,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ),
         ("[algorithm]\nclose_at = 9", [], r"close_at = 9: .*group_size = 8"),
         ("[algorithm]\nclose_at = 1", [], r"close_at = 1: .*min_group = 2"),
-        (
+        of_part(
             "[algorithm]\nclose_at = 5\nbranching = {kind = 'mc'}",
             [],
             r"close_at: rollouts join a group when all of its own have ended",
@@ -130,6 +133,8 @@ def test_printed_settings_read_back_the_same(tmp_path: Path) -> None:
     assert again == config
 
 
+@pytest.mark.part
+@pytest.mark.part
 def test_settings_of_vllm_are_refused_without_it() -> None:
     tables = {"kind": "vllm", "vllm": {"timeout": 5.0, "arguments": ["--seed", "1"]}}
     assert resolve({"engine": tables}, source="test").engine.vllm.timeout == 5.0
@@ -197,7 +202,7 @@ def test_settings_of_a_schedule_that_mean_nothing_are_refused(case: str, tmp_pat
 @pytest.mark.parametrize(
     ("section", "field", "message"),
     [
-        ("engine", "kind", r"engine\.kind = 'vlm'; did you mean 'vllm'\?"),
+        of_part("engine", "kind", r"engine\.kind = 'vlm'; did you mean 'vllm'\?"),
         ("learner", "kind", r"learner\.kind = 'vlm'; valid: torch, verl"),
         ("runner", "executor", r"runner\.executor = 'vlm'; valid: async, auto, command,"),
     ],
@@ -232,6 +237,8 @@ def test_a_kind_that_a_package_registers(monkeypatch: pytest.MonkeyPatch) -> Non
         resolve({"learner": {"kind": "mine"}}, source="test")
 
 
+@pytest.mark.part
+@pytest.mark.part
 def test_settings_of_other_kinds_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     """As a run file has them that `--dry-run` of an earlier version printed."""
     text = "[engine]\nkind = 'embedded'\n[engine.vllm]\nmax_adapters = 8\nurls = []\n"
@@ -261,6 +268,8 @@ def test_settings_that_an_earlier_version_stored_are_read() -> None:
         from_store(stored | {"sead": 1})
 
 
+@pytest.mark.part
+@pytest.mark.part
 def test_what_a_kind_needs_is_named() -> None:
     with pytest.raises(ConfigError, match=r"test: selfplay\.seats is missing"):
         resolve({"selfplay": {"opponents": "latest"}}, source="test")
@@ -273,6 +282,7 @@ def test_sinks_from_outside_are_named_by_file() -> None:
         resolve({"metrics": {"sinks": ["mlflo"]}}, source="test")
 
 
+@pytest.mark.part
 def test_pairs_of_numbers_and_any_text_survive_the_dry_run(tmp_path: Path) -> None:
     judge = {"upstream": "big", "max_usd": 2.0, "prices": [0.5, 1.5], "calibration": [[0, 0.5]]}
     tables: dict[str, Any] = {"judges": {"good": judge}, "agent": {"env": {"A\x7f": "b\x7f\u2028"}}}
@@ -286,6 +296,7 @@ def test_a_rule_of_roles_is_named_as_in_the_run_file() -> None:
         resolve({"roles": {"match": [{"model": "x"}]}}, source="test")
 
 
+@pytest.mark.part
 @pytest.mark.parametrize(
     "table",
     [

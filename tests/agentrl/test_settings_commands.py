@@ -34,6 +34,8 @@ def errors(schema: Any, data: Any) -> list[str]:
     return [error.message for error in validator(schema).iter_errors(data)]
 
 
+@pytest.mark.part
+@pytest.mark.part
 def test_the_schema_says_what_a_setting_is(schema: Any) -> None:
     tables = schema["$defs"]
     assert "discriminator" not in json.dumps(schema)

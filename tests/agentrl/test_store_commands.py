@@ -123,6 +123,8 @@ def test_a_backup_under_load_is_a_whole_store(tmp_path: Path) -> None:
     assert "Name a new file" in refused("backup", url, str(copies[0]))
 
 
+@pytest.mark.part
+@pytest.mark.part
 @pytest.mark.skipif(shutil.which("pg_dump") is None, reason="there is no pg_dump")
 def test_a_backup_of_postgres_is_restored(server: Any, tmp_path: Path) -> None:
     url, other, file = server.make(), server.make(), tmp_path / "copy.dump"

@@ -66,6 +66,8 @@ async def test_a_runner_is_given_up_only_when_it_dies_young(
     assert child.started == started
 
 
+@pytest.mark.part
+@pytest.mark.part
 @pytest.mark.parametrize(
     "store", ["postgresql://me:hush@host/db", "http://hush@host:7411"], ids=["password", "key"]
 )

@@ -23,9 +23,10 @@ from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import Credit, Group, float32
-from tests.algorithms.credit.test_baselines import recalled, step_of
 from tests.algorithms.train.test_update import Recorder, group
 from tests.algorithms.worlds import NAN
+from tests.algorithms.zoo.test_baselines import recalled, step_of
+from tests.spine import of_part
 
 
 def updater(learner: Recorder, name: str = "grpo", **settings: object) -> Updater:
@@ -110,10 +111,10 @@ def test_a_step_without_a_lesson_stores_nothing_and_the_next_begins_anew() -> No
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("spiral", {}),
-        ("agent-r1+table", {}),
+        of_part("spiral", {}),
+        of_part("agent-r1+table", {}),
         ("grpo", {}),
-        ("ragen", {}),
+        of_part("ragen", {}),
         ("reinforce++", {"kl_reward": 0.01}),
         ("ppo", {"kl_reward": 0.01}),
     ],
@@ -162,6 +163,8 @@ def test_what_another_algorithm_stored_is_not_mistaken_for_baselines() -> None:
 # -- the step --------------------------------------------------------------------------------------
 
 
+@pytest.mark.part
+@pytest.mark.part
 def test_a_step_that_was_killed_before_its_commit_is_the_same_again() -> None:
     """The process that comes next begins with the state of the last checkpoint."""
     learner = Recorder()
@@ -185,6 +188,7 @@ def test_a_step_without_groups_is_skipped() -> None:
     assert (metrics["update/skipped"], metrics["rollouts"]) == (1, 0)
 
 
+@pytest.mark.part
 def test_minibatches_have_the_credit_of_the_whole() -> None:
     whole, cut = updater(Recorder(), "spiral"), updater(Recorder(), "spiral", minibatches=3)
     one, other = stored(whole, step_of(9, 0)), stored(cut, step_of(9, 0))

@@ -9,7 +9,6 @@ import pytest
 
 from agentrl.algorithms.presets.catalogue import installed, make
 from agentrl.errors import ConfigError
-from tests.algorithms.credit.test_baselines import CASES as MEMORY_CASES
 from tests.algorithms.multiagent.test_critics import CASES as CRITIC_CASES
 from tests.algorithms.objective.test_sides import PUBLISHED as SIDE_CASES
 from tests.algorithms.objective.test_symbols import CASES as SYMBOL_CASES
@@ -24,6 +23,7 @@ from tests.algorithms.zoo.preferences.test_losses import PUBLISHED as PREFERENCE
 from tests.algorithms.zoo.process.test_credit import CASES as PROCESS
 from tests.algorithms.zoo.states.test_credit import CASES as STATES
 from tests.algorithms.zoo.teams.test_credit import CASES as TEAMS
+from tests.algorithms.zoo.test_baselines import CASES as MEMORY_CASES
 
 presets, modifiers = installed()
 

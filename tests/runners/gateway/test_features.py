@@ -206,6 +206,7 @@ async def test_a_prompt_is_counted_as_it_is_sent(bench: Any) -> None:
     assert row.messages == [SYSTEM, USER]  # as the agent said it
 
 
+@pytest.mark.part
 def test_the_features_of_a_run(bench: Any) -> None:
     names = [type(one).__name__ for one in run_features(bench.store)]
     assert names == ["RoleRules", "CandidatePrompts", "Replays", "ChatTemplates"]
