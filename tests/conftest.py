@@ -118,9 +118,12 @@ SHAPE = {
 }
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Without parts their tests cannot be imported."""
-    return (spine.WITHOUT_PARTS and not spine.tests(collection_path)) or None
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without parts their tests cannot be imported; where only these run, others need not be."""
+    if spine.WITHOUT_PARTS:
+        return not spine.tests(collection_path) or None
+    only_parts = config.option.markexpr.startswith("part ") and collection_path.is_file()
+    return (only_parts and spine.needs_none(collection_path)) or None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -129,6 +132,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not spine.tests(item.path) or "postgres" in getattr(item, "fixturenames", ()):
             item.add_marker("part")
+        if item.get_closest_marker("part"):
+            assert not spine.needs_none(item.path), f"{item.nodeid} would not run: see spine.py"
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 

@@ -27,6 +27,14 @@ def tests(path: Path) -> bool:
     return top in FOLDERS and not any(path.is_relative_to(part) for part in PARTS)
 
 
+def needs_none(file: Path) -> bool:
+    """Whether no test of this file needs a part; those that do are named by one of these words."""
+    if not tests(file) or file.is_relative_to(TESTS / "store"):
+        return False
+    text = file.read_text(encoding="utf-8")
+    return not any(word in text for word in ("mark.part", "of_part", "postgres"))
+
+
 def of_part(*values: object) -> Any:
     """One of a test's parameters that needs a part."""
     return pytest.param(*values, marks=pytest.mark.part)
