@@ -36,7 +36,7 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("no clock", deadline=None)  # a busy machine fails no example
 hypothesis.settings.load_profile("no clock")
 
-LONG = ("tests/system/", "tests/examples/")
+LONG = ("tests/test_parts.py", "tests/system/", "tests/examples/")
 VOCABULARY = 512
 CORPUS = [
     "You are a helpful assistant. Answer with one word after calling a tool.",
@@ -135,7 +135,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("part"):
             assert not spine.needs_none(item.path), f"{item.nodeid} would not run: see spine.py"
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+        items.sort(key=lambda item: not (item.nodeid.startswith(LONG) or runs_processes(item)))
+
+
+def runs_processes(item: pytest.Item) -> bool:
+    return hasattr(getattr(item, "module", None), "warm")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -153,6 +153,7 @@ def test_ctrl_c_says_what_continues(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.part
 def test_a_folder_is_no_store_and_view_finds_the_one_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

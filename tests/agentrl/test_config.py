@@ -134,7 +134,6 @@ def test_printed_settings_read_back_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.part
-@pytest.mark.part
 def test_settings_of_vllm_are_refused_without_it() -> None:
     tables = {"kind": "vllm", "vllm": {"timeout": 5.0, "arguments": ["--seed", "1"]}}
     assert resolve({"engine": tables}, source="test").engine.vllm.timeout == 5.0
@@ -142,6 +141,7 @@ def test_settings_of_vllm_are_refused_without_it() -> None:
         resolve({"engine": tables | {"kind": "embedded"}}, source="test")
 
 
+@pytest.mark.part
 def test_settings_of_a_vllm_child_are_refused_for_servers_that_run_already() -> None:
     vllm = {"urls": ["http://127.0.0.1:8000"], "start_timeout": 5.0}
     resolve({"engine": {"kind": "vllm", "vllm": vllm}}, source="test")
@@ -238,7 +238,6 @@ def test_a_kind_that_a_package_registers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.part
-@pytest.mark.part
 def test_settings_of_other_kinds_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     """As a run file has them that `--dry-run` of an earlier version printed."""
     text = "[engine]\nkind = 'embedded'\n[engine.vllm]\nmax_adapters = 8\nurls = []\n"
@@ -250,6 +249,7 @@ def test_settings_of_other_kinds_that_change_nothing_are_accepted(tmp_path: Path
         load(run_file(tmp_path, text), ["runner.pool.processes=2"])
 
 
+@pytest.mark.part
 def test_settings_that_an_earlier_version_stored_are_read() -> None:
     stored = msgspec.to_builtins(resolve({"seed": 4}, source="test"))
     stored["engine"] |= {"vllm": {"urls": [], "sync": "auto"}}
@@ -269,12 +269,12 @@ def test_settings_that_an_earlier_version_stored_are_read() -> None:
 
 
 @pytest.mark.part
-@pytest.mark.part
 def test_what_a_kind_needs_is_named() -> None:
     with pytest.raises(ConfigError, match=r"test: selfplay\.seats is missing"):
         resolve({"selfplay": {"opponents": "latest"}}, source="test")
 
 
+@pytest.mark.part
 def test_sinks_from_outside_are_named_by_file() -> None:
     metrics = {"sinks": ["mine.py:write"], "options": {"every": 2}}
     assert resolve({"metrics": metrics}, source="test").metrics.options == {"every": 2}

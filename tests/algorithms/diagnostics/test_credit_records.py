@@ -164,7 +164,6 @@ def test_what_another_algorithm_stored_is_not_mistaken_for_baselines() -> None:
 
 
 @pytest.mark.part
-@pytest.mark.part
 def test_a_step_that_was_killed_before_its_commit_is_the_same_again() -> None:
     """The process that comes next begins with the state of the last checkpoint."""
     learner = Recorder()
@@ -181,6 +180,7 @@ def test_a_step_that_was_killed_before_its_commit_is_the_same_again() -> None:
     assert metrics["update/skipped"] == 0
 
 
+@pytest.mark.part
 def test_a_step_without_groups_is_skipped() -> None:
     """As happens where dynamic sampling found nothing to learn from."""
     step = updater(Recorder(), "spiral")

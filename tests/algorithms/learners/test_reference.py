@@ -242,7 +242,12 @@ def test_the_penalty_is_in_the_loss_or_in_the_reward(option: str) -> None:
     assert kl.beta == 0.1
     kl.beta = 0.3
     assert kl.tuned(algo) == catalogue.make("ppo", {option: 0.3}, streams=EVERY)
-    # A penalty that is about something else stays.
+
+
+@pytest.mark.part
+def test_a_penalty_that_is_about_something_else_stays() -> None:
+    kl = make_kl_controller(catalogue.make("ppo", {"kl": 0.1}, streams=EVERY), 0.05, 100)
+    kl.beta = 0.3
     other = catalogue.make("kimi", {})
     assert kl.tuned(other) == other
 

@@ -142,6 +142,7 @@ async def test_a_call_that_is_parsed_again_is_changed_again(bench: Any) -> None:
         first.raw = b""  # type: ignore[misc]
 
 
+@pytest.mark.part
 async def test_a_record_that_cannot_be_read_fails_the_attempt(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
