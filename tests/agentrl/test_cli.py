@@ -123,7 +123,6 @@ def test_an_extra_that_is_not_installed_is_named(
         main.main()
 
 
-@pytest.mark.part
 @pytest.mark.parametrize(
     ("command", "said"),
     [

@@ -145,7 +145,6 @@ async def test_a_process_works_and_drains_on_sigterm(
 
 @pytest.mark.part
 @pytest.mark.parametrize("over_http", [False, True])
-@pytest.mark.part
 async def test_a_process_ends_when_its_run_has_ended(
     store: Any, model: Any, config: RunConfig, runner: Start, over_http: bool
 ) -> None:
