@@ -20,16 +20,12 @@ from agentrl.algorithms.objective.kl_control import KlController, make_kl_contro
 from agentrl.algorithms.objective.values import value_terms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import Supply
-from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import POLICY
 from tests.algorithms.learners.test_learner import make_batch, psi_for
+from tests.factories import config
 
 EVERY: tuple[Supply, ...] = ("old", "sampler", "reference", "teacher", "values", "top_tokens")
-
-
-def config(**sections: object) -> RunConfig:
-    return resolve(sections, source="run.toml")
 
 
 def learner_with(directory: Path, every: int = 0) -> TorchLearner:

@@ -27,7 +27,7 @@ from agentrl.algorithms.train.optimize import MAX_KL, measured_rows
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, load, resolve
 from agentrl.errors import ConfigError
-from agentrl.types import Group, Reward, Transition, float32, int32
+from agentrl.types import Group, Reward
 from tests import factories
 
 
@@ -70,13 +70,12 @@ def k3(d: float) -> float:
 def group(name: str, *rewards: float, length: int = 2, logprob: float = -6.0) -> Group:
     rollouts = []
     for index, reward in enumerate(rewards):
-        call = Transition(
-            id=f"{name}/{index}", attempt=f"{name}/{index}", index=0, prompt=int32([1, 2, 3]),
-            completion=int32([4 + index, 5, 6, 7][:length]), logprobs=float32([logprob] * length),
-        )  # fmt: skip
-        own = factories.rollout(call.id, [call], [Reward(value=reward)], group=name, index=index)
-        rollouts.append(own)
-    return Group(id=name, run="r", step=0, rollouts=rollouts)
+        own, said = f"{name}/{index}", [4 + index, 5, 6, 7][:length]
+        call = factories.call(own, (1, 2, 3), said, attempt=own, logprob=logprob)
+        rollouts.append(
+            factories.rollout(own, [call], [Reward(value=reward)], group=name, index=index)
+        )
+    return factories.group(*rollouts, id=name, run="r")
 
 
 def updater(learner: Any, preset: str = "grpo", **settings: Any) -> Updater:
