@@ -16,6 +16,7 @@ from agentrl.algorithms.presets import catalogue
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
 from tests.algorithms.learners.test_learner import make_batch
+from tests.spine import of_part
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 
@@ -100,7 +101,7 @@ class PoorLearner(HalfLearner):
         make_learner(run, algo, model, tokenizer, "")
 
 
-@pytest.mark.parametrize(("table", "kind"), [("engine", "vlm"), ("learner", "verrl")])
+@pytest.mark.parametrize(("table", "kind"), [of_part("engine", "vlm"), ("learner", "verrl")])
 def test_an_unknown_kind_is_refused_with_the_nearest(table: str, kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"run\.toml: {table}\.kind = '{kind}'; did you mean"):
         resolve({table: {"kind": kind}}, source="run.toml")

@@ -26,6 +26,7 @@ from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.config.presets import check_presets, current_name, preset_names
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.worlds import Call, Play, world
+from tests.spine import of_part
 
 HEAD = "from agentrl.algorithms import Algo, GroupRelative, preset\n"
 
@@ -159,6 +160,7 @@ def test_an_installed_package_registers_modifiers(
         make("grpo+thiers", {})
 
 
+@pytest.mark.part
 def test_two_packages_with_one_name_are_refused(points: list[EntryPoint]) -> None:
     points += [EntryPoint("treerl", f"{x}:treerl", "agentrl.presets") for x in ("ours", "theirs")]
     with pytest.raises(ConfigError, match=r"ours:treerl and theirs:treerl .* have one name"):
@@ -239,7 +241,7 @@ def test_without_all_parts_the_short_list_works(without_parts: None) -> None:
     assert "treerl" not in lines
 
 
-@pytest.mark.parametrize(("old", "new"), [("gspo-token", "gspo"), ("dro+tis", "kimi+tis")])
+@pytest.mark.parametrize(("old", "new"), [("gspo-token", "gspo"), of_part("dro+tis", "kimi+tis")])
 def test_an_old_name_is_read_and_says_the_new_one(
     old: str, new: str, caplog: pytest.LogCaptureFixture
 ) -> None:

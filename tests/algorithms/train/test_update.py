@@ -115,6 +115,7 @@ def updater(learner: Recorder, seed: int = 0, **settings: object) -> Updater:
     return Updater(config, catalogue.make("grpo", {}), learner)
 
 
+@pytest.mark.part
 def test_pairs_of_each_group_are_what_a_loss_of_pairs_learns_from() -> None:
     learner = Recorder()
     algo = catalogue.make("simpo", {"how": "all"})
