@@ -190,6 +190,7 @@ def test_the_catalogue_has_a_line_for_everything() -> None:
     assert next(line for line in lines if "+only" in line).endswith("[filter]")
 
 
+@pytest.mark.part
 def test_a_preset_prints_its_record() -> None:
     text = output("algorithms", "show", "gspo+opsm")
     assert "Gate(Clip(0.0003, hi=0.0004), by='row')" in text
@@ -331,6 +332,7 @@ async def test_the_gates_that_applied_are_shown(tmp_path: Path) -> None:
     assert not any("the step used advantage" in line for line in [*first, *second])
 
 
+@pytest.mark.part
 async def test_a_baseline_of_earlier_steps_is_that_of_the_time(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.db'}"
     async with run_of(url, "spiral") as run:
@@ -343,6 +345,7 @@ async def test_a_baseline_of_earlier_steps_is_that_of_the_time(tmp_path: Path) -
     assert "value -1, baseline 0.126219, advantage -1.12622" in text
 
 
+@pytest.mark.part
 async def test_the_step_that_trained_a_rollout_is_explained_not_the_one_that_asked(
     tmp_path: Path,
 ) -> None:
