@@ -21,9 +21,10 @@ from typing import Any
 
 HERE = Path(__file__).parent
 IMPORTED = (
-    "aiohttp.web", "click.testing", "httpx", "jinja2", "matplotlib.figure", "numpy", "openai",
-    "opentelemetry.sdk.trace", "peft", "psycopg_pool", "rich.live", "safetensors.torch",
-    "sqlite_utils", "starlette.applications", "transformers.models.qwen2.modeling_qwen2", "uvicorn",
+    "aiohttp.web", "click.testing", "httpx", "jinja2", "matplotlib.figure", "mlflow", "numpy",
+    "openai", "opentelemetry.sdk.trace", "peft", "psycopg_pool", "rich.live", "safetensors.torch",
+    "sqlite_utils", "starlette.applications", "tensorboard.summary.writer.event_file_writer",
+    "trackio", "transformers.models.qwen2.modeling_qwen2", "uvicorn", "wandb",
 )  # fmt: skip
 AT_ONCE = 2
 
