@@ -103,6 +103,7 @@ def test_the_default_is_explained_by_the_credit_of_peers_and_its_scale() -> None
     assert scaled.columns["advantage"].abs().tolist() == pytest.approx([0.5**0.5] * 8, rel=1e-5)
 
 
+@pytest.mark.part
 def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
     needed = {"streams": OPTIONS, "only": {"only_roles": ["agent"]}}
     needed["process"] = {"process_streams": OPTIONS["streams"]}
@@ -179,6 +180,7 @@ def output(*arguments: str) -> str:
     return CliRunner().invoke(cli, arguments, catch_exceptions=False).output
 
 
+@pytest.mark.part
 def test_the_catalogue_has_a_line_for_everything() -> None:
     lines = output("algorithms").splitlines()
     said = {line.split()[0] for line in lines}

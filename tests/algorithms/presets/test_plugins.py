@@ -195,6 +195,7 @@ def run_with(name: str, **options: object) -> RunConfig:
     return RunConfig(steps=1, algorithm=AlgorithmConfig(preset=name, options=options))
 
 
+@pytest.mark.part
 def test_the_short_list_is_short() -> None:
     assert 20 <= len(NAMES.presets.keys() - OF_FAMILIES) <= 28
     assert all(issubclass(type(made), declare.AlgoPreset) for made in declare.presets.values())
@@ -251,6 +252,7 @@ def test_an_old_name_is_read_and_says_the_new_one(
     assert f"{old.split('+')[0]} is now called {new.split('+')[0]}" in caplog.text
 
 
+@pytest.mark.part
 def test_no_two_presets_are_the_same() -> None:
     streams = SUPPLIES
     names = installed()[0].keys() - {"streams", "coma"}
@@ -258,6 +260,7 @@ def test_no_two_presets_are_the_same() -> None:
     assert len(set(made.values())) == len(made)
 
 
+@pytest.mark.part
 def test_training_needs_no_part() -> None:
     code = """
 import sys
