@@ -57,6 +57,7 @@ GRPO: dict[str, Advantage] = {
     "maxrl": lambda x, by, **k: advantages(x, by, norm="mean", **k),
 }
 SUPPLY: tuple[Supply, ...] = ("old", "sampler", "reference", "teacher", "values", "top_tokens")
+pytestmark = pytest.mark.part  # of the presets of all parts
 # Those that read nothing but the outcome of rollouts, each for itself.
 PRESETS = [
     name
