@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.train import loop, main, serving
 from agentrl.config import RunConfig, resolve
 from agentrl.config import policies as team
@@ -154,6 +153,15 @@ class Silent:
         Silent.strike("commit")
 
 
+def learners() -> list[Any]:
+    """The library's; verl's is a part, without which the spine's tests run too."""
+    with suppress(ModuleNotFoundError):
+        from agentrl.algorithms.learners.verl.learner import VerlLearner
+
+        return [TorchLearner, VerlLearner]
+    return [TorchLearner]
+
+
 @contextmanager
 def replaced(strike: Strike) -> Iterator[None]:
     """The policy server, and functions that strike once they are done."""
@@ -170,7 +178,7 @@ def replaced(strike: Strike) -> Iterator[None]:
         patch.setattr(Silent, "strike", staticmethod(strike), raising=False)
         patch.setattr(Silent, "gone", asyncio.Event(), raising=False)
         patch.setattr(serving, "policy_server", Silent)
-        for learner in (TorchLearner, VerlLearner):
+        for learner in learners():
             patch.setattr(learner, "step", striking(learner.step, "optimizer"))
         patch.setattr(loop, "save_checkpoint", striking(loop.save_checkpoint, "checkpoint"))
         yield
