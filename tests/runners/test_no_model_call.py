@@ -12,10 +12,11 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.config import AgentConfig, PoolRunnerConfig
-from agentrl.runners.executors.contract import environment
-from agentrl.runners.executors.pool import PoolExecutor
+from agentrl.config import AgentConfig
+from agentrl.runners.executors.environment import environment
 from agentrl.runners.games import GameAgent, verify
+from agentrl.runners.processes.pool import PoolExecutor
+from agentrl.runners.processes.table import PoolRunnerConfig
 from agentrl.types import ErrorKind, Rollout, RolloutState
 
 TASK = {"input": "question"}

@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from agentrl.base.parts import installed_plugins
-from agentrl.runners.executors import contract
 from agentrl.runners.gateway import upstream
+from agentrl.runners.processes import contract
 from agentrl.types import ErrorKind, RolloutState
 from tests.runners.executors.conftest import PYTHON, settings
 
