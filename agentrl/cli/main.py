@@ -24,10 +24,8 @@ from agentrl.cli import (
     ResumedCommand,
     config_file,
     how_to_continue,
-    print_result,
 )
-from agentrl.cli.settings import config as config_group
-from agentrl.cli.settings import init, show_settings
+from agentrl.cli.settings import show_settings
 from agentrl.cli.store import store as store_group
 from agentrl.config import RunConfig, load, store_of
 from agentrl.config.policies import has_no_own_policy
@@ -41,8 +39,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (config_group, init, store_group):
-    cli.add_command(command)
+cli.add_command(store_group)
 
 
 def _log_level(context: click.Context, option: click.Parameter, value: str | None) -> None:
@@ -169,19 +166,6 @@ def show(rollout: str, store: str | None) -> None:
     from agentrl.telemetry.show import show_rollout
 
     asyncio.run(show_rollout(store or store_of(rollout), rollout))
-
-
-@cli.command()
-@click.argument("run")
-@click.option("--csv", "form", flag_value="csv", help="A line per step.")
-@click.option("--json", "form", flag_value="json", help="A JSON object per step.")
-@click.option("--store", help="Store URL; default: the store in runs/RUN.")
-def metrics(run: str, form: str | None, store: str | None) -> None:
-    """Print the metrics of RUN: the first and last value of each, or all."""
-    from agentrl.cli import metrics as commands
-
-    show = {"csv": commands.as_csv, "json": commands.as_json}.get(form or "", commands.table)
-    print_result(show(asyncio.run(commands.read(store or store_of(run), run))))
 
 
 @cli.group(cls=CommandGroup, path="export")
