@@ -13,7 +13,6 @@ from agentrl import __version__
 from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import (
     ERROR_MARK,
-    LOG_LEVEL,
     PARENT,
     USER_ERROR,
     die_with_parent,
@@ -24,13 +23,16 @@ from agentrl.cli import (
     ResumedCommand,
     config_file,
     how_to_continue,
+    level_of,
+    log_level,
+    quiet,
+    verbose,
 )
 from agentrl.cli.settings import show_settings
 from agentrl.cli.store import store as store_group
 from agentrl.config import RunConfig, load, store_of
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import AgentRLError, user_message
-from agentrl.telemetry.console import console_level
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,28 +42,6 @@ def cli() -> None:
 
 
 cli.add_command(store_group)
-
-
-def _log_level(context: click.Context, option: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        os.environ[LOG_LEVEL] = value  # the processes of a run inherit it
-
-
-log_level = click.option(
-    "--log-level",
-    type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
-    callback=_log_level,
-    expose_value=False,
-    help="Level of the log files of a run's processes; default: INFO.",
-)
-quiet = click.option("--quiet", "-q", is_flag=True, help="Show only warnings and the result.")
-verbose = click.option("--verbose", "-v", is_flag=True, help="Also show the processes' logs.")
-
-
-def _console_level(*, quiet: bool, verbose: bool) -> int:
-    if quiet and verbose:
-        raise click.UsageError("--quiet or --verbose, not both")
-    return console_level(quiet=quiet, verbose=verbose)
 
 
 @cli.command(cls=ResumedCommand, continues="after the last committed step")
@@ -96,7 +76,7 @@ def train(
     """Train the agent of RUN_FILE, or resume a stopped run.
 
     OVERRIDES are settings such as `algorithm.lr=1e-4`."""
-    level = _console_level(quiet=quiet, verbose=verbose)
+    level = level_of(quiet=quiet, verbose=verbose)
     named = {"seed": seed, "steps": steps}
     extra = [f"{key}={value}" for key, value in named.items() if value is not None]
     if fresh and start:
@@ -118,44 +98,6 @@ def train(
         for warning in point.load()(config):
             click.echo(f"WARNING {warning}")
     trainer.run_training(config, fresh=fresh, take_over=take_over, level=level)
-
-
-@cli.command("eval")
-@click.argument("run_file", type=click.Path(path_type=Path))
-@click.argument("rest", nargs=-1, metavar="[CHECKPOINT] [KEY=VALUE]...")
-@click.option("--tasks", help="Task file; default: the run file's held-out tasks.")
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder of <component>.txt: prompts.directory; default: what `agentrl prompts` found.",
-)
-@click.option("--samples", type=click.IntRange(1), help="Rollouts per task: eval.samples, pass@k.")
-@quiet
-@verbose
-@log_level
-def evaluate(
-    run_file: Path,
-    rest: tuple[str, ...],
-    tasks: str | None,
-    prompts: Path | None,
-    samples: int | None,
-    quiet: bool,
-    verbose: bool,
-) -> None:
-    """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE.
-
-    For a RUN_FILE without a model of its own, score its [upstreams]."""
-    from agentrl.evaluation import core as evaluation
-
-    checkpoints = [Path(argument) for argument in rest if "=" not in argument]
-    if len(checkpoints) > 1:
-        raise click.UsageError(f"one checkpoint at a time, not {', '.join(map(str, checkpoints))}")
-    extra = [] if samples is None else [f"eval.samples={samples}"]
-    extra += [] if prompts is None else [f"prompts.directory={prompts.resolve()}"]
-    config = load(run_file, [*(argument for argument in rest if "=" in argument), *extra])
-    level = _console_level(quiet=quiet, verbose=verbose)
-    checkpoint = checkpoints[0] if checkpoints else None
-    evaluation.evaluate(config, checkpoint, tasks, level=level)
 
 
 @cli.command()
