@@ -1,6 +1,6 @@
 """Plugins: presets, executors, engines, learners, rewards and sinks from outside the library.
 
-A setting such as `runner.executor` names a built-in ("pool"), an entry point of an installed
+A setting such as `runner.executor` names a built-in ("async"), an entry point of an installed
 package in the group `agentrl.executors`, or an object in a user's file or module ("file.py:name",
 "package.module:name"). An incompatible plugin is refused before the run starts, with file and line.
 """

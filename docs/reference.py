@@ -21,8 +21,8 @@ from agentrl.algorithms import HOME
 from agentrl.algorithms.objective import core
 from agentrl.algorithms.presets import catalogue
 from agentrl.cli.main import cli
-from agentrl.cli.settings import comments, run_file_schema, sections
 from agentrl.lab.catalogue import record
+from agentrl.run_files.command import comments, run_file_schema, sections
 from agentrl.store import open_store
 from examples.gallery import GALLERY
 

@@ -22,7 +22,7 @@ from agentrl.config import RunConfig, agent_env, from_store
 from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.errors import StoreError
 from agentrl.runners.execution import AttemptRunner
-from agentrl.runners.executors.contract import environment
+from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.features import Feature

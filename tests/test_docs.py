@@ -20,10 +20,10 @@ import pytest
 
 import agentrl
 from agentrl.cli.main import cli
-from agentrl.cli.settings import run_file_schema
 from agentrl.config import RunConfig
 from agentrl.config.keys import check_keys
 from agentrl.config.presets import check_presets
+from agentrl.run_files.command import run_file_schema
 from agentrl.types import ErrorKind
 
 ROOT = Path(__file__).parents[1]

@@ -91,9 +91,14 @@ def index() -> dict[str, dict[str, str]]:
 def missing(kind: str, name: str) -> str | None:
     """A sentence about the library's part that contributes this and is not installed, if so."""
     part = known(kind).get(name)
-    if part is None or any(one.name == part for one in parts()):
+    if part is None or has(part):
         return None
     return f"it belongs to the part {part!r}, which is not installed here"
+
+
+def has(part: str) -> bool:
+    """Whether the part of this name is installed."""
+    return any(one.name == part for one in parts())
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from agentrl.base.parts import installed_plugins, missing
+from agentrl.base.processes import LOG_LEVEL
 from agentrl.config import RunConfig
+from agentrl.telemetry.console import console_level
 
 
 def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
@@ -81,3 +84,25 @@ def print_result(result: RenderableType) -> None:
         click.echo(result, nl=result[-1:] not in ("", "\n"))
     else:
         Console().print(result)
+
+
+def _log_level(context: click.Context, option: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        os.environ[LOG_LEVEL] = value  # the processes of a run inherit it
+
+
+log_level = click.option(
+    "--log-level",
+    type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
+    callback=_log_level,
+    expose_value=False,
+    help="Level of the log files of a run's processes; default: INFO.",
+)
+quiet = click.option("--quiet", "-q", is_flag=True, help="Show only warnings and the result.")
+verbose = click.option("--verbose", "-v", is_flag=True, help="Also show the processes' logs.")
+
+
+def level_of(*, quiet: bool, verbose: bool) -> int:
+    if quiet and verbose:
+        raise click.UsageError("--quiet or --verbose, not both")
+    return console_level(quiet=quiet, verbose=verbose)

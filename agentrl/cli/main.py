@@ -13,7 +13,6 @@ from agentrl import __version__
 from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import (
     ERROR_MARK,
-    LOG_LEVEL,
     PARENT,
     USER_ERROR,
     die_with_parent,
@@ -24,15 +23,16 @@ from agentrl.cli import (
     ResumedCommand,
     config_file,
     how_to_continue,
-    print_result,
+    level_of,
+    log_level,
+    quiet,
+    verbose,
 )
-from agentrl.cli.settings import config as config_group
-from agentrl.cli.settings import init, show_settings
+from agentrl.cli.settings import show_settings
 from agentrl.cli.store import store as store_group
 from agentrl.config import RunConfig, load, store_of
 from agentrl.config.policies import has_no_own_policy
 from agentrl.errors import AgentRLError, user_message
-from agentrl.telemetry.console import console_level
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,30 +41,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (config_group, init, store_group):
-    cli.add_command(command)
-
-
-def _log_level(context: click.Context, option: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        os.environ[LOG_LEVEL] = value  # the processes of a run inherit it
-
-
-log_level = click.option(
-    "--log-level",
-    type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
-    callback=_log_level,
-    expose_value=False,
-    help="Level of the log files of a run's processes; default: INFO.",
-)
-quiet = click.option("--quiet", "-q", is_flag=True, help="Show only warnings and the result.")
-verbose = click.option("--verbose", "-v", is_flag=True, help="Also show the processes' logs.")
-
-
-def _console_level(*, quiet: bool, verbose: bool) -> int:
-    if quiet and verbose:
-        raise click.UsageError("--quiet or --verbose, not both")
-    return console_level(quiet=quiet, verbose=verbose)
+cli.add_command(store_group)
 
 
 @cli.command(cls=ResumedCommand, continues="after the last committed step")
@@ -99,7 +76,7 @@ def train(
     """Train the agent of RUN_FILE, or resume a stopped run.
 
     OVERRIDES are settings such as `algorithm.lr=1e-4`."""
-    level = _console_level(quiet=quiet, verbose=verbose)
+    level = level_of(quiet=quiet, verbose=verbose)
     named = {"seed": seed, "steps": steps}
     extra = [f"{key}={value}" for key, value in named.items() if value is not None]
     if fresh and start:
@@ -123,44 +100,6 @@ def train(
     trainer.run_training(config, fresh=fresh, take_over=take_over, level=level)
 
 
-@cli.command("eval")
-@click.argument("run_file", type=click.Path(path_type=Path))
-@click.argument("rest", nargs=-1, metavar="[CHECKPOINT] [KEY=VALUE]...")
-@click.option("--tasks", help="Task file; default: the run file's held-out tasks.")
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder of <component>.txt: prompts.directory; default: what `agentrl prompts` found.",
-)
-@click.option("--samples", type=click.IntRange(1), help="Rollouts per task: eval.samples, pass@k.")
-@quiet
-@verbose
-@log_level
-def evaluate(
-    run_file: Path,
-    rest: tuple[str, ...],
-    tasks: str | None,
-    prompts: Path | None,
-    samples: int | None,
-    quiet: bool,
-    verbose: bool,
-) -> None:
-    """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE.
-
-    For a RUN_FILE without a model of its own, score its [upstreams]."""
-    from agentrl.evaluation import core as evaluation
-
-    checkpoints = [Path(argument) for argument in rest if "=" not in argument]
-    if len(checkpoints) > 1:
-        raise click.UsageError(f"one checkpoint at a time, not {', '.join(map(str, checkpoints))}")
-    extra = [] if samples is None else [f"eval.samples={samples}"]
-    extra += [] if prompts is None else [f"prompts.directory={prompts.resolve()}"]
-    config = load(run_file, [*(argument for argument in rest if "=" in argument), *extra])
-    level = _console_level(quiet=quiet, verbose=verbose)
-    checkpoint = checkpoints[0] if checkpoints else None
-    evaluation.evaluate(config, checkpoint, tasks, level=level)
-
-
 @cli.command()
 @click.argument("rollout")
 @click.option("--store", help="Store URL; default: the store of the rollout's run.")
@@ -169,19 +108,6 @@ def show(rollout: str, store: str | None) -> None:
     from agentrl.telemetry.show import show_rollout
 
     asyncio.run(show_rollout(store or store_of(rollout), rollout))
-
-
-@cli.command()
-@click.argument("run")
-@click.option("--csv", "form", flag_value="csv", help="A line per step.")
-@click.option("--json", "form", flag_value="json", help="A JSON object per step.")
-@click.option("--store", help="Store URL; default: the store in runs/RUN.")
-def metrics(run: str, form: str | None, store: str | None) -> None:
-    """Print the metrics of RUN: the first and last value of each, or all."""
-    from agentrl.cli import metrics as commands
-
-    show = {"csv": commands.as_csv, "json": commands.as_json}.get(form or "", commands.table)
-    print_result(show(asyncio.run(commands.read(store or store_of(run), run))))
 
 
 @cli.group(cls=CommandGroup, path="export")

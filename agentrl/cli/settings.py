@@ -1,59 +1,14 @@
-"""Commands about run files: print their JSON Schema, and write a first one."""
+"""`agentrl train --dry-run`: the settings of a run, and what it needs."""
 
 from __future__ import annotations
 
-import inspect
-import re
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args, get_origin
 
 import click
-import msgspec
-from msgspec.structs import astuple
 
-from agentrl.config import (
-    RunConfig,
-    to_toml,
-)
-from agentrl.config.base import EXTERNAL, Section, structs_of
+from agentrl.config import RunConfig, to_toml
 from agentrl.config.policies import trained_policies, view
-from agentrl.errors import ConfigError
-from agentrl.types import Sampling
-
-STARTER = Path(__file__).with_name("starter")
-FILES = ("run.toml", "agent.py", "tasks.jsonl", "verifier.py", "policy.py")
-FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?$")
-
-
-@click.group()
-def config() -> None:
-    """Commands about the run file."""
-
-
-@config.command("schema")
-def print_schema() -> None:
-    """Print the JSON Schema of the run file, with which editors validate and complete it."""
-    click.echo(msgspec.json.format(msgspec.json.encode(run_file_schema())).decode())
-
-
-@click.command()
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=".")
-def init(folder: Path) -> None:
-    """Write a commented run file with agent, tasks, verifier and a tiny model into FOLDER.
-
-    Overwrites no file."""
-    present = [name for name in FILES if (folder / name).exists()]
-    if present:
-        raise ConfigError(f"{folder} has {', '.join(present)} already; name another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            shutil.copyfile(STARTER / name, folder / name)
-    except OSError as error:
-        raise ConfigError(f"cannot write into {folder} ({error.strerror})") from None
-    click.echo(f"Wrote {', '.join(FILES)}. Next: agentrl train {folder / 'run.toml'}")
 
 
 def show_settings(config: RunConfig) -> None:
@@ -85,78 +40,3 @@ def _estimates(config: RunConfig) -> list[str]:
         except (OSError, ValueError):  # it is on the hub
             found.append(f"memory and time of {source} are unknown; agentrl doctor asks the hub")
     return found
-
-
-def run_file_schema() -> dict[str, Any]:
-    """The JSON Schema of the run file. A table with several kinds may omit its tag, for the default
-    kind, or have the tag of a kind from outside the library."""
-    made, config = msgspec.json.schema(RunConfig), RunConfig()
-    tables = (table for table in astuple(config) if isinstance(table, Section))
-    known = sections()
-    named = (_tables_of(field) for field in msgspec.structs.fields(RunConfig))
-    defaults = {*map(type, tables), *(kinds[0] for kinds in named if len(kinds) > 1)}
-    for name, table in made["$defs"].items():
-        section = known[name]
-        field = section.__struct_config__.tag_field
-        if section.__struct_config__.tag == EXTERNAL:
-            table["properties"] |= {field: {"type": "string"}}
-            del table["properties"]["factory"]
-            table["required"].remove("factory")
-        elif field and section in defaults:
-            table["required"].remove(field)
-        for key in table["properties"].keys() & (said := comments(section)).keys():
-            table["properties"][key].setdefault("description", said[key])
-        if table.get("required") == []:
-            del table["required"]
-    properties = made["$defs"]["RunConfig"]["properties"]
-    properties["roles"]["properties"] = {"match": properties.pop("role_rules")}
-    for table in made["$defs"].values():
-        inner = [one.get("additionalProperties") for one in table["properties"].values()]
-        for one in [*table["properties"].values(), *(one for one in inner if one)]:
-            if isinstance(one, dict):
-                one.pop("discriminator", None)  # OpenAPI's; it does not know external kinds
-    return made
-
-
-def sections() -> dict[str, type[msgspec.Struct]]:
-    """The tables of run files by the names of their classes."""
-    return {"Sampling": Sampling} | _below(Section)
-
-
-def _below(base: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    found = {section.__name__: section for section in base.__subclasses__()}
-    for section in list(found.values()):
-        found |= _below(section)
-    return found
-
-
-def comments(section: type[msgspec.Struct]) -> dict[str, str]:
-    """The description of each setting of a class and its bases: the comments above and beside its
-    field, or the first sentence of the docstring if it is a table."""
-    config, found = section.__struct_config__, dict[str, str]()
-    for base in section.__mro__:
-        if base.__module__.startswith("agentrl.") and issubclass(base, msgspec.Struct):
-            above: list[str] = []
-            for text in inspect.getsource(base).splitlines():
-                if text.startswith("    # "):
-                    above.append(text[6:])
-                    continue
-                if match := FIELD.match(text):
-                    found.setdefault(match[1], " ".join([*above, match[2] or ""]).strip())
-                above = []
-    for field in msgspec.structs.fields(section):
-        if not found.get(field.name) and (tables := _tables_of(field)):
-            found[field.name] = _summary(tables[-1].__base__ if len(tables) > 1 else tables[0])
-    return found | ({config.tag_field: _summary(section)} if config.tag_field else {})
-
-
-def _tables_of(field: msgspec.structs.FieldInfo) -> tuple[type[msgspec.Struct], ...]:
-    """The kinds of a setting that is a table, or tables by name."""
-    if isinstance(field.default, msgspec.Struct):
-        return (type(field.default),)
-    return structs_of(get_args(field.type)[-1]) if get_origin(field.type) is dict else ()
-
-
-def _summary(table: Any) -> str:
-    """The first sentence of a table's docstring."""
-    return " ".join(inspect.cleandoc(table.__doc__ or "").split()).partition(". ")[0].rstrip(".")

@@ -1,25 +1,16 @@
-"""`agentrl store`: commands for the maintenance of a store."""
+"""`agentrl store`: the group of the commands about a store, and what they share."""
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 import click
-import msgspec
-from rich.filesize import decimal
 
 from agentrl.cli import CommandGroup
 from agentrl.errors import NotFound, StoreError
-from agentrl.store import Store, open_store
-from agentrl.store.records import Pruned
-from agentrl.store.urls import backend_of, split_secret
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-T = TypeVar("T")
 
 
 @click.group(cls=CommandGroup, path="store")
@@ -37,82 +28,6 @@ def age(_: click.Context, __: click.Parameter, value: str | None) -> float | Non
     return float(parts[1]) * UNITS[parts[2]]
 
 
-store_option = click.option(
-    "--store", "url", help="Store URL; default: the only store below runs/."
-)
-
-
-@store.command()
-@store_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def stats(url: str | None, as_json: bool) -> None:
-    """Print the number of rows in each table of the store, and its size."""
-    url = url or only_store()
-    found = asyncio.run(_with(url, lambda store: store.stats()))
-    if as_json:
-        click.echo(msgspec.json.encode(found).decode())
-        return
-    for table, n in found.rows.items():
-        click.echo(f"{table:<12} {n:>12,}")
-    click.echo(
-        f"{decimal(found.bytes)} at {url}, of which a vacuum would give back "
-        f"{decimal(found.free)}; cursor {found.cursor}"
-    )
-
-
-@store.command()
-@store_option
-def vacuum(url: str | None) -> None:
-    """Return the space of pruned rows to the file system. Writers wait for it."""
-
-    async def tidy(store: Store) -> tuple[int, int]:
-        before = await store.stats()
-        await store.vacuum()
-        return before.bytes, (await store.stats()).bytes
-
-    before, after = asyncio.run(_with(url or only_store(), tidy))
-    click.echo(f"{decimal(before)} before, {decimal(after)} now")
-
-
-@store.command()
-@click.argument("url")
-@click.argument("file", type=click.Path(path_type=Path))
-def backup(url: str, file: Path) -> None:
-    """Copy the store at URL, a file or a database, to FILE; runs may be live."""
-    copy = backend_of(url).backup
-    if file.exists() or copy is None:
-        shown, _ = split_secret(url)
-        raise StoreError(f"Name a new file and the store behind a server, not {file} and {shown}.")
-    copy(url, file)
-    click.echo(f"{decimal(file.stat().st_size)} in {file}")
-
-
-@store.command()
-@store_option
-@click.option("--run", help="Only this run; default: the whole store.")
-@click.option("--keep-last", type=int, metavar="N", help="Keep traces of the last N steps.")
-@click.option("--older-than", callback=age, metavar="AGE", help="Keep what ended after AGE, as 7d.")
-@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
-def prune(
-    url: str | None, run: str | None, keep_last: int | None, older_than: float | None, dry_run: bool
-) -> None:
-    """Remove traces of trained groups and evaluations that no step will read again.
-
-    With both limits, traces that either of them keeps stay. Steps, metrics, checkpoints and
-    untrained groups always stay. `agentrl store vacuum` shrinks the file."""
-
-    async def tidy(store: Store) -> Pruned:
-        return await store.prune(
-            run=run, keep_last=keep_last, older_than=older_than, dry_run=dry_run
-        )
-
-    pruned = asyncio.run(_with(url or only_store(), tidy))
-    counts = msgspec.structs.asdict(pruned)
-    size = decimal(counts.pop("bytes"))
-    what = ", ".join(f"{n:,} {table}" for table, n in counts.items())
-    click.echo(f"{'Would remove' if dry_run else 'Removed'} {what}: {size}")
-
-
 def only_store(folder: Path = Path("runs"), how: str = "with --store") -> str:
     """URL of the store in a folder or its folders. Raises StoreError if there is none or more than
     one."""
@@ -125,8 +40,3 @@ def only_store(folder: Path = Path("runs"), how: str = "with --store") -> str:
             f"choose one {how}."
         )
     return f"sqlite:///{found[0]}"
-
-
-async def _with(url: str, use: Callable[[Store], Awaitable[T]]) -> T:
-    async with open_store(url, create=False) as opened:
-        return await use(opened)

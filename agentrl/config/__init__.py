@@ -14,8 +14,6 @@ from agentrl.config.base import Count as Count
 from agentrl.config.base import Natural as Natural
 from agentrl.config.base import Positive as Positive
 from agentrl.config.base import Section as Section
-from agentrl.config.infrastructure import PoolConfig as PoolConfig
-from agentrl.config.infrastructure import PoolRunnerConfig as PoolRunnerConfig
 from agentrl.config.infrastructure import RunnerConfig as RunnerConfig
 from agentrl.config.infrastructure import TorchLearnerConfig as TorchLearnerConfig
 

@@ -56,6 +56,9 @@ class AgentConfig(Section, frozen=True):
     def problems(self, config: Any) -> Iterator[str]:
         if self.harness and (why := missing("runner", "agent.harness")):
             yield f"agent.harness = {self.harness!r}: {why}"
+        why = missing("executors", "command")
+        if why and (self.harness or self.command) and config.runner.executor == "auto":
+            yield f"agent.{'harness' if self.harness else 'command'} starts processes; {why}"
 
 
 class RoleRule(Section, frozen=True):

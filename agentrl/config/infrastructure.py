@@ -152,17 +152,7 @@ class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL
     options: dict[str, Any] = {}  # any keys, for the factory
 
 
-class PoolConfig(Section, frozen=True):
-    """Warm processes, for `executor = "pool"`."""
-
-    processes: Natural = 0  # 0: one per core
-    rollouts: Count = 1  # concurrent rollouts per process
-    recycle_after: Count = 1000  # rollouts after which a process is replaced
-    recycle_mb: Natural = 0  # resident size (MB) above which a process is replaced; 0: unlimited
-    start: Literal["fork", "spawn"] = "fork"  # fork: import the agent once; spawn: in each process
-
-
-EXECUTORS = ("auto", "async", "threads", "pool", "command")
+EXECUTORS = ("auto", "async", "threads")
 
 
 class Enclosure(NamedTuple):
@@ -175,6 +165,9 @@ class Enclosure(NamedTuple):
 
 class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
     """Settings of runners with every executor. auto: command if the agent is one, else async."""
+
+    runs_paths: ClassVar[bool] = False  # whether agents are `agent.path` only
+    runs_commands: ClassVar[bool] = False  # whether agents are programs only
 
     processes: Natural = 1  # 0: start none here
     concurrency: Count = 64  # running rollouts per process
@@ -194,11 +187,6 @@ class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
     def executor(self) -> str:
         return kind_of(self)
 
-    @property
-    def runs_commands(self) -> bool:
-        """Whether agents are programs only, not objects or files of Python."""
-        return False
-
     def enclosure(self, name: str, folder: str, env: Mapping[str, str]) -> Enclosure | None:
         """For a program in the agent's environment, with access to `folder`; None: it runs on this
         machine. env: its variables; PWD is its working directory."""
@@ -208,23 +196,13 @@ class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
 class AsyncRunnerConfig(RunnerConfig, frozen=True, tag="async"):
     """The agent runs in the runner's event loop."""
 
+    runs_paths: ClassVar[bool] = True
+
 
 class ThreadsRunnerConfig(RunnerConfig, frozen=True, tag="threads"):
     """The agent runs in threads of the runner."""
 
-
-class CommandRunnerConfig(RunnerConfig, frozen=True, tag="command"):
-    """`agent.command` runs in a process for each rollout."""
-
-    @property
-    def runs_commands(self) -> bool:
-        return True
-
-
-class PoolRunnerConfig(RunnerConfig, frozen=True, tag="pool"):
-    """The agent runs in warm processes."""
-
-    pool: PoolConfig = PoolConfig()
+    runs_paths: ClassVar[bool] = True
 
 
 class ExternalRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag=EXTERNAL):
@@ -241,7 +219,5 @@ OWN_RUNNERS = (
     RunnerConfig,
     AsyncRunnerConfig,
     ThreadsRunnerConfig,
-    CommandRunnerConfig,
-    PoolRunnerConfig,
     ExternalRunnerConfig,
 )

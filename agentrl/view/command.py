@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import click
 
+from agentrl.base.parts import has
 from agentrl.cli.store import only_store
 from agentrl.config import store_in
 from agentrl.errors import ConfigError
@@ -44,6 +45,8 @@ def view(
 
     STORE defaults to the store of --run, else the only one below runs/. It is only read. Other
     machines need a key: that of the variable AGENTRL_VIEW_KEY, or a new one in the printed URL."""
+    if not has("asgi"):
+        raise ConfigError("agentrl view needs the part 'asgi', which is not installed here")
     try:
         from agentrl.view import export, server
     except ImportError as error:

@@ -22,8 +22,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
+from agentrl.asgi.server import listen, run_loop, serve
 from agentrl.base.access import Access, is_for_this_machine, is_loopback_host
-from agentrl.base.asgi_server import listen, run_loop, serve
 from agentrl.errors import ConfigError, Forbidden, Invalid, NotFound, StoreError, Unavailable
 from agentrl.store import open_store
 from agentrl.store.base import Store

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from agentrl.config import RunConfig  # before this part's table, which its schema imports
 
 # isort: split
+from agentrl.algorithms.chat_completions.client import Endpoint, complete, find_endpoint
 from agentrl.algorithms.judges import questions
 from agentrl.algorithms.judges.questions import Messages, Question, Verdict
 from agentrl.algorithms.judges.table import (
@@ -35,7 +36,6 @@ from agentrl.algorithms.judges.table import (
     PrincipleJudge,
     judges_of,
 )
-from agentrl.algorithms.sampling.chat_completion import Endpoint, complete, find_endpoint
 from agentrl.algorithms.sampling.collect import is_learned_from
 from agentrl.errors import TrainingError
 from agentrl.store.base import Store

@@ -5,6 +5,7 @@ HERE = "agentrl.algorithms.judges"
 PART = Part(
     name="judges",
     summary="Models whose verdicts on rollouts are rewards.",
+    uses=("chat-completions",),
     tables={"judges": f"{HERE}.table:JUDGES"},
     training={"judges": f"{HERE}.training:join"},
 )

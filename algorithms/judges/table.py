@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from agentrl.base.parts import has
 from agentrl.config.base import Count, KindSection, Name, Natural, NonNegative
 from agentrl.errors import nearest
 from agentrl.types import POLICY
@@ -32,6 +33,8 @@ class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
             raise ValueError("max_usd has no effect without prices")
 
     def problems(self, config: Any) -> Iterator[str]:
+        if not has("chat-completions"):
+            yield "[judges] needs the part 'chat-completions', which is not installed here"
         known = config.endpoints | (set(config.policies) or {POLICY})
         if self.upstream not in known:
             name = next(name for name, judge in judges_of(config).items() if judge is self)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import aiohttp
 
-from agentrl.algorithms.judges.judge import Judges, make_judges
 from agentrl.algorithms.judges.table import judges_of
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.train.hooks import Hooks, ServedRun
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Group, StepReward
+
+if TYPE_CHECKING:
+    from agentrl.algorithms.judges.judge import Judges
 
 
 class Judged(Hooks):
@@ -28,6 +32,8 @@ class Judged(Hooks):
         return algo
 
     async def start(self, run: ServedRun) -> None:
+        from agentrl.algorithms.judges.judge import make_judges
+
         session = await run.closing.enter_async_context(aiohttp.ClientSession())
         self.judges = await make_judges(run.config, run.store, session)
 

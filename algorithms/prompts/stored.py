@@ -22,6 +22,7 @@ import aiohttp
 from msgspec.structs import replace
 
 from agentrl import run_owner
+from agentrl.algorithms.chat_completions.client import complete, find_endpoint
 from agentrl.algorithms.prompts.records import (
     Candidate,
     Reflection,
@@ -31,7 +32,6 @@ from agentrl.algorithms.prompts.records import (
 )
 from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers, candidate_id
 from agentrl.algorithms.prompts.table import prompt_texts, prompts_of
-from agentrl.algorithms.sampling.chat_completion import complete, find_endpoint
 from agentrl.algorithms.sampling.evaluate import play
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.base.loading import load_tasks

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 from msgspec.structs import replace
 
 from agentrl.base.loading import is_installed
+from agentrl.base.parts import has
 from agentrl.config.base import Count, Name, Natural, NonNegative, Section
 from agentrl.errors import ConfigError
 from agentrl.types import PromptText
@@ -58,6 +59,8 @@ class PromptsConfig(Section, frozen=True):
             if self != PromptsConfig():
                 yield "[prompts] has no effect without prompts.components, the texts to rewrite"
             return
+        if not has("chat-completions"):
+            yield "[prompts] needs the part 'chat-completions', which is not installed here"
         known = {*config.upstreams, *(config.policies or {"policy"})}
         if self.reflector not in known:
             yield (

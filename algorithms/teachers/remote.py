@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentrl.algorithms.chat_completions.client import Endpoint, post, upstream_endpoint
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.model.load import Tokenizer, vocabulary_size
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling.chat_completion import Endpoint, post, upstream_endpoint
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, PolicyError, TrainingError
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from agentrl.config import AgentConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.containers.table import CLIENT, ContainerRunnerConfig
-from agentrl.runners.executors import contract
-from agentrl.runners.executors.command import CommandExecutor
-from agentrl.runners.executors.contract import FailedAttemptError
-from agentrl.runners.executors.launcher import ProcessLauncher
-from agentrl.runners.executors.supervisor import ProcessSpec
+from agentrl.runners.executors.environment import matching
 from agentrl.runners.gateway.attribution import ActiveAttempt
+from agentrl.runners.processes import contract
+from agentrl.runners.processes.command import CommandExecutor
+from agentrl.runners.processes.contract import FailedAttemptError
+from agentrl.runners.processes.launcher import ProcessLauncher
+from agentrl.runners.processes.supervisor import ProcessSpec
 from agentrl.types import ErrorKind, Json
 
 HOST = "host.docker.internal"  # the host's name inside a container
@@ -40,7 +41,7 @@ class ContainerExecutor(CommandExecutor):
         self.config = runner.container
         self._launcher = ProcessLauncher(env=contract.passed_environment(CLIENT))
         reserved = (*contract.PASSED, *CLIENT)
-        for name in contract.matching(_with_line_breaks(self._user_variables()), reserved):
+        for name in matching(_with_line_breaks(self._user_variables()), reserved):
             raise ConfigError(f"agent.env: {name} has several lines; containers take one line only")
         self._on_host = self.config.network == "host"
         if not self._on_host:
@@ -69,7 +70,7 @@ class ContainerExecutor(CommandExecutor):
         await self._launcher.start()
 
     def _user_variables(self) -> dict[str, str]:
-        return contract.matching(os.environ, self.agent.pass_env) | self.agent.env
+        return matching(os.environ, self.agent.pass_env) | self.agent.env
 
     def _spec(self, active: ActiveAttempt, span: str, task: bytes, folder: Path) -> ProcessSpec:
         given, memory = self._user_variables(), f"{self.runner.memory_mb}m"

@@ -28,9 +28,11 @@ import msgspec
 from agentrl.config import AgentConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.containers.table import KubernetesRunnerConfig
-from agentrl.runners.executors import contract, input_of, out_of_time
-from agentrl.runners.executors.contract import FailedAttemptError, SandboxExecutor
+from agentrl.runners.executors import input_of, out_of_time
+from agentrl.runners.executors.environment import matching
 from agentrl.runners.gateway.attribution import ActiveAttempt
+from agentrl.runners.processes import contract
+from agentrl.runners.processes.contract import FailedAttemptError, SandboxExecutor
 from agentrl.types import ErrorKind, Json
 
 try:
@@ -157,7 +159,7 @@ class KubernetesExecutor(SandboxExecutor):
         pod["spec"]["restartPolicy"] = "Never"
         pod["spec"].setdefault("automountServiceAccountToken", False)  # no access to Kubernetes
         pod["spec"].setdefault("enableServiceLinks", False)
-        variables = contract.matching(os.environ, self.agent.pass_env) | self.agent.env
+        variables = matching(os.environ, self.agent.pass_env) | self.agent.env
         variables |= contract.attempt_environment(active, self.gateway, span, task)
         variables["AGENTRL_RESULT_FILE"] = RESULT_FILE
         given = [{"name": key, "value": value} for key, value in variables.items()]

@@ -5,6 +5,7 @@ HERE = "agentrl.runners.containers"
 PART = Part(
     name="containers",
     summary="Agents in containers: `docker run` or a Kubernetes Job for each rollout.",
+    uses=("processes",),
     kinds={
         "runner.container": f"{HERE}.table:ContainerRunnerConfig",
         "runner.kubernetes": f"{HERE}.table:KubernetesRunnerConfig",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
+from agentrl.base.parts import missing
 from agentrl.config.base import Natural, Section
 from agentrl.config.infrastructure import Enclosure, RunnerConfig
 
@@ -29,14 +31,20 @@ class KubernetesConfig(Section, frozen=True):
     ttl: Natural = 300  # seconds for which a finished Job is kept
 
 
-class ContainerRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag="container"):
+class SandboxRunnerConfig(RunnerConfig, frozen=True):
+    """Settings of both."""
+
+    runs_commands: ClassVar[bool] = True
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if why := missing("executors", "command"):
+            yield f"runner.executor = {self.executor!r} starts commands; {why}"
+
+
+class ContainerRunnerConfig(SandboxRunnerConfig, frozen=True, kw_only=True, tag="container"):
     """The agent runs in a container for each rollout."""
 
     container: ContainerConfig  # image and options
-
-    @property
-    def runs_commands(self) -> bool:
-        return True
 
     def enclosure(self, name: str, folder: str, env: Mapping[str, str]) -> Enclosure | None:
         """A container of the agent's image without network."""
@@ -49,11 +57,7 @@ class ContainerRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag="contai
         return Enclosure(prefix, CLIENT, [own.cli, "rm", "--force", name])
 
 
-class KubernetesRunnerConfig(RunnerConfig, frozen=True, tag="kubernetes"):
+class KubernetesRunnerConfig(SandboxRunnerConfig, frozen=True, tag="kubernetes"):
     """The agent runs in a Job for each rollout."""
 
     kubernetes: KubernetesConfig = KubernetesConfig()
-
-    @property
-    def runs_commands(self) -> bool:
-        return True

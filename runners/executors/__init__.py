@@ -9,6 +9,8 @@ import msgspec
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.types import ErrorKind, Failure, Json, Reward, Span
 
+LARGEST_RESULT = 16 * 2**20  # bytes
+
 
 class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result or failure of an agent's run, with its rewards and spans."""
@@ -49,3 +51,7 @@ def out_of_time(active: ActiveAttempt) -> Failure:
     waiting = f", waiting for {len(active.tasks)} model calls" if active.tasks else ""
     message = f"the agent ran longer than {active.attempt.rollout.timeout:g} s{waiting}"
     return Failure(kind=ErrorKind.TIMEOUT, message=message)
+
+
+def too_large(where: str) -> str:
+    return f"the agent wrote more than {LARGEST_RESULT} bytes to {where}"

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from msgspec.structs import replace
 
 from agentrl.base.access import is_loopback
-from agentrl.config import PoolRunnerConfig, RunConfig
+from agentrl.config import RunConfig
 from agentrl.config.infrastructure import EXECUTORS
 from agentrl.errors import ConfigError
 from agentrl.plugins import check_call, check_protocol, load_plugin, where
-from agentrl.runners.executors import Executor, contract
-from agentrl.runners.executors.command import CommandExecutor
+from agentrl.runners.executors import Executor
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent, load
-from agentrl.runners.executors.pool import PoolExecutor
 
 KEY = "runner.executor"
+COMMAND = "command"  # executor of agents that are commands, by default
 
 
 def make_executor(
@@ -35,34 +34,32 @@ def make_executor(
 
     Raises ConfigError or AgentError if agent and executor do not fit."""
     settings = config.runner
-    kind = settings.executor
-    make = load_plugin("executors", kind, EXECUTORS, root, key=KEY)
     path = agent if isinstance(agent, str) else config.agent.path
     own = None if isinstance(agent, str) else agent
     command = "" if agent else config.agent.harness or config.agent.command
-    if path and command and (make is None or settings.runs_commands):
+    kind, paths, commands = settings.executor, settings.runs_paths, settings.runs_commands
+    if kind == "auto":
+        kind, paths, commands = COMMAND if command else "async", not command, bool(command)
+    make = load_plugin("executors", kind, EXECUTORS, root, key=KEY)
+    if path and command and (paths or commands):
         other = "harness" if config.agent.harness else "command"
         raise ConfigError(f"agent.path and agent.{other} are both set: leave one out")
-    if settings.runs_commands and (agent or path):
-        contract.refuse_path(config)
-    if make is not None:
-        return _plugin(make, config, root, gateway, runner, agent)
-    if kind == "auto":
-        kind = "command" if command else "async"
-    if kind in ("async", "threads", "pool"):
+    if commands and (agent or path):
+        _refuse(config, "command")
+    if paths:
         _refuse_network(config)
         if command:
-            raise ConfigError(f"runner.executor = {kind!r} runs agent.path, not agent.command")
+            raise ConfigError(f"{KEY} = {kind!r} runs agent.path, not agent.command")
         if own is None and not path:
             raise ConfigError("agent.path is missing: write it as file.py:name")
-        if kind != "pool":
+        if make is None:
             loaded = load(path, root) if own is None else own
             return InProcessExecutor(as_agent(loaded), threaded=kind == "threads")
-        if own is None:
-            assert isinstance(settings, PoolRunnerConfig)
-            return PoolExecutor(path, config.agent, settings, root=root)
-        contract.refuse_path(config, "path")
-    return harness or CommandExecutor(config.agent, settings, root=root, gateway=gateway)
+        if own is not None:
+            _refuse(config, "path")
+    if harness is not None and kind == COMMAND:
+        return harness
+    return _plugin(make, config, root, gateway, runner, agent)
 
 
 def _plugin(
@@ -83,6 +80,14 @@ def _plugin(
     if not executor.sealed:
         _refuse_network(config)
     return cast("Executor", executor)
+
+
+def _refuse(config: RunConfig, instead: str) -> NoReturn:
+    """Raise ConfigError for an agent that is an object or a path, and has to be a process."""
+    raise ConfigError(
+        f"runner.executor = {config.runner.executor!r}: the agent runs in a process of its own;"
+        f" give it in the run file as agent.{instead}"
+    )
 
 
 def _refuse_network(config: RunConfig) -> None:

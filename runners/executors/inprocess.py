@@ -17,7 +17,8 @@ import msgspec
 from agentrl.base import threads
 from agentrl.base.loading import load_attribute
 from agentrl.errors import AgentError
-from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
+from agentrl.runners import executors
+from agentrl.runners.executors import ExecutionResult, input_of, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.scoring.results import failure_of, stored_result
 from agentrl.runners.tracing import attempt_log
@@ -186,8 +187,9 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
     with tracing.install().attempt(attempt) as log:
         result, failure = await work
         result, failure = stored_result(result, failure)
-    if len(msgspec.json.encode(result)) > contract.LARGEST_RESULT:
-        result, failure = None, contract.too_large("its result").failure
+    if len(msgspec.json.encode(result)) > executors.LARGEST_RESULT:
+        message = executors.too_large("its result")
+        result, failure = None, Failure(kind=ErrorKind.AGENT, message=message)
     known: Any = {"rewards": log.rewards, "needs_no_call": log.needs_no_call}
     spans = tracing.records(log, attempt)
     return ExecutionResult(result=result, failure=failure, spans=spans, **known)

@@ -7,32 +7,15 @@ import tempfile
 from pathlib import Path
 
 from agentrl.config import RunConfig
-from agentrl.runners.executors import contract, input_of
-from agentrl.runners.executors.command import CommandExecutor
-from agentrl.runners.executors.contract import FailedAttemptError
+from agentrl.runners.executors import input_of
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.runners.harnesses.preset import Preset, load_preset, prompt_of, version_of
-from agentrl.runners.hooks import RunnerHooks
+from agentrl.runners.harnesses.preset import Preset, prompt_of, version_of
+from agentrl.runners.processes import contract
+from agentrl.runners.processes.command import CommandExecutor
+from agentrl.runners.processes.contract import FailedAttemptError
 from agentrl.types import ErrorKind
 
 log = logging.getLogger("agentrl.runner")
-
-
-class HarnessHooks(RunnerHooks):
-    """Runs `agent.harness`, and gives roles to the calls that are not the agent's own."""
-
-    def __init__(self, config: RunConfig, root: Path) -> None:
-        self._config, self._root = config, root
-        self._preset = load_preset(config.agent.harness, root)
-        self.role_rules = self._preset.match
-
-    def executor(self, gateway: str) -> HarnessExecutor:
-        return HarnessExecutor(self._config, self._preset, root=self._root, gateway=gateway)
-
-
-def join(config: RunConfig, root: Path) -> HarnessHooks | None:
-    """Raises ConfigError for an unknown harness."""
-    return HarnessHooks(config, root) if config.agent.harness else None
 
 
 class HarnessExecutor(CommandExecutor):

@@ -5,7 +5,7 @@ HERE = "agentrl.runners.harnesses"
 PART = Part(
     name="harnesses",
     summary="Coding harnesses such as Codex as agents, by presets.",
-    uses=("workspaces",),
+    uses=("processes", "workspaces"),
     commands={"harness": f"{HERE}.command:harness"},
-    runner={"agent.harness": f"{HERE}.executor:join"},
+    runner={"agent.harness": f"{HERE}.hooks:join"},
 )

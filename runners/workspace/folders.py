@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 from agentrl.base import threads
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors.contract import passed_environment, private_folders
-from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
-from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import AgentPlace
-from agentrl.runners.hooks import RunnerHooks, WorkspaceError, WorkspaceSource
+from agentrl.runners.hooks import WorkspaceError
+from agentrl.runners.processes.contract import passed_environment, private_folders
+from agentrl.runners.processes.launcher import OutputPipe, ProcessLauncher, SupervisorLost
+from agentrl.runners.processes.supervisor import ProcessSpec
 from agentrl.runners.workspace import cleaner, sources
 from agentrl.runners.workspace.changes import carry_over, diff, pack, unpack
 from agentrl.runners.workspace.sandbox import Sandbox
@@ -272,20 +272,6 @@ class Workspaces:
         how |= {"pass_fds": [theirs], "start_new_session": True}
         self._cleaner = subprocess.Popen(program, **how)
         os.close(theirs)
-
-
-class WorkspaceHooks(RunnerHooks):
-    """Gives each attempt a workspace."""
-
-    def __init__(self, config: RunConfig, root: Path) -> None:
-        self._config, self._root = config, root
-
-    def workspaces(self, gateway: str) -> WorkspaceSource:
-        return Workspaces(self._config, root=self._root, gateway=gateway)
-
-
-def join(config: RunConfig, root: Path) -> WorkspaceHooks | None:
-    return WorkspaceHooks(config, root) if workspace_of(config).source else None
 
 
 def _clear_if_dead(lock: Path) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from agentrl.base import asgi_server
+from agentrl.asgi import server as asgi_server
+from agentrl.asgi.server import AsgiServer, run_loop
 from agentrl.base.access import is_loopback_host
-from agentrl.base.asgi_server import AsgiServer, run_loop
 from agentrl.base.processes import seal
 from agentrl.errors import AgentRLError, ConfigError, StoreError, user_message
 from agentrl.store.base import Store

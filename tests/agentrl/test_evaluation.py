@@ -12,6 +12,7 @@ from agentrl import trainer
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.evaluation import core as evaluation
+from agentrl.evaluation.checkpoint import score
 from agentrl.evaluation.plans import play
 from agentrl.store import open_store
 from tests.spine import of_part
@@ -70,15 +71,13 @@ def test_of_several_policies_those_that_learned_are_the_checkpoints(tmp_path: Pa
 def test_a_run_that_never_was_is_to_be_trained_first(tmp_path: Path) -> None:
     config = resolve({"name": "never", "output": str(tmp_path / "never")}, source="test")
     with pytest.raises(ConfigError, match="'never' has not been trained yet; train it first"):
-        evaluation.evaluate(config, None, None)
+        score.evaluate(config, None, None)
     assert not (tmp_path / "never").exists()
 
 
 def test_what_is_scored_is_named_by_its_step(tmp_path: Path) -> None:
-    assert evaluation.scored_line(tmp_path / "000020.3").startswith(
-        "scoring the policy after step 20: "
-    )
-    assert evaluation.scored_line(tmp_path / "mine") == f"scoring the policy: {tmp_path / 'mine'}"
+    assert score.scored_line(tmp_path / "000020.3").startswith("scoring the policy after step 20: ")
+    assert score.scored_line(tmp_path / "mine") == f"scoring the policy: {tmp_path / 'mine'}"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_a_store_that_is_named_is_used_and_its_password_is_not_told(
     monkeypatch.setattr(trainer, "check", lambda config: None)
     monkeypatch.setattr(trainer, "front", front)
     with pytest.raises(ConfigError, match="enough"):
-        evaluation.evaluate(config, None, None)
+        score.evaluate(config, None, None)
     assert seen[0].store == used.format(folder=seen[0].output)
 
 

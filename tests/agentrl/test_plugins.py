@@ -19,7 +19,7 @@ class Runs(Protocol):
 
 
 def load(name: str, root: Path = Path()) -> object:
-    return plugins.load_plugin("executors", name, ("pool", "command"), root, key=KEY)
+    return plugins.load_plugin("executors", name, ("async", "threads"), root, key=KEY)
 
 
 def register(monkeypatch: pytest.MonkeyPatch, **points: str) -> None:
@@ -35,7 +35,7 @@ def test_a_file_an_entry_point_and_the_librarys_own_are_found(
 ) -> None:
     (tmp_path / "mine_found.py").write_text("def make(): ...")
     register(monkeypatch, slurm="collections:OrderedDict")
-    assert load("pool") is None
+    assert load("async") is None
     assert load("mine_found.py:make", tmp_path).__name__ == "make"  # type: ignore[attr-defined]
     assert load("slurm").__name__ == "OrderedDict"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"runner.executor = 'slrm'; did you mean 'slurm'"):
@@ -45,8 +45,8 @@ def test_a_file_an_entry_point_and_the_librarys_own_are_found(
 def test_what_hides_the_librarys_own_or_raises_at_import_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register(monkeypatch, pool="theirs:Pool")
-    with pytest.raises(ConfigError, match=r"theirs:Pool .* hides the library's own 'pool'"):
+    register(monkeypatch, **{"async": "theirs:Pool"})
+    with pytest.raises(ConfigError, match=r"theirs:Pool .* hides the library's own 'async'"):
         load("command")
     (tmp_path / "raises_at_import.py").write_text("x = 1\nraise KeyError('no')")
     monkeypatch.syspath_prepend(tmp_path)

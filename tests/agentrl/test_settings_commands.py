@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from agentrl import trainer
 from agentrl.cli.main import cli
-from agentrl.cli.settings import FILES
 from agentrl.config import load, to_toml
 from agentrl.errors import ConfigError
+from agentrl.run_files.command import FILES
 
 RUN_FILES = sorted((Path(__file__).parents[2] / "examples").glob("*/run.toml"))
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from agentrl.config import AgentConfig, RunConfig, resolve
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
-from agentrl.runners.executors.contract import environment
+from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway

@@ -19,7 +19,7 @@ from agentrl.config import AgentConfig, RetriesConfig, RunnerConfig
 from agentrl.runners import worker
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
-from agentrl.runners.executors.contract import environment
+from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway import prompt_size, upstream

@@ -19,6 +19,7 @@ try:
 except ConfigError as error:
     print(error)
 """
+COMMAND = CODE.replace('harness="mine.toml"', 'command="ls"')
 
 
 def test_a_runner_without_the_part_that_a_run_needs_names_it() -> None:
@@ -31,3 +32,10 @@ def test_a_runner_without_the_part_that_a_run_needs_names_it() -> None:
         "agent.harness = 'mine.toml': it belongs to the part 'harnesses', which is not installed"
         " here\n"
     )
+    env["WITHOUT_PARTS"] = "processes"
+    for code, key in ((CODE, "harness"), (COMMAND, "command")):
+        asked = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+        )
+        why = "it belongs to the part 'processes', which is not installed here\n"
+        assert asked.stdout == f"agent.{key} starts processes; {why}"

@@ -18,7 +18,7 @@ import pytest
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import Unavailable
 from agentrl.runners import main
-from agentrl.runners.executors.contract import environment
+from agentrl.runners.executors.environment import environment
 from agentrl.runners.main import RunnerThread
 from agentrl.types import ENDED, NewRollout, PolicyVersion, RolloutState
 from tests.store.conftest import _serving

@@ -11,9 +11,10 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.config import AgentConfig, PoolRunnerConfig
-from agentrl.runners.executors.contract import environment
-from agentrl.runners.executors.pool import PoolExecutor
+from agentrl.config import AgentConfig
+from agentrl.runners.executors.environment import environment
+from agentrl.runners.processes.pool import PoolExecutor
+from agentrl.runners.processes.table import PoolRunnerConfig
 from agentrl.types import ErrorKind, Rollout, RolloutState
 
 TASK = {"input": "question"}

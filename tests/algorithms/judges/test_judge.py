@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 from msgspec.structs import replace
 
+from agentrl.algorithms.chat_completions import client as chat_completion
 from agentrl.algorithms.judges.judge import JudgeClient, Judges, make_judges
 from agentrl.algorithms.judges.questions import record_of
-from agentrl.algorithms.sampling import chat_completion
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.store import open_store

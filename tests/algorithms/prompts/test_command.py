@@ -14,7 +14,7 @@ from agentrl.algorithms.prompts.table import prompt_texts
 from agentrl.cli import how_to_continue
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load
-from agentrl.evaluation import core as evaluation
+from agentrl.evaluation.checkpoint import score as evaluation
 from agentrl.store import open_store
 from agentrl.types import NewRollout, Outcome, Reward, Transition, float32, int32
 

@@ -12,7 +12,8 @@ from agentrl import trainer
 from agentrl.config import RunConfig, load, resolve
 from agentrl.config.policies import EvaluationPlan
 from agentrl.errors import ConfigError
-from agentrl.evaluation import core as evaluation
+from agentrl.evaluation.checkpoint import score as evaluation
+from agentrl.evaluation.core import checkpoint_at
 from agentrl.evaluation.plans import play
 
 TABLE = {"components": {"a": "a.txt"}, "reflector": "policy", "algorithm": "apo"}
@@ -62,7 +63,7 @@ def test_texts_decide_games_which_are_played_again_with_others(tmp_path: Path) -
 
     def name(**settings: Any) -> str:
         config = resolve({"name": "r", "output": str(tmp_path / "runs"), **settings}, source="test")
-        of = evaluation.checkpoint_at(folder)
+        of = checkpoint_at(folder)
         return play.plan_run(config, of, plan, "crossplay").name
 
     other = {"prompts": TABLE | {"directory": "other"}}

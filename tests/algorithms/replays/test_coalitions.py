@@ -27,7 +27,7 @@ from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import RunConfig, RunnerConfig, UpstreamConfig, resolve
 from agentrl.runners.execution import AttemptRunner
-from agentrl.runners.executors.contract import environment
+from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from agentrl.algorithms.chat_completions import client as chat_completion
+from agentrl.algorithms.chat_completions.client import Endpoint
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.sampling import chat_completion
-from agentrl.algorithms.sampling.chat_completion import Endpoint
 from agentrl.algorithms.teachers.remote import RemoteTeacher, make_teacher
 from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.step import Updater

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.runners.containers import kubernetes as module
-from agentrl.runners.executors import contract
+from agentrl.runners.processes import contract
 from agentrl.types import ErrorKind, RolloutState
 
 TEMPLATE = """

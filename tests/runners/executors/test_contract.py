@@ -12,20 +12,19 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from agentrl.runners.executors import contract
 from agentrl.runners.gateway import upstream
+from agentrl.runners.processes import contract
 from agentrl.types import ErrorKind, RolloutState
 from tests.runners.executors.conftest import PYTHON, settings
 
-PARTS = ("container", "kubernetes")
-KINDS = ("async", "threads", "pool", "command", *PARTS)
-OUTSIDE = ("pool", "command", *PARTS)  # of the runner's own process
+OUTSIDE = ("pool", "command", "container", "kubernetes")  # of the runner's own process
+KINDS = ("async", "threads", *OUTSIDE)
 KEPT = ("pool", "command", "container")  # what a pod leaves behind is Kubernetes' business
 MB = 2**20
 
 
 def marked(kind: str, *marks: Any) -> Any:
-    return pytest.param(kind, marks=[*marks, *[pytest.mark.part] * (kind in PARTS)])
+    return pytest.param(kind, marks=[*marks, *[pytest.mark.part] * (kind in OUTSIDE)])
 
 
 each = pytest.mark.parametrize("kind", list(map(marked, KINDS)))
@@ -73,7 +72,7 @@ NO_SHAPES = {
 
 
 @pytest.mark.parametrize("score", [0, 1])
-@pytest.mark.parametrize("kind", PYTHON)
+@pytest.mark.parametrize("kind", list(map(marked, PYTHON)))
 async def test_a_verifier_sees_the_same_json_in_every_executor(
     bench: Any, make: Any, kind: str, score: int
 ) -> None:

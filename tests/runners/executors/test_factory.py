@@ -12,10 +12,10 @@ import pytest
 from agentrl.base import parts
 from agentrl.config import resolve
 from agentrl.errors import ConfigError
-from agentrl.runners.executors.command import CommandExecutor
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.executors.inprocess import InProcessExecutor
-from agentrl.runners.executors.pool import PoolExecutor
+from agentrl.runners.processes.command import CommandExecutor
+from agentrl.runners.processes.pool import PoolExecutor
 from agentrl.trainer import check
 
 PATH = {"path": "contract_agent.py:agent"}

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from agentrl.config import UpstreamConfig
-from agentrl.runners.executors.contract import environment
+from agentrl.runners.executors.environment import environment
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.gateway.upstream import Router

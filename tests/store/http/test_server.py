@@ -22,7 +22,8 @@ from schemathesis import GenerationMode, openapi
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from agentrl.base import asgi_server, connection_limits
+from agentrl.asgi import connection_limits
+from agentrl.asgi import server as asgi_server
 from agentrl.errors import StoreError
 from agentrl.store import base, open_store
 from agentrl.store.http import bodies, serve

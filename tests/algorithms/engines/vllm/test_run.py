@@ -24,6 +24,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from agentrl.algorithms.chat_completions.client import Endpoint
 from agentrl.algorithms.engines.vllm.factory import vllm_server
 from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.weight_sync import SharedMemorySync
@@ -32,7 +33,6 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.tiny import word_tokenizer
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.sampling.chat_completion import Endpoint
 from agentrl.algorithms.teachers.remote import RemoteTeacher
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import resolve

@@ -19,18 +19,20 @@ from pathlib import Path
 
 import msgspec
 
-from agentrl.config import AgentConfig, PoolRunnerConfig
+from agentrl.config import AgentConfig
 from agentrl.errors import AgentError
-from agentrl.runners.executors import ExecutionResult, child, contract, input_of, out_of_time
-from agentrl.runners.executors.launcher import (
+from agentrl.runners.executors import ExecutionResult, input_of, out_of_time
+from agentrl.runners.gateway.attribution import ActiveAttempt
+from agentrl.runners.processes import child, contract
+from agentrl.runners.processes.launcher import (
     SUPERVISOR,
     LogPipe,
     ProcessLauncher,
     SupervisedProcess,
     SupervisorLost,
 )
-from agentrl.runners.executors.supervisor import ProcessSpec
-from agentrl.runners.gateway.attribution import ActiveAttempt
+from agentrl.runners.processes.supervisor import ProcessSpec
+from agentrl.runners.processes.table import PoolRunnerConfig
 from agentrl.types import ErrorKind, Failure
 
 log = logging.getLogger("agentrl.runner")
@@ -38,7 +40,7 @@ MB = 2**20
 LARGEST = 64 * MB  # bytes of a response: result, rewards and spans
 BACKOFF, LONGEST = 0.5, 30.0  # seconds between attempts to start a process: first and maximum
 DIED_LOADING = "the process ended while loading the agent; see its output above"
-CHILD = ("-m", "agentrl.runners.executors.child")
+CHILD = ("-m", "agentrl.runners.processes.child")
 
 
 class WarmProcess:

@@ -17,7 +17,7 @@ import pytest
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
-from agentrl.runners.executors import contract, supervisor
+from agentrl.runners.processes import contract, supervisor
 from agentrl.types import ErrorKind, RolloutState
 
 NESTED = "[" * 5000 + "]" * 5000  # JSON, and deeper than any parser goes

@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from agentrl.base.connection_limits import ConnectionLimits, LimitedProtocol
+from agentrl.asgi.connection_limits import ConnectionLimits, LimitedProtocol
 from agentrl.base.processes import allow_files
 from agentrl.errors import ConfigError
 

@@ -17,94 +17,35 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import msgspec
 
 from agentrl.base.access import is_loopback
 from agentrl.base.jsonvalues import NotJsonError, as_json
-from agentrl.config import RunConfig, RunnerConfig
+from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
+from agentrl.runners import executors
+from agentrl.runners.executors import LARGEST_RESULT as LARGEST_RESULT
 from agentrl.runners.executors import ExecutionResult
+from agentrl.runners.executors.environment import KEYS, NO_TELEMETRY, matching, model_variables
 from agentrl.runners.gateway.attribution import ActiveAttempt, AgentPlace
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json, Span
 
 TASK, RESULT = "task.json", "result"  # files in the folder of one attempt
 LARGEST_VARIABLE = 100_000  # bytes; Linux refuses variables above 128 KiB
-LARGEST_RESULT = 16 * 2**20  # bytes
 LARGEST_PRINT = 2**20  # bytes printed by one rollout in the runner's log
 PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "*_PROXY")
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
-# Frameworks send traces of their own to api.openai.com and telemetry.crewai.com by default.
-NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
-LOCAL = "127.0.0.1,localhost"
-KEY = "agentrl"  # replaces the user's own keys, which the gateway does not use
-# Credentials that model clients read. The agent keeps credentials of tools.
-KEYS = (
-    *("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"),
-    *("AZURE_OPENAI_API_KEY", "AZURE_OPENAI_AD_TOKEN", "AZURE_API_KEY", "AZURE_AI_API_KEY"),
-    *("GEMINI_API_KEY", "GOOGLE_API_KEY", "GOOGLE_GENERATIVE_AI_API_KEY", "MISTRAL_API_KEY"),
-    *("GROQ_API_KEY", "TOGETHER_API_KEY", "TOGETHERAI_API_KEY", "FIREWORKS_API_KEY"),
-    *("DEEPSEEK_API_KEY", "OPENROUTER_API_KEY", "XAI_API_KEY", "COHERE_API_KEY", "CO_API_KEY"),
-    *("PERPLEXITY_API_KEY", "PERPLEXITYAI_API_KEY", "CEREBRAS_API_KEY", "MOONSHOT_API_KEY"),
-    *("DASHSCOPE_API_KEY", "NVIDIA_API_KEY", "AWS_BEARER_TOKEN_BEDROCK", "LITELLM_API_KEY"),
-)
-ACCOUNT = ("OPENAI_ORG_ID", "OPENAI_ORGANIZATION", "OPENAI_PROJECT_ID")  # sent along with a key
 MODEL = (
     *("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "NO_PROXY", "no_proxy"),
     *(*KEYS, *NO_TELEMETRY),
-)  # variables that `environment` sets
-
-
-def _model_variables(gateway: str, key: str) -> dict[str, str]:
-    """Variables from which model clients read base URL and key; `gateway` ends in /v1."""
-    return {
-        "OPENAI_BASE_URL": gateway,
-        "OPENAI_API_BASE": gateway,
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": gateway.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": key,
-        **NO_TELEMETRY,
-    }
-
-
-@contextmanager
-def environment(base_url: str, keep: Sequence[str] = ()) -> Iterator[None]:
-    """Point model clients that are created inside the block at `base_url`, which ends in /v1, and
-    replace the user's model API keys, except variables that match a pattern of `keep`. Restores the
-    environment at the end.
-
-    Clients read these variables when they are created, usually on import of the agent's module, so
-    enter the block before that. A client that calls another API finds no valid key."""
-    changed: dict[str, str | None] = {**_model_variables(base_url, KEY)}
-    given = os.environ.keys() - matching(os.environ, keep).keys()
-    changed |= {name: KEY for name in KEYS if name in given}
-    changed |= {name: None for name in ACCOUNT if name in given}
-    if getproxies().keys() - {"no"}:  # the gateway is never reached through a proxy
-        for name in ("NO_PROXY", "no_proxy"):
-            known = os.environ.get(name)
-            changed[name] = f"{known},{LOCAL}" if known else LOCAL
-    before = {name: os.environ.get(name) for name in changed}
-    _set(changed)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+)  # variables that the runner's own `environment` sets
 
 
 def attempt_environment(
@@ -113,7 +54,7 @@ def attempt_environment(
     """Return the variables of one attempt. `gateway`: its URL as seen by the process, ending in
     /v1. `span`: id of the parent for the process's spans. No `AGENTRL_TASK` if the task is too
     large for a variable."""
-    return _model_variables(gateway, active.key) | {
+    return model_variables(gateway, active.key) | {
         "TRACEPARENT": f"00-{active.id}-{span}-01",
         "OTEL_EXPORTER_OTLP_ENDPOINT": gateway.removesuffix("/v1"),
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
@@ -139,12 +80,6 @@ def private_folders(home: str, repository: Path) -> dict[str, str]:
     return {"HOME": home, "PWD": str(repository)} | xdg
 
 
-def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
-    """Return the variables whose names match any of the patterns."""
-    wanted = tuple(patterns)
-    return {k: v for k, v in environment.items() if any(fnmatchcase(k, p) for p in wanted)}
-
-
 def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
     """Return the gateway's URL as seen from outside this machine. `host`: default of
     `runner.advertise`, this machine's name there.
@@ -159,14 +94,6 @@ def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
     if not host:
         raise ConfigError("runner.advertise is missing: set this machine's address for the jobs")
     return f"http://{f'[{host}]' if ':' in host else host}:{urlsplit(base_url).port}/v1"
-
-
-def refuse_path(config: RunConfig, instead: str = "command") -> NoReturn:
-    """Raise ConfigError for an agent that is an object or a path, and has to be a process."""
-    raise ConfigError(
-        f"runner.executor = {config.runner.executor!r}: the agent runs in a process of its own;"
-        f" give it in the run file as agent.{instead}"
-    )
 
 
 @contextmanager
@@ -243,5 +170,4 @@ def describe_exit(status: int) -> str:
 
 
 def too_large(where: str) -> FailedAttemptError:
-    message = f"the agent wrote more than {LARGEST_RESULT} bytes to {where}"
-    return FailedAttemptError(ErrorKind.AGENT, message)
+    return FailedAttemptError(ErrorKind.AGENT, executors.too_large(where))

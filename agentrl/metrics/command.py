@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import math
 
+import click
 import msgspec
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.cli import print_result
+from agentrl.config import store_of
 from agentrl.errors import NotFound
 from agentrl.store import open_store
 from agentrl.types import StepRow
+
+
+@click.command()
+@click.argument("run")
+@click.option("--csv", "form", flag_value="csv", help="A line per step.")
+@click.option("--json", "form", flag_value="json", help="A JSON object per step.")
+@click.option("--store", help="Store URL; default: the store in runs/RUN.")
+def metrics(run: str, form: str | None, store: str | None) -> None:
+    """Print the metrics of RUN: the first and last value of each, or all."""
+    show = {"csv": as_csv, "json": as_json}.get(form or "", table)
+    print_result(show(asyncio.run(read(store or store_of(run), run))))
 
 
 async def read(url: str, run: str) -> list[StepRow]:

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from agentrl.algorithms.sampling import chat_completion
-from agentrl.algorithms.sampling.chat_completion import Completion, complete, find_endpoint
+from agentrl.algorithms.chat_completions import client as chat_completion
+from agentrl.algorithms.chat_completions.client import Completion, complete, find_endpoint
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError
 from agentrl.store import open_store

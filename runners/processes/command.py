@@ -14,11 +14,12 @@ import msgspec
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors import contract, input_of, out_of_time
-from agentrl.runners.executors.contract import FailedAttemptError, SandboxExecutor
-from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
-from agentrl.runners.executors.supervisor import ProcessSpec
+from agentrl.runners.executors import input_of, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
+from agentrl.runners.processes import contract
+from agentrl.runners.processes.contract import FailedAttemptError, SandboxExecutor
+from agentrl.runners.processes.launcher import OutputPipe, ProcessLauncher, SupervisorLost
+from agentrl.runners.processes.supervisor import ProcessSpec
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Json
 

@@ -23,7 +23,7 @@ from agentrl.base.threads import DaemonThreads
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.runners.executors import ExecutionResult
 from agentrl.runners.executors.inprocess import Agent, as_agent, in_trace, load, run_guarded
-from agentrl.runners.executors.supervisor import HEADER, run_template
+from agentrl.runners.processes.supervisor import HEADER, run_template
 from agentrl.runners.scoring.results import failure_of
 from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Json

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.runners.executors import supervisor
-from agentrl.runners.executors.supervisor import HEADER, ProcessSpec
+from agentrl.runners.processes import supervisor
+from agentrl.runners.processes.supervisor import HEADER, ProcessSpec
 
 SUPERVISOR = ("-I", "-S", supervisor.__file__)  # few imports: it is forked for every process
 

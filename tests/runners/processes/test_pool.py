@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import AgentConfig, PoolConfig, PoolRunnerConfig, RetriesConfig
+from agentrl.config import AgentConfig, RetriesConfig
 from agentrl.errors import AgentRLError
-from agentrl.runners.executors import pool as module
-from agentrl.runners.executors.pool import PoolExecutor
+from agentrl.runners.processes import pool as module
+from agentrl.runners.processes.pool import PoolExecutor
+from agentrl.runners.processes.table import PoolConfig, PoolRunnerConfig
 from agentrl.types import ErrorKind, RolloutState
 
 AGENT = """

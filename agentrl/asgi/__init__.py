@@ -1,0 +1,1 @@
+"""HTTP servers of ASGI applications, for the parts that are one."""

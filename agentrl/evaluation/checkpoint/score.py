@@ -1,0 +1,72 @@
+"""Score a checkpoint of a run, by a run without steps in a folder beside it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from agentrl import trainer
+from agentrl.base.processes import PHASE
+from agentrl.base.threads import run_blocking
+from agentrl.config import RunConfig
+from agentrl.config import policies as team
+from agentrl.config.base import tables
+from agentrl.errors import ConfigError
+from agentrl.evaluation.core import STEPS, check_any_succeeded, evaluation_run, last_checkpoint
+from agentrl.store import open_store
+from agentrl.types import Purpose
+
+
+def evaluate(
+    config: RunConfig,
+    checkpoint: Path | None,
+    tasks: str | None,
+    *,
+    level: int = PHASE,
+) -> trainer.TrainingResult:
+    """Score a checkpoint, by default the run's last one, or `[upstreams]` if the run has no model
+    of its own. Writes to the store that the run file names, if any."""
+    config = trainer.hide_secrets(config)
+    if team.has_no_own_policy(config):
+        if checkpoint:
+            raise ConfigError(
+                f"{checkpoint}: [upstreams] answer every call, so a checkpoint has no effect; "
+                "remove it, or set policy.model"
+            )
+    else:
+        checkpoint = checkpoint or last_checkpoint(config)
+        if not checkpoint.is_dir():
+            raise ConfigError(f"{checkpoint}: no such checkpoint directory")
+    replace = msgspec.structs.replace
+    name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
+    heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
+    own = evaluation_run(config, name, checkpoint and checkpoint.resolve())
+    evaluated = {key: one.evaluated(config) for key, one in tables(own) if "." not in key}
+    own = replace(own, **evaluated)
+    config = replace(
+        own,
+        store=own.store if trainer.has_own_store(config) else config.store,
+        tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
+        eval=replace(config.eval, tasks=0) if tasks else config.eval,
+    )
+    trainer.check(config)
+    if checkpoint:
+        Console().print(scored_line(checkpoint), highlight=False, markup=False, soft_wrap=True)
+    return run_blocking(_score(config, level))
+
+
+async def _score(config: RunConfig, level: int) -> trainer.TrainingResult:
+    result = await trainer.front(config, level=level)
+    async with open_store(config.store, readonly=True) as store:
+        check_any_succeeded(await store.rollouts(config.name, purpose=Purpose.EVAL), config.name)
+    return result
+
+
+def scored_line(checkpoint: Path) -> str:
+    """A line for the console that names the scored weights."""
+    named = STEPS.match(checkpoint.name)
+    after = f" after step {int(named[1])}" if named else ""
+    return f"scoring the policy{after}: {checkpoint}"

@@ -1,0 +1,9 @@
+from agentrl.base.parts import Part
+
+HERE = "agentrl.run_files.command"
+
+PART = Part(
+    name="run-files",
+    summary="Writes a first run file, and the JSON Schema with which editors complete one.",
+    commands={"config": f"{HERE}:config", "init": f"{HERE}:init"},
+)

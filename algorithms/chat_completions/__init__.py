@@ -1,0 +1,1 @@
+"""Chat completions outside of rollouts."""
