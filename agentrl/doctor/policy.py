@@ -13,7 +13,7 @@ from agentrl.config import RunConfig
 from agentrl.doctor import Status
 from agentrl.types import Json
 
-PADDING = 1024  # most rows of an embedding without a token, which pad its size
+LARGEST_PADDING = 1024  # most rows of an embedding without a token, which pad its size
 
 
 def memory(config: RunConfig, source: str) -> tuple[Status, str]:
@@ -26,7 +26,7 @@ def tokenizer(model: LoadedModel) -> tuple[Status, str]:
     """Whether the vocabulary of the tokenizer matches that of the model."""
     rows, tokens = vocabulary_size(model.model), len(model.tokenizer)
     sentence = f"{tokens} tokens for {rows} embeddings of {model.source}"
-    if 0 <= rows - tokens <= PADDING:
+    if 0 <= rows - tokens <= LARGEST_PADDING:
         return "ok", sentence
     return "fail", f"{sentence}; put the tokenizer files of this very model there"
 

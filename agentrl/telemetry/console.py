@@ -26,10 +26,10 @@ from agentrl.store.base import Store
 from agentrl.telemetry import report
 from agentrl.types import EMPTY, Counts, ErrorKind, FailureCount, Purpose, StepRow
 
-REFRESH = 0.5  # seconds between redraws
+REDRAW_INTERVAL = 0.5  # seconds between redraws
 PLAIN_LINES = 20  # step lines of a whole run without a terminal to redraw
 LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # the format of `log_to_stderr`
-POLL = 0.5  # seconds between reads of log files
+LOG_POLL = 0.5  # seconds between reads of log files
 PREPARING = "preparing the policy and starting the agents ..."
 RESUMED = "{} of {} steps are done already; --fresh would start over"
 UNSEEN_TOOLS = (
@@ -106,7 +106,7 @@ async def _next_change(store: Store) -> None:
     cursor = await store.cursor()
     started = time.monotonic()
     await store.wait(cursor, timeout=5.0)
-    remaining = REFRESH - (time.monotonic() - started)
+    remaining = REDRAW_INTERVAL - (time.monotonic() - started)
     if remaining > 0:  # a busy run changes hundreds of times a second
         await store.wait(2**62, timeout=remaining)
 
@@ -336,7 +336,7 @@ class LogFollower:
         try:
             while True:
                 self.look()
-                await asyncio.sleep(POLL)
+                await asyncio.sleep(LOG_POLL)
         finally:
             self.look()
 

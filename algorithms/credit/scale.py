@@ -17,7 +17,7 @@ from agentrl.algorithms.data.ids import Level, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn, StatePart
 from agentrl.types import Json, Rollout
 
-KEPT = 0.9  # weight of a batch in what is remembered, relative to the next one
+SCALE_DECAY = 0.9  # weight of a batch in what is remembered, relative to the next one
 
 
 class JudgedColumn(RememberedColumn):
@@ -75,7 +75,7 @@ class ReturnScale(JudgedColumn):
         scale = core.standardise(returns, group, norm="std", w=weight).scale
         freedom = torch.where(scale > 0, reduce_by(weight, group)[group] - 1, 0.0)
         squares = freedom * scale.square()
-        kept = Spread(KEPT * part.squares, KEPT * part.freedom)
+        kept = Spread(SCALE_DECAY * part.squares, SCALE_DECAY * part.freedom)
         both = (squares + kept.squares) / (freedom + kept.freedom).clamp(min=1e-300)
         found = torch.zeros(len(batch.rollouts), dtype=torch.float64)
         found[owner] = torch.where(freedom > 0, both.sqrt(), 0.0)

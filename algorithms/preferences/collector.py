@@ -52,7 +52,7 @@ from agentrl.types import (
 )
 
 LABEL = "label"  # the reward of a side: 1 or 0 in a pair, else the label of the item
-CHUNK = 64  # items that are read at once
+ITEMS_PER_READ = 64  # items that are read at once
 log = logging.getLogger("agentrl.algorithm")
 
 
@@ -126,7 +126,10 @@ class DatasetCollector:
         for split in (data.split, data.heldout):
             every = await self.store.items(data.name, data.version, split=split)
             items, lost = [item for item in every if item.kind == kind], Counter[str]()
-            parts = [items[first : first + CHUNK] for first in range(0, len(items), CHUNK)]
+            parts = [
+                items[first : first + ITEMS_PER_READ]
+                for first in range(0, len(items), ITEMS_PER_READ)
+            ]
             self.items[split] = [i for part in parts for i in await self._readable(part, lost)]
             if lost:
                 counted = ", ".join(f"{count} {why}" for why, count in lost.most_common())
@@ -146,8 +149,8 @@ class DatasetCollector:
                 log.warning("%d items are good and %d are not: %s (2402.01306)", good, bad, why)
             indices = range(len(self.items[split]))
             if scorer is not None:
-                for first in indices[::CHUNK]:
-                    groups = await self._groups(split, indices[first : first + CHUNK], 0)
+                for first in indices[::ITEMS_PER_READ]:
+                    groups = await self._groups(split, indices[first : first + ITEMS_PER_READ], 0)
                     await self._score(scorer, groups)
 
     async def collect(self, step: int) -> Collected:

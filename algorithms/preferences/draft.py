@@ -14,7 +14,7 @@ from agentrl.store.base import Store
 from agentrl.store.records import Dataset, Item, Kind, Side, digest_of
 from agentrl.types import Transition
 
-CHUNK = 500  # sides or items per call to the store
+ROWS_PER_CALL = 500  # sides or items per call to the store
 Conflicts = Literal["drop", "keep"]
 
 
@@ -52,11 +52,11 @@ class Draft:
         self.counts["found before"] += item.id in self.items
         self.items.setdefault(item.id, item)
 
-    async def flush(self, *, least: int = CHUNK) -> None:
+    async def flush(self, *, least: int = ROWS_PER_CALL) -> None:
         """Store the collected sides if there are at least `least`."""
         if len(self.sides) >= least:
-            for first in range(0, len(self.sides), CHUNK):
-                part = self.sides[first : first + CHUNK]
+            for first in range(0, len(self.sides), ROWS_PER_CALL):
+                part = self.sides[first : first + ROWS_PER_CALL]
                 await self.store.add_items(self.name, self.version, [], part)
             self.sides.clear()
 
@@ -70,8 +70,8 @@ class Draft:
             self.counts["contradictions"] += dropped
         self.counts.update(f"{item.kind} ({item.split})" for item in kept)
         await self.flush(least=1)
-        for first in range(0, len(kept), CHUNK):
-            part = enumerate(kept[first : first + CHUNK], first)
+        for first in range(0, len(kept), ROWS_PER_CALL):
+            part = enumerate(kept[first : first + ROWS_PER_CALL], first)
             numbered = [replace(item, position=position) for position, item in part]
             await self.store.add_items(self.name, self.version, numbered, [])
         return await self.store.commit_dataset(self.name, self.version)

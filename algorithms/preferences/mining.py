@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.algorithms.preferences.draft import Draft
-from agentrl.algorithms.preferences.pairing import LEAST, How, choose_pairs
+from agentrl.algorithms.preferences.pairing import LEAST_DIFFERENCE, How, choose_pairs
 from agentrl.store.base import Store
 from agentrl.store.records import without_tokens
 from agentrl.types import (
@@ -27,7 +27,7 @@ from agentrl.types import (
     Transition,
 )
 
-PAGE = 256  # rollouts per read
+ROLLOUTS_PER_READ = 256  # rollouts per read
 Found = tuple[Rollout, float, list[Transition]]  # rollout, its reward, the policy's calls
 Place = tuple[Found, int]  # a rollout and the index of one of its calls
 
@@ -78,7 +78,7 @@ async def mine(store: Store, draft: Draft, spec: MineSpec) -> None:
             known = experts.get(_task(group[0][0]))
             some = [known, *group] if known else group
             gaps = enumerate(some[0][1] - value for _, value, _ in some)
-            worse = [(0, i) for i, gap in gaps if gap >= max(spec.least, LEAST)]
+            worse = [(0, i) for i, gap in gaps if gap >= max(spec.least, LEAST_DIFFERENCE)]
             _pairs(draft, some, worse[: spec.per_group or None] if known else [])
         else:
             values = [value for _, value, _ in group]
@@ -96,7 +96,7 @@ async def _groups(
     waiting: list[Rollout] = []
     after = None
     while True:
-        page = await store.rollouts(run, after=after, limit=PAGE)
+        page = await store.rollouts(run, after=after, limit=ROLLOUTS_PER_READ)
         after = page[-1].id if page else None
         waiting += [row for row in page if row.purpose is Purpose.TRAIN or row.step == SESSION]
         last = page[-1].group if page else None

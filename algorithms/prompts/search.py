@@ -29,10 +29,10 @@ Texts = dict[str, str]
 Batch = tuple[Texts, Sequence[int]]
 """Prompt texts, and the indices of the tasks to evaluate them on."""
 FENCED = re.compile(r"```[^\n]*\n(.*)\n```", re.DOTALL)
-REFUSED = 3  # invalid answers of the reflector in a row that end the search
+MOST_REFUSED = 3  # invalid answers of the reflector in a row that end the search
 KNOWN = ("id", "input")  # fields of a task that hold no answer
-ROOM = 64  # tokens that a chat template may add to a question
-SHORTEST = 4  # least characters of a held-out answer that counts as leaked
+TEMPLATE_TOKENS = 64  # tokens that a chat template may add to a question
+SHORTEST_LEAK = 4  # least characters of a held-out answer that counts as leaked
 QUESTION = """An assistant was given these instructions:
 ```
 {text}
@@ -193,10 +193,10 @@ class Search:
         if problem := self._problem(text):
             self._refused += 1
             log.warning("a proposal for %s is refused: %s", component, problem)
-            if self._refused >= REFUSED:
+            if self._refused >= MOST_REFUSED:
                 raise AgentRLError(
-                    f"prompts.reflector = {self.config.reflector!r}: {REFUSED} answers in a row "
-                    f"were of no use, the last: {problem}; choose a larger model"
+                    f"prompts.reflector = {self.config.reflector!r}: {MOST_REFUSED} answers in a "
+                    f"row were of no use, the last: {problem}; choose a larger model"
                 )
             return texts
         self._refused = 0
@@ -209,7 +209,7 @@ class Search:
         limit, left = self.config.max_reflection_tokens, None
         if limit:
             # A token has at least one byte.
-            left = limit - self.tokens - len(question.encode()) - ROOM
+            left = limit - self.tokens - len(question.encode()) - TEMPLATE_TOKENS
             if left < self.config.max_length // 4:
                 raise SearchEnd(f"the budget of {limit} tokens for reflections is spent")
         self._asked += 1
@@ -223,7 +223,9 @@ class Search:
         if len(text) > self.config.max_length:
             return f"{len(text)} characters, and prompts.max_length = {self.config.max_length}"
         known = " ".join(text.text for text in self.seed)
-        leaks = (x for x in self.answers if len(x) >= SHORTEST and x in text and x not in known)
+        leaks = (
+            x for x in self.answers if len(x) >= SHORTEST_LEAK and x in text and x not in known
+        )
         leak = next(leaks, None)
         return "" if leak is None else f"it has the answer of a held-out task, {leak[:40]!r}"
 

@@ -55,7 +55,7 @@ from agentrl.types import (
 log = logging.getLogger("agentrl.algorithm")
 
 T = TypeVar("T")
-LONGEST = 2000  # most characters of a message in an example
+LONGEST_MESSAGE = 2000  # most characters of a message in an example
 
 
 class StoredBackend:
@@ -205,7 +205,11 @@ def _example(trace: Trace, text: PromptText) -> dict[str, str]:
     feedback += [f"{failure.kind.value}: {failure.message}"] if failure else []
     feedback += [f"{span.name} failed" for span in trace.spans if not span.ok]
     read = json.dumps(last.messages[-1].get("content"), ensure_ascii=False)
-    return {"Read": read[:LONGEST], "Said": str(said)[:LONGEST], "Feedback": "; ".join(feedback)}
+    return {
+        "Read": read[:LONGEST_MESSAGE],
+        "Said": str(said)[:LONGEST_MESSAGE],
+        "Feedback": "; ".join(feedback),
+    }
 
 
 def _name(tool: Mapping[str, Any]) -> str:

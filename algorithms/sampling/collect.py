@@ -19,7 +19,7 @@ from math import floor, isfinite, isnan
 from statistics import fmean
 from typing import Protocol
 
-from agentrl.algorithms.credit.core import SPREAD
+from agentrl.algorithms.credit.core import ROUNDING_SPREAD
 from agentrl.algorithms.data.merge import counterfactual, reward_reference, valid_for_any
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.stragglers import (
@@ -37,7 +37,7 @@ from agentrl.store.limits import LARGEST_LOGPROB, LARGEST_REWARD
 from agentrl.types import Counts, Group, NewRollout, Purpose, Rollout, Transition
 
 log = logging.getLogger(__name__)
-ROUNDS = 10  # of replacements; verl's max_num_gen_batches
+MOST_ROUNDS = 10  # of replacements; verl's max_num_gen_batches
 Vocabulary = Mapping[str, int]  # vocabulary size by policy
 
 
@@ -130,7 +130,7 @@ class Collector:
         claimed = await self.claim(size)
         if not self.replaces:
             return claimed, replaced
-        for number in range(self.config.algorithm.max_rounds or ROUNDS):
+        for number in range(self.config.algorithm.max_rounds or MOST_ROUNDS):
             missing = size - sum(self.is_kept(group, step) for group in claimed)
             # If no rollout has the reward, replacements would not have it either.
             if not missing or (self.resample and not any(map(self.known_values, claimed))):
@@ -159,7 +159,7 @@ class Collector:
             return False
         if unreadable_reason(group, self.vocabulary):
             return False
-        return max(values) - min(values) > SPREAD * max(map(abs, values))
+        return max(values) - min(values) > ROUNDING_SPREAD * max(map(abs, values))
 
     def known_values(self, group: Group) -> list[float]:
         """The values of the reward `resample` in a group's rollouts that can be trained."""

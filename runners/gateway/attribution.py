@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Work = Callable[["CallOrigin", web.Request], Awaitable[web.StreamResponse]]
 PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
-REMEMBERED = 10_000  # ended attempts whose ids and keys are kept
+REMEMBERED_ATTEMPTS = 10_000  # ended attempts whose ids and keys are kept
 SILENT_SHARE = 0.5  # fraction of an attempt's time; a longer silence of the server fails the call
 DEADLINE_MARGIN = 0.1  # seconds by which an executor may end the attempt early
 
@@ -244,7 +244,7 @@ class AttemptRegistry:
         if active is not None:
             del self._keys[active.key]
             self._ended |= {attempt: attempt, active.key: attempt}
-            while len(self._ended) > 2 * REMEMBERED:
+            while len(self._ended) > 2 * REMEMBERED_ATTEMPTS:
                 self._ended.popitem(last=False)
 
     def active(self) -> list[ActiveAttempt]:

@@ -52,7 +52,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 TEXTS = {"text", "input_text", "output_text", "refusal", "thinking", "reasoning"}  # types of parts
 MEDIA = ("image", "images", "multi_modal_data", "prompt_embeds", "video", "videos")  # fields
 EMPTY = {b"null", b"[]", b"{}", b'""', b"false"}
-LONGEST = 200  # characters of a value that is recorded
+LONGEST_VALUE = 200  # characters of a value that is recorded
 
 PLAIN = {"model", "messages", "prompt", "suffix", "tools", "functions", "documents", "echo", "n"}
 PLAIN |= {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
@@ -260,7 +260,7 @@ def processors(fields: Mapping[str, Json], tools: Sequence[Mapping[str, Json]]) 
         sent = fields[name]
         text = bytes(sent) if isinstance(sent, msgspec.Raw) else msgspec.json.encode(sent)
         if not _is_neutral(name, text):
-            found[name] = text[: 4 * LONGEST].decode(errors="replace")[:LONGEST]
+            found[name] = text[: 4 * LONGEST_VALUE].decode(errors="replace")[:LONGEST_VALUE]
     functions = (tool.get("function") for tool in tools)
     if any(isinstance(one, dict) and one.get("strict") is True for one in functions):
         found["tools.strict"] = "true"  # vLLM 0.24 and later: a grammar for the arguments

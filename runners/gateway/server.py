@@ -27,7 +27,7 @@ from agentrl.base.processes import allow_files
 from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.gateway.attribution import ActiveAttempt, AttemptRegistry
-from agentrl.runners.gateway.endpoints import LARGEST, Endpoints
+from agentrl.runners.gateway.endpoints import LARGEST_REQUEST, Endpoints
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.upstream import Router, Upstream
 from agentrl.store.base import Store
@@ -129,7 +129,7 @@ class Gateway:
             runner.run(self._main())
 
     async def _main(self) -> None:
-        upstream, app = Upstream(self.router), web.Application(client_max_size=LARGEST)
+        upstream, app = Upstream(self.router), web.Application(client_max_size=LARGEST_REQUEST)
         for feature in self._features:
             feature.add_to(app, upstream)
         Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)

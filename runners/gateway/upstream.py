@@ -48,11 +48,11 @@ Seats = Mapping[str, str]  # role -> policy or frozen endpoint
 NO_SEATS: Seats = MappingProxyType({})
 MIN_READ_INTERVAL = 0.1  # seconds; every write advances the feed, few change a policy
 DEFAULT = "policy"
-BACKOFF = 0.05  # seconds before the first retry; doubles
-LONGEST = 1.0  # seconds between retries
+FIRST_RETRY_PAUSE = 0.05  # seconds before the first retry; doubles
+LONGEST_RETRY_PAUSE = 1.0  # seconds between retries
 MAX_TRIES = 6  # for failures that are not transient
 CHUNKED_ABOVE = 2**20  # bytes of a request
-CONNECT = 5.0  # seconds to establish a connection
+CONNECT_TIMEOUT = 5.0  # seconds to establish a connection
 RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked for token ids again
 
 # Sent to trained policies only; a frozen endpoint may belong to a third party.
@@ -225,7 +225,7 @@ class Upstream:
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             headers={"accept-encoding": "identity"},  # compression slows down a local hop
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
             read_bufsize=2**20,
             cookie_jar=aiohttp.DummyCookieJar(),  # attempts share no cookies
         )
@@ -288,7 +288,7 @@ class Upstream:
         if why := self.router.why_unmapped(model, role, seats, caller.inside):
             active.failures[asked.number] = why  # even if the agent ignores the error
             raise RefusedError(404, "role_unplayed", why)
-        wait, tries = BACKOFF, 0
+        wait, tries = FIRST_RETRY_PAUSE, 0
         while True:
             tries += 1
             if (route := self.router.find(model, role, seats)) is None:
@@ -302,7 +302,7 @@ class Upstream:
                 useless = tries >= MAX_TRIES and not error.transient
                 if error.final or useless or pause >= active.left:
                     raise
-                wait = min(2 * wait, LONGEST)
+                wait = min(2 * wait, LONGEST_RETRY_PAUSE)
                 await asyncio.sleep(pause)
             else:
                 active.call_succeeded(asked)

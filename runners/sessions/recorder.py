@@ -42,7 +42,7 @@ from agentrl.store.records import without_tokens
 from agentrl.types import SESSION, Attempt, Json, NewRollout, Outcome, Purpose, Transition
 
 log = logging.getLogger("agentrl.runner")
-LEASE, SWEEP = 60.0, 10.0  # seconds: lease of a session, interval of its renewal
+SESSION_LEASE, RENEWAL_INTERVAL = 60.0, 10.0  # seconds: lease of a session, interval of its renewal
 NAME = "x-agentrl-session"  # response header: the session of the request, if any
 NAMED = web.RequestKey(NAME, str)
 TURN = web.RequestKey("agentrl_turn", str)  # digest of a request's messages
@@ -114,7 +114,7 @@ class Sessions(Feature):
                 await self._sweep()
             except StoreError as error:
                 log.warning("sessions: %s; tried again", error)
-            await asyncio.sleep(SWEEP)
+            await asyncio.sleep(RENEWAL_INTERVAL)
 
     async def end(self, idle: float = 0.0) -> None:
         """End the sessions without a call for `idle` seconds, after storing what their streams
@@ -131,12 +131,14 @@ class Sessions(Feature):
     async def _sweep(self) -> None:
         await self.end(self._settings.idle)
         held = [one for one in self._open.values() if not one.active.scoring]
-        live = await self._store.heartbeat([one.active.id for one in held], lease=LEASE)
+        live = await self._store.heartbeat([one.active.id for one in held], lease=SESSION_LEASE)
         for session in held:
             if session.active.id not in live:
                 self._forget(session)  # this process was suspended; the next call begins a new one
         async with self._claiming:  # another runner name: sessions that ended together are distinct
-            lost = await self._store.claim(100, runner="recovery", lease=LEASE, run=self._run)
+            lost = await self._store.claim(
+                100, runner="recovery", lease=SESSION_LEASE, run=self._run
+            )
             await self._finish(lost)
 
     async def _find(self, request: web.Request, key: str) -> OpenSession:
@@ -176,7 +178,9 @@ class Sessions(Feature):
                 return self._open[name]
             if sampled := bool(name) and drawn < self._settings.sample:
                 await self._store.enqueue([rollout])
-                claim = partial(self._store.claim, 1, runner="gateway", lease=LEASE, run=self._run)
+                claim = partial(
+                    self._store.claim, 1, runner="gateway", lease=SESSION_LEASE, run=self._run
+                )
                 while (found := await claim()) and found[0].rollout.id != rollout.id:
                     await self._finish(found)  # of a process that was killed
                 if not found:

@@ -29,7 +29,7 @@ from agentrl.types import Json, Reward, Scope, Span, Trace, Transition
 PROVIDER = "agentrl"  # provider of the answers for the agent
 HTTP_ATTRIBUTES = {"url.full", "http.url", "http.method", "http.request.method"}  # of a client
 FINISH = {"tool_calls": "tool_call", "function_call": "tool_call"}  # OpenAI's words -> GenAI's
-SLACK = 5_000_000  # ns of difference between the clocks of agent and gateway
+CLOCK_SLACK = 5_000_000  # ns of difference between the clocks of agent and gateway
 Spans = Mapping[str, Span]  # by id
 
 
@@ -121,7 +121,7 @@ def _recorded_llm_span(request: Span, call: Span, spans: Spans, llm_spans: Spans
         span
         for id, span in spans.items()
         if (span.kind, span.parent) == ("llm", request.parent) and id not in llm_spans
-        if span.start - SLACK <= call.start and call.end <= span.end + SLACK
+        if span.start - CLOCK_SLACK <= call.start and call.end <= span.end + CLOCK_SLACK
     )
     return min(covering, key=lambda span: span.end - span.start, default=None)
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from agentrl.types import Sampling
 
-CAPACITY = 256  # initial tokens per row
+INITIAL_CAPACITY = 256  # initial tokens per row
 Spans = Sequence[tuple[int, int]]
 Likeliest = list[tuple[int, float]]
 """The most likely tokens at a position and their log-probs, the first one first."""
@@ -62,7 +62,7 @@ class KVPool(Cache):  # type: ignore[misc]
 
     def __init__(self, layers: int, rows: int) -> None:
         self.depth, self.rows = layers, rows
-        self.capacity = CAPACITY
+        self.capacity = INITIAL_CAPACITY
         self.tensors: list[Tensor] = []  # keys, values
         self._target = (torch.empty(0), torch.empty(0))  # row and position of each input token
         self._slots: Tensor | None = None  # the same as indices into a flat layer, by key head

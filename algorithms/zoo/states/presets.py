@@ -20,7 +20,7 @@ from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Scale, Share,
 from agentrl.algorithms.zoo.states.shrinkage import reliability, variance_components
 from agentrl.config import Natural
 
-ERRORS = 3.0  # standard errors above which the effect of actions is significant
+SIGNIFICANT_ERRORS = 3.0  # standard errors above which the effect of actions is significant
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,9 @@ class BatchTd:
         missed = returns[known] - x
         action = key(state, ids.of_calls(batch, "action")[known])
         more, count = mean_by(missed, action)
-        trust = reliability(count, *variance_components(missed, apart, action, turn, ERRORS))
+        trust = reliability(
+            count, *variance_components(missed, apart, action, turn, SIGNIFICANT_ERRORS)
+        )
         x = x + trust * (more - mean_by(missed, state)[0])
         # Targets at other turns may depend on this call; returns of other rollouts do not.
         base, others = mean_by(returns[known], group, rollout)
