@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import field
 
 Json = Any  # a user's payload: any JSON value
 Task = Mapping[str, Json]
@@ -168,7 +169,7 @@ class Transition(Record, frozen=True):
     `prompt` [P] and `completion` [C] are int32 token ids, `logprobs` [C] the sampler's float32
     log-probs at `sampling.temperature`. `exact` is false if the upstream returned no token ids.
     `messages` and `tools` are those of the agent's request, `answer` is the chat message that it
-    received, and `left_out` has the options of the request that had no effect. A call that
+    received, and `ignored` has the options of the request that had no effect. A call that
     `repeats` another was answered from the store, not by the policy: it is context only.
 
     `version` is the policy version of the first sampled token. `spans` has (index of its first
@@ -194,7 +195,7 @@ class Transition(Record, frozen=True):
     started: float = 0.0  # unix seconds
     seconds: float = 0.0
     repeats: str | None = None  # id of the call of another rollout that it replays
-    left_out: list[str] = []  # fields and hosted tools
+    ignored: list[str] = field(default_factory=list, name="left_out")  # fields and hosted tools
     spans: list[tuple[int, int]] = []  # in ascending order of versions
     processors: dict[str, str] = {}  # options that bend the policy's distribution -> their JSON
 

@@ -187,7 +187,7 @@ def transition_columns(t: types.Transition) -> Columns:
         "completion": to_blob(t.completion),
         "logprobs": to_blob(t.logprobs),
         "answer": answer,
-        "left_out": to_json(t.left_out, "left_out") if t.left_out else None,
+        "left_out": to_json(t.ignored, "ignored") if t.ignored else None,
         "spans": to_json(t.spans, "spans") if t.spans else None,
     }
 
@@ -223,7 +223,7 @@ def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[ty
                 messages=messages,
                 tools=from_json(row["tools_body"]) or [],
                 answer=answer,
-                left_out=from_json(row["left_out"]) or [],
+                ignored=from_json(row["left_out"]) or [],
                 spans=[(first, version) for first, version in from_json(row["spans"]) or ()],
             )
             found.setdefault(row["attempt_id"], []).append(call)

@@ -89,6 +89,6 @@ def _answer(transition: Transition) -> Text:
     if transition.processors:
         told = (f"{name} = {value}" for name, value in transition.processors.items())
         note += f"\n          processors: {', '.join(told)}"
-    if transition.left_out:
-        note += f"\n          left out: {', '.join(transition.left_out)}"
+    if transition.ignored:
+        note += f"\n          ignored: {', '.join(transition.ignored)}"
     return _message({"role": "assistant"} | (transition.answer or {}), note)

@@ -363,7 +363,7 @@ def _known(answered: AnsweredCall) -> dict[str, Any]:
     known: dict[str, Any] = {"role": sent.call.role, "policy": sent.policy}
     known |= {"started": sent.started, "seconds": time.monotonic() - sent.at}
     known |= {"version": int(version) if version.isdecimal() else sent.route.version}
-    known |= {"messages": asked.messages, "tools": asked.tools, "left_out": asked.left_out}
+    known |= {"messages": asked.messages, "tools": asked.tools, "ignored": asked.ignored}
     if headers.get("x-processors") != "none":
         known["processors"] = asked.processors
     return known | {"sampling": sent.sampling}

@@ -106,9 +106,9 @@ class ModelRequest(Struct, frozen=True):
         return "its response repeats the prompt (echo)" if echo else ""
 
     @property
-    def left_out(self) -> list[str]:
+    def ignored(self) -> list[str]:
         """Options of the request that have no effect."""
-        return [] if self.translation is None else self.translation.left_out
+        return [] if self.translation is None else self.translation.ignored
 
     @property
     def processors(self) -> dict[str, str]:

@@ -1111,7 +1111,7 @@ async def test_a_conversation_comes_back_exactly(store, kit):
             span="00ff",
             finish="length",
             repeats="call-x",
-            left_out=["metadata", "tools: web_search"],
+            ignored=["metadata", "tools: web_search"],
             processors={"min_p": "0.1"},
         ),
     ]
