@@ -154,13 +154,13 @@ class GroupRelative:
             eps=self.eps,
         )
 
-    def of_units(self, batch: Batch) -> Tensor:
+    def unit_advantages(self, batch: Batch) -> Tensor:
         """Advantages at the level of comparison, NaN = missing."""
         x, standard = self.standard(batch)
         return torch.where(x.isnan(), torch.nan, standard.advantage)
 
     def __call__(self, batch: Batch) -> Tensor:
-        return self.of_units(batch)[owner(batch, self.level)]
+        return self.unit_advantages(batch)[owner(batch, self.level)]
 
 
 @dataclass(frozen=True, slots=True)

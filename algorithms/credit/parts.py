@@ -8,29 +8,29 @@ from math import inf
 from typing import Any
 
 
-def parts_of(part: object) -> Iterator[object]:
+def nested_records(part: object) -> Iterator[object]:
     """Yield a credit and every record inside it, outermost first."""
     inside = part if isinstance(part, tuple) else ()
     if is_dataclass(part) and not isinstance(part, type):
         yield part
         inside = tuple(getattr(part, item.name) for item in fields(part))
     for item in inside:
-        yield from parts_of(item)
+        yield from nested_records(item)
 
 
 def rewards_read(*parts: object) -> tuple[str, ...]:
     """The reward references that credits read: every `reward` field that is a string, in order."""
-    found = (getattr(record, "reward", None) for record in parts_of(parts))
+    found = (getattr(record, "reward", None) for record in nested_records(parts))
     return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
 
 
-def map_parts(part: Any, change: Callable[[Any], Any]) -> Any:
+def map_records(part: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of a credit with `change` applied to every record inside it, innermost first."""
     if isinstance(part, tuple):
-        return tuple(map_parts(item, change) for item in part)
+        return tuple(map_records(item, change) for item in part)
     if not is_dataclass(part) or isinstance(part, type):
         return part
-    inner = {item.name: map_parts(getattr(part, item.name), change) for item in fields(part)}
+    inner = {item.name: map_records(getattr(part, item.name), change) for item in fields(part)}
     return change(replace(part, **inner))
 
 

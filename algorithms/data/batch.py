@@ -65,7 +65,7 @@ class Batch:
     rollout_greedy: Tensor = field(default_factory=_unknown)  # bool [U], all at temperature 0
     values: Tensor = field(default_factory=_unknown)  # float64 [N], critic's, before each token
     reference: Tensor = field(default_factory=_unknown)  # float64 [N], reference log-probs
-    # int64 [N, K], tokens whose log-probs psi reads, the sampled one first: see `Psi`.
+    # int64 [N, K], tokens whose log-probs psi reads, the sampled one first: see `LossCoefficients`.
     symbols: Tensor = field(default_factory=_unknown)
     # int64 [R]: psi needs the log-probs of all rows of one id at once. Empty: rows are independent.
     row_unit: Tensor = field(default_factory=_unknown)

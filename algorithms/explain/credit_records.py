@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import CriticValues, GroupRelative, TokenKLPenalty
-from agentrl.algorithms.credit.parts import parts_of
+from agentrl.algorithms.credit.parts import nested_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn
@@ -46,7 +46,9 @@ class CreditRecorder:
         calls = call_ids(part)
         if all(call in self.credits for call in calls):
             return  # not the first epoch
-        psi = objective.psi(algo, terms, logprobs.double(), torch.arange(part.n_tokens))
+        psi = objective.loss_coefficients(
+            algo, terms, logprobs.double(), torch.arange(part.n_tokens)
+        )
         columns = (
             torch.where(terms.weight > 0, terms.advantage, torch.nan),
             gate_product(algo, terms, logprobs),
@@ -89,7 +91,7 @@ def with_baseline(algo: Algo) -> list[object]:
     """The parts of a credit that have a baseline, are one, or are a KL penalty; the critic once,
     however many parts read it."""
     found = list[object]()
-    for part in parts_of(algo.credit):
+    for part in nested_records(algo.credit):
         compared = isinstance(part, GroupRelative) and part.base != "none"
         critic = isinstance(part, CriticValues) and part not in found
         if compared or critic or isinstance(part, RememberedColumn | TokenKLPenalty):

@@ -76,7 +76,7 @@ def explain(
         batch=batch,
         chain=list(links(algo.credit, batch)),
         weight=terms.weight,
-        psi=objective.psi(algo, terms, same, index),
+        psi=objective.loss_coefficients(algo, terms, same, index),
         stored=stored,
     )
 

@@ -27,7 +27,7 @@ from agentrl.algorithms.learners.factory import caches_reference
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import vocabulary_size
 from agentrl.algorithms.objective.core import Algo, loss_terms
-from agentrl.algorithms.preferences.sides import WEIGHT, SideLoss, mismatched_rollout
+from agentrl.algorithms.preferences.completions import WEIGHT, CompletionLoss, mismatched_rollout
 from agentrl.algorithms.preferences.table import data_of
 from agentrl.algorithms.sampling.collect import Collected, unreadable_reason
 from agentrl.algorithms.sampling.task_sampler import shuffled
@@ -73,9 +73,9 @@ def on_dataset(config: RunConfig, algo: Algo) -> Algo:
     return dataclasses.replace(algo, rewards=(LABEL,), side=labelled)
 
 
-def loss_of(algo: Algo) -> SideLoss | None:
+def loss_of(algo: Algo) -> CompletionLoss | None:
     """The loss of pairs or labels; None for imitation."""
-    return algo.side if isinstance(algo.side, SideLoss) else None
+    return algo.side if isinstance(algo.side, CompletionLoss) else None
 
 
 def from_dataset(updater: Updater, reference: ReferenceElsewhere) -> Updater:
@@ -171,9 +171,9 @@ class DatasetCollector:
         await self._read_reference(groups)
         batch, given = updater.score(updater.algo, updater.batch(groups))
         terms = loss_terms(updater.algo, batch, given, fresh=True)
-        assert terms.sides is not None
+        assert terms.added is not None
         p = updater.learner.logprobs(batch).double()
-        metrics = terms.sides.metrics(p)
+        metrics = terms.added.metrics(p)
         named = {f"eval/{name}": value for name, value in metrics.items()}
         await self.store.log(self.config.name, step, named, epoch=self.epoch)
 

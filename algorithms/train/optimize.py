@@ -146,9 +146,14 @@ class OptimizerSteps:
         }
 
     def step(self, algo: Algo, part: Minibatch, lr: float) -> StepReport:
-        """One optimizer step. psi is picklable: a learner may send it to other processes."""
-        psi, eta = partial(objective.psi, algo, part.terms), objective.eta(algo, part.terms)
-        return self.learner.step(part.batch, psi, lr=lr, critic=part.values, eta=eta)
+        """One optimizer step. Coefficients are picklable: a learner may send them to processes."""
+        return self.learner.step(
+            part.batch,
+            partial(objective.loss_coefficients, algo, part.terms),
+            lr=lr,
+            critic=part.values,
+            entropy_weights=objective.entropy_weights(algo, part.terms),
+        )
 
     def applied(self, step: int, number: int, part: Minibatch, report: StepReport) -> bool:
         """Whether the weights changed; if not, the batch is written to a file."""

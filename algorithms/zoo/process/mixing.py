@@ -46,7 +46,7 @@ class DiscountedAdvantages:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = lift(batch, self.rel.of_units(batch), self.rel.level, "transition")
+        x = lift(batch, self.rel.unit_advantages(batch), self.rel.level, "transition")
         return x * turns.turn_discounts(batch, self.gamma)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.baselines import Ema
 from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, Whiten, rewards
-from agentrl.algorithms.credit.parts import map_parts, parts_of
+from agentrl.algorithms.credit.parts import map_records, nested_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, lift, reduce_by, units
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average
@@ -181,8 +181,8 @@ def with_ema(algo: Algo, *, decay: Discount = 0.95, key: str = "") -> Algo:
             return part
         return replace(part, base=Ema(part.reward, decay, key, part.at))
 
-    credit = map_parts(algo.credit, change)
-    if credit == algo.credit or any(map(has_own_baseline, parts_of(algo.credit))):
+    credit = map_records(algo.credit, change)
+    if credit == algo.credit or any(map(has_own_baseline, nested_records(algo.credit))):
         raise ConfigError(
             "algorithm.preset: +ema replaces the baseline of a comparison, and this preset has no "
             "comparison, or computes a baseline of its own; remove +ema or choose another preset"

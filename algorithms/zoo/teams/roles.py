@@ -9,7 +9,7 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.core import GroupRelative, Whiten
-from agentrl.algorithms.credit.parts import map_parts
+from agentrl.algorithms.credit.parts import map_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets.declare import PPO_CLIP, Names, modifier, preset
@@ -42,7 +42,7 @@ def per_role(algo: Algo) -> Algo:
         at = "role" if level == "rollout" else level
         return replace(part, at=at, by=(*part.by, "role"), norm_by=norm_by)
 
-    return replace(algo, credit=map_parts(algo.credit, change))
+    return replace(algo, credit=map_records(algo.credit, change))
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,9 @@ def test_psi_is_that_of_the_first_optimizer_step() -> None:
     batch = build_batch([group()], reward_names=algo.rewards)
     terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     index = torch.arange(batch.n_tokens)
-    assert torch.equal(explanation.psi, objective.psi(algo, terms, batch.behaviour.double(), index))
+    assert torch.equal(
+        explanation.psi, objective.loss_coefficients(algo, terms, batch.behaviour.double(), index)
+    )
     assert (explanation.psi != 0).any()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
-from agentrl.algorithms.learners.base import LearnerDefaults, Psi, Scored, StepReport
+from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, Scored, StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective import core as objective
@@ -25,7 +25,7 @@ from agentrl.algorithms.objective.kl_control import (
 )
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.algorithms.reward_models.scorers import RewardModel
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.prepare import Preprocessor
@@ -43,7 +43,14 @@ from agentrl.types import (
 )
 from tests import factories
 
-EVERY: tuple[Supply, ...] = ("old", "sampler", "reference", "teacher", "values", "top_tokens")
+EVERY: tuple[LearnerOutput, ...] = (
+    "old",
+    "sampler",
+    "reference",
+    "teacher",
+    "values",
+    "top_tokens",
+)
 
 
 @dataclasses.dataclass
@@ -66,11 +73,11 @@ class Recorder(LearnerDefaults):
     def step(
         self,
         batch: Batch,
-        psi: Psi,
+        psi: LossCoefficients,
         *,
         lr: float,
         critic: ValueTerms | None = None,
-        eta: Tensor | None = None,
+        entropy_weights: Tensor | None = None,
     ) -> StepReport:
         self.critics.append(critic)
         self.psis.append(psi(batch.behaviour, torch.arange(batch.n_tokens)))

@@ -230,7 +230,9 @@ def taken(algo: Algo, state: AlgorithmState, groups: list[Group]) -> Batch:
 
 def psi_of(algo: Algo, batch: Batch) -> Tensor:
     terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
-    return objective.psi(algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens))
+    return objective.loss_coefficients(
+        algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens)
+    )
 
 
 @pytest.mark.parametrize("critic", KINDS)

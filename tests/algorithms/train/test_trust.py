@@ -16,7 +16,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.learners.auxiliary import ValueModel
-from agentrl.algorithms.learners.base import LearnerDefaults, Psi, StepReport
+from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.learners.verl.settings import settings as verl_settings
 from agentrl.algorithms.model.load import load_model
@@ -48,7 +48,7 @@ class Line(LearnerDefaults):
     def logprobs(self, batch: Batch) -> Tensor:
         return batch.behaviour + self.place
 
-    def step(self, batch: Batch, psi: Psi, *, lr: float, **rest: Any) -> StepReport:
+    def step(self, batch: Batch, psi: LossCoefficients, *, lr: float, **rest: Any) -> StepReport:
         before = self.logprobs(batch)
         self.rates.append(lr)
         self.place += math.nan if self.broken and lr > self.broken else lr
