@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from agentrl.base.failures import brief
+from agentrl.base.failures import one_line
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy, policy_by_role
@@ -305,7 +305,7 @@ def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
     """The kind of a failure, how often it occurred, its message, and the command that shows it."""
     times = f"{failed.attempts} attempts" if failed.attempts > 1 else "an attempt"
     return (
-        f"{failed.kind}: {times} failed so far: {brief(failed.message)}\n"
+        f"{failed.kind}: {times} failed so far: {one_line(failed.message)}\n"
         f"  see it: agentrl show {failed.rollout}{report.store_option(config)}"
     )
 

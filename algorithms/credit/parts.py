@@ -34,11 +34,11 @@ def map_records(part: Any, change: Callable[[Any], Any]) -> Any:
     return change(replace(part, **inner))
 
 
-def brief(record: object, leave_out: tuple[str, ...] = ()) -> str:
+def format_record(record: object, leave_out: tuple[str, ...] = ()) -> str:
     """Format a record with the fields that differ from their defaults, GroupRelative('outcome',
     norm='std'), or one with only numbers with all that are finite, Clip(0.2, hi=0.28)."""
     if isinstance(record, tuple):
-        return f"({', '.join(map(brief, record))}{',' if len(record) == 1 else ''})"
+        return f"({', '.join(map(format_record, record))}{',' if len(record) == 1 else ''})"
     if not is_dataclass(record) or isinstance(record, type):
         return getattr(record, "__name__", repr(record))
     shown = []
@@ -48,5 +48,5 @@ def brief(record: object, leave_out: tuple[str, ...] = ()) -> str:
         usual = value == (inf if numeric else field.default)
         if field.name in leave_out or (number and usual):
             continue
-        shown.append(f"{field.name}={brief(value)}" if number else brief(value))
+        shown.append(f"{field.name}={format_record(value)}" if number else format_record(value))
     return f"{type(record).__name__}({', '.join(shown)})"

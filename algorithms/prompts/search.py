@@ -55,7 +55,7 @@ class SearchEnd(Exception):
     """The budget is spent, or the score is perfect."""
 
 
-class Played(NamedTuple):
+class TaskResult(NamedTuple):
     """The result of one rollout."""
 
     score: float  # NaN: missing
@@ -68,7 +68,7 @@ class Backend(Protocol):
 
     def play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
-    ) -> list[list[Played]]:
+    ) -> list[list[TaskResult]]:
         """Run all batches at once and wait for their end. traces: whether results have examples."""
 
     def ask(self, number: int, question: str, max_tokens: int | None) -> Reflection: ...
@@ -129,7 +129,7 @@ class Search:
             self._put(Candidate(id=id, run=self.run, step=self.step, parents=parents, **fields))
         return self.candidates[id]
 
-    def evaluate(self, batches: Sequence[Batch], *, traces: bool = False) -> list[list[Played]]:
+    def evaluate(self, batches: Sequence[Batch], *, traces: bool = False) -> list[list[TaskResult]]:
         """Evaluate batches; returns the result of each rollout. The parent's score replaces a
         missing one, so a failed rollout has no effect. Raises SearchEnd if the budget is too small,
         and if a candidate has a perfect score."""
@@ -164,7 +164,7 @@ class Search:
         self._values[me] = score
         return score
 
-    def _check_first(self, rows: Sequence[Played]) -> None:
+    def _check_first(self, rows: Sequence[TaskResult]) -> None:
         if all(math.isnan(row.score) for row in rows):
             why = next((row.failure for row in rows if row.failure), "the verifier returned none")
             raise AgentRLError(
@@ -249,7 +249,7 @@ class Search:
             self.backend.put(candidates)
 
 
-def as_text(rows: Sequence[Played], component: str) -> str:
+def as_text(rows: Sequence[TaskResult], component: str) -> str:
     """The examples of a component as text for the reflector."""
     examples = (row.examples[component] for row in rows if component in row.examples)
     return "\n\n".join("\n".join(f"{k}: {v}" for k, v in one.items()) for one in examples)

@@ -29,7 +29,7 @@ from agentrl.algorithms.prompts.records import (
     put_candidates,
     reflections_of,
 )
-from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers, candidate_id
+from agentrl.algorithms.prompts.search import Search, SearchEnd, TaskResult, answers, candidate_id
 from agentrl.algorithms.prompts.table import prompt_texts, prompts_of
 from agentrl.algorithms.sampling.chat_completion import complete, find_endpoint
 from agentrl.algorithms.sampling.evaluate import play
@@ -85,7 +85,7 @@ class StoredBackend:
 
     def play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
-    ) -> list[list[Played]]:
+    ) -> list[list[TaskResult]]:
         return self._do(self._play(batches, traces))
 
     def ask(self, number: int, question: str, max_tokens: int | None) -> Reflection:
@@ -113,7 +113,7 @@ class StoredBackend:
 
     async def _play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], traces: bool
-    ) -> list[list[Played]]:
+    ) -> list[list[TaskResult]]:
         groups = [f"{self.name}/{next(self._evaluations):05d}.{c.id}" for c, _ in batches]
         requested: list[NewRollout] = []
         for group, (candidate, tasks) in zip(groups, batches, strict=True):
@@ -125,12 +125,12 @@ class StoredBackend:
             if not await self.store.settled(group, timeout=left):
                 await self.store.cancel([rollout.id for rollout in requested])
                 raise SearchEnd(f"its {self.settings.max_seconds:g} seconds are over")
-        results: list[list[Played]] = []
+        results: list[list[TaskResult]] = []
         for group, (candidate, _) in zip(groups, batches, strict=True):
             rows = await self.store.rollouts(self.config.name, group=group)
             shown = [await self._examples(row, candidate.texts) if traces else {} for row in rows]
             failures = [row.failure.message if row.failure else "" for row in rows]
-            results.append(list(map(Played, (row.reward() for row in rows), shown, failures)))
+            results.append(list(map(TaskResult, (row.reward() for row in rows), shown, failures)))
         return results
 
     async def _examples(

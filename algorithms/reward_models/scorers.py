@@ -39,7 +39,7 @@ from agentrl.algorithms.model.packing import (
     hidden_states,
     pack_rows,
 )
-from agentrl.base.failures import brief
+from agentrl.base.failures import one_line
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import Group, Reward, Rollout, RolloutState, Scope, Transition
 
@@ -302,7 +302,7 @@ def load_scalar(
             name, dtype=policy.dtype, output_loading_info=True
         )
     except Exception as error:  # transformers and safetensors document no types
-        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {brief(str(error))}") from error
+        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {one_line(str(error))}") from error
     if fault := _head_problem(model, sorted(loading["missing_keys"])):
         raise PolicyError(
             f"{key} = {name!r}: {fault}; give a checkpoint of a decoder with a head of one label, "

@@ -5,9 +5,9 @@ same rollouts, and the store ignores duplicates. Groups that were claimed and no
 claimed again. So a step trains the same groups however often it is started, unless
 `algorithm.order = "ready"` lets it take groups of later steps that ended first.
 
-The store's counts limit the number of requested groups (see `room`): at most (max_staleness + 1) x
-groups of them are neither trained nor discarded, even if a process was killed. Replacements do not
-count.
+The store's counts limit the number of requested groups (see `free_groups`): at most
+(max_staleness + 1) x groups of them are neither trained nor discarded, even if a process was killed.
+Replacements do not count.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Collector:
     async def ask(self, step: int) -> None:
         """Request the groups of this step and of steps to prefetch, and the branches of this step's
         groups."""
-        free = room(self.config, step, await self.store.counts(self.config.name))
+        free = free_groups(self.config, step, await self.store.counts(self.config.name))
         if free > 0:
             last = await self.store.groups(self.config.name, purpose=Purpose.TRAIN, limit=1)
             first = 1 + group_number(last[0].id) if last else 0
@@ -180,7 +180,7 @@ def is_learned_from(rollout: Rollout, config: RunConfig, reward: str = "outcome"
     return valid_for_any(rollout, trained_policies(config), (reward,), retokenized=retokenized)
 
 
-def room(config: RunConfig, step: int, counts: Counts) -> int:
+def free_groups(config: RunConfig, step: int, counts: Counts) -> int:
     """How many more groups may be requested before a step is trained. At most (max_staleness + 1) x
     groups, or those left in the run, may be neither trained nor discarded.
 

@@ -128,7 +128,7 @@ def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -
     """Build the updater of one policy. config: the policy's view of the run."""
     settings, tokenizer = config.algorithm, model.tokenizer
     learner = factory.make_learner(config, algo, model.model, tokenizer, model.adapters, name)
-    state, anchor = make_state(config, algo, learner.frozen.get("reference"))
+    state, reference_control = make_state(config, algo, learner.frozen.get("reference"))
     context = context_length(model.model)
     completers: list[Completer] = [ProcessedScorer(learner, context, name, algo.rewards)]
     if settings.inexact == "retokenize":  # before reward models, which need the token ids
@@ -141,7 +141,7 @@ def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -
         preprocessor=Preprocessor(
             tuple(completers), context=context, policy=name, tokenizer=tokenizer
         ),
-        anchor=anchor,
+        reference_control=reference_control,
         bad_steps=BadSteps(settings.max_bad_steps),
         policy=name,
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 
-from agentrl.base.failures import brief
+from agentrl.base.failures import one_line
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.run_file import from_store
@@ -215,7 +215,7 @@ def long_prompts(run: PolicyRun) -> Reason:
     share, refused = run.share("calls/too_long", "calls"), ""
     if run.failure and TOO_LONG.search(run.failure.message):
         failed = f"rollouts/failed/{run.failure.kind}"
-        share, refused = run.share(failed, "rollouts"), brief(run.failure.message)
+        share, refused = run.share(failed, "rollouts"), one_line(run.failure.message)
     text = f"the prompt is too long: {share:.0%} exceeded the model's context. {refused}"
     return Reason(share, text, "policy.model, engine.max_context: more; sampling.max_tokens: less")
 
@@ -224,7 +224,7 @@ def failed_rollouts(run: PolicyRun) -> Reason:
     if (last := run.failure) is None:
         return Reason(0.0, "", AGENT_CURE)
     share = run.share("rollouts/failed", "rollouts", without="rollouts/cancelled")
-    text = f"rollouts fail: {share:.0%}, as {last.rollout}: {last.kind}, {brief(last.message)}"
+    text = f"rollouts fail: {share:.0%}, as {last.rollout}: {last.kind}, {one_line(last.message)}"
     return Reason(share, text, CURES.get(last.kind, AGENT_CURE))
 
 

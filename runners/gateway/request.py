@@ -116,22 +116,22 @@ class ModelRequest(Struct, frozen=True):
         return processors(self.fields, self.tools)
 
     def encode(
-        self, route: Route, defaults: Sampling, *, capture: bool, room: int | None = None
+        self, route: Route, defaults: Sampling, *, capture: bool, fitting: int | None = None
     ) -> tuple[bytes, Sampling]:
         """Return the body for the route's server and the effective sampling parameters.
 
         `defaults`: those of the rollout, with a seed for this call; frozen endpoints keep their
-        own. `room`: tokens that fit after the prompt, if the agent asks for more."""
+        own. `fitting`: tokens that fit after the prompt, if the agent asks for more."""
         body = self.fields | {"model": route.model or self.model}
         if capture:
             body["return_token_ids"] = True
             if not self.asks_logprobs:
                 body["logprobs"] = 1 if self.dialect is TEXT else True
         sampling = _fill_sampling(body, None if route.frozen else defaults)
-        if room:
+        if fitting:
             body.pop("max_completion_tokens", None)
-            body["max_tokens"] = room
-            sampling = msgspec.structs.replace(sampling, max_tokens=room)
+            body["max_tokens"] = fitting
+            sampling = msgspec.structs.replace(sampling, max_tokens=fitting)
         return msgspec.json.encode(body), sampling
 
 

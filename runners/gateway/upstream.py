@@ -82,7 +82,7 @@ class SentCall(Struct, frozen=True):
     body: bytes = b""
     sampling: Sampling = Sampling()  # effective
     capture: bool = False  # it asks for token ids
-    room: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
+    fitting: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
     rows: Sequence[Transition] = ()  # of a recorded answer; empty: they are made of the response
 
 

@@ -92,7 +92,7 @@ class VllmFleet:
         a control request counts as down."""
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.url, self.name = "", POLICY
-        self.room = sys.maxsize  # vLLM swaps adapters beyond its --max-loras in on request
+        self.max_adapters = sys.maxsize  # vLLM swaps adapters beyond its --max-loras in on request
         self.refuses_adapters, self.gpus = "", 0
         self.backend: str | None = ""
         self.spans = False

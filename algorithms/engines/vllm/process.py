@@ -74,7 +74,7 @@ class VllmProcess:
         self.log, self.key, self.url, self.name = log, key, "", POLICY
         self.backend: str | None = None
         self.spans = True
-        self.room, self._side_by_side = adapters, side_by_side
+        self.max_adapters, self._side_by_side = adapters, side_by_side
         self.refuses_adapters = "" if adapters else "all weights are trained"
         if adapters and rank > RANKS[-1]:
             self.refuses_adapters = f"vLLM takes a rank of {RANKS[-1]} at most"
@@ -240,7 +240,7 @@ class VllmProcess:
 
     def _lora(self) -> list[str]:
         rank = next(rank for rank in RANKS if rank >= self._rank)
-        running = self.room * (1 + self._side_by_side)  # calls of further adapters wait
+        running = self.max_adapters * (1 + self._side_by_side)  # calls of further adapters wait
         return [
             *("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(running)),
             # A new version is loaded before the old one is unloaded.

@@ -149,9 +149,9 @@ class VllmServer:
     async def add(self, policy: str, version: int) -> None:
         """As `PolicyServer.add`. Also raises PolicyError if there is no room for an adapter."""
         self._check_adapters(policy)
-        if policy not in self._versions and len(self._versions) >= self.host.room:
+        if policy not in self._versions and len(self._versions) >= self.host.max_adapters:
             raise PolicyError(
-                f"vLLM has room for {self.host.room} adapters and serves"
+                f"vLLM has room for {self.host.max_adapters} adapters and serves"
                 f" {', '.join(self._versions)}; raise engine.vllm.max_adapters"
             )
         async with self._changing_weights(in_flight=self.in_flight):

@@ -114,12 +114,14 @@ def updater(learner: object, preset: str = "ppo", **settings: object) -> Updater
     algo = catalogue.make(preset, options, streams=EVERY)
     beside = {key: settings.pop(key) for key in ("kl_adapts", "scorers") if key in settings}
     config = replace(AlgorithmConfig(min_group=1, lr=1e-2), **settings)
-    anchor, preprocessor = (
+    reference_control, preprocessor = (
         ReferenceControl(kl=beside.get("kl_adapts")),
         Preprocessor(beside.get("scorers", ())),
     )
     run = RunConfig(steps=10, algorithm=config)
-    return Updater(run, algo, learner, anchor=anchor, preprocessor=preprocessor)  # type: ignore[arg-type]
+    return Updater(
+        run, algo, learner, reference_control=reference_control, preprocessor=preprocessor
+    )  # type: ignore[arg-type]
 
 
 VALUES = {5: 0.5, 6: 0.6, 7: 0.7}
