@@ -1,6 +1,6 @@
 """The records of the system, with the same names in Python, SQL, JSON, command line and docs.
 
-task -> group -> rollout -> attempt -> transition. Records are frozen; only the store keeps them.
+task -> group -> rollout -> attempt -> call. Records are frozen; only the store keeps them.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Sampling(Record, frozen=True):
 
 
 class Branch(Record, frozen=True):
-    """The start of a rollout: it replays the first `calls` transitions of another, ended rollout.
+    """The start of a rollout: it replays the first `calls` of another, ended rollout.
 
     `without`: roles whose calls are not replayed, because other policies play them here. Such a
     rollout shows how the other one would have ended without these roles; it is never trained on."""
@@ -207,12 +207,12 @@ class Transition(Record, frozen=True):
 
 
 class Reward(Record, frozen=True):
-    """A reward of a rollout, a role or a transition. A missing reward has no row."""
+    """A reward of a rollout, a role or a call. A missing reward has no row."""
 
     value: float
     name: str = "outcome"
     scope: Scope = Scope.ROLLOUT
-    target: str | None = None  # role name or transition id, depending on the scope
+    target: str | None = None  # role name or call id, depending on the scope
     source: str = "verifier"
     note: str = ""  # the verifier's explanation
 
@@ -383,7 +383,7 @@ class Counts(Record, frozen=True):
     groups_trained: int = 0
     groups_discarded: int = 0
     transitions: int = 0
-    inexact: int = 0  # transitions without token ids
+    inexact: int = 0  # calls without token ids
     tokens: int = 0  # completion tokens
 
 

@@ -1,6 +1,6 @@
 """The data of one optimizer batch: flat levels with parent links, no padding.
 
-    token -> transition -> row -> rollout -> group
+    token -> transition (a call) -> row -> rollout -> group
 
 A token is an *action* token (sampled by the policy). Prompts, tool results and template tokens
 are context: they appear in `Row.tokens`, never in the token level.
@@ -33,8 +33,8 @@ class TokenRow:
 class Batch:
     """Rows and level tables of one optimizer batch.
 
-    N action tokens, S transitions, R rows, U rollouts, K roles, M groups. Token columns concatenate
-    the rows' action tokens in row order. The transitions of a rollout are contiguous and in call
+    N action tokens, S calls, R rows, U rollouts, K roles, M groups. Token columns concatenate
+    the rows' action tokens in row order. The calls of a rollout are contiguous and in call
     order. An unknown column is empty; comparing by it is an error.
     """
 
@@ -47,7 +47,7 @@ class Batch:
     row_rollout: Tensor  # int64 [R]
     rollout_group: Tensor  # int64 [U]
     # By reward reference (see merge.py), float64 at the level of its scope: rollouts [U], roles
-    # of rollouts [U * K] or transitions [S]; NaN = missing.
+    # of rollouts [U * K] or calls [S]; NaN = missing.
     rewards: dict[str, Tensor]
     roles: list[str]
     groups: list[str]  # ids [M]

@@ -144,7 +144,7 @@ class Stored:
 
 
 def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
-    """Expand stored credit, by transition, to the tokens of a batch. `compared` is NaN if the
+    """Expand stored credit, by call, to the tokens of a batch. `compared` is NaN if the
     number of stored baselines is not that of the algorithm."""
     kinds = len(with_baseline(algo))
     n = batch.n_tokens

@@ -61,7 +61,7 @@ def explain(
     oldest: int = 0,
 ) -> Explanation:
     """Explain the step of `algo` on `groups` for a trained policy. credits: stored by the step, by
-    transition. oldest: first version whose tokens it trained. Raises TrainingError like a step."""
+    call. oldest: first version whose tokens it trained. Raises TrainingError like a step."""
     check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
     algo = withhold(algo, batch, oldest)

@@ -50,7 +50,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A factor of the advantage: fn of the log-ratio num - den, pooled over a transition or row.
+    """A factor of the advantage: fn of the log-ratio num - den, pooled over a call or row.
 
     pre: changes a token's log-ratio before pooling; a changed token gets factor 0."""
 

@@ -72,7 +72,7 @@ class ActiveAttempt:
     scoring: bool = False  # a verifier's: reaches frozen endpoints only, calls are not recorded
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     calls: int = 0  # requests so far
-    stored: int = 0  # transitions so far
+    stored: int = 0  # calls so far
     timed_out: bool = False  # a call was refused after the deadline
     refused: str = ""  # status and body of the policy server's latest refusal
     failures: dict[int, str] = field(default_factory=dict)  # number of a call -> error message

@@ -310,7 +310,7 @@ class CallHandler:
         return rows
 
     def _identity(self) -> dict[str, Any]:
-        """Return the identifying fields of the attempt's next transition."""
+        """Return the identifying fields of the attempt's next call."""
         index, self._active.stored = self._active.stored, self._active.stored + 1
         own = {"id": f"{self._active.id}-{index}", "attempt": self._active.id, "index": index}
         return own | {"span": self._call.caller.span}

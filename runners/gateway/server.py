@@ -2,7 +2,7 @@
 
 Owns: a thread with its own event loop, which an agent that blocks the worker's loop does not block;
 the listening socket; the connections to the policy servers.
-Invariant: a call without an active attempt is refused; the transition of a call is durable before
+Invariant: a call without an active attempt is refused; a call is durable before
 the last byte of its response is sent; a response that was not stored is not delivered.
 Writers: the worker registers attempts; the store is written only through `add_transitions` and
 `add_spans`, and only for the caller's own attempt.

@@ -275,7 +275,7 @@ def test_a_pack_with_one_side_of_a_pair_is_refused() -> None:
     p, q = columns(batch)
     terms = loss_terms(build("dpo"), batch, GivenLogProbs(reference=q), fresh=True)
     index = (batch.token_rollout == 0).nonzero().flatten()
-    with pytest.raises(TrainingError, match="one side of a pair"):
+    with pytest.raises(TrainingError, match="one completion of a pair"):
         loss_coefficients(build("dpo"), terms, p[index], index)
 
 
