@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit import call_credit, core
 from agentrl.algorithms.credit.core import Column
 from agentrl.algorithms.credit.scale import SCALE_DECAY, JudgedColumn
 from agentrl.algorithms.credit.states import (
@@ -259,7 +259,7 @@ def trust(calls: Calls, judged: Evidence, past: Evidence | None = None) -> Tenso
 def trust_in_states(batch: Batch, reward: str = "outcome") -> float:
     """Mean over the calls of how far `peers` and `auto` trust in the values of their states: 0 is
     the credit of `rloo`. 0 without calls that can be compared."""
-    calls, _ = calls_of(batch, reward, 1.0, turns.Returns(reward, 1.0)(batch))
+    calls, _ = calls_of(batch, reward, 1.0, call_credit.Returns(reward, 1.0)(batch))
     if not calls.unit:
         return 0.0
     return float(trust(calls, evidence(calls, LAMBDA)[1]).mean())
@@ -287,7 +287,7 @@ class PeerAdvantages(JudgedColumn):
         self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
     ) -> tuple[Tensor, StatePart]:
         assert isinstance(part, Evidence)
-        total = turns.Returns(self.reward, 1.0)(batch)
+        total = call_credit.Returns(self.reward, 1.0)(batch)
         calls, index = calls_of(batch, self.reward, self.gamma, total)
         advantage = torch.where(total.isnan(), total, 0.0)
         if not calls.unit:

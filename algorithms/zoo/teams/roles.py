@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit import call_credit, core
 from agentrl.algorithms.credit.core import GroupRelative, Whiten
 from agentrl.algorithms.credit.parts import map_records
 from agentrl.algorithms.data.batch import Batch
@@ -52,8 +52,8 @@ class RoleFilter:
     roles: tuple[str, ...]
 
     def __call__(self, batch: Batch) -> Tensor:
-        turns.need_roles(batch, self.roles)
-        return turns.made_by(batch, self.roles)[batch.token_transition]
+        call_credit.need_roles(batch, self.roles)
+        return call_credit.made_by(batch, self.roles)[batch.token_transition]
 
 
 @modifier("only", usual=True, prefix="only_")

@@ -16,7 +16,7 @@ from msgspec import structs
 from torch import Tensor
 
 from agentrl.algorithms.credit.baselines import Ema
-from agentrl.algorithms.credit.turns import CallRewards, Returns
+from agentrl.algorithms.credit.call_credit import CallRewards, Returns
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch, last_observation
 from agentrl.algorithms.data.state import AlgorithmState, CountedMeans, EmaMeans, Recalled
