@@ -172,7 +172,7 @@ def compared(a: Trace, b: Trace, spell_a: Spell, spell_b: Spell) -> list[dict[st
 
 
 def item_talks(item: Item, sides: Mapping[str, Sequence[Transition]]) -> tuple[Any, Any]:
-    """The common first messages of an item's sides, and the remaining messages of each side."""
+    """The common first messages of an item's completions, and the remaining messages of each."""
     talks = [_talk(sides.get(name, []), item.steps) for name in item.sides]
     both = zip(*(talk[:-1] for talk in talks), strict=False) if item.rejected else ()
     alike = len(list(takewhile(lambda two: two[0] == two[1], both)))

@@ -153,7 +153,7 @@ async def show(store: Store, name: str | None, version: int, examples: int) -> N
         click.echo(f"margins: quartiles {low:g}, {middle:g}, {high:g}")
     if pairs := [item for item in items[:ITEMS_PER_READ] if item.rejected]:
         fraction = await _longer(store, pairs)
-        click.echo(f"the better side is the longer one in {fraction:.0%} of pairs")
+        click.echo(f"the better completion is the longer one in {fraction:.0%} of pairs")
     for row in await export_rows(store, items[:examples]):
         shown = {key: value for key, value in row.items() if not key.endswith("_ids")}
         click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
@@ -206,7 +206,7 @@ async def _items(store: Store, name: str, version: int) -> tuple[Dataset, list[I
 
 
 async def _longer(store: Store, pairs: list[Item]) -> float:
-    """The fraction of pairs whose better side is the longer one."""
+    """The fraction of pairs whose better completion is the longer one."""
     sides = await store.sides([side for item in pairs for side in item.sides])
     sizes = {
         digest: sum(len(call.completion) or len(str(call.answer)) for call in calls)

@@ -1,11 +1,11 @@
 """Preference losses: functions of the summed log-probs of whole rollouts, alone or in pairs.
 
-    S_u = sum of log pi over the tokens of side u     h_u = S_u - S_ref,u     n_u tokens
-    psi_t = -d L / d S_side(t)
+    S_u = sum of log pi over the tokens of completion u     h_u = S_u - S_ref,u     n_u tokens
+    psi_t = -d L / d S_u(t)
 
-A side is a rollout of the batch; S sums over its action tokens only. Means are over all pairs (or
-labelled sides) of an optimizer step, so the gradient does not depend on how rows are packed, as
-long as both sides of a pair are in one pack: see `Batch.row_unit`.
+A completion is a rollout of the batch; S sums over its action tokens only. Means are over all pairs
+(or labelled completions) of an optimizer step, so the gradient does not depend on how rows are
+packed, as long as both completions of a pair are in one pack: see `Batch.row_unit`.
 """
 
 from __future__ import annotations

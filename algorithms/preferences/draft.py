@@ -14,7 +14,7 @@ from agentrl.store.base import Store
 from agentrl.store.records import Dataset, Item, Kind, Side, digest_of
 from agentrl.types import Transition
 
-ROWS_PER_CALL = 500  # sides or items per call to the store
+ROWS_PER_CALL = 500  # completions or items per call to the store
 Conflicts = Literal["drop", "keep"]
 
 
@@ -33,7 +33,8 @@ class Draft:
     known: set[str] = field(default_factory=set)
 
     def side(self, made: Sequence[Transition], rollout: str | None = None, **part: Any) -> str:
-        """Add a side and return its digest. Its calls are copied, or are `part` of a `rollout`."""
+        """Add a completion and return its digest. Its calls are copied, or are `part` of a
+        `rollout`."""
         digest = digest_of(made)
         if digest not in self.known:
             self.known.add(digest)
@@ -44,7 +45,7 @@ class Draft:
     def add(self, kind: Kind, prompt: bytes, chosen: str, **fields: Any) -> None:
         """Add an item. A hash of the prompt decides its split."""
         if chosen == fields.get("rejected"):
-            self.counts["identical sides"] += 1
+            self.counts["identical completions"] += 1
             return
         drawn = int.from_bytes(blake2b(prompt, digest_size=4).digest()) / 2**32
         split = "test" if drawn < self.test else "train"
@@ -53,7 +54,7 @@ class Draft:
         self.items.setdefault(item.id, item)
 
     async def flush(self, *, least: int = ROWS_PER_CALL) -> None:
-        """Store the collected sides if there are at least `least`."""
+        """Store the collected completions if there are at least `least`."""
         if len(self.sides) >= least:
             for first in range(0, len(self.sides), ROWS_PER_CALL):
                 part = self.sides[first : first + ROWS_PER_CALL]

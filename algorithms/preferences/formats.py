@@ -33,7 +33,7 @@ ROLES |= dict.fromkeys(("observation", "function_response"), "tool")
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool", "function")}
 CALL = "function_call"  # ShareGPT's role of an assistant's message that calls a tool
 NO_ANSWER = "rows without a prompt or an answer"
-TIES = "ties, or the worse side first"
+TIES = "ties, or the worse completion first"
 
 
 class Ranked(msgspec.Struct):

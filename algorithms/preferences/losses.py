@@ -68,13 +68,13 @@ def simpo(
 
 @pairs_preset("cpo", reference=False, nll=1.0)
 def cpo(a: CompletionLogProbs, b: CompletionLogProbs, *, beta: Positive = 0.1) -> Tensor:
-    """DPO without a reference, plus the likelihood of the better side. arXiv 2401.08417."""
+    """DPO without a reference, plus the likelihood of the better completion. arXiv 2401.08417."""
     return log_loss(beta * (a.current - b.current))
 
 
 @pairs_preset("orpo", reference=False, nll=1.0)
 def orpo(a: CompletionLogProbs, b: CompletionLogProbs, *, beta: Positive = 0.1) -> Tensor:
-    """The odds ratio per token, plus the likelihood of the better side. arXiv 2403.07691."""
+    """The odds ratio per token, plus the likelihood of the better completion. arXiv 2403.07691."""
     x, y = a.current / a.tokens, b.current / b.tokens
     return -beta * logsigmoid(x - y - _log1mexp(x) + _log1mexp(y))
 
@@ -87,13 +87,14 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 @pairs_preset("apo-zero")
 def apo_zero(a: CompletionLogProbs, b: CompletionLogProbs, *, beta: Positive = 0.1) -> Tensor:
-    """Better sides up, worse ones down, each against the reference. arXiv 2408.06266."""
+    """Better completions up, worse ones down, each against the reference. arXiv 2408.06266."""
     return 1 - (beta * a.log_ratio).sigmoid() + (beta * b.log_ratio).sigmoid()
 
 
 @pairs_preset("apo-down")
 def apo_down(a: CompletionLogProbs, b: CompletionLogProbs, *, beta: Positive = 0.1) -> Tensor:
-    """Both sides down, the worse one further: for sides worse than the policy. arXiv 2408.06266."""
+    """Both completions down, the worse one further: for completions worse than the policy. arXiv
+    2408.06266."""
     return (beta * a.log_ratio).sigmoid() + 1 - (beta * (a.log_ratio - b.log_ratio)).sigmoid()
 
 
@@ -106,7 +107,7 @@ def nca(a: CompletionLogProbs, b: CompletionLogProbs, *, beta: Positive = 0.1) -
 
 @pairs_preset("bco")
 def bco(a: CompletionLogProbs, b: CompletionLogProbs, *, beta: Positive = 0.1) -> Tensor:
-    """Binary classification of each side against the reference. arXiv 2404.04656."""
+    """Binary classification of each completion against the reference. arXiv 2404.04656."""
     return -logsigmoid(beta * a.log_ratio) - logsigmoid(-beta * b.log_ratio)
 
 
@@ -126,7 +127,7 @@ def exo(
 
 @pairs_preset("sppo")
 def sppo(a: CompletionLogProbs, b: CompletionLogProbs, *, beta: Positive = 0.1) -> Tensor:
-    """Squared loss of each side's h to +-1 / (2 beta), a win or a loss. arXiv 2405.00675."""
+    """Squared loss of each completion's h to +-1 / (2 beta), a win or a loss. arXiv 2405.00675."""
     return (a.log_ratio - 0.5 / beta).square() + (b.log_ratio + 0.5 / beta).square()
 
 
@@ -145,8 +146,8 @@ def aot(
 
 @modifier("nll", host="dpo")
 def with_nll(algo: Algo, *, nll_share: Num = 1.0) -> Algo:
-    """Adds the mean negative log-prob of the better sides' tokens to a loss of pairs, which keeps
-    their likelihood from falling. RPO, arXiv 2404.19733."""
+    """Adds the mean negative log-prob of the better completions' tokens to a loss of pairs, which
+    keeps their likelihood from falling. RPO, arXiv 2404.19733."""
     if not isinstance(algo.side, CompletionLoss) or not algo.side.paired:
         raise ConfigError("algorithm.preset: +nll is for losses of pairs, such as dpo+nll")
     return replace(algo, side=replace(algo.side, nll=nll_share))

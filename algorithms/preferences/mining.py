@@ -144,7 +144,7 @@ def _pairs(draft: Draft, group: Sequence[Found], chosen: Sequence[tuple[int, int
     for better, worse in chosen:
         (a, high, own), (b, low, other) = group[better], group[worse]
         if _prompt(own[0]) != _prompt(other[0]):
-            draft.counts["pairs whose sides begin with different prompts"] += 1
+            draft.counts["pairs whose completions begin with different prompts"] += 1
             continue
         sides = [draft.side(calls, row.id) for row, calls in ((a, own), (b, other))]
         fields = {"rejected": sides[1], "margin": high - low, "source": f"{a.id} {b.id}"}

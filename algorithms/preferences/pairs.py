@@ -1,6 +1,6 @@
-"""Preference losses, each a function of the sides of pairs: see `sides`.
+"""Preference losses, each a function of the completions of pairs: see `completions`.
 
-a: the better sides, b: the worse; S: summed log-probs, h: S minus that of the reference, n: tokens.
+a: the better completions, b: the worse: see `CompletionLogProbs`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5)]  # fraction of wrong la
 
 @dataclass(frozen=True, slots=True)
 class PairsPreset(AlgoPreset):
-    """A preset whose function is the loss of two sides with options of its own. It also has the
-    options of `CompletionLoss` about pairs. nll: if not 0, it also imitates the better ones, with
-    an option `nll` for the weight."""
+    """A preset whose function is the loss of two completions with options of its own. It also has
+    the options of `CompletionLoss` about pairs. nll: if not 0, it also imitates the better ones,
+    with an option `nll` for the weight."""
 
     reference: bool = True
     whole: bool = False
@@ -122,8 +122,8 @@ def kto(
     undesirable: Positive = 1.0,
     threshold: float = 0.5,
 ) -> Algo:
-    """Unpaired sides, desirable if the reward is at least `threshold`, compared with the mean KL to
-    the reference, estimated from completions of other prompts. arXiv 2402.01306."""
+    """Unpaired completions, desirable if the reward is at least `threshold`, compared with the mean
+    KL to the reference, estimated from completions of other prompts. arXiv 2402.01306."""
     options = {"beta": beta, "desirable": desirable, "undesirable": undesirable}
     side = CompletionLoss(kto_loss, options, reward, paired=False, whole=True, threshold=threshold)
     return Algo(ZeroAdvantage(), agg=TOKENS, side=side, prepare=(with_mismatched,))

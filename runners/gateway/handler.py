@@ -58,7 +58,7 @@ from agentrl.runners.gateway.response import (
 )
 from agentrl.runners.gateway.upstream import Route, SentCall, Upstream
 from agentrl.store.base import Store
-from agentrl.types import SIDE, Transition
+from agentrl.types import AUXILIARY_ROLE, Transition
 
 REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
 
@@ -182,8 +182,8 @@ class CallHandler:
             asked = read_request(asked.dialect, call.raw, self._active.memory, call.asked.number)
             call = changed(replace(call, request=asked))
             asked = call.request
-        aside = self._upstream.router.is_aside(call.role, self._active.seats)
-        if not (route.frozen or aside):
+        auxiliary = self._upstream.router.is_auxiliary(call.role, self._active.seats)
+        if not (route.frozen or auxiliary):
             if why := request.why_not_text(asked.fields, asked.messages, route.policy, call.role):
                 call.fail(why)
                 raise RefusedError(400, "not_text", why)
@@ -201,7 +201,9 @@ class CallHandler:
         if not (route.frozen or fitting):
             request.warn_of_sampling(self._upstream, route, sampling, call.defaults)
         # A role outside the agent's work is excluded from training by the name of its policy.
-        policy = f"{route.policy}@{SIDE}" if aside and not route.frozen else route.policy
+        policy = (
+            f"{route.policy}@{AUXILIARY_ROLE}" if auxiliary and not route.frozen else route.policy
+        )
         return SentCall(call, route, policy, started, at, body, sampling, capture, fitting)
 
     async def _post(self, sent: SentCall) -> web.StreamResponse | ServerRefusal:

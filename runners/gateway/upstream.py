@@ -35,7 +35,7 @@ from agentrl.runners.gateway.refusals import RefusedError, UpstreamError, failur
 from agentrl.runners.gateway.request import forwarded
 from agentrl.runners.gateway.response import read
 from agentrl.store.base import Store
-from agentrl.types import SIDE, PolicyVersion, Sampling, Transition
+from agentrl.types import AUXILIARY_ROLE, PolicyVersion, Sampling, Transition
 
 if TYPE_CHECKING:
     from agentrl.runners.gateway.attribution import CallOrigin, ModelCall, ReceivedCall
@@ -193,9 +193,9 @@ class Router:
         names |= {"", self.default, *self.policies, *self.several}
         return model in names or self.policy_of_role(role, seats) is not None
 
-    def is_aside(self, role: str, seats: Seats) -> bool:
+    def is_auxiliary(self, role: str, seats: Seats) -> bool:
         """Whether calls of a role are outside the agent's work, and none trains a policy."""
-        return role == SIDE and self.policy_of_role(role, seats) is None
+        return role == AUXILIARY_ROLE and self.policy_of_role(role, seats) is None
 
     def policy_of_role(self, role: str, seats: Seats) -> str | None:
         """Return the policy or endpoint of a role; None if neither seats nor run file map it."""

@@ -1,5 +1,5 @@
 # ruff: noqa: E741  # w and l, as in the papers
-"""Losses of sides against their formulas, written here for one pair at a time."""
+"""Losses of completions against their formulas, written here for one pair at a time."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def current(algo: Algo, batch: Batch, p: Tensor, q: Tensor) -> Tensor:
 
 
 def one_by_one(batch: Batch, p: Tensor, q: Tensor) -> list[tuple[One, One]]:
-    """Better and worse side of each group of two."""
+    """Better and worse completion of each group of two."""
     own = [batch.token_rollout == u for u in range(len(batch.rollouts))]
     return [
         (One(p[own[u + 1]], q[own[u + 1]]), One(p[own[u]], q[own[u]]))
@@ -120,7 +120,7 @@ def test_psi_is_minus_the_gradient_of_the_formula() -> None:
 def psi_is_minus_the_gradient_of(
     name: str, formula: Callable[[One, One], Tensor], imitated: float = 0.0
 ) -> None:
-    """imitated: the weight of the better sides' likelihood."""
+    """imitated: the weight of the better ones' likelihood."""
     batch = batch_of(pairs())
     p, q = columns(batch)
     leaf = p.clone().requires_grad_()
