@@ -42,7 +42,7 @@ def record(name: str) -> list[str]:
         "filter": format_record(algo.keep) if algo.keep else "",
         "rewards": ", ".join(algo.rewards),
         "streams": ", ".join(supply),
-        "remembers": ", ".join(memory.name for memory in algo.memories),
+        "remembers": ", ".join(memory.name for memory in algo.remembered),
         "resamples": f"groups of equal {algo.resample!r}" if algo.resample else "",
     }
     lines = [name, *(f"  {key:<12} {answer or 'none'}" for key, answer in answers.items())]

@@ -27,7 +27,7 @@ class JudgedColumn(RememberedColumn):
     __slots__ = ()
 
     def __call__(self, batch: Batch) -> Tensor:
-        found = batch.memory.get(self.name)
+        found = batch.remembered.get(self.name)
         if found is None or bool(found.isnan().all()):
             return self.recall(self.part(0), batch, ())[0]
         return found

@@ -70,7 +70,7 @@ class Batch:
     # int64 [R]: psi needs the log-probs of all rows of one id at once. Empty: rows are independent.
     row_unit: Tensor = field(default_factory=_unknown)
     # Values of each `RememberedColumn`, by its name (state.py).
-    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    remembered: Mapping[str, Tensor] = field(default_factory=dict)
     token_version: Tensor = field(default_factory=_unknown)  # int64 [N], sampling policy; -1: ?
 
     @property

@@ -167,9 +167,9 @@ def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
 
 
 def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
-    """The batch with the `memory`, `values` and `reference` of the step, NaN at units without
+    """The batch with the `remembered`, `values` and `reference` of the step, NaN at units without
     tokens. If the step stored nothing, the reference is the sampler."""
-    memory: dict[str, Tensor] = {}
+    remembered: dict[str, Tensor] = {}
     values, reference = batch.values, batch.behaviour.double()
     for part, x in zip(with_baseline(algo), stored.compared, strict=True):
         if isinstance(part, CriticValues):
@@ -179,6 +179,6 @@ def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
         elif isinstance(part, RememberedColumn):
             at = owner(batch, part.level)
             size = units(batch, part.level, "all").numel()
-            memory[part.name] = torch.full((size,), torch.nan, dtype=x.dtype)
-            memory[part.name][at] = x
-    return replace(batch, memory=memory, values=values, reference=reference)
+            remembered[part.name] = torch.full((size,), torch.nan, dtype=x.dtype)
+            remembered[part.name][at] = x
+    return replace(batch, remembered=remembered, values=values, reference=reference)

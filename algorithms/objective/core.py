@@ -148,7 +148,7 @@ class Algo:
         return any(isinstance(part, CriticValues) for part in nested_records(self.credit))
 
     @property
-    def memories(self) -> tuple[RememberedColumn, ...]:
+    def remembered(self) -> tuple[RememberedColumn, ...]:
         """The columns that it remembers between steps."""
         parts = nested_records((self.credit, self.keep))
         return tuple(dict.fromkeys(p for p in parts if isinstance(p, RememberedColumn)))

@@ -151,9 +151,9 @@ def make_state(
     config: RunConfig, algo: Algo, reference: UpdatableReference | None
 ) -> tuple[AlgorithmState, ReferenceControl]:
     """The state that a policy keeps between steps, and its KL control."""
-    memory = AlgorithmState(algo.memories, seed=config.seed)
+    state = AlgorithmState(algo.remembered, seed=config.seed)
     target, horizon = config.reference.target, config.reference.horizon
     if not target:
-        return memory, ReferenceControl(reference, None)
-    memory.parts["kl"] = kl = make_kl_controller(algo, target, horizon)
-    return memory, ReferenceControl(reference, kl)
+        return state, ReferenceControl(reference, None)
+    state.parts["kl"] = kl = make_kl_controller(algo, target, horizon)
+    return state, ReferenceControl(reference, kl)

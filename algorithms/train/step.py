@@ -130,10 +130,10 @@ class Updater:
     def build(self, algo: Algo, groups: list[Group], version: int) -> Built:
         """The batch of prepared groups, with what the algorithm remembers of earlier steps."""
         batch = self.batch(groups)
-        recalled = self.state.recall(batch, groups) if self.state.memories else Recalled({}, {})
+        recalled = self.state.recall(batch, groups) if self.state.remembered else Recalled({}, {})
         oldest = version - ceil(self.config.algorithm.max_staleness)
         withheld = int((batch.lag(oldest) > 0).sum())
-        batch = replace(batch, memory=recalled.columns)
+        batch = replace(batch, remembered=recalled.columns)
         algo = withhold(algo, batch, oldest) if withheld else algo
         return Built(algo, batch, recalled, withheld)
 

@@ -61,7 +61,9 @@ def remembering(credit: Credit) -> Credit:
     def of_next(batch: Batch) -> Tensor:
         read = {name: memory.recall(state[name], batch, ()) for name, memory in memories.items()}
         state.update({name: after for name, (_, after) in read.items()})
-        return credit(replace(batch, memory={name: column for name, (column, _) in read.items()}))
+        return credit(
+            replace(batch, remembered={name: column for name, (column, _) in read.items()})
+        )
 
     return of_next
 
