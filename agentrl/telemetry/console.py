@@ -287,8 +287,8 @@ async def roles_without_calls(store: Store, config: RunConfig) -> str:
     if not (named and config.steps):
         return ""
     seen: set[str] = set()
-    for row in await store.rollouts(config.name, purpose=Purpose.TRAIN, trained=0):
-        trace = await store.trace(row.id)
+    for rollout in await store.rollouts(config.name, purpose=Purpose.TRAIN, trained=0):
+        trace = await store.trace(rollout.id)
         seen.update(call.role for call in (trace.transitions if trace else ()))
         if seen >= named.keys():
             return ""

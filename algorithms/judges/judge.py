@@ -224,7 +224,7 @@ class Judges:
         return replace(group, rollouts=rollouts), added
 
     async def _probe(self, judge: JudgeClient, groups: Sequence[Group]) -> Mapping[str, float]:
-        rows = [row for group in groups for row in group.rollouts if row.transitions]
+        rows = [rollout for group in groups for rollout in group.rollouts if rollout.transitions]
         if not rows:
             return {}
         self.probed.add(judge.name)

@@ -202,7 +202,7 @@ class DatasetCollector:
     async def _read_reference(self, groups: Sequence[Group]) -> None:
         """Read the reference's log-probs of these sides."""
         if self.updater.reference is not None:
-            names = [row.id for group in groups for row in group.rollouts]
+            names = [rollout.id for group in groups for rollout in group.rollouts]
             self.logprobs = dict(await self.store.logprobs(self.reference, names))
 
     async def _score(self, scorer: Callable[[Batch], Tensor], groups: Sequence[Group]) -> None:

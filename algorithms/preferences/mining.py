@@ -114,19 +114,19 @@ async def _groups(
 
 
 def _judged(
-    draft: Draft, spec: MineSpec, row: Rollout, calls: Sequence[Transition]
+    draft: Draft, spec: MineSpec, rollout: Rollout, calls: Sequence[Transition]
 ) -> Found | None:
     """None, and counted, for a rollout that has not ended or without the reward, for one with older
     calls than asked for, and for one of which not all tokens are known."""
-    value = row.reward(spec.reward)
-    if spec.steps is not None and not spec.steps[0] <= row.step <= spec.steps[1]:
+    value = rollout.reward(spec.reward)
+    if spec.steps is not None and not spec.steps[0] <= rollout.step <= spec.steps[1]:
         return None
     own = [call for call in calls if call.policy == spec.policy]
-    ended = row.state in (RolloutState.SUCCEEDED, RolloutState.FAILED)
-    ended &= not (row.branch and row.branch.without)  # it repeats another one
+    ended = rollout.state in (RolloutState.SUCCEEDED, RolloutState.FAILED)
+    ended &= not (rollout.branch and rollout.branch.without)  # it repeats another one
     defects = {
         "rollouts that have not ended": not ended,
-        "rollouts without the reward": isnan(value) and not _rewarded(spec, row, own),
+        "rollouts without the reward": isnan(value) and not _rewarded(spec, rollout, own),
         "rollouts with calls of other policies": not own or len(own) < len(calls),
         "older rollouts": any(
             call.started < spec.since or (call.version or 0) < spec.least_version for call in own
@@ -136,7 +136,7 @@ def _judged(
     if why := next((why for why, found in defects.items() if found), ""):
         draft.counts[why] += 1
         return None
-    return row, value, own
+    return rollout, value, own
 
 
 def _pairs(draft: Draft, group: Sequence[Found], chosen: Sequence[tuple[int, int]]) -> None:
@@ -160,12 +160,12 @@ def _corrections(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
 
 
 def _rewarded(
-    spec: MineSpec, row: Rollout, calls: Sequence[Transition]
+    spec: MineSpec, rollout: Rollout, calls: Sequence[Transition]
 ) -> list[tuple[int, Reward]]:
     """(index, reward) of the calls with a reward of their own that the spec uses."""
     name = {"label": spec.reward, "correction": CORRECTION}.get(spec.how)
     indices = {call.id: index for index, call in enumerate(calls)}
-    found = [r for r in row.rewards if r.name == name and r.scope is Scope.TRANSITION]
+    found = [r for r in rollout.rewards if r.name == name and r.scope is Scope.TRANSITION]
     return [(indices[r.target], r) for r in found if r.target in indices]
 
 
@@ -249,5 +249,5 @@ def _values(group: Sequence[Found]) -> Mapping[tuple[bytes, bytes], float]:
     return {key: fmean(values) for key, values in found.items()}
 
 
-def _task(row: Rollout) -> bytes:
-    return msgspec.json.encode(row.task, order="sorted")
+def _task(rollout: Rollout) -> bytes:
+    return msgspec.json.encode(rollout.task, order="sorted")

@@ -134,14 +134,20 @@ class StoredBackend:
         return results
 
     async def _examples(
-        self, row: Rollout, texts: Sequence[PromptText]
+        self, rollout: Rollout, texts: Sequence[PromptText]
     ) -> dict[str, dict[str, str]]:
-        trace = await self.store.trace(row.id)
-        if row.rewards and not self._scored and not any(reward.note for reward in row.rewards):
+        trace = await self.store.trace(rollout.id)
+        if (
+            rollout.rewards
+            and not self._scored
+            and not any(reward.note for reward in rollout.rewards)
+        ):
             log.warning("the verifier gives no reasons (Reward.note): the reflector sees numbers")
-        self._scored = self._scored or bool(row.rewards)
+        self._scored = self._scored or bool(rollout.rewards)
         examples = {} if trace is None else {t.component: _example(trace, t) for t in texts}
-        shown = {name: str(row.task[name]) for name in self.settings.show if name in row.task}
+        shown = {
+            name: str(rollout.task[name]) for name in self.settings.show if name in rollout.task
+        }
         return {name: {**example, **shown} for name, example in examples.items() if example}
 
     async def _ask(self, id: str, question: str, max_tokens: int | None) -> Reflection:
