@@ -16,7 +16,7 @@ from agentrl.types import Credit, Json, Trace, Transition
 from agentrl.view.tokens import Spelling
 
 # Characters of a message, task or result on a page; another page has all of it.
-LONGEST_SHOWN_TEXT = 2000
+LONGEST_TEXT = 2000
 COLUMNS = ("advantage", "psi", "weight", "gate")
 T = TypeVar("T", bound="HasId")
 Spell = Callable[[str], Spelling]
@@ -46,18 +46,10 @@ def message(row: dict[str, Json], index: int) -> dict[str, Any]:
         function = call.get("function") or {}
         arguments = text_of(function.get("arguments"))
         calls.append(
-            (
-                function.get("name"),
-                arguments[:LONGEST_SHOWN_TEXT],
-                len(arguments) > LONGEST_SHOWN_TEXT,
-            )
+            (function.get("name"), arguments[:LONGEST_TEXT], len(arguments) > LONGEST_TEXT)
         )
     text = text_of(row.get("content"))
-    found = {
-        "role": str(row.get("role", "?")),
-        "text": text[:LONGEST_SHOWN_TEXT],
-        "size": len(text),
-    }
+    found = {"role": str(row.get("role", "?")), "text": text[:LONGEST_TEXT], "size": len(text)}
     return found | {"tools": calls, "index": index}
 
 
@@ -123,7 +115,7 @@ def call_rows(trace: Trace, credits: Sequence[Credit], spell: Spell) -> list[dic
         row["answer"] = message({"role": "assistant"} | (call.answer or {}), -1)
         row["missing"] = spelling.missing
         text = spelling.text(call.completion) if row["exact"] else ""
-        row["text"], row["size"] = text[: 2 * LONGEST_SHOWN_TEXT], len(text)
+        row["text"], row["size"] = text[: 2 * LONGEST_TEXT], len(text)
         advantages = set(map(number, credit.advantage)) if credit else set()
         row["varies"] = len(advantages) > 1
         row["advantage"] = advantages.pop() if len(advantages) == 1 else None

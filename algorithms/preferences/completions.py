@@ -31,7 +31,7 @@ WEIGHT, MISMATCHED = "weight", "mismatched"
 completion belongs to another prompt, from which a loss of labels estimates the KL."""
 
 
-class CompletionLogProbs(NamedTuple):
+class LogProbSums(NamedTuple):
     """Sums of the log-probs of completions, and their numbers of tokens, float64 [U]."""
 
     current: Tensor
@@ -42,15 +42,15 @@ class CompletionLogProbs(NamedTuple):
     def log_ratio(self) -> Tensor:
         return self.current - self.reference
 
-    def at(self, index: Tensor) -> CompletionLogProbs:
-        return CompletionLogProbs(*(column[index] for column in self))
+    def at(self, index: Tensor) -> LogProbSums:
+        return LogProbSums(*(column[index] for column in self))
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionLoss:
     """A loss over completions.
 
-    fn: maps the `CompletionLogProbs` of the better and the worse completions of P pairs to losses
+    fn: maps the `LogProbSums` of the better and the worse completions of P pairs to losses
     [P]; not paired: maps those of U completions, their labels and the mean KL estimate to losses
     [U]. reference: whether it reads log-probs of the reference. whole: whether it needs all
     completions of the step at once. nll: weight of the mean negative log-prob of the better ones'
@@ -160,7 +160,7 @@ def loss_value(
             "a micro-batch has only one completion of a pair: the learner must keep rows of one "
             "Batch.row_unit together, or compute psi before it splits them"
         )
-    now = CompletionLogProbs(sums, terms.reference, terms.tokens.clamp(min=1))
+    now = LogProbSums(sums, terms.reference, terms.tokens.clamp(min=1))
     if not loss.paired:
         known = (present & ~terms.label.isnan()).nonzero().flatten()
         kl = torch.zeros((), dtype=sums.dtype)

@@ -1,6 +1,6 @@
 """Preference losses, each a function of the completions of pairs: see `completions`.
 
-a: the better completions, b: the worse: see `CompletionLogProbs`.
+a: the better completions, b: the worse: see `LogProbSums`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from agentrl.algorithms.credit.core import ZeroAdvantage
 from agentrl.algorithms.objective.core import TOKENS, Algo
-from agentrl.algorithms.preferences.completions import (
-    CompletionLogProbs,
-    CompletionLoss,
-    with_mismatched,
-)
+from agentrl.algorithms.preferences.completions import CompletionLoss, LogProbSums, with_mismatched
 from agentrl.algorithms.preferences.pairing import How
 from agentrl.algorithms.presets.declare import (
     AlgoPreset,
@@ -71,12 +67,7 @@ class PairsPreset(AlgoPreset):
 
 
 def pairs_preset(
-    name: str,
-    *,
-    reference: bool = True,
-    whole: bool = False,
-    nll: float = 0.0,
-    usual: bool = False,
+    name: str, *, reference: bool = True, whole: bool = False, nll: float = 0.0, usual: bool = False
 ) -> Callable[[Build], Build]:
     """Register a loss of pairs as a preset, with an option kl, the coefficient of a k3 KL penalty
     to the reference. The loss stays as it is."""
@@ -95,18 +86,13 @@ def log_loss(x: Tensor, smoothing: float = 0.0) -> Tensor:
 
 
 @pairs_preset("dpo", usual=True)
-def dpo(a: CompletionLogProbs, b: CompletionLogProbs, *, beta: Positive = 0.1) -> Tensor:
+def dpo(a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1) -> Tensor:
     """Direct preference optimization. arXiv 2305.18290."""
     return log_loss(beta * (a.log_ratio - b.log_ratio))
 
 
 def kto_loss(
-    s: CompletionLogProbs,
-    label: Tensor,
-    kl: Tensor,
-    beta: float,
-    desirable: float,
-    undesirable: float,
+    s: LogProbSums, label: Tensor, kl: Tensor, beta: float, desirable: float, undesirable: float
 ) -> Tensor:
     good = desirable * (1 - (beta * (s.log_ratio - kl)).sigmoid())
     bad = undesirable * (1 - (beta * (kl - s.log_ratio)).sigmoid())
