@@ -184,8 +184,8 @@ class RowTable:
         self.tokens[row, :size] = call.prompt
         self.length[row], self.known[row], self.prompt[row] = shared, size, size
         self.policy[row], self.stale[row] = call.policy, False
-        room = self.tokens.shape[1] - size
-        self.end[row] = size + min(room, sampling.max_tokens or room)
+        free = self.tokens.shape[1] - size
+        self.end[row] = size + min(free, sampling.max_tokens or free)
         self.watched[row] = call.stream or call.stop is not None
         self.ignore_eos[row], self.top[row], self.seed[row] = call.ignore_eos, call.top, call.seed
         self.temperature[row] = sampling.temperature
