@@ -34,8 +34,8 @@ def tokenizer(model: LoadedModel) -> tuple[Status, str]:
 def context(model: LoadedModel, config: RunConfig, task: Mapping[str, Json]) -> tuple[Status, str]:
     """Whether a task and an answer fit into the context."""
     limit, asked = context_length(model.model), config.engine.max_context
-    context, answer = min(asked, limit or asked), config.sampling.max_tokens or 0
+    longest, answer = min(asked, limit or asked), config.sampling.max_tokens or 0
     size = len(Codec(model.tokenizer).encode(str(task.get("input", ""))))
-    sentence = f"{context} tokens, of which a task takes {size} and sampling.max_tokens {answer}"
+    sentence = f"{longest} tokens, of which a task takes {size} and sampling.max_tokens {answer}"
     cure = f"lower sampling.max_tokens or raise engine.max_context (the model: {limit or 'any'})"
-    return ("ok", sentence) if size + answer < context else ("fail", f"{sentence}; {cure}")
+    return ("ok", sentence) if size + answer < longest else ("fail", f"{sentence}; {cure}")
