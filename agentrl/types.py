@@ -1,6 +1,6 @@
 """The records of the system, with the same names in Python, SQL, JSON, command line and docs.
 
-task -> group -> rollout -> attempt -> transition. Records are frozen; only the store keeps them.
+task -> group -> rollout -> attempt -> call. Records are frozen; only the store keeps them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import field
 
 Json = Any  # a user's payload: any JSON value
 Task = Mapping[str, Json]
 """JSON object. The agent gets `input`, the verifier the whole object; `id` is optional."""
-SIDE = "side"  # role of calls outside the agent's own work, such as titles; never trained
+AUXILIARY_ROLE = "side"  # of calls outside the agent's own work, such as titles; never trained
 POLICY = "policy"  # name of the trained policy in a run with a single one
 EMPTY = "rollouts/empty"  # metric: number of rollouts of a step in which none was usable
 ENDED = "run/ended"  # metric of a run's last step: 1 once no more rollouts will be queued
@@ -112,7 +113,7 @@ class Sampling(Record, frozen=True):
 
 
 class Branch(Record, frozen=True):
-    """The start of a rollout: it replays the first `calls` transitions of another, ended rollout.
+    """The start of a rollout: it replays the first `calls` of another, ended rollout.
 
     `without`: roles whose calls are not replayed, because other policies play them here. Such a
     rollout shows how the other one would have ended without these roles; it is never trained on."""
@@ -168,7 +169,7 @@ class Transition(Record, frozen=True):
     `prompt` [P] and `completion` [C] are int32 token ids, `logprobs` [C] the sampler's float32
     log-probs at `sampling.temperature`. `exact` is false if the upstream returned no token ids.
     `messages` and `tools` are those of the agent's request, `answer` is the chat message that it
-    received, and `left_out` has the options of the request that had no effect. A call that
+    received, and `ignored` has the options of the request that had no effect. A call that
     `repeats` another was answered from the store, not by the policy: it is context only.
 
     `version` is the policy version of the first sampled token. `spans` has (index of its first
@@ -194,7 +195,7 @@ class Transition(Record, frozen=True):
     started: float = 0.0  # unix seconds
     seconds: float = 0.0
     repeats: str | None = None  # id of the call of another rollout that it replays
-    left_out: list[str] = []  # fields and hosted tools
+    ignored: list[str] = field(default_factory=list, name="left_out")  # fields and hosted tools
     spans: list[tuple[int, int]] = []  # in ascending order of versions
     processors: dict[str, str] = {}  # options that bend the policy's distribution -> their JSON
 
@@ -206,12 +207,12 @@ class Transition(Record, frozen=True):
 
 
 class Reward(Record, frozen=True):
-    """A reward of a rollout, a role or a transition. A missing reward has no row."""
+    """A reward of a rollout, a role or a call. A missing reward has no row."""
 
     value: float
     name: str = "outcome"
     scope: Scope = Scope.ROLLOUT
-    target: str | None = None  # role name or transition id, depending on the scope
+    target: str | None = None  # role name or call id, depending on the scope
     source: str = "verifier"
     note: str = ""  # the verifier's explanation
 
@@ -382,7 +383,7 @@ class Counts(Record, frozen=True):
     groups_trained: int = 0
     groups_discarded: int = 0
     transitions: int = 0
-    inexact: int = 0  # transitions without token ids
+    inexact: int = 0  # calls without token ids
     tokens: int = 0  # completion tokens
 
 

@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentrl.algorithms.credit.baselines import Ema as Ema
+    from agentrl.algorithms.credit.call_credit import CallRewards as CallRewards
+    from agentrl.algorithms.credit.call_credit import PotentialShaping as PotentialShaping
+    from agentrl.algorithms.credit.call_credit import Returns as Returns
+    from agentrl.algorithms.credit.call_credit import StepGae as StepGae
+    from agentrl.algorithms.credit.call_credit import TurnDiscount as TurnDiscount
     from agentrl.algorithms.credit.core import AllFilters as AllFilters
     from agentrl.algorithms.credit.core import Credit as Credit
     from agentrl.algorithms.credit.core import CriticValues as CriticValues
@@ -20,11 +25,6 @@ if TYPE_CHECKING:
     from agentrl.algorithms.credit.core import rewards as rewards
     from agentrl.algorithms.credit.core import standardise as standardise
     from agentrl.algorithms.credit.core import weighted_sum as weighted_sum
-    from agentrl.algorithms.credit.turns import CallRewards as CallRewards
-    from agentrl.algorithms.credit.turns import PotentialShaping as PotentialShaping
-    from agentrl.algorithms.credit.turns import Returns as Returns
-    from agentrl.algorithms.credit.turns import StepGae as StepGae
-    from agentrl.algorithms.credit.turns import TurnDiscount as TurnDiscount
     from agentrl.algorithms.data.batch import Batch as Batch
     from agentrl.algorithms.objective.core import Algo as Algo
     from agentrl.algorithms.objective.core import Average as Average
@@ -45,7 +45,7 @@ LATE = {
     "credit.baselines": "Ema",
     "credit.core": "AllFilters Credit CriticValues Gae GroupRelative RewardToGo TokenKLPenalty "
     "Whiten ZeroAdvantage rewards standardise weighted_sum",
-    "credit.turns": "CallRewards PotentialShaping Returns StepGae TurnDiscount",
+    "credit.call_credit": "CallRewards PotentialShaping Returns StepGae TurnDiscount",
     "data.batch": "Batch",
     "objective.core": "Algo Average Gate KLPenalty",
     "objective.ratios": "Clip InRange Ratio RatioInRange Truncate TrustRegion",

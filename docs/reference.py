@@ -194,14 +194,14 @@ def families() -> dict[str, str]:
         text = f"\n## `{name}`\n\n{papers(preset.doc)}\n"
         pages[short] = pages.get(short, head) + text + "\n```text\n" + "\n".join(made) + "\n```\n"
     for short, text in pages.items():
-        parts = parts_of(used[short], homes[short])
+        parts = described_classes(used[short], homes[short])
         pages[short] = f"{text}\n## Parts\n\n" + "".join(
             f"- `{name}`: {doc}\n" for name, doc in parts
         )
     return pages
 
 
-def parts_of(made: list[str], modules: Collection[Any]) -> Iterator[tuple[str, str]]:
+def described_classes(made: list[str], modules: Collection[Any]) -> Iterator[tuple[str, str]]:
     """Name and description of the classes in a preset's record."""
     for part in dict.fromkeys(re.findall(r"\b([A-Z]\w+)\(", "\n".join(made))):
         homes = [

@@ -25,7 +25,8 @@ from agentrl.types import Attempt, ErrorKind, Failure, Outcome
 
 log = logging.getLogger("agentrl.runner")
 CLAIM_TIMEOUT = 1.0  # seconds that one `claim` waits on the store, hence the delay of a stop
-GRACE = 5.0  # seconds past its deadline until the lease of a hung attempt is no longer renewed
+# Seconds past its deadline until the lease of a hung attempt is no longer renewed.
+LEASE_GRACE = 5.0
 
 
 class Worker:
@@ -160,14 +161,14 @@ class Worker:
 
     async def _abandon(self) -> None:
         """Stop the running attempts, then return them to the queue: two attempts of a rollout must
-        not run at once. Waits `GRACE` seconds for agents that ignore cancellation."""
+        not run at once. Waits `LEASE_GRACE` seconds for agents that ignore cancellation."""
         unfinished = list(self._running.values())
         for task, _ in unfinished:
             task.cancel()
         tasks = {*(task for task, _ in unfinished), *self._being_stored.values()}
         try:
             if tasks:
-                await asyncio.wait(tasks, timeout=GRACE)
+                await asyncio.wait(tasks, timeout=LEASE_GRACE)
         finally:
             await self._give_back([active.attempt for _, active in unfinished])
 
@@ -187,10 +188,12 @@ class Worker:
         while True:
             await asyncio.sleep(self.config.lease / 3)
             running = list(self._running.values())
-            blocked = [active for _, active in running if active.left < -GRACE - self.config.lease]
+            blocked = [
+                active for _, active in running if active.left < -LEASE_GRACE - self.config.lease
+            ]
             if blocked and self.on_blocked is not None:
                 self.on_blocked(blocked[0].attempt.rollout.id)
-            held = [active.id for _, active in running if active.left > -GRACE]
+            held = [active.id for _, active in running if active.left > -LEASE_GRACE]
             held += list(self._being_stored)
             if not held:
                 continue

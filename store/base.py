@@ -1,6 +1,6 @@
 """The store protocol. The store holds all state; every other process may die at any moment.
 
-Owns: runs, rollouts, attempts, transitions, spans, rewards, groups, steps, policy versions.
+Owns: runs, rollouts, attempts, calls, spans, rewards, groups, steps, policy versions.
 Invariants:
   * A rollout has at most one live attempt: the one with the highest fence, while its lease holds.
   * A write with an old fence, or after its attempt has ended, is stored as `late` for inspection
@@ -73,7 +73,7 @@ class Store(Protocol):
         their rollouts. A repeat of the same commit has no effect, even after a prune. Raises Fenced
         if `commit.epoch` is old; Conflict if the step is not the next one, or a group was not
         claimed by this epoch or is already trained or discarded; NotFound for an unknown run or
-        group, and for credit of a transition or a reward of a rollout outside `groups`."""
+        group, and for credit of a call or a reward of a rollout outside `groups`."""
 
     async def rewind(self, run: str, epoch: int, step: int, checkpoint: str | None) -> None:
         """Undo the committed steps from `step` on: the run then has `step` steps and this
@@ -89,7 +89,7 @@ class Store(Protocol):
         self, run: str, epoch: int, n: int, *, ordered: bool = False, timeout: float | None = None
     ) -> list[types.Group]:
         """Claim the first `n` settled, untrained training groups of the run, by id, with rollouts,
-        rewards and the transitions of each rollout's last attempt. Settled: every rollout has
+        rewards and the calls of each rollout's last attempt. Settled: every rollout has
         succeeded, failed or been cancelled. Waits until `n` groups are settled, with `ordered`
         until the first `n` untrained ones are; returns fewer only after `timeout` seconds. A repeat
         first returns groups that this epoch has claimed and not committed. Raises Fenced, also
@@ -149,7 +149,7 @@ class Store(Protocol):
         repeat of an accepted outcome returns True. With `retry`, the rollout is queued again while
         it has attempts left; if a stopping runner returns it (`lost_runner`), this does not count
         as an attempt. Raises NotFound for an unknown attempt; Invalid for a reward that is not
-        finite, lacks the target that its scope needs, or targets a transition that the attempt does
+        finite, lacks the target that its scope needs, or targets a call that the attempt does
         not have, and for a span of another attempt."""
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
@@ -160,7 +160,7 @@ class Store(Protocol):
     async def add_transitions(self, transitions: Sequence[types.Transition]) -> list[bool]:
         """Store model calls as tree nodes; returns False for an attempt that was no longer live.
 
-        A repeat, identified by the transition's id, returns the first result. Raises NotFound for
+        A repeat, identified by the call's id, returns the first result. Raises NotFound for
         an unknown attempt; Invalid for log-probs that are not finite, for an exact call with fewer
         or more log-probs than tokens, and for arrays of another type; Conflict for the id of
         another attempt's call. A gateway answers its agent after this has returned."""
@@ -194,7 +194,7 @@ class Store(Protocol):
         after: str | None = None,
         limit: int | None = None,
     ) -> list[types.Rollout]:
-        """List rollouts with their rewards, without transitions, in order of group and index; []
+        """List rollouts with their rewards, without calls, in order of group and index; []
         for an unknown run. `step`: the step that requested them; `trained`: the step that trained
         them. At most `limit`, starting after the rollout `after`. Raises Invalid for a negative
         limit; NotFound if the rollout `after` does not exist."""
@@ -242,8 +242,8 @@ class Store(Protocol):
         and 0 < `budget` <= 10, and for an invalid `before`."""
 
     async def trace(self, rollout: str) -> types.Trace | None:
-        """Return the last attempt of a rollout with its transitions, rewards and spans (late spans
-        too, but no late transitions or rewards). None if it has no attempt."""
+        """Return the last attempt of a rollout with its calls, rewards and spans (late spans
+        too, but no late calls or rewards). None if it has no attempt."""
 
     async def attempts(self, rollout: str) -> list[records.AttemptRow]:
         """List all attempts of a rollout in order, with late rows; [] if the rollout is unknown or
@@ -271,7 +271,7 @@ class Store(Protocol):
 
     async def counts(self, run: str) -> types.Counts:
         """Return a run's counters, read from one row; zeros for an unknown run. Groups of training
-        rollouts only; settled means terminal and not yet trained. Late transitions are not counted;
+        rollouts only; settled means terminal and not yet trained. Late calls are not counted;
         pruned rows are."""
 
     async def failures(self, run: str) -> list[types.FailureCount]:
@@ -367,7 +367,7 @@ class Store(Protocol):
         """Remove rollouts and events that no step will read again, of one run or of all.
 
         Removes evaluation rollouts of earlier steps and rollouts of trained groups, with attempts,
-        transitions, spans and rewards, unless they belong to the last `keep_last` committed steps
+        calls, spans and rewards, unless they belong to the last `keep_last` committed steps
         of their run or to a group that ended less than `older_than` seconds ago; and events of the
         same age. Always keeps rollouts that are queued, running, not yet trained, in a data set or
         requested by the current step; runs, steps, metrics, counters, policies and groups.

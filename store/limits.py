@@ -76,9 +76,9 @@ def _check_sampling(where: str, sampling: Sampling) -> None:
         raise Invalid(f"{where}: temperature and top_p must be finite numbers.")
 
 
-def check_transition(transition: Transition) -> None:
-    t, where = transition, f"Transition {transition.id}"
-    check_id("The id of a transition", t.id)
+def check_transition(t: Transition) -> None:
+    where = f"Call {t.id}"
+    check_id("The id of a call", t.id)
     for name, values, code in (
         ("prompt", t.prompt, "i"),
         ("completion", t.completion, "i"),
@@ -155,6 +155,6 @@ def check_commit(commit: StepCommit) -> None:
             values = getattr(credit, name)
             if not isinstance(values, array) or values.typecode != "f":
                 raise Invalid(
-                    f"Credit of transition {credit.transition}: {name} must be an array made by "
+                    f"Credit of call {credit.transition}: {name} must be an array made by "
                     f"agentrl.types.float32, not {type(values).__name__}."
                 )

@@ -139,7 +139,7 @@ def attempt(
 
 
 def rollout(row: Row, rewards: list[types.Reward]) -> types.Rollout:
-    """Build a rollout without its transitions."""
+    """Build a rollout without its calls."""
     return record(
         types.Rollout,
         row,
@@ -181,13 +181,13 @@ def failure_columns(failure: types.Failure | None) -> Columns:
 
 def transition_columns(t: types.Transition) -> Columns:
     """Return all columns but prompt, messages, tools and position in the tree."""
-    answer = None if t.answer is None else to_json(t.answer, f"The answer of transition {t.id}")
+    answer = None if t.answer is None else to_json(t.answer, f"The answer of call {t.id}")
     return asdict(t) | {
         "sampling": to_json(_sampling(t), "sampling"),
         "completion": to_blob(t.completion),
         "logprobs": to_blob(t.logprobs),
         "answer": answer,
-        "left_out": to_json(t.left_out, "left_out") if t.left_out else None,
+        "left_out": to_json(t.ignored, "ignored") if t.ignored else None,
         "spans": to_json(t.spans, "spans") if t.spans else None,
     }
 
@@ -198,7 +198,7 @@ def _sampling(t: types.Transition) -> types.Json:
 
 
 def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[types.Transition]]:
-    """Build transitions by attempt, in order of index: either the regular or the late ones. `rows`:
+    """Build calls by attempt, in order of index: either the regular or the late ones. `rows`:
     complete attempts in order of arrival, so that parents precede their children."""
     tokens: dict[int, bytes] = {}
     chats: dict[int, list[dict[str, types.Json]]] = {}
@@ -223,7 +223,7 @@ def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[ty
                 messages=messages,
                 tools=from_json(row["tools_body"]) or [],
                 answer=answer,
-                left_out=from_json(row["left_out"]) or [],
+                ignored=from_json(row["left_out"]) or [],
                 spans=[(first, version) for first, version in from_json(row["spans"]) or ()],
             )
             found.setdefault(row["attempt_id"], []).append(call)

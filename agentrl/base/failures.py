@@ -16,10 +16,10 @@ def commonest_failure(failures: Sequence[Failure], total: int) -> str:
     ((kind, count),) = Counter(failure.kind for failure in failures).most_common(1)
     messages = Counter(failure.message for failure in failures if failure.kind is kind)
     ((message, _),) = messages.most_common(1)
-    return f"{count} of {total} failed by {kind}: {brief(message)}"
+    return f"{count} of {total} failed by {kind}: {one_line(message)}"
 
 
-def brief(message: str) -> str:
+def one_line(message: str) -> str:
     """A message on one line, shortened to LONGEST_MESSAGE characters."""
     line = " ".join(message.split())
     return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} ..."

@@ -35,8 +35,8 @@ GPU_PATHS = (
     "8-bit optimizers, learners other than torch with all of their settings"
 )
 GIB = 2**30
-ANSWER = 15.0  # seconds for a store to answer
-SKEW = 5.0  # largest difference of two clocks in seconds
+STORE_TIMEOUT = 15.0  # seconds for a store to answer
+LARGEST_CLOCK_SKEW = 5.0  # largest difference of two clocks in seconds
 
 
 def packages(config: RunConfig) -> tuple[Status, str]:
@@ -71,12 +71,15 @@ async def store(config: RunConfig) -> tuple[Status, str] | None:
     if not config.store:
         return None
     try:
-        async with asyncio.timeout(ANSWER), open_store(config.store, readonly=True) as opened:
+        async with (
+            asyncio.timeout(STORE_TIMEOUT),
+            open_store(config.store, readonly=True) as opened,
+        ):
             await opened.run(config.name)
     except NotFound:
         return "ok", "it will be created"
     except TimeoutError:
-        return "fail", f"no answer within {ANSWER:g} s; start its server, or correct `store`"
+        return "fail", f"no answer within {STORE_TIMEOUT:g} s; start its server, or correct `store`"
     return "ok", "it answers"
 
 
@@ -85,9 +88,9 @@ def clock(config: RunConfig) -> tuple[Status, str] | None:
     if not config.store.startswith("http"):
         return None
     with suppress(httpx.HTTPError, KeyError):
-        answer = httpx.head(split_secret(config.store)[0], trust_env=False, timeout=ANSWER)
+        answer = httpx.head(split_secret(config.store)[0], trust_env=False, timeout=STORE_TIMEOUT)
         ahead = time.time() - parsedate_to_datetime(answer.headers["date"]).timestamp()
-        if abs(ahead) > SKEW:
+        if abs(ahead) > LARGEST_CLOCK_SKEW:
             return "warn", f"{ahead:+.0f} s from the store's; synchronise both by NTP"
     return None
 

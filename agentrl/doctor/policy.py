@@ -13,7 +13,7 @@ from agentrl.config import RunConfig
 from agentrl.doctor import Status
 from agentrl.types import Json
 
-PADDING = 1024  # most rows of an embedding without a token, which pad its size
+LARGEST_PADDING = 1024  # most rows of an embedding without a token, which pad its size
 
 
 def memory(config: RunConfig, source: str) -> tuple[Status, str]:
@@ -26,7 +26,7 @@ def tokenizer(model: LoadedModel) -> tuple[Status, str]:
     """Whether the vocabulary of the tokenizer matches that of the model."""
     rows, tokens = vocabulary_size(model.model), len(model.tokenizer)
     sentence = f"{tokens} tokens for {rows} embeddings of {model.source}"
-    if 0 <= rows - tokens <= PADDING:
+    if 0 <= rows - tokens <= LARGEST_PADDING:
         return "ok", sentence
     return "fail", f"{sentence}; put the tokenizer files of this very model there"
 
@@ -34,8 +34,8 @@ def tokenizer(model: LoadedModel) -> tuple[Status, str]:
 def context(model: LoadedModel, config: RunConfig, task: Mapping[str, Json]) -> tuple[Status, str]:
     """Whether a task and an answer fit into the context."""
     limit, asked = context_length(model.model), config.engine.max_context
-    room, answer = min(asked, limit or asked), config.sampling.max_tokens or 0
+    longest, answer = min(asked, limit or asked), config.sampling.max_tokens or 0
     size = len(Codec(model.tokenizer).encode(str(task.get("input", ""))))
-    sentence = f"{room} tokens, of which a task takes {size} and sampling.max_tokens {answer}"
+    sentence = f"{longest} tokens, of which a task takes {size} and sampling.max_tokens {answer}"
     cure = f"lower sampling.max_tokens or raise engine.max_context (the model: {limit or 'any'})"
-    return ("ok", sentence) if size + answer < room else ("fail", f"{sentence}; {cure}")
+    return ("ok", sentence) if size + answer < longest else ("fail", f"{sentence}; {cure}")

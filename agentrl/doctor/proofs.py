@@ -29,9 +29,9 @@ from agentrl.evaluation.core import evaluation_run
 from agentrl.store import open_store
 from agentrl.types import Json, RolloutState
 
-TOKENS = 16  # tokens of an answer
-HELD = 0.2  # seconds after which a call that did not wait would have ended
-LIMIT = 60.0  # timeout of a call in seconds
+ANSWER_TOKENS = 16  # tokens of an answer
+UNHELD_SECONDS = 0.2  # seconds after which a call that did not wait would have ended
+CALL_TIMEOUT = 60.0  # timeout of a call in seconds
 
 
 def trie(model: LoadedModel, config: RunConfig) -> tuple[Status, str] | None:
@@ -47,7 +47,7 @@ async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
     new weights. Raises PolicyError if the server does not start or vLLM's own checks fail."""
     server = policy_server(config, model.model, model.tokenizer, model.adapters, model.policies[0])
     await server.start()
-    body = {"model": server.model, "messages": [QUESTION], "max_tokens": TOKENS}
+    body = {"model": server.model, "messages": [QUESTION], "max_tokens": ANSWER_TOKENS}
     body |= {"logprobs": True, "return_token_ids": True}
     try:
         async with _client(config) as http:
@@ -55,7 +55,7 @@ async def sampler(model: LoadedModel, config: RunConfig) -> tuple[Status, str]:
             gap = _gap(model, (await http.post(url, json=body)).raise_for_status().json())
             async with server.updating():
                 waiting = asyncio.create_task(http.post(url, json=body))
-                ended, _ = await asyncio.wait([waiting], timeout=HELD)
+                ended, _ = await asyncio.wait([waiting], timeout=UNHELD_SECONDS)
                 started = time.monotonic()
                 await server.publish(1)
                 seconds = time.monotonic() - started
@@ -76,7 +76,7 @@ def _client(config: RunConfig) -> httpx.AsyncClient:
     access = config.engine.access
     headers = {"authorization": f"Bearer {access.key}"} if access.key else {}
     tls = access.client_tls()
-    return httpx.AsyncClient(headers=headers, verify=tls, trust_env=False, timeout=LIMIT)
+    return httpx.AsyncClient(headers=headers, verify=tls, trust_env=False, timeout=CALL_TIMEOUT)
 
 
 def _gap(model: LoadedModel, answer: Any) -> float:

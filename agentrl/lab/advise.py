@@ -20,7 +20,7 @@ from agentrl.store import open_store
 from agentrl.types import Group, Purpose
 
 TABLE = "algorithms/CREDIT.md#which-credit-when"
-GROUPS = 16  # the last ones, which are looked at
+LAST_GROUPS = 16  # the last ones, which are looked at
 REPEATED = 0.2  # share of states that other rollouts were in, from which on calls are compared
 RETURNS = 0.1  # share of states that a rollout comes back to, from which on states are valued
 TRUSTED = 0.3  # trust in the values of states, from which on they are looked at
@@ -35,7 +35,7 @@ async def advise(config: RunConfig) -> list[str]:
     """Lines to print. Raises StoreError where the run has no store yet."""
     groups = list[Group]()
     async with open_store(config.store, create=False, readonly=True) as store:
-        for row in await store.groups(config.name, purpose=Purpose.TRAIN, limit=GROUPS):
+        for row in await store.groups(config.name, purpose=Purpose.TRAIN, limit=LAST_GROUPS):
             traces = [trace for id in row.rollouts if (trace := await store.trace(id))]
             members = [
                 msgspec.structs.replace(one.rollout, transitions=one.transitions) for one in traces

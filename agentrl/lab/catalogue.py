@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from agentrl.algorithms.credit.parts import brief
+from agentrl.algorithms.credit.parts import format_record
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import catalogue as presets
 from agentrl.algorithms.presets.declare import EMPTY, AlgoModifier, AlgoPreset
@@ -34,15 +34,15 @@ def record(name: str) -> list[str]:
     algo = _built(name)
     supply = sorted(algo.needs) + ["values"] * algo.critic + ["top_tokens"] * bool(algo.symbols)
     answers = {
-        "credit": brief(algo.credit),
-        "gates": ", ".join(map(brief, algo.gates)),
-        "penalties": ", ".join(map(brief, algo.penalties)),
+        "credit": format_record(algo.credit),
+        "gates": ", ".join(map(format_record, algo.gates)),
+        "penalties": ", ".join(map(format_record, algo.penalties)),
         "entropy": str(algo.entropy or ""),
-        "average": brief(algo.agg),
-        "filter": brief(algo.keep) if algo.keep else "",
+        "average": format_record(algo.agg),
+        "filter": format_record(algo.keep) if algo.keep else "",
         "rewards": ", ".join(algo.rewards),
         "streams": ", ".join(supply),
-        "remembers": ", ".join(memory.name for memory in algo.memories),
+        "remembers": ", ".join(memory.name for memory in algo.remembered),
         "resamples": f"groups of equal {algo.resample!r}" if algo.resample else "",
     }
     lines = [name, *(f"  {key:<12} {answer or 'none'}" for key, answer in answers.items())]

@@ -13,8 +13,9 @@ from agentrl.algorithms.model.cpu_threads import computing_with
 from agentrl.config import RunConfig
 from agentrl.lab.simulation import Simulation, Workload
 
-READ = 128  # tokens of the measured forward pass
-HANDLED = 0.006  # seconds that client, gateway and store take for a call, measured on two cores
+MEASURED_TOKENS = 128  # tokens of the measured forward pass
+# Seconds that client, gateway and store take for a call, measured on two cores.
+HANDLING_SECONDS = 0.006
 
 
 def duration(config: RunConfig, network: Any) -> Iterator[str]:
@@ -40,8 +41,12 @@ def duration(config: RunConfig, network: Any) -> Iterator[str]:
         tokens=tokens,
         decode=one,
         per_call=per_call,
-        prompt=HANDLED,
-        update=seconds_of(network, 1, READ) / READ * passes * rollouts * tokens,
+        prompt=HANDLING_SECONDS,
+        update=seconds_of(network, 1, MEASURED_TOKENS)
+        / MEASURED_TOKENS
+        * passes
+        * rollouts
+        * tokens,
     )
     in_flight = algorithm.samples_during_update
     step = Simulation(work, algorithm.max_staleness, in_flight=in_flight).run(steps=5).seconds

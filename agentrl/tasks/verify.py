@@ -8,7 +8,7 @@ from typing import Any
 from agentrl.errors import AgentRLError
 from agentrl.types import Task
 
-TIMEOUT = 60.0  # seconds, if a task has no `test_timeout`
+TEST_TIMEOUT = 60.0  # seconds, if a task has no `test_timeout`
 PATCH = ".agentrl-hidden.patch"
 SUMMARY = "short test summary info"
 PYTEST = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S+)", re.MULTILINE)
@@ -39,7 +39,7 @@ async def run_tests(task: Task, workspace: Any) -> float:
             return 0.0  # the agent changed lines around the patch
     modules = [name.removesuffix(".py").replace("/", ".") for name in tests if name.endswith(".py")]
     command = task.get("test_command") or ["python3", "-m", "unittest", "-v", *modules]
-    timeout = float(task.get("test_timeout", TIMEOUT))
+    timeout = float(task.get("test_timeout", TEST_TIMEOUT))
     try:
         done = await copy.run(command, timeout=timeout, env={"PYTHONDONTWRITEBYTECODE": "1"})
     except TimeoutError:

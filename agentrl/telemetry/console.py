@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from agentrl.base.failures import brief
+from agentrl.base.failures import one_line
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy, policy_by_role
@@ -26,10 +26,10 @@ from agentrl.store.base import Store
 from agentrl.telemetry import report
 from agentrl.types import EMPTY, Counts, ErrorKind, FailureCount, Purpose, StepRow
 
-REFRESH = 0.5  # seconds between redraws
+REDRAW_INTERVAL = 0.5  # seconds between redraws
 PLAIN_LINES = 20  # step lines of a whole run without a terminal to redraw
 LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # the format of `log_to_stderr`
-POLL = 0.5  # seconds between reads of log files
+LOG_POLL = 0.5  # seconds between reads of log files
 PREPARING = "preparing the policy and starting the agents ..."
 RESUMED = "{} of {} steps are done already; --fresh would start over"
 UNSEEN_TOOLS = (
@@ -106,7 +106,7 @@ async def _next_change(store: Store) -> None:
     cursor = await store.cursor()
     started = time.monotonic()
     await store.wait(cursor, timeout=5.0)
-    remaining = REFRESH - (time.monotonic() - started)
+    remaining = REDRAW_INTERVAL - (time.monotonic() - started)
     if remaining > 0:  # a busy run changes hundreds of times a second
         await store.wait(2**62, timeout=remaining)
 
@@ -287,8 +287,8 @@ async def roles_without_calls(store: Store, config: RunConfig) -> str:
     if not (named and config.steps):
         return ""
     seen: set[str] = set()
-    for row in await store.rollouts(config.name, purpose=Purpose.TRAIN, trained=0):
-        trace = await store.trace(row.id)
+    for rollout in await store.rollouts(config.name, purpose=Purpose.TRAIN, trained=0):
+        trace = await store.trace(rollout.id)
         seen.update(call.role for call in (trace.transitions if trace else ()))
         if seen >= named.keys():
             return ""
@@ -305,7 +305,7 @@ def failure_sentence(config: RunConfig, failed: FailureCount) -> str:
     """The kind of a failure, how often it occurred, its message, and the command that shows it."""
     times = f"{failed.attempts} attempts" if failed.attempts > 1 else "an attempt"
     return (
-        f"{failed.kind}: {times} failed so far: {brief(failed.message)}\n"
+        f"{failed.kind}: {times} failed so far: {one_line(failed.message)}\n"
         f"  see it: agentrl show {failed.rollout}{report.store_option(config)}"
     )
 
@@ -336,7 +336,7 @@ class LogFollower:
         try:
             while True:
                 self.look()
-                await asyncio.sleep(POLL)
+                await asyncio.sleep(LOG_POLL)
         finally:
             self.look()
 

@@ -19,7 +19,7 @@ from agentrl.telemetry.show import render_trace
 from agentrl.types import Purpose, Rollout, RolloutState, StepRow
 
 LOOK_BACK = 3  # last evaluations to search for examples
-NAMED = 1000  # most failed rollouts whose kinds are counted
+MOST_COUNTED_FAILURES = 1000  # most failed rollouts whose kinds are counted
 FUNCTIONS = "eval/function/"  # metrics of `eval.functions`
 
 
@@ -211,14 +211,19 @@ async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> di
 
 async def _failures(store: Store, config: RunConfig) -> str:
     """A sentence with the number of failed rollouts, by kind, and the last message."""
-    found = await store.search(config.name, state=RolloutState.FAILED, limit=NAMED, budget=5.0)
+    found = await store.search(
+        config.name, state=RolloutState.FAILED, limit=MOST_COUNTED_FAILURES, budget=5.0
+    )
     if not found.rows:
         return ""
     kinds = Counter(row.error for row in found.rows if row.error is not None)
     counts = ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds))
     number, rows = len(found.rows), found.rows
-    if number == NAMED:
-        number, counts = (await store.counts(config.name)).failed, f"of the last {NAMED} {counts}"
+    if number == MOST_COUNTED_FAILURES:
+        number, counts = (
+            (await store.counts(config.name)).failed,
+            f"of the last {MOST_COUNTED_FAILURES} {counts}",
+        )
     last = await store.trace(rows[0].id)
     failure = last.rollout.failure if last is not None else None
     message = "" if failure is None else failure.message

@@ -41,13 +41,13 @@ def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
     if (branch := trace.rollout.branch) is not None:
         lost = f" without {', '.join(branch.without)}" if branch.without else ""
         parts.append(Text(f"repeats   {branch.rollout}{lost}", style="dim"))
-    for transition in trace.transitions:
-        messages = transition.messages
+    for call in trace.transitions:
+        messages = call.messages
         known = len(shown) if messages[: len(shown)] == shown else 0
         if known and len(messages) > known and messages[known].get("role") == "assistant":
             known += 1  # the previous answer, in the agent's form
         parts += [_message(message, longest=longest) for message in messages[known:]]
-        parts.append(_answer(transition))
+        parts.append(_answer(call))
         shown = messages
     if trace.rollout.failure:
         failure = trace.rollout.failure
@@ -79,16 +79,16 @@ def _message(message: dict[str, Any], note: str = "", longest: int | None = None
     return text
 
 
-def _answer(transition: Transition) -> Text:
-    by = "" if transition.policy == POLICY else f" by {transition.policy}"
-    versions = f" {transition.versions}" if transition.versions else ""
+def _answer(call: Transition) -> Text:
+    by = "" if call.policy == POLICY else f" by {call.policy}"
+    versions = f" {call.versions}" if call.versions else ""
     note = (
-        f"   [{transition.role}{by}{versions}, {len(transition.prompt)} +"
-        f" {len(transition.completion)} tokens, {transition.finish}]"
+        f"   [{call.role}{by}{versions}, {len(call.prompt)} +"
+        f" {len(call.completion)} tokens, {call.finish}]"
     )
-    if transition.processors:
-        told = (f"{name} = {value}" for name, value in transition.processors.items())
+    if call.processors:
+        told = (f"{name} = {value}" for name, value in call.processors.items())
         note += f"\n          processors: {', '.join(told)}"
-    if transition.left_out:
-        note += f"\n          left out: {', '.join(transition.left_out)}"
-    return _message({"role": "assistant"} | (transition.answer or {}), note)
+    if call.ignored:
+        note += f"\n          ignored: {', '.join(call.ignored)}"
+    return _message({"role": "assistant"} | (call.answer or {}), note)

@@ -24,8 +24,8 @@ from agentrl.types import RolloutState
 from agentrl.view.pages import Pages
 from agentrl.view.templates import STATIC, environment, island, render
 
-CHUNK = 100  # pages per compressed chunk
-GROUPS = 200  # groups per read
+PAGES_PER_CHUNK = 100  # pages per compressed chunk
+GROUPS_PER_READ = 200  # groups per read
 HIDDEN = "█"
 TEXTS = {"task", "result", "messages", "answer", "failure", "message", "traceback", "transitions"}
 TEXTS |= {"rewards", "note", "texts", "text", "seed", "question"}
@@ -102,11 +102,11 @@ async def export(
         index: dict[str, int] = {}
         chunk: dict[str, str] = {}
         async for url, html in _pages(pages, redacted, run, chosen):
-            chunk[url], index[url] = html, len(index) // CHUNK
-            if len(chunk) == CHUNK:
+            chunk[url], index[url] = html, len(index) // PAGES_PER_CHUNK
+            if len(chunk) == PAGES_PER_CHUNK:
                 out.write(_packed(index[url], chunk))
                 chunk = {}
-        out.write(_packed(len(index) // CHUNK, chunk))
+        out.write(_packed(len(index) // PAGES_PER_CHUNK, chunk))
         out.write(f'<script type="application/json" id="index">{island(index)}</script>')
         out.write(f"<script>{script}</script></body></html>\n")
         size = out.tell()
@@ -154,7 +154,7 @@ async def _chosen(store: Store, run: str, rollouts: str) -> tuple[dict[str, list
     if not sample and rollouts not in ("all", "failures"):
         raise ConfigError(f"--rollouts {rollouts}: write all, failures or sample:N")
     found, total, before = list[tuple[str, str]](), 0, None
-    while rows := await store.groups(run, before=before, limit=GROUPS):
+    while rows := await store.groups(run, before=before, limit=GROUPS_PER_READ):
         before = rows[-1].id
         for row in rows:
             total += len(row.rollouts)

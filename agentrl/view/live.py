@@ -9,9 +9,9 @@ from contextlib import suppress
 from agentrl.errors import StoreError
 from agentrl.store.base import Store
 
-QUIET = 15.0  # seconds after which a comment shows that the connection is alive
-PAUSE = 0.7  # seconds between two events of a stream, because drawing slows down training
-AGAIN = 2.0  # seconds before another read of an unreadable store
+KEEPALIVE_INTERVAL = 15.0  # seconds after which a comment shows that the connection is alive
+EVENT_PAUSE = 0.7  # seconds between two events of a stream, because drawing slows down training
+REREAD_PAUSE = 2.0  # seconds before another read of an unreadable store
 
 
 class ChangeFeed:
@@ -33,15 +33,15 @@ class ChangeFeed:
                 newest = await self._changed(cursor)
             except StoreError as error:
                 yield f"event: lost\ndata: {' '.join(str(error).split())}\n\n"
-                await self._rest(AGAIN)
+                await self._rest(REREAD_PAUSE)
                 continue
             changed, cursor = newest > cursor, newest
             yield f"id: {cursor}\nevent: change\ndata: {cursor}\n\n" if changed else ": quiet\n\n"
-            await self._rest(PAUSE if changed else 0)
+            await self._rest(EVENT_PAUSE if changed else 0)
 
     async def _changed(self, cursor: int) -> int:
         """The newest cursor, after a change, after QUIET seconds, or at the end."""
-        wait = asyncio.ensure_future(self._store.wait(cursor, timeout=QUIET))
+        wait = asyncio.ensure_future(self._store.wait(cursor, timeout=KEEPALIVE_INTERVAL))
         end = asyncio.ensure_future(self._ending.wait())
         try:
             await asyncio.wait((wait, end), return_when=asyncio.FIRST_COMPLETED)

@@ -19,11 +19,11 @@ from agentrl.view.tokens import Spelling, spelling
 
 SHOWN = ["reward/mean", "eval/score", "policy/entropy", "sampler/kl", "grad_norm"]
 SHOWN += ["reward/outcome/frac_zero_std", "completion/length_mean", "time/rollouts"]
-RUNS, GROUPS, FOUND, ITEMS = 50, 30, 50, 10  # rows per page
-POINTS = 400  # per curve
+RUNS_PER_PAGE, GROUPS_PER_PAGE, FOUND_PER_PAGE, ITEMS_PER_PAGE = 50, 30, 50, 10  # rows per page
+POINTS_PER_CURVE = 400  # per curve
 ELO, WIN_RATE = "selfplay/elo/", "selfplay/win_rate/"  # metrics of snapshots
-RECENT = 12  # last steps for which notes are shown
-KEPT = 8  # rollouts that are cached until the store changes
+RECENT_STEPS = 12  # last steps for which notes are shown
+CACHED_ROLLOUTS = 8  # rollouts that are cached until the store changes
 Query = Mapping[str, str]
 Values = dict[str, Any]
 
@@ -84,8 +84,8 @@ class Pages:
 
     async def runs(self, query: Query) -> Page:
         names, start = (await self.store.runs())[::-1], _read(query, "from") or 0
-        rows = await asyncio.gather(*map(self._run_row, names[start : start + RUNS]))
-        more = start + RUNS if len(names) > start + RUNS else None
+        rows = await asyncio.gather(*map(self._run_row, names[start : start + RUNS_PER_PAGE]))
+        more = start + RUNS_PER_PAGE if len(names) > start + RUNS_PER_PAGE else None
         values = {"rows": rows, "all": len(names), "more": more, "datasets": await self._datasets()}
         return Page("runs.html", "Runs", values)
 
@@ -119,7 +119,7 @@ class Pages:
     async def run(self, run: str, query: Query) -> Page:
         """The page of a run; with `live` in the query only the parts that change."""
         state, live = await self._state(run), "live" in query
-        recent = await self._recent(state, RECENT)
+        recent = await self._recent(state, RECENT_STEPS)
         values: Values = {"run": run, "state": state, "notes": _notes(state, recent)}
         values["counts"] = await self.store.counts(run)
         values["failures"] = await self.store.failures(run)
@@ -142,21 +142,21 @@ class Pages:
         """The points of curves after the step `after`."""
         after = _read(query, "after")
         start = -1 if after is None else after
-        found = await self.store.series(run, names, after=start, points=POINTS)
+        found = await self.store.series(run, names, after=start, points=POINTS_PER_CURVE)
         return {name: records.finite(points) for name, points in found.items()}
 
     async def step(self, run: str, step: int) -> Page:
         values: Values = {"run": run, "step": step, "state": await self._state(run)}
         rows = await self.store.steps(run, after=step - 1, limit=1)
         values["row"] = rows[0] if rows and rows[0].step == step else None
-        values |= await self._groups(run, {"step": str(step)}, GROUPS)
+        values |= await self._groups(run, {"step": str(step)}, GROUPS_PER_PAGE)
         if values["row"] is None and not values["groups"]:
             raise NotFound(f"run {run!r} has no step {step}")
         return Page("step.html", f"{run} step {step}", values)
 
     async def policies(self, run: str) -> Page:
         """The served versions and, for self-play, ratings and win rates."""
-        recent = await self._recent(await self._state(run), RECENT)
+        recent = await self._recent(await self._state(run), RECENT_STEPS)
         last = {name: value for row in recent for name, value in row.metrics.items()}
         pool = [key.removeprefix(ELO) for key in last if key.startswith(ELO)]
         taken = {
@@ -180,7 +180,11 @@ class Pages:
         versions = {one.version: one for one in await self.store.datasets(name)}
         version = _read(query, "version") or max(versions, default=0)
         after, split = _read(query, "after"), query.get("split") or None
-        given: Any = {"split": split, "after": -1 if after is None else after, "limit": ITEMS}
+        given: Any = {
+            "split": split,
+            "after": -1 if after is None else after,
+            "limit": ITEMS_PER_PAGE,
+        }
         items = await self.store.items(name, version, **given)
         sides = await self.store.sides([name for item in items for name in item.sides])
         sources = {id for item in items for id in item.source.split()}
@@ -188,7 +192,7 @@ class Pages:
         values: Values = {"dataset": versions[version], "versions": versions, "query": query}
         values["rows"] = [(item, *records.item_talks(item, sides)) for item in items]
         values["rollouts"] = {trace.rollout.id: trace.rollout for trace in traces if trace}
-        values["more"] = items[-1].position if len(items) == ITEMS else None
+        values["more"] = items[-1].position if len(items) == ITEMS_PER_PAGE else None
         return Page("data.html", name, values | {"run": versions[version].spec.get("run")})
 
     async def _datasets(self, state: RunState | None = None) -> list[Dataset]:
@@ -206,7 +210,7 @@ class Pages:
 
     async def groups(self, run: str, query: Query) -> Page:
         await self._state(run)
-        values = {"run": run, "query": query} | await self._groups(run, query, GROUPS)
+        values = {"run": run, "query": query} | await self._groups(run, query, GROUPS_PER_PAGE)
         return Page("groups.html", f"{run} groups", values)
 
     async def _groups(self, run: str, query: Query, limit: int) -> Values:
@@ -240,7 +244,7 @@ class Pages:
             error=_choice(query, "error", ErrorKind),
             version=_read(query, "version"),
             steps=None if steps == (None, None) else steps,
-            limit=FOUND,
+            limit=FOUND_PER_PAGE,
             **texts,
         )
         values = {"run": run, "rows": rows, "cursor": cursor, "looked": looked, "query": query}
@@ -316,7 +320,7 @@ class Pages:
                     f"there is no rollout {id!r} that has begun; it may be queued, or a prune may "
                     "have removed it"
                 )
-            while len(self._kept) >= KEPT:
+            while len(self._kept) >= CACHED_ROLLOUTS:
                 del self._kept[next(iter(self._kept))]
             self._kept[key] = Loaded(trace, credits, await self._state(trace.rollout.run))
         return self._kept[key]
@@ -339,7 +343,11 @@ class Pages:
         return state
 
     async def _series(
-        self, run: str, names: list[str], points: int = POINTS, known: list[str] | None = None
+        self,
+        run: str,
+        names: list[str],
+        points: int = POINTS_PER_CURVE,
+        known: list[str] | None = None,
     ) -> Values:
         """Metric -> curve; empty, without a query, if the run does not have the metric. `known`:
         the names of the run's metrics; None: read them."""

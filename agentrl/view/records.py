@@ -15,7 +15,8 @@ from agentrl.store.records import Item
 from agentrl.types import Credit, Json, Trace, Transition
 from agentrl.view.tokens import Spelling
 
-CAP = 2000  # characters of a message, task or result on a page; another page has all of it
+# Characters of a message, task or result on a page; another page has all of it.
+LONGEST_TEXT = 2000
 COLUMNS = ("advantage", "psi", "weight", "gate")
 T = TypeVar("T", bound="HasId")
 Spell = Callable[[str], Spelling]
@@ -44,9 +45,11 @@ def message(row: dict[str, Json], index: int) -> dict[str, Any]:
     for call in row.get("tool_calls") or []:
         function = call.get("function") or {}
         arguments = text_of(function.get("arguments"))
-        calls.append((function.get("name"), arguments[:CAP], len(arguments) > CAP))
+        calls.append(
+            (function.get("name"), arguments[:LONGEST_TEXT], len(arguments) > LONGEST_TEXT)
+        )
     text = text_of(row.get("content"))
-    found = {"role": str(row.get("role", "?")), "text": text[:CAP], "size": len(text)}
+    found = {"role": str(row.get("role", "?")), "text": text[:LONGEST_TEXT], "size": len(text)}
     return found | {"tools": calls, "index": index}
 
 
@@ -112,7 +115,7 @@ def call_rows(trace: Trace, credits: Sequence[Credit], spell: Spell) -> list[dic
         row["answer"] = message({"role": "assistant"} | (call.answer or {}), -1)
         row["missing"] = spelling.missing
         text = spelling.text(call.completion) if row["exact"] else ""
-        row["text"], row["size"] = text[: 2 * CAP], len(text)
+        row["text"], row["size"] = text[: 2 * LONGEST_TEXT], len(text)
         advantages = set(map(number, credit.advantage)) if credit else set()
         row["varies"] = len(advantages) > 1
         row["advantage"] = advantages.pop() if len(advantages) == 1 else None
@@ -161,7 +164,7 @@ def compared(a: Trace, b: Trace, spell_a: Spell, spell_b: Spell) -> list[dict[st
 
 
 def item_talks(item: Item, sides: Mapping[str, Sequence[Transition]]) -> tuple[Any, Any]:
-    """The common first messages of an item's sides, and the remaining messages of each side."""
+    """The common first messages of an item's completions, and the remaining messages of each."""
     talks = [_talk(sides.get(name, []), item.steps) for name in item.sides]
     both = zip(*(talk[:-1] for talk in talks), strict=False) if item.rejected else ()
     alike = len(list(takewhile(lambda two: two[0] == two[1], both)))

@@ -34,7 +34,7 @@ from agentrl.view.templates import STATIC, render
 
 KEY, COOKIE = "AGENTRL_VIEW_KEY", "agentrl-view"
 SHORTEST_KEY = 8  # characters
-EXPLAIN = 120.0  # timeout of a rollout's explanation in seconds
+EXPLAIN_TIMEOUT = 120.0  # timeout of a rollout's explanation in seconds
 STATUS = {NotFound: 404, Invalid: 400, KeyError: 400, Forbidden: 403, Unavailable: 503}
 SECURITY = {
     b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self'; img-src"
@@ -148,9 +148,11 @@ class ViewApp:
         async with self._explaining:
             process = await asyncio.create_subprocess_exec(*command, **pipes)
             try:
-                out, _err = await asyncio.wait_for(process.communicate(), EXPLAIN)
+                out, _err = await asyncio.wait_for(process.communicate(), EXPLAIN_TIMEOUT)
             except TimeoutError:
-                raise Unavailable(f"The explanation took more than {EXPLAIN:.0f} s.") from None
+                raise Unavailable(
+                    f"The explanation took more than {EXPLAIN_TIMEOUT:.0f} s."
+                ) from None
             finally:
                 if process.returncode is None:
                     process.kill()

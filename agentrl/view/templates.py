@@ -15,7 +15,7 @@ from msgspec.json import encode
 
 from agentrl.base.parts import installed_plugins
 from agentrl.view.pages import Page
-from agentrl.view.records import CAP, text_of
+from agentrl.view.records import LONGEST_TEXT, text_of
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
@@ -55,7 +55,7 @@ def environment() -> Environment:
     loader = FileSystemLoader([HERE / "templates", *own])
     found = Environment(loader=loader, undefined=StrictUndefined, **options)
     found.filters |= {"shown": shown, "ago": ago, "text": text_of, "island": island, "heat": heat}
-    found.globals["cap"] = CAP
+    found.globals["cap"] = LONGEST_TEXT
     return found
 
 

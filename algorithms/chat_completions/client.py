@@ -15,9 +15,9 @@ from agentrl.errors import AgentRLError
 from agentrl.store.base import Store
 from agentrl.types import Json
 
-TRIES = 8  # most attempts at a busy or unreachable server
+REQUEST_TRIES = 8  # most attempts at a busy or unreachable server
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds between attempts; doubled, or its retry-after
-TIMEOUT = aiohttp.ClientTimeout(total=600.0)  # seconds
+REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=600.0)  # seconds
 
 
 class Endpoint(NamedTuple):
@@ -92,10 +92,12 @@ async def post(
     url, why = f"{endpoint.url}/{path}", ""
     body = {"model": endpoint.model, **fields}
     headers = {"authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
-    for number in range(TRIES):
+    for number in range(REQUEST_TRIES):
         wait = FIRST_WAIT * 2**number
         try:
-            async with session.post(url, json=body, headers=headers, timeout=TIMEOUT) as answer:
+            async with session.post(
+                url, json=body, headers=headers, timeout=REQUEST_TIMEOUT
+            ) as answer:
                 content, status = await answer.read(), answer.status
                 after = answer.headers.get("retry-after", "")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -107,7 +109,7 @@ async def post(
             wait = float(after) if after.isdigit() else wait
             if status != 429 and status < 500:
                 break
-        if number + 1 < TRIES:
+        if number + 1 < REQUEST_TRIES:
             await asyncio.sleep(min(wait, LONGEST_WAIT))
     raise AgentRLError(f"{who}: {url} {why}; the same command resumes from here")
 

@@ -26,8 +26,8 @@ Column = Callable[[Batch], Tensor]
 Base = Literal["none", "mean", "loo"]
 Norm = Literal["none", "std", "mean"]
 
-ORDINARY = 0.01  # standard deviation from which eps is as published
-SPREAD = 1e-6  # differences below this fraction of the largest reward are rounding errors
+ORDINARY_DEVIATION = 0.01  # standard deviation from which eps is as published
+ROUNDING_SPREAD = 1e-6  # differences below this fraction of the largest reward are rounding errors
 
 
 class Standardised(NamedTuple):
@@ -73,7 +73,7 @@ def standardise(
     baseline = _baseline(x, by, base, weight if bw is None else known * bw.double())
     centred = x - baseline
     live = known & centred.isfinite()
-    live &= centred.abs() > SPREAD * reduce_by(x.abs(), by, how="amax")[by]
+    live &= centred.abs() > ROUNDING_SPREAD * reduce_by(x.abs(), by, how="amax")[by]
     if not isinstance(base, Tensor) and base != "none":
         live &= reduce_by(weight > 0, by)[by] > 1
     centred = torch.where(live, centred, 0.0)
@@ -91,8 +91,8 @@ def standardise(
         mean = reduce_by(weight * relative, by) / total
         deviation = (reduce_by(weight * (relative - mean[by]) ** 2, by) / (total - ddof)).sqrt()
         std = largest * deviation
-        std = std + eps * (std / ORDINARY).clamp(max=1.0)
-        scale = torch.where(deviation > SPREAD, std, 0.0)[by]
+        std = std + eps * (std / ORDINARY_DEVIATION).clamp(max=1.0)
+        scale = torch.where(deviation > ROUNDING_SPREAD, std, 0.0)[by]
     return Standardised(torch.where(scale > 0, centred / scale, 0.0), baseline, scale)
 
 
@@ -154,13 +154,13 @@ class GroupRelative:
             eps=self.eps,
         )
 
-    def of_units(self, batch: Batch) -> Tensor:
+    def unit_advantages(self, batch: Batch) -> Tensor:
         """Advantages at the level of comparison, NaN = missing."""
         x, standard = self.standard(batch)
         return torch.where(x.isnan(), torch.nan, standard.advantage)
 
     def __call__(self, batch: Batch) -> Tensor:
-        return self.of_units(batch)[owner(batch, self.level)]
+        return self.unit_advantages(batch)[owner(batch, self.level)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +345,7 @@ def has_variance(batch: Batch, reward: str | Column = "outcome") -> Tensor:
     high = reduce_by(x.nan_to_num(nan=-torch.inf), group, how="amax")
     low = reduce_by(x.nan_to_num(nan=torch.inf), group, how="amin")
     largest = reduce_by(x.nan_to_num(nan=0.0).abs(), group, how="amax")
-    return (high - low > SPREAD * largest)[group]
+    return (high - low > ROUNDING_SPREAD * largest)[group]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,37 +8,37 @@ from math import inf
 from typing import Any
 
 
-def parts_of(part: object) -> Iterator[object]:
+def nested_records(part: object) -> Iterator[object]:
     """Yield a credit and every record inside it, outermost first."""
     inside = part if isinstance(part, tuple) else ()
     if is_dataclass(part) and not isinstance(part, type):
         yield part
         inside = tuple(getattr(part, item.name) for item in fields(part))
     for item in inside:
-        yield from parts_of(item)
+        yield from nested_records(item)
 
 
 def rewards_read(*parts: object) -> tuple[str, ...]:
     """The reward references that credits read: every `reward` field that is a string, in order."""
-    found = (getattr(record, "reward", None) for record in parts_of(parts))
+    found = (getattr(record, "reward", None) for record in nested_records(parts))
     return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
 
 
-def map_parts(part: Any, change: Callable[[Any], Any]) -> Any:
+def map_records(part: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of a credit with `change` applied to every record inside it, innermost first."""
     if isinstance(part, tuple):
-        return tuple(map_parts(item, change) for item in part)
+        return tuple(map_records(item, change) for item in part)
     if not is_dataclass(part) or isinstance(part, type):
         return part
-    inner = {item.name: map_parts(getattr(part, item.name), change) for item in fields(part)}
+    inner = {item.name: map_records(getattr(part, item.name), change) for item in fields(part)}
     return change(replace(part, **inner))
 
 
-def brief(record: object, leave_out: tuple[str, ...] = ()) -> str:
+def format_record(record: object, leave_out: tuple[str, ...] = ()) -> str:
     """Format a record with the fields that differ from their defaults, GroupRelative('outcome',
     norm='std'), or one with only numbers with all that are finite, Clip(0.2, hi=0.28)."""
     if isinstance(record, tuple):
-        return f"({', '.join(map(brief, record))}{',' if len(record) == 1 else ''})"
+        return f"({', '.join(map(format_record, record))}{',' if len(record) == 1 else ''})"
     if not is_dataclass(record) or isinstance(record, type):
         return getattr(record, "__name__", repr(record))
     shown = []
@@ -48,5 +48,5 @@ def brief(record: object, leave_out: tuple[str, ...] = ()) -> str:
         usual = value == (inf if numeric else field.default)
         if field.name in leave_out or (number and usual):
             continue
-        shown.append(f"{field.name}={brief(value)}" if number else brief(value))
+        shown.append(f"{field.name}={format_record(value)}" if number else format_record(value))
     return f"{type(record).__name__}({', '.join(shown)})"

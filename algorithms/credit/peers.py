@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit import call_credit, core
 from agentrl.algorithms.credit.core import Column
-from agentrl.algorithms.credit.scale import KEPT, JudgedColumn
+from agentrl.algorithms.credit.scale import SCALE_DECAY, JudgedColumn
 from agentrl.algorithms.credit.states import (
-    CERTAIN,
+    LEAST_SCORE_NORM,
     Calls,
     baselines,
     calls_of,
@@ -34,12 +34,15 @@ from agentrl.algorithms.data.ids import Level, key, reduce_by
 from agentrl.algorithms.data.state import StatePart
 from agentrl.types import Json, Rollout
 
-SHOWN = (0.15, 0.5)  # share of the outcome that is visible before the end: no trust, full trust
-EFFECT = (1.25, 2.5)  # squared effect that values miss, over its noise: full trust, no trust
+# Share of the outcome that is visible before the end: no trust, full trust.
+VISIBLE_OUTCOME = (0.15, 0.5)
+MISSED_EFFECT = (1.25, 2.5)  # squared effect that values miss, over its noise: full trust, no trust
 EFFECT_AT = (1.5, 3.0)  # the same at some turns, where it is noisier
 LAMBDA = 0.5  # of the lambda-returns, by default
-LONGER = 0.97  # weight of an earlier batch, where it takes many to tell the gradient from noise
-DOUBT = 0.3  # of the noise of a batch's gradient: what one batch leaves unknown of the gradient
+# Weight of an earlier batch, where it takes many to tell the gradient from noise.
+NOISY_DECAY = 0.97
+# Of the noise of a batch's gradient: what one batch leaves unknown of the gradient.
+GRADIENT_DOUBT = 0.3
 
 
 def end_sums(calls: Calls, chosen: Tensor) -> Tensor:
@@ -63,7 +66,7 @@ def explained(sums: Tensor) -> float:
     squared, with one more degree of freedom that explains nothing), times the share of calls that
     are not alone with theirs. sums: see `end_sums`."""
     total, freedom, within, inner, met, calls = sums.tolist()
-    if total <= core.SPREAD**2 * calls or freedom < 0.5:
+    if total <= core.ROUNDING_SPREAD**2 * calls or freedom < 0.5:
         return 0.0
     each = total / freedom
     share: float = max(0.0, 1 - (within + each) / (inner + 1) / each)
@@ -72,7 +75,7 @@ def explained(sums: Tensor) -> float:
 
 def shown_before_the_end(ends: Tensor) -> float:
     """Trust in values by how much of the outcome the calls before the last show, and the last."""
-    low, high = SHOWN
+    low, high = VISIBLE_OUTCOME
     return min(max((min(map(explained, ends)) - low) / (high - low), 0.0), 1.0)
 
 
@@ -108,7 +111,7 @@ def missed_effects(effects: Tensor) -> Tensor:
     trust = torch.ones(effects.shape[-1], dtype=torch.float64)
     for found, noise in effects:
         trust = trust.minimum(fading(found, noise, EFFECT_AT))
-        trust = trust.minimum(fading(found.sum(), noise.sum(), EFFECT))
+        trust = trust.minimum(fading(found.sum(), noise.sum(), MISSED_EFFECT))
     return trust
 
 
@@ -124,7 +127,7 @@ def squared_scores(calls: Calls, x: Tensor, unit: Tensor, context: Tensor) -> Te
     one call of the pair, 0 at its others. A score is 1 at the call's action minus the policy, whose
     probabilities are known for what was said; the sum of their squares is their mean. A call that
     was certain, or has no tokens, has none."""
-    scored = (calls.weight > CERTAIN).double()
+    scored = (calls.weight > LEAST_SCORE_NORM).double()
     x, chance = x * scored, calls.chance * scored
     pair = key(unit, context)
     cell = key(pair, calls.action)
@@ -139,7 +142,7 @@ def squared_scores(calls: Calls, x: Tensor, unit: Tensor, context: Tensor) -> Te
 
 @dataclass(slots=True)
 class Evidence:
-    """What batches showed of values. One weighs `KEPT` or `LONGER` of the next."""
+    """What batches showed of values. One weighs `SCALE_DECAY` or `NOISY_DECAY` of the next."""
 
     time: Tensor  # [4], see `time_terms`
     ends: Tensor  # [2, 6], `end_sums` of last calls and those before
@@ -152,11 +155,11 @@ class Evidence:
         longest = max(self.effects.shape[-1], now.effects.shape[-1])
         before, after = (pad(x.effects, (0, longest - x.effects.shape[-1])) for x in (self, now))
         return Evidence(
-            KEPT * self.time + now.time,
-            KEPT * self.ends + now.ends,
-            KEPT * before + after,
-            LONGER * self.gains + now.gains,
-            LONGER * self.batches + now.batches,
+            SCALE_DECAY * self.time + now.time,
+            SCALE_DECAY * self.ends + now.ends,
+            SCALE_DECAY * before + after,
+            NOISY_DECAY * self.gains + now.gains,
+            NOISY_DECAY * self.batches + now.batches,
         )
 
     def dump(self) -> Json:
@@ -239,7 +242,7 @@ def earned(past: Evidence) -> float:
             (returns[i], (both[i] - returns[i] - missed[i]) / 2) for i in (0, 1)
         )
         noise, shared = square - signal, product - lost
-        doubt = DOUBT * noise / past.batches**0.5
+        doubt = GRADIENT_DOUBT * noise / past.batches**0.5
         share = min(max((lost + doubt) / (signal + doubt), 0.0), 1.0) if signal > -doubt else 1.0
         gain, cost = shared - share * noise, missed[0] - share * shared
         found = min(found, gain / cost if gain > 0 and cost > 0 else 0.0)
@@ -256,7 +259,7 @@ def trust(calls: Calls, judged: Evidence, past: Evidence | None = None) -> Tenso
 def trust_in_states(batch: Batch, reward: str = "outcome") -> float:
     """Mean over the calls of how far `peers` and `auto` trust in the values of their states: 0 is
     the credit of `rloo`. 0 without calls that can be compared."""
-    calls, _ = calls_of(batch, reward, 1.0, turns.Returns(reward, 1.0)(batch))
+    calls, _ = calls_of(batch, reward, 1.0, call_credit.Returns(reward, 1.0)(batch))
     if not calls.unit:
         return 0.0
     return float(trust(calls, evidence(calls, LAMBDA)[1]).mean())
@@ -284,14 +287,14 @@ class PeerAdvantages(JudgedColumn):
         self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
     ) -> tuple[Tensor, StatePart]:
         assert isinstance(part, Evidence)
-        total = turns.Returns(self.reward, 1.0)(batch)
+        total = call_credit.Returns(self.reward, 1.0)(batch)
         calls, index = calls_of(batch, self.reward, self.gamma, total)
         advantage = torch.where(total.isnan(), total, 0.0)
         if not calls.unit:
             return advantage, part
-        missed, now = evidence(calls, self.lam, KEPT * part.time)
+        missed, now = evidence(calls, self.lam, SCALE_DECAY * part.time)
         judged = part.then(now)
         x = calls.returns - trust(calls, judged, part) * missed
-        base = baselines(calls, x, KEPT * part.time)
+        base = baselines(calls, x, SCALE_DECAY * part.time)
         advantage[index] = core.standardise(x, calls.group, base=base).advantage
         return advantage, judged

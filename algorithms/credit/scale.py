@@ -10,14 +10,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit import call_credit, core
 from agentrl.algorithms.credit.core import Column, Credit
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn, StatePart
 from agentrl.types import Json, Rollout
 
-KEPT = 0.9  # weight of a batch in what is remembered, relative to the next one
+SCALE_DECAY = 0.9  # weight of a batch in what is remembered, relative to the next one
 
 
 class JudgedColumn(RememberedColumn):
@@ -27,7 +27,7 @@ class JudgedColumn(RememberedColumn):
     __slots__ = ()
 
     def __call__(self, batch: Batch) -> Tensor:
-        found = batch.memory.get(self.name)
+        found = batch.remembered.get(self.name)
         if found is None or bool(found.isnan().all()):
             return self.recall(self.part(0), batch, ())[0]
         return found
@@ -68,14 +68,14 @@ class ReturnScale(JudgedColumn):
         self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
     ) -> tuple[Tensor, StatePart]:
         assert isinstance(part, Spread)
-        returns = turns.Returns(self.reward)(batch)
+        returns = call_credit.Returns(self.reward)(batch)
         group, owner = units(batch, "transition", "group"), batch.transition_rollout
         known = (~returns.isnan()).double()
         weight = known / reduce_by(known, owner)[owner].clamp(min=1.0)
         scale = core.standardise(returns, group, norm="std", w=weight).scale
         freedom = torch.where(scale > 0, reduce_by(weight, group)[group] - 1, 0.0)
         squares = freedom * scale.square()
-        kept = Spread(KEPT * part.squares, KEPT * part.freedom)
+        kept = Spread(SCALE_DECAY * part.squares, SCALE_DECAY * part.freedom)
         both = (squares + kept.squares) / (freedom + kept.freedom).clamp(min=1e-300)
         found = torch.zeros(len(batch.rollouts), dtype=torch.float64)
         found[owner] = torch.where(freedom > 0, both.sqrt(), 0.0)
@@ -94,7 +94,7 @@ class GrpoScale:
     scale: Column | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
-        known = ~turns.Returns(self.reward)(batch).isnan()
+        known = ~call_credit.Returns(self.reward)(batch).isnan()
         rollouts = reduce_by(known, batch.transition_rollout, len(batch.rollouts)) > 0
         n = reduce_by(rollouts, batch.rollout_group)[batch.rollout_group]
         scale = (self.scale or ReturnScale(self.reward))(batch)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit import call_credit, core
 from agentrl.algorithms.credit.core import Column
 from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, next_same, reduce_by, scan, units
 
-CERTAIN = 1e-6  # least squared norm of a call's score
+LEAST_SCORE_NORM = 1e-6  # least squared norm of a call's score
 
 
 class Calls(NamedTuple):
@@ -53,10 +53,10 @@ def calls_of(
     logprob.index_add_(0, call, behaviour)
     norm.index_add_(0, call, (1 - behaviour.exp()).square())
     rollout = batch.transition_rollout[index]
-    returns = total if gamma == 1.0 else turns.Returns(reward, gamma)(batch)
+    returns = total if gamma == 1.0 else call_credit.Returns(reward, gamma)(batch)
     calls = Calls(
         returns=returns[index].nan_to_num(nan=0.0),  # missing if gamma is 0 and rewards are later
-        received=turns.call_rewards(batch, reward)[index].nan_to_num(nan=0.0),
+        received=call_credit.call_rewards(batch, reward)[index].nan_to_num(nan=0.0),
         gamma=gamma,
         rollout=key(rollout),
         group=key(group[index]),
@@ -68,7 +68,7 @@ def calls_of(
             units(batch, "transition", "role", what)[index] for what in ("state", "prompt")
         ),
         chance=logprob.exp()[index],
-        weight=norm.clamp(min=CERTAIN)[index],
+        weight=norm.clamp(min=LEAST_SCORE_NORM)[index],
         unit=0.0,
     )
     calls = from_lowest(calls) if gamma == 1.0 else calls
@@ -81,7 +81,7 @@ def deviation(calls: Calls) -> float:
     if not x.numel():
         return 0.0
     found = float((x - mean_by(x, calls.group)[0]).square().mean().sqrt())
-    return found if found > core.SPREAD * float(x.abs().max()) else 0.0
+    return found if found > core.ROUNDING_SPREAD * float(x.abs().max()) else 0.0
 
 
 def from_lowest(calls: Calls) -> Calls:
@@ -92,7 +92,7 @@ def from_lowest(calls: Calls) -> Calls:
     lowest = reduce_by(calls.returns, calls.group, how="amin")[calls.group]
     largest = reduce_by(calls.returns.abs(), calls.group, how="amax")[calls.group]
     over = calls.returns - lowest
-    over = torch.where(over > core.SPREAD * largest, over, 0.0)
+    over = torch.where(over > core.ROUNDING_SPREAD * largest, over, 0.0)
     return calls._replace(returns=over, received=torch.where(calls.following < 0, over, 0.0))
 
 

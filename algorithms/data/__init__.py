@@ -1,1 +1,1 @@
-"""Batches: transitions, the ids that group them, rewards, and state that outlives a step."""
+"""Batches: calls, the ids that group them, rewards, and state that outlives a step."""

@@ -1,6 +1,6 @@
 """The data of one optimizer batch: flat levels with parent links, no padding.
 
-    token -> transition -> row -> rollout -> group
+    token -> transition (a call) -> row -> rollout -> group
 
 A token is an *action* token (sampled by the policy). Prompts, tool results and template tokens
 are context: they appear in `Row.tokens`, never in the token level.
@@ -33,8 +33,8 @@ class TokenRow:
 class Batch:
     """Rows and level tables of one optimizer batch.
 
-    N action tokens, S transitions, R rows, U rollouts, K roles, M groups. Token columns concatenate
-    the rows' action tokens in row order. The transitions of a rollout are contiguous and in call
+    N action tokens, S calls, R rows, U rollouts, K roles, M groups. Token columns concatenate
+    the rows' action tokens in row order. The calls of a rollout are contiguous and in call
     order. An unknown column is empty; comparing by it is an error.
     """
 
@@ -47,7 +47,7 @@ class Batch:
     row_rollout: Tensor  # int64 [R]
     rollout_group: Tensor  # int64 [U]
     # By reward reference (see merge.py), float64 at the level of its scope: rollouts [U], roles
-    # of rollouts [U * K] or transitions [S]; NaN = missing.
+    # of rollouts [U * K] or calls [S]; NaN = missing.
     rewards: dict[str, Tensor]
     roles: list[str]
     groups: list[str]  # ids [M]
@@ -65,12 +65,12 @@ class Batch:
     rollout_greedy: Tensor = field(default_factory=_unknown)  # bool [U], all at temperature 0
     values: Tensor = field(default_factory=_unknown)  # float64 [N], critic's, before each token
     reference: Tensor = field(default_factory=_unknown)  # float64 [N], reference log-probs
-    # int64 [N, K], tokens whose log-probs psi reads, the sampled one first: see `Psi`.
+    # int64 [N, K], tokens whose log-probs psi reads, the sampled one first: see `LossCoefficients`.
     symbols: Tensor = field(default_factory=_unknown)
     # int64 [R]: psi needs the log-probs of all rows of one id at once. Empty: rows are independent.
     row_unit: Tensor = field(default_factory=_unknown)
     # Values of each `RememberedColumn`, by its name (state.py).
-    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    remembered: Mapping[str, Tensor] = field(default_factory=dict)
     token_version: Tensor = field(default_factory=_unknown)  # int64 [N], sampling policy; -1: ?
 
     @property

@@ -37,14 +37,14 @@ from agentrl.types import (
 )
 
 
-def trainable(transition: Transition, policy: str = POLICY) -> bool:
+def trainable(call: Transition, policy: str = POLICY) -> bool:
     """Whether `policy` sampled the call, with known tokens and log-probs and a nonempty prompt."""
     return (
-        transition.policy == policy
-        and transition.exact
-        and len(transition.prompt) > 0
-        and len(transition.logprobs) == len(transition.completion)
-        and all(map(math.isfinite, transition.logprobs))
+        call.policy == policy
+        and call.exact
+        and len(call.prompt) > 0
+        and len(call.logprobs) == len(call.completion)
+        and all(map(math.isfinite, call.logprobs))
     )
 
 
@@ -193,29 +193,29 @@ def build_batch(
     )
 
 
-def merge(transitions: Sequence[Transition]) -> list[TokenRow]:
+def merge(calls: Sequence[Transition]) -> list[TokenRow]:
     """Rows of one attempt, in the order of their first call. `TokenRow.transition` indexes
-    `transitions`, which must all be `trainable`.
+    `calls`, which must all be `trainable`.
 
     Each call, shortest prompt first, continues the longest row that is a prefix of it. This
     forwards the fewest tokens: the rows that a call can continue are prefixes of one another, so
     every call that could have continued one of the others still can. A call without sampled tokens
     is in no row, nor is one that repeats another rollout's call, which is trained there."""
     branches: list[_Branch] = []
-    by_length = sorted(range(len(transitions)), key=lambda i: (len(transitions[i].prompt), i))
+    by_length = sorted(range(len(calls)), key=lambda i: (len(calls[i].prompt), i))
     for index in by_length:
-        if len(transitions[index].completion) == 0 or transitions[index].repeats is not None:
+        if len(calls[index].completion) == 0 or calls[index].repeats is not None:
             continue
-        prompt = transitions[index].prompt.tobytes()
+        prompt = calls[index].prompt.tobytes()
         open_branches = (branch for branch in branches if prompt.startswith(branch.tokens))
         branch = max(open_branches, key=lambda branch: len(branch.tokens), default=None)
         if branch is None:
             branch = _Branch()
             branches.append(branch)
-        branch.tokens = prompt + transitions[index].completion.tobytes()
+        branch.tokens = prompt + calls[index].completion.tobytes()
         branch.calls.append(index)
     branches.sort(key=lambda branch: min(branch.calls))
-    return [_row(branch, transitions) for branch in branches]
+    return [_row(branch, calls) for branch in branches]
 
 
 @dataclass(slots=True)
@@ -224,8 +224,8 @@ class _Branch:
     calls: list[int] = field(default_factory=list)
 
 
-def _row(branch: _Branch, transitions: Sequence[Transition]) -> TokenRow:
-    calls = [transitions[index] for index in branch.calls]
+def _row(branch: _Branch, every: Sequence[Transition]) -> TokenRow:
+    calls = [every[index] for index in branch.calls]
     sizes = torch.tensor([len(call.completion) for call in calls])
     spans = [(len(call.prompt), len(call.prompt) + len(call.completion)) for call in calls]
     # Log-probs of greedy calls are those of the model itself (see engines.base).
@@ -367,6 +367,6 @@ def _check_targets(rollouts: Sequence[Rollout], name: str, where: str) -> None:
         what = "role" if scope is Scope.ROLE else "call"
         hint = f"; {nearest(lost[0], roles)}" if what == "role" and roles else ""
         raise TrainingError(
-            f"{len(lost)} rewards {name!r} {where} name a {what} that no transition has, "
+            f"{len(lost)} rewards {name!r} {where} name a {what} that no call has, "
             f"such as {lost[0]!r}{hint}"
         )

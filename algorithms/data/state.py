@@ -130,12 +130,12 @@ class RememberedColumn:
 
     def __call__(self, batch: Batch) -> Tensor:
         """The values that `recall` put into the batch. Raises TrainingError without them."""
-        if self.name not in batch.memory:
+        if self.name not in batch.remembered:
             raise TrainingError(
                 f"step {batch.step}: {self} reads values of earlier steps, and this batch has "
-                "none; set its `memory` to the `columns` that `AlgorithmState.recall` returns"
+                "none; set its `remembered` to the `columns` that `AlgorithmState.recall` returns"
             )
-        return batch.memory[self.name]
+        return batch.remembered[self.name]
 
 
 def settings(value: object) -> str:
@@ -155,34 +155,34 @@ def settings(value: object) -> str:
 class Recalled:
     """The remembered columns of a batch, and the state after the batch is trained, by name."""
 
-    columns: dict[str, Tensor]  # for `Batch.memory`
+    columns: dict[str, Tensor]  # for `Batch.remembered`
     after: dict[str, StatePart]
 
 
 @dataclass(slots=True)
 class AlgorithmState:
-    """All state of a run. memories: the remembered columns of its algorithm; other parts, such as
+    """All state of a run. remembered: the columns of its algorithm; other parts, such as
     the KL controller, are added to `parts` under their own names. seed: the run's seed."""
 
-    memories: tuple[RememberedColumn, ...] = ()
+    remembered: tuple[RememberedColumn, ...] = ()
     parts: dict[str, StatePart] = field(default_factory=dict)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        names = {memory.name: memory for memory in self.memories}
-        for memory in self.memories:
-            if names[memory.name] != memory:
+        names = {column.name: column for column in self.remembered}
+        for column in self.remembered:
+            if names[column.name] != column:
                 raise TrainingError(
-                    f"{memory} and {names[memory.name]} would share the state {memory.name}; give "
+                    f"{column} and {names[column.name]} would share the state {column.name}; give "
                     "one of them another `stored_as`"
                 )
-            self.parts.setdefault(memory.name, memory.part(self.seed))
+            self.parts.setdefault(column.name, column.part(self.seed))
 
     def recall(self, batch: Batch, groups: Sequence[Group]) -> Recalled:
         """Compute the columns for the batch and the next state. Pure: `adopt` changes the state."""
         found = {rollout.id: rollout for group in groups for rollout in group.rollouts}
         rollouts = [found[name] for name in batch.rollouts]
-        read = {m.name: m.recall(self.parts[m.name], batch, rollouts) for m in self.memories}
+        read = {m.name: m.recall(self.parts[m.name], batch, rollouts) for m in self.remembered}
         columns = {name: column for name, (column, _) in read.items()}
         return Recalled(columns, {name: after for name, (_, after) in read.items()})
 
@@ -204,7 +204,7 @@ class AlgorithmState:
                     f"the checkpoint has state {name!r} of another algorithm; {hint}. Continue "
                     "with the algorithm that wrote it, or start a new run from its weights"
                 )
-        shown = {memory.name: repr(memory) for memory in self.memories}
+        shown = {column.name: repr(column) for column in self.remembered}
         for name, part in self.parts.items():
             if name not in data:
                 log.warning(
@@ -220,7 +220,7 @@ class AlgorithmState:
 
     def _with_current_names(self, data: Mapping[str, Json]) -> dict[str, Json]:
         """Checkpoints up to 0.1 name a column's state by its repr, with older names of classes."""
-        current = {CLASS.sub("", repr(memory)): memory.name for memory in self.memories}
+        current = {CLASS.sub("", repr(column)): column.name for column in self.remembered}
         found = dict[str, Json]()
         for written, saved in data.items():
             name = current.get(CLASS.sub("", written), written)

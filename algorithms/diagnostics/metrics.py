@@ -26,7 +26,7 @@ from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import (
     Algo,
     Terms,
-    eta,
+    entropy_weights,
     gate_factors,
     kl_value,
     logprobs_at,
@@ -235,12 +235,12 @@ def optimizer_step(
         **ratio_metrics(algo, terms, report.current, lag),
         **report.metrics,
     }
-    if terms.sides is not None:
-        metrics |= terms.sides.metrics(report.current)
+    if terms.added is not None:
+        metrics |= terms.added.metrics(report.current)
     live = terms.weight > 0
     if report.entropy is not None and live.any():
         metrics["policy/entropy"] = _mean(report.entropy[live])
-        if (bonus := eta(algo, terms)) is not None:
+        if (bonus := entropy_weights(algo, terms)) is not None:
             metrics["policy/entropy_bonus"] = float(bonus[live] @ report.entropy[live].double())
     if per_call := sum(sizes.get(call, 0) for call in batch.transitions):
         metrics["tokens/unique_fraction"] = report.tokens / per_call

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import CriticValues, GroupRelative, TokenKLPenalty
-from agentrl.algorithms.credit.parts import parts_of
+from agentrl.algorithms.credit.parts import nested_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn
@@ -46,7 +46,9 @@ class CreditRecorder:
         calls = call_ids(part)
         if all(call in self.credits for call in calls):
             return  # not the first epoch
-        psi = objective.psi(algo, terms, logprobs.double(), torch.arange(part.n_tokens))
+        psi = objective.loss_coefficients(
+            algo, terms, logprobs.double(), torch.arange(part.n_tokens)
+        )
         columns = (
             torch.where(terms.weight > 0, terms.advantage, torch.nan),
             gate_product(algo, terms, logprobs),
@@ -89,7 +91,7 @@ def with_baseline(algo: Algo) -> list[object]:
     """The parts of a credit that have a baseline, are one, or are a KL penalty; the critic once,
     however many parts read it."""
     found = list[object]()
-    for part in parts_of(algo.credit):
+    for part in nested_records(algo.credit):
         compared = isinstance(part, GroupRelative) and part.base != "none"
         critic = isinstance(part, CriticValues) and part not in found
         if compared or critic or isinstance(part, RememberedColumn | TokenKLPenalty):
@@ -142,7 +144,7 @@ class Stored:
 
 
 def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
-    """Expand stored credit, by transition, to the tokens of a batch. `compared` is NaN if the
+    """Expand stored credit, by call, to the tokens of a batch. `compared` is NaN if the
     number of stored baselines is not that of the algorithm."""
     kinds = len(with_baseline(algo))
     n = batch.n_tokens
@@ -165,9 +167,9 @@ def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
 
 
 def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
-    """The batch with the `memory`, `values` and `reference` of the step, NaN at units without
+    """The batch with the `remembered`, `values` and `reference` of the step, NaN at units without
     tokens. If the step stored nothing, the reference is the sampler."""
-    memory: dict[str, Tensor] = {}
+    remembered: dict[str, Tensor] = {}
     values, reference = batch.values, batch.behaviour.double()
     for part, x in zip(with_baseline(algo), stored.compared, strict=True):
         if isinstance(part, CriticValues):
@@ -177,6 +179,6 @@ def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
         elif isinstance(part, RememberedColumn):
             at = owner(batch, part.level)
             size = units(batch, part.level, "all").numel()
-            memory[part.name] = torch.full((size,), torch.nan, dtype=x.dtype)
-            memory[part.name][at] = x
-    return replace(batch, memory=memory, values=values, reference=reference)
+            remembered[part.name] = torch.full((size,), torch.nan, dtype=x.dtype)
+            remembered[part.name][at] = x
+    return replace(batch, remembered=remembered, values=values, reference=reference)

@@ -46,12 +46,12 @@ def save_dump(path: Path, dump: Dump) -> None:
     flat["row/length"] = torch.tensor([len(row.tokens) for row in batch.rows], dtype=torch.int64)
     flat |= {"logprobs": dump.logprobs, "advantage": terms.advantage, "weight": terms.weight}
     for prefix, columns in (
-        ("reward", batch.rewards), ("memory", batch.memory),
+        ("reward", batch.rewards), ("memory", batch.remembered),
         ("logprobs", {"sampler": terms.sampler, **terms.given.computed()}), ("ids", terms.ids),
     ):  # fmt: skip
         flat |= {f"{prefix}/{name}": column for name, column in columns.items()}
     plain: dict[str, Any] = {"loss": repr(dump.loss), "grad_norm": repr(dump.grad_norm)}
-    others = {field.name for field in dataclasses.fields(batch)} - {"rows", "rewards", "memory"}
+    others = {field.name for field in dataclasses.fields(batch)} - {"rows", "rewards", "remembered"}
     for name in sorted(others):
         value = getattr(batch, name)
         if isinstance(value, Tensor):
@@ -86,7 +86,7 @@ def load_dump(path: Path) -> Dump:
     actions = columns["token_row"].bincount(minlength=len(lengths)).tolist()
     parts = [torch.split(flat[name], lengths if name == "tokens" else actions) for name in ROW]
     rows = [TokenRow(*row) for row in zip(*parts, strict=True)]
-    batch = Batch(rows=rows, rewards=table("reward"), memory=table("memory"), **columns)
+    batch = Batch(rows=rows, rewards=table("reward"), remembered=table("memory"), **columns)
     letters = {OLD_NAMES[letter]: column for letter, column in table("stream").items()}
     known = letters | table("logprobs")
     sampler, given = known.pop("sampler"), GivenLogProbs(**known)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import GroupRelative, WeightedSum
-from agentrl.algorithms.credit.parts import brief
+from agentrl.algorithms.credit.parts import format_record
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner
 from agentrl.algorithms.data.merge import build_batch, check_rewards, reward_reference
@@ -61,7 +61,7 @@ def explain(
     oldest: int = 0,
 ) -> Explanation:
     """Explain the step of `algo` on `groups` for a trained policy. credits: stored by the step, by
-    transition. oldest: first version whose tokens it trained. Raises TrainingError like a step."""
+    call. oldest: first version whose tokens it trained. Raises TrainingError like a step."""
     check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
     algo = withhold(algo, batch, oldest)
@@ -76,14 +76,14 @@ def explain(
         batch=batch,
         chain=list(links(algo.credit, batch)),
         weight=terms.weight,
-        psi=objective.psi(algo, terms, same, index),
+        psi=objective.loss_coefficients(algo, terms, same, index),
         stored=stored,
     )
 
 
 def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Iterator[Link]:
     """Yield the parts of a credit with their values, each after the parts it is computed from."""
-    label = text + brief(credit)
+    label = text + format_record(credit)
     if isinstance(credit, GroupRelative):
         x, standard = credit.standard(batch)
         at = owner(batch, credit.level)
@@ -93,7 +93,7 @@ def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Itera
         return
     if isinstance(credit, WeightedSum):
         for term, weight in credit.terms:
-            factor = brief(weight) if callable(weight) else f"{weight:g}"
+            factor = format_record(weight) if callable(weight) else f"{weight:g}"
             yield from links(term, batch, depth + 1, f"{factor} x ")
         label = text + "sum"
     else:
@@ -102,7 +102,7 @@ def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Itera
             inner = getattr(credit, name, None)
             if callable(inner):
                 yield from links(inner, batch, depth + 1, prefix)
-        label = text + brief(credit, leave_out=tuple(inside))
+        label = text + format_record(credit, leave_out=tuple(inside))
     if callable(credit):
         yield Link(depth, label, {"advantage": credit(batch)})
 
@@ -207,7 +207,7 @@ def _disagreement(explanation: Explanation, at: Tensor) -> list[str]:
 
 def _gates(explanation: Explanation) -> list[str]:
     algo, title = explanation.algo, "gates and penalties"
-    parts = [f"  {brief(part)}" for part in (*algo.gates, *algo.penalties)]
+    parts = [f"  {format_record(part)}" for part in (*algo.gates, *algo.penalties)]
     if explanation.stored.known.any():
         note = "  as they applied in the first optimizer step that the token was in"
         return [title, *parts, note]

@@ -25,15 +25,17 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.model.load import Tokenizer, no_progress_bars, read_policy
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.values import ValueTerms
-from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.errors import PolicyError
 
-Psi = Callable[[Tensor, Tensor], Tensor]
-"""(current log-probs [n], token indices int64 [n]) -> psi [n], the weight of each token's log-prob.
+LossCoefficients = Callable[[Tensor, Tensor], Tensor]
+"""(current log-probs [n], token indices int64 [n]) -> psi [n], the coefficients of log-probs.
 
 Called once per micro-batch of whole rows and whole units of `Batch.row_unit`, detached. Indices
 point into the batch's token level. If the batch has `symbols`, the log-probs are those of the
 symbols, [n, K], the sampled token first; psi is [n] for the sampled tokens, or [n, K]."""
+
+Psi = LossCoefficients  # its earlier name, until the next version
 
 Frozen = Literal["reference", "teacher"]
 Scored = Literal["current"] | Frozen
@@ -71,7 +73,7 @@ class SavedPart(Protocol):
 class Learner(Protocol):
     """Owns weights, optimizer and their random state. One caller at a time."""
 
-    supplies: frozenset[Supply]
+    supplies: frozenset[LearnerOutput]
     """The models whose log-probs it can compute, and whether it can compute values, the most
     probable tokens, and the gradient of the entropy."""
     undoable: bool
@@ -97,14 +99,14 @@ class Learner(Protocol):
     def step(
         self,
         batch: Batch,
-        psi: Psi,
+        coefficients: LossCoefficients,
         *,
         lr: float,
         critic: ValueTerms | None = None,
-        eta: Tensor | None = None,
+        entropy_weights: Tensor | None = None,
     ) -> StepReport:
-        """Forward, backward and update of the policy, and of the critic if there are terms. eta
-        [N]: entropy weights. A log-prob, value, loss or gradient that is not finite: no update.
+        """Forward, backward and update of the policy, and of the critic if there are terms.
+        entropy_weights: [N]. A log-prob, value, loss or gradient that is not finite: no update.
 
         metrics: memory/*peak_mb (see `memory.peak`) and those of `critic_metrics`."""
 
@@ -174,14 +176,14 @@ class PolicyWeights(LearnerDefaults):
         tokenizer: Tokenizer,
         adapters: Adapters | None,
         policy: str,
-        supplies: Iterable[Supply],
+        supplies: Iterable[LearnerOutput],
     ) -> None:
         """policy: the name of the adapter. supplies: what the learner can compute besides the
         policy's log-probs, and the reference's, which every adapter has in its base."""
         self.model = model.eval()
         self.adapters, self.policy = adapters, policy
-        own_base: Iterable[Supply] = () if adapters is None else ("reference",)
-        self.supplies = frozenset[Supply](("old", "sampler", *own_base, *supplies))
+        own_base: Iterable[LearnerOutput] = () if adapters is None else ("reference",)
+        self.supplies = frozenset[LearnerOutput](("old", "sampler", *own_base, *supplies))
         with TemporaryDirectory() as folder:  # once: it does not change during a run
             tokenizer.save_pretrained(folder)
             self._tokenizer = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
@@ -218,15 +220,15 @@ class PolicyWeights(LearnerDefaults):
         for name, tensor in self.model.state_dict().items():
             tensor.copy_(weights[name])
 
-    def check_supply(self, asked: Supply) -> None:
+    def check_output(self, asked: LearnerOutput) -> None:
         """Raise PolicyError for a model that the learner does not have."""
         if asked not in self.supplies:
             raise PolicyError(f"the learner has no {'critic' if asked == 'values' else asked}")
 
 
-def fixed_psi(psi_N: Tensor, p: Tensor, index: Tensor) -> Tensor:
-    """A `Psi` that looks up precomputed values [N], for row units split over micro-batches."""
-    return psi_N[index].to(p)
+def fixed_coefficients(found_N: Tensor, p: Tensor, index: Tensor) -> Tensor:
+    """`LossCoefficients` that look up values [N], for row units of several micro-batches."""
+    return found_N[index].to(p)
 
 
 def critic_metrics(terms: ValueTerms, loss: float, clipped: int, norm: float) -> dict[str, float]:

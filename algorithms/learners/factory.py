@@ -20,7 +20,7 @@ from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.plugins import learner_factory
-from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.config import RunConfig, Section, TorchLearnerConfig
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError
@@ -86,10 +86,10 @@ def torch_learner(
     )
 
 
-def available_streams(config: RunConfig) -> frozenset[Supply]:
+def available_streams(config: RunConfig) -> frozenset[LearnerOutput]:
     """The streams that a run can provide to its algorithm. A reference is always among them: the
     initial policy."""
-    streams: set[Supply] = {"old", "sampler", "reference", *config.learner.computes}
+    streams: set[LearnerOutput] = {"old", "sampler", "reference", *config.learner.computes}
     if config.critic.model:
         streams.add("values")
     if config.teacher.model or config.teacher.upstream:

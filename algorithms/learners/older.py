@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -46,7 +47,19 @@ def current_form(learner: Any, *, by: object) -> Any:
             "`logprobs` is asked for.",
             where(by), names,
         )  # fmt: skip
+    accepted = inspect.signature(getattr(learner, "step", current_form)).parameters
+    if "eta" in accepted and "entropy_weights" not in accepted:
+        learner.step = partial(_with_eta, learner.step)
+        log.warning(
+            "In `step`, the learner of %s calls `entropy_weights` eta; rename it.", where(by)
+        )
     return learner
+
+
+def _with_eta(
+    step: Callable[..., Any], *given: Any, entropy_weights: Any = None, **named: Any
+) -> Any:
+    return step(*given, eta=entropy_weights, **named)
 
 
 def _renamed(learner: Any, supplies: Iterable[str]) -> None:

@@ -25,13 +25,13 @@ from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel
 from agentrl.algorithms.learners.base import (
     Frozen,
+    LossCoefficients,
     PolicyWeights,
-    Psi,
     SavedPart,
     Scored,
     StepReport,
     critic_metrics,
-    fixed_psi,
+    fixed_coefficients,
 )
 from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
 from agentrl.algorithms.model.cpu_threads import ThreadTuner
@@ -47,7 +47,7 @@ from agentrl.algorithms.model.packing import (
     supported_packing,
 )
 from agentrl.algorithms.objective.values import ValueTerms
-from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import POLICY
 
@@ -114,7 +114,7 @@ class TorchLearner(PolicyWeights):
         that it cannot train."""
         check_model(model)
         self.critic, self.frozen, self.more = critic, dict(frozen or {}), list[SavedPart]()
-        values: tuple[Supply, ...] = () if critic is None else ("values",)
+        values: tuple[LearnerOutput, ...] = () if critic is None else ("values",)
         supplies = ("top_tokens", "entropy", *values, *self.frozen)
         super().__init__(model, tokenizer, adapters, policy, supplies)
         self.optimizer = Optimizer(self.parameters(), kind=optimizer, weight_decay=weight_decay)
@@ -158,14 +158,16 @@ class TorchLearner(PolicyWeights):
     def step(
         self,
         batch: Batch,
-        psi: Psi,
+        coefficients: LossCoefficients,
         *,
         lr: float,
         critic: ValueTerms | None = None,
-        eta: Tensor | None = None,
+        entropy_weights: Tensor | None = None,
+        eta: Tensor | None = None,  # its earlier name, for subclasses until the next version
     ) -> StepReport:
         """As `Learner.step`; metric memory/retries is 1 if memory ran out once. Raises
         TrainingError when memory runs out twice."""
+        entropy_weights = eta if entropy_weights is None else entropy_weights
         learning = None if critic is None else self._critic()
         device, budget = self.model.device, self.token_budget
         if self._offload:
@@ -174,7 +176,8 @@ class TorchLearner(PolicyWeights):
             memory.start_measuring(device)
         with self.threads.working(batch.n_tokens), self._adapted():
             try:
-                report = self._within_memory(lambda: self._backward(batch, psi, critic, eta))
+                terms = (batch, coefficients, critic, entropy_weights)
+                report = self._within_memory(lambda: self._backward(*terms))
                 report.grad_norm = self.optimizer.clip(self.max_grad_norm)
                 finite = math.isfinite(report.loss + report.grad_norm)
                 if learning:
@@ -265,7 +268,7 @@ class TorchLearner(PolicyWeights):
 
     def _without_graph(self, of: Scored, compute: Callable[[PreTrainedModel], T]) -> T:
         """Call `compute` with a model."""
-        self.check_supply("old" if of == "current" else of)
+        self.check_output("old" if of == "current" else of)
         model = self.frozen[of].model if of in self.frozen else self.model
         base = of == "reference" and of not in self.frozen
         with self.threads.computing(), self._adapted(base=base), torch.no_grad():
@@ -280,7 +283,7 @@ class TorchLearner(PolicyWeights):
         return other_logprobs(head, hidden, ids.to(to), logprobs, temperature, fp32=self.fp32_head)
 
     def _backward(
-        self, batch: Batch, psi: Psi, terms: ValueTerms | None, eta: Tensor | None
+        self, batch: Batch, given: LossCoefficients, terms: ValueTerms | None, bonus: Tensor | None
     ) -> StepReport:
         """Accumulate the gradient. Stops at a log-prob that is not finite; the rest stays NaN."""
         logprobs_N, entropy_N = torch.full((2, batch.n_tokens), math.nan)
@@ -290,10 +293,10 @@ class TorchLearner(PolicyWeights):
         packs = pack_rows(batch.rows, self.packing, self.token_budget, batch.row_unit)
         if len(batch.row_unit) and max(len(pack.tokens) for pack in packs) > self.token_budget:
             packs = pack_rows(batch.rows, self.packing, self.token_budget)
-            psi = self._psi_before(packs, psi, batch.n_tokens)
+            given = self._computed(packs, given, batch.n_tokens)
         for pack in packs:
             with self._recomputing():
-                p, entropy, hidden = self._forward(pack, self.model, eta is not None)
+                p, entropy, hidden = self._forward(pack, self.model, bonus is not None)
             current = p.detach().cpu()
             logprobs_N[pack.index] = current.float()
             entropy_N[pack.index] = entropy.detach().float().cpu()
@@ -301,22 +304,22 @@ class TorchLearner(PolicyWeights):
             if not current.isfinite().all():
                 report.loss = math.nan
                 break
-            psi_input, root = current, p
+            read, root = current, p
             if symbols is not None:
                 inputs = self.model, pack, hidden, p, batch.symbols[pack.index]
                 with torch.no_grad():  # its graph is large, and rarely needed
-                    psi_input = self._others(*inputs).cpu()
-                symbols[pack.index] = psi_input.float()
-            psi_n = psi(psi_input, pack.index)
-            if psi_n.dim() == 2:
-                current, root = psi_input, self._others(*inputs)
-            report.loss -= float((psi_n.double() * current.double()).sum())
-            roots, gradients = [root], [-psi_n.to(root)]
-            if eta is not None:
-                eta_n = eta[pack.index].to(entropy)
-                report.loss -= float(eta_n @ entropy.detach())
+                    read = self._others(*inputs).cpu()
+                symbols[pack.index] = read.float()
+            coefficients_n = given(read, pack.index)
+            if coefficients_n.dim() == 2:
+                current, root = read, self._others(*inputs)
+            report.loss -= float((coefficients_n.double() * current.double()).sum())
+            roots, gradients = [root], [-coefficients_n.to(root)]
+            if bonus is not None:
+                bonus_n = bonus[pack.index].to(entropy)
+                report.loss -= float(bonus_n @ entropy.detach())
                 roots.append(entropy)
-                gradients.append(-eta_n)
+                gradients.append(-bonus_n)
             if self.critic and terms is not None:
                 if self.critic.decoder is not None:
                     # The critic has a graph of its own, so the policy's can be freed first.
@@ -333,19 +336,19 @@ class TorchLearner(PolicyWeights):
             report.metrics = critic_metrics(terms, value_loss, clipped, 0.0)
         return report
 
-    def _psi_before(self, packs: Sequence[Pack], psi: Psi, n: int) -> Psi:
+    def _computed(self, packs: list[Pack], given: LossCoefficients, n: int) -> LossCoefficients:
         """psi of the current log-probs, from a forward pass of its own: packs may split units."""
         p_N = torch.empty(n, dtype=torch.float64)
         with torch.no_grad():
             for pack in packs:
                 p_N[pack.index] = self._forward(pack, self.model)[0].double().cpu()
-        return partial(fixed_psi, psi(p_N, torch.arange(n)))
+        return partial(fixed_coefficients, given(p_N, torch.arange(n)))
 
     def _recomputing(self) -> AbstractContextManager[None]:
         return memory.recomputing(self.recomputed) if self.recomputed else nullcontext()
 
     def _critic(self) -> ValueModel:
-        self.check_supply("values")
+        self.check_output("values")
         assert self.critic is not None
         return self.critic
 

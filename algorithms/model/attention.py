@@ -33,8 +33,10 @@ UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # passed as mask, so that non
 
 # Adjacent branches of at most this many tokens are one product with a mask, which computes some
 # masked pairs but needs fewer products. Also the side of tiles with a sliding window.
-BLOCK = 128
-HIDDEN = torch.finfo(torch.float32).min / 2  # exp(HIDDEN + score) is 0; -inf would make 0 / 0
+FLEX_BLOCK = 128
+HIDDEN_SCORE = (
+    torch.finfo(torch.float32).min / 2
+)  # exp(HIDDEN_SCORE + score) is 0; -inf would make 0 / 0
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -179,7 +181,7 @@ def tiles(end: Tensor, depth: Tensor, window: int | None, dtype: torch.dtype) ->
 
     def mask(queries: slice, keys: slice) -> Tensor:
         seen = visible(end, depth, queries, keys, window)
-        return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, HIDDEN)
+        return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, HIDDEN_SCORE)
 
     blocks = _blocks(end, window)
     found = []
@@ -192,8 +194,8 @@ def tiles(end: Tensor, depth: Tensor, window: int | None, dtype: torch.dtype) ->
             if window is None:
                 found.append(Tile(slice(stop, last), keys))
                 continue
-            for first in range(stop, last, BLOCK):
-                queries = slice(first, min(first + BLOCK, last))
+            for first in range(stop, last, FLEX_BLOCK):
+                queries = slice(first, min(first + FLEX_BLOCK, last))
                 if int(depth[queries].min()) - int(depth[keys].max()) < window:
                     found.append(Tile(queries, keys, mask=mask(queries, keys)))
     return found
@@ -206,7 +208,7 @@ def _blocks(end: Tensor, window: int | None) -> list[tuple[int, int]]:
     blocks: list[tuple[int, int]] = []
     start = previous = 0
     for stop in end[leaves].tolist():
-        if stop - start > BLOCK and previous > start:
+        if stop - start > FLEX_BLOCK and previous > start:
             blocks.append((start, previous))
             start = previous
         previous = stop
@@ -214,9 +216,9 @@ def _blocks(end: Tensor, window: int | None) -> list[tuple[int, int]]:
     if window is None:
         return blocks
     return [
-        (first, min(first + BLOCK, stop))
+        (first, min(first + FLEX_BLOCK, stop))
         for start, stop in blocks
-        for first in range(start, stop, BLOCK)
+        for first in range(start, stop, FLEX_BLOCK)
     ]
 
 

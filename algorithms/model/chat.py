@@ -15,7 +15,7 @@ from agentrl.algorithms.model.text import Codec
 from agentrl.types import Json
 
 FIELDS = (TypeError, ValueError, LookupError, AttributeError)  # of a template, on odd messages
-PROMPTS = 1024  # cached prompts: the rollouts of a group start with the same request
+CACHED_PROMPTS = 1024  # cached prompts: the rollouts of a group start with the same request
 
 
 class ErrorDetail(msgspec.Struct):
@@ -55,7 +55,7 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, codec: Codec) -> None:
         self._tokenizer, self._codec = tokenizer, codec
-        self.prompt = lru_cache(PROMPTS)(self._prompt)
+        self.prompt = lru_cache(CACHED_PROMPTS)(self._prompt)
         self._shown: set[bytes] = set()  # tool definitions that the template is known to render
 
     def encode(

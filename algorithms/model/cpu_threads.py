@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import torch
 
 log = logging.getLogger("agentrl.algorithm")
-SMALL = 5_000_000  # parameters; synchronisation is negligible in larger models
-EVERY = 150  # calls between trials
-PAIRS = 3  # pairs of calls per trial: one thread, all threads
+SMALL_MODEL = 5_000_000  # parameters; synchronisation is negligible in larger models
+CALLS_BETWEEN_TRIALS = 150  # calls between trials
+PAIRS_PER_TRIAL = 3  # pairs of calls per trial: one thread, all threads
 MUCH_SLOWER = 2.0  # time ratio all / one above which a trial ends after its first pair
-WORTHWHILE = 0.9  # time ratio below which all threads are used: other programs need cores too
+WORTHWHILE_RATIO = 0.9  # time ratio below which all threads are used: other programs need cores too
 
 
 @dataclass(slots=True)
@@ -60,9 +60,9 @@ class ThreadTuner:
         if len(self._times) % 2:
             return
         ratio = sum(self._times[1::2]) / sum(self._times[::2])
-        if len(self._times) == 2 * PAIRS or ratio > MUCH_SLOWER:
-            self._times, self._until = [], EVERY
-            self.count = self.most if ratio < WORTHWHILE else 1
+        if len(self._times) == 2 * PAIRS_PER_TRIAL or ratio > MUCH_SLOWER:
+            self._times, self._until = [], CALLS_BETWEEN_TRIALS
+            self.count = self.most if ratio < WORTHWHILE_RATIO else 1
             if self._logged != self.count:
                 self._logged = self.count
                 chosen = "1 thread" if self.count == 1 else f"{self.count} threads"
@@ -76,7 +76,7 @@ def thread_tuner(parameters: int, name: str, otherwise: int) -> ThreadTuner:
     most = largest_power_of_two(os.cpu_count() or 1)
     # See `agentrl.base.processes.environment`.
     strict = os.environ.get("MKL_CBWR", "").endswith("STRICT")
-    if parameters > SMALL or not strict or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+    if parameters > SMALL_MODEL or not strict or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return ThreadTuner(otherwise)
     return ThreadTuner(most, most, name)
 

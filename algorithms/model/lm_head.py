@@ -19,7 +19,7 @@ from torch.nn import Linear, Module
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-LEAST = -100.0  # nats, the smallest log-prob that `other_logprobs` returns
+LEAST_LOGPROB = -100.0  # nats, the smallest log-prob that `other_logprobs` returns
 MAX_LOGITS = 2**24  # elements of one chunk of logits: 64 MiB in float32
 
 
@@ -87,7 +87,7 @@ def other_logprobs(
             logits.append(_called(head, hidden_CH, fp32).gather(1, ids_CK))
     logits_NK = _divided(torch.cat(logits), temperature_N)
     others_NK = logits_NK - logits_NK[:, :1] + logprobs_N.to(logits_NK)[:, None]
-    return others_NK.clamp(min=LEAST)
+    return others_NK.clamp(min=LEAST_LOGPROB)
 
 
 def _some_logits(head: Linear, hidden_CH: Tensor, ids_CK: Tensor, fp32: bool) -> Tensor:

@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from agentrl.algorithms.model.quantize import quantization
-from agentrl.base.failures import brief
+from agentrl.base.failures import one_line
 from agentrl.errors import DamagedError, PolicyError
 
 Model = torch.nn.Module
@@ -60,7 +60,7 @@ def load_model(
             name, dtype=DTYPES[dtype], output_loading_info=True, **packed
         )
     except Exception as error:  # transformers and safetensors document no exception types
-        raise PolicyError(f"model {name!r}: cannot be loaded: {brief(str(error))}") from error
+        raise PolicyError(f"model {name!r}: cannot be loaded: {one_line(str(error))}") from error
     _check_weights(name, model, loading["missing_keys"], head)
     if template and not getattr(tokenizer, "chat_template", None):
         raise PolicyError(

@@ -34,7 +34,7 @@ from agentrl.errors import DamagedError, PolicyError, nearest
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL = "all-linear"  # peft's name for all linear layers but the head
 PREFIX = "base_model.model."  # of every name in WEIGHTS
-SAMPLES = 64  # elements of each weight in the fingerprint of a base
+FINGERPRINT_SAMPLES = 64  # elements of each weight in the fingerprint of a base
 
 Selection = Sequence[tuple[str, Tensor | None]]
 """Adapters of one forward pass, each with its tokens: int64 indices into the second-last axis of
@@ -295,7 +295,7 @@ def fingerprint(model: Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // SAMPLES)].to("cpu", torch.bfloat16)
+        sample = flat[:: max(1, flat.numel() // FINGERPRINT_SAMPLES)].to("cpu", torch.bfloat16)
         digest.update(f"{name} {list(parameter.shape)}".encode())
         digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

@@ -12,7 +12,7 @@ from agentrl.algorithms.model.lm_head import MAX_LOGITS
 from agentrl.config import RunConfig
 
 GIB = 2**30
-USABLE = 0.9  # fraction of the memory
+USABLE_MEMORY = 0.9  # fraction of the memory
 WIDTHS = {"4bit": 0.6, "8bit": 1.1}  # bytes per weight, including embeddings and scales
 SERVING = 1.2  # memory of vLLM without keys and values, as a multiple of its weights
 

@@ -17,7 +17,7 @@ from agentrl.algorithms.model.packing import (
 )
 from agentrl.config import PolicyConfig
 
-TOKENS = 16  # in a prefix and in a branch
+PART_TOKENS = 16  # in a prefix and in a branch
 BRANCHES = 4
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of log-probs
 QUANTIZED = {"4bit": 0.1, "8bit": 0.2}  # their kernels round, and 8bit depends on the batch
@@ -51,8 +51,8 @@ def trie_gap(model: PreTrainedModel) -> TrieGap | None:
     if incompatibility(model):
         return None
     size = len(model.get_input_embeddings().weight)
-    tokens = ([*range(TOKENS), *range(k, k + TOKENS)] for k in range(1, 1 + BRANCHES))
-    rows = [one_row([token % size for token in row], TOKENS) for row in tokens]
+    tokens = ([*range(PART_TOKENS), *range(k, k + PART_TOKENS)] for k in range(1, 1 + BRANCHES))
+    rows = [one_row([token % size for token in row], PART_TOKENS) for row in tokens]
     try:
         (found, gradient), (exact, wanted) = (_computed(model, rows, p) for p in ("trie", "rows"))
     except RuntimeError as error:  # a kernel that this hardware lacks

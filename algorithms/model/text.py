@@ -8,8 +8,9 @@ from functools import lru_cache
 
 from agentrl.algorithms.model.load import Tokenizer
 
-PIECES = 8192  # cached encodings of texts between special tokens
-KEPT = ("<tool_call>", "</tool_call>")  # part of the text even if a tokenizer calls them special
+CACHED_PIECES = 8192  # cached encodings of texts between special tokens
+# Part of the text even if a tokenizer calls them special.
+KEPT_TOKENS = ("<tool_call>", "</tool_call>")
 _SPACE = "\u2581"  # SentencePiece's
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's token of one byte
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2 spells as Latin-1
@@ -29,9 +30,9 @@ class Codec:
         self._hidden = frozenset(
             number
             for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special and token.content not in KEPT
+            if token.special and token.content not in KEPT_TOKENS
         )
-        self._piece = lru_cache(PIECES)(self._encode)
+        self._piece = lru_cache(CACHED_PIECES)(self._encode)
         self.token = lru_cache(None)(self._token)
         self._special_tokens = self._special_token_pattern()
 

@@ -16,7 +16,7 @@ class AddedTerms(Protocol):
     def count(self) -> int:
         """The number of its examples; 0: it has no gradient."""
 
-    def psi(self, p: Tensor, index: Tensor) -> Tensor:
+    def coefficients(self, p: Tensor, index: Tensor) -> Tensor:
         """psi float64 [n] of a micro-batch of whole units; p [n]: log-probs of tokens `index`."""
 
     def metrics(self, p: Tensor) -> dict[str, float]:

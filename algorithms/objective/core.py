@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import Column, Credit, CriticValues, TokenKLPenalty
-from agentrl.algorithms.credit.parts import parts_of
+from agentrl.algorithms.credit.parts import nested_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import How, Unit, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn
@@ -50,7 +50,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A factor of the advantage: fn of the log-ratio num - den, pooled over a transition or row.
+    """A factor of the advantage: fn of the log-ratio num - den, pooled over a call or row.
 
     pre: changes a token's log-ratio before pooling; a changed token gets factor 0."""
 
@@ -123,7 +123,7 @@ class Algo:
         """The models whose log-probs it reads, without the current policy."""
         read: set[Model] = {s for gate in self.gates for s in (gate.num, gate.den)}
         read |= {reg.den for reg in self.penalties}
-        if any(isinstance(part, TokenKLPenalty) for part in parts_of(self.credit)):
+        if any(isinstance(part, TokenKLPenalty) for part in nested_records(self.credit)):
             read.add("reference")
         if self.side is not None and self.side.reference:
             read.add("reference")
@@ -140,23 +140,23 @@ class Algo:
     @property
     def group(self) -> int:
         """The smallest group size that it can learn from."""
-        return max(getattr(part, "min_group", 1) for part in (None, *parts_of(self.credit)))
+        return max(getattr(part, "min_group", 1) for part in (None, *nested_records(self.credit)))
 
     @cached_property
     def critic(self) -> bool:
         """Whether it reads the values of a critic."""
-        return any(isinstance(part, CriticValues) for part in parts_of(self.credit))
+        return any(isinstance(part, CriticValues) for part in nested_records(self.credit))
 
     @property
-    def memories(self) -> tuple[RememberedColumn, ...]:
+    def remembered(self) -> tuple[RememberedColumn, ...]:
         """The columns that it remembers between steps."""
-        parts = parts_of((self.credit, self.keep))
+        parts = nested_records((self.credit, self.keep))
         return tuple(dict.fromkeys(p for p in parts if isinstance(p, RememberedColumn)))
 
     @property
     def greedy(self) -> bool:
         """Whether each group must contain a greedy rollout."""
-        return any(getattr(part, "needs_greedy", False) for part in parts_of(self.credit))
+        return any(getattr(part, "needs_greedy", False) for part in nested_records(self.credit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Terms:
     given: GivenLogProbs  # float64
     ids: dict[str, Tensor]  # int64 [N] each, units that gates pool over
     skip: str | None  # the reason why this batch has no gradient
-    sides: AddedTerms | None = None
+    added: AddedTerms | None = None
 
 
 def loss_terms(
@@ -205,15 +205,15 @@ def loss_terms(
     credit = compute_advantages(algo, batch) if advantage is None else advantage
     live = ~credit.isnan()
     credit = torch.where(live, credit, 0.0)
-    sides = None if algo.side is None else algo.side.terms(batch, given.reference)
+    added = None if algo.side is None else algo.side.terms(batch, given.reference)
     return Terms(
         advantage=credit,
         weight=loss_weights(algo, batch, live),
         sampler=sampler,
         given=given,
         ids={gate.by: units(batch, "token", gate.by) for gate in algo.gates if gate.by},
-        skip=_skip(algo, batch, live, credit, sides),
-        sides=sides,
+        skip=_skip(algo, batch, live, credit, added),
+        added=added,
     )
 
 
@@ -242,7 +242,7 @@ def compute_advantages(algo: Algo, batch: Batch) -> Tensor:
     return credit if algo.keep is None else torch.where(algo.keep(batch), credit, torch.nan)
 
 
-def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
+def loss_coefficients(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     """psi of a micro-batch of whole rows, detached, with the dtype and device of p.
 
     p: current log-probs of the tokens `index` [n], or [n, K] of their symbols. Returns [n], or
@@ -254,10 +254,10 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     for _, _, factor in gate_factors(algo, terms, logprobs, index):
         total = total * factor
     for reg in algo.penalties:
-        total = total - reg.beta * kappa(logprobs.current - logprobs.of(reg.den), reg.kind)
+        total = total - reg.beta * kl_gradient(logprobs.current - logprobs.of(reg.den), reg.kind)
     total = terms.weight[index] * total
-    if terms.sides is not None:
-        total = total + terms.sides.psi(logprobs.current, index)
+    if terms.added is not None:
+        total = total + terms.added.coefficients(logprobs.current, index)
     now_K, teacher_K = logprobs.candidates.current, logprobs.candidates.teacher
     if algo.distill is None or now_K is None or teacher_K is None:
         return total.to(p)
@@ -266,12 +266,12 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     return pull_K.to(p)
 
 
-def eta(algo: Algo, terms: Terms) -> Tensor | None:
+def entropy_weights(algo: Algo, terms: Terms) -> Tensor | None:
     """Coefficient of the entropy at each token, float64 [N]; None without an entropy bonus."""
     return algo.entropy * terms.weight if algo.entropy else None
 
 
-def psi_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
+def coefficients_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
     """psi = -d loss / d p [N], float64, for any scalar function of the log-probs."""
     leaf = p.detach().double().requires_grad_()
     return -torch.autograd.grad(loss(leaf), leaf)[0]
@@ -304,7 +304,7 @@ def weights(
     return u / const if inner == "const" else u
 
 
-def kappa(d: Tensor, kind: KLEstimator) -> Tensor:
+def kl_gradient(d: Tensor, kind: KLEstimator) -> Tensor:
     """Derivative d k / d p [n] of penalty k at d = p - s."""
     d = d.clamp(-LOG_LIMIT, LOG_LIMIT)
     return {"k1": torch.ones_like(d), "k2": d, "k3": 1 - (-d).exp(), "abs": d.sign()}[kind]
@@ -350,11 +350,11 @@ def _check_finite(x: Tensor, model: str, where: str) -> None:
 
 
 def _skip(
-    algo: Algo, batch: Batch, live: Tensor, credit: Tensor, sides: AddedTerms | None
+    algo: Algo, batch: Batch, live: Tensor, credit: Tensor, added: AddedTerms | None
 ) -> str | None:
     if not batch.n_tokens:
         return "the batch has no sampled tokens"
-    if sides is not None and sides.count:
+    if added is not None and added.count:
         return None
     if not live.any():
         return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from agentrl.algorithms.credit.core import TokenKLPenalty
-from agentrl.algorithms.credit.parts import map_parts, parts_of
+from agentrl.algorithms.credit.parts import map_records, nested_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
 from agentrl.errors import ConfigError
@@ -44,7 +44,7 @@ class KlController:
             replace(each, beta=self.beta) if each.den == "reference" else each
             for each in algo.penalties
         )
-        return replace(algo, credit=map_parts(algo.credit, change), penalties=penalties)
+        return replace(algo, credit=map_records(algo.credit, change), penalties=penalties)
 
     def dump(self) -> Json:
         return self.beta
@@ -57,7 +57,7 @@ class KlController:
 def make_kl_controller(algo: Algo, target: float, horizon: int) -> KlController:
     """A controller that starts at the algorithm's beta. Raises ConfigError unless it has one."""
     betas = [reg.beta for reg in algo.penalties if reg.den == "reference"]
-    betas += [part.beta for part in parts_of(algo.credit) if isinstance(part, TokenKLPenalty)]
+    betas += [part.beta for part in nested_records(algo.credit) if isinstance(part, TokenKLPenalty)]
     if len(betas) != 1:
         raise ConfigError(
             f"reference.target: algorithm.preset = {algo.name!r} has {len(betas)} KL penalties to "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import Column, CriticValues
-from agentrl.algorithms.credit.parts import parts_of
+from agentrl.algorithms.credit.parts import nested_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
 from agentrl.errors import TrainingError
@@ -46,7 +46,7 @@ class ValueTerms:
 def returns(algo: Algo, batch: Batch) -> Tensor:
     """The critic's target before each token, float64 [N]; NaN if the reward is missing or no credit
     reads a value there. Raises TrainingError for two targets of one value."""
-    parts = [part for part in parts_of(algo.credit) if isinstance(part, FromValues)]
+    parts = [part for part in nested_records(algo.credit) if isinstance(part, FromValues)]
     reading = dict.fromkeys(part for part in parts if _reads_critic(part.value))
     found = torch.full((batch.n_tokens,), torch.nan, dtype=torch.float64)
     for part in reading:
@@ -61,7 +61,7 @@ def returns(algo: Algo, batch: Batch) -> Tensor:
 
 
 def _reads_critic(value: object) -> bool:
-    return any(isinstance(part, CriticValues) for part in parts_of(value))
+    return any(isinstance(part, CriticValues) for part in nested_records(value))
 
 
 def critic_terms(algo: Algo, batch: Batch, *, clip: float) -> ValueTerms:

@@ -1,9 +1,9 @@
 """Training on a data set instead of an agent's rollouts.
 
-A side becomes a rollout, and a pair a group of two, with the reward `LABEL`: 1 for the better side.
-So loop, credit and learner are the usual ones. Always true: the items of a step are a pure function
-of the data set's version, the seed and the step; the reference's log-probs are computed once,
-before the first step, and read from the store, so it is not in memory during training.
+A completion becomes a rollout, and a pair a group of two, with the reward `LABEL`: 1 for the better
+one. So loop, credit and learner are the usual ones. Always true: the items of a step are a pure
+function of the data set's version, the seed and the step; the reference's log-probs are computed
+once, before the first step, and read from the store, so it is not in memory during training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentrl.algorithms.learners.factory import caches_reference
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import vocabulary_size
 from agentrl.algorithms.objective.core import Algo, loss_terms
-from agentrl.algorithms.preferences.sides import WEIGHT, SideLoss, mismatched_rollout
+from agentrl.algorithms.preferences.completions import WEIGHT, CompletionLoss, mismatched_rollout
 from agentrl.algorithms.preferences.table import data_of
 from agentrl.algorithms.sampling.collect import Collected, unreadable_reason
 from agentrl.algorithms.sampling.task_sampler import shuffled
@@ -51,8 +51,8 @@ from agentrl.types import (
     float32,
 )
 
-LABEL = "label"  # the reward of a side: 1 or 0 in a pair, else the label of the item
-CHUNK = 64  # items that are read at once
+LABEL = "label"  # the reward of a completion: 1 or 0 in a pair, else the label of the item
+ITEMS_PER_READ = 64  # items that are read at once
 log = logging.getLogger("agentrl.algorithm")
 
 
@@ -73,14 +73,14 @@ def on_dataset(config: RunConfig, algo: Algo) -> Algo:
     return dataclasses.replace(algo, rewards=(LABEL,), side=labelled)
 
 
-def loss_of(algo: Algo) -> SideLoss | None:
+def loss_of(algo: Algo) -> CompletionLoss | None:
     """The loss of pairs or labels; None for imitation."""
-    return algo.side if isinstance(algo.side, SideLoss) else None
+    return algo.side if isinstance(algo.side, CompletionLoss) else None
 
 
 def from_dataset(updater: Updater, reference: ReferenceElsewhere) -> Updater:
-    """The updater for items, whose groups are as large as they have sides, and which are in no
-    store. reference: its log-probs, if they are in the store."""
+    """The updater for items, whose groups are as large as they have completions, and which are in
+    no store. reference: its log-probs, if they are in the store."""
     config, algo, side = updater.config, updater.algo, loss_of(updater.algo)
     sides = 2 if side is not None and side.paired else 1
     settings = replace(config.algorithm, min_group=sides)
@@ -126,7 +126,10 @@ class DatasetCollector:
         for split in (data.split, data.heldout):
             every = await self.store.items(data.name, data.version, split=split)
             items, lost = [item for item in every if item.kind == kind], Counter[str]()
-            parts = [items[first : first + CHUNK] for first in range(0, len(items), CHUNK)]
+            parts = [
+                items[first : first + ITEMS_PER_READ]
+                for first in range(0, len(items), ITEMS_PER_READ)
+            ]
             self.items[split] = [i for part in parts for i in await self._readable(part, lost)]
             if lost:
                 counted = ", ".join(f"{count} {why}" for why, count in lost.most_common())
@@ -146,8 +149,8 @@ class DatasetCollector:
                 log.warning("%d items are good and %d are not: %s (2402.01306)", good, bad, why)
             indices = range(len(self.items[split]))
             if scorer is not None:
-                for first in indices[::CHUNK]:
-                    groups = await self._groups(split, indices[first : first + CHUNK], 0)
+                for first in indices[::ITEMS_PER_READ]:
+                    groups = await self._groups(split, indices[first : first + ITEMS_PER_READ], 0)
                     await self._score(scorer, groups)
 
     async def collect(self, step: int) -> Collected:
@@ -168,9 +171,9 @@ class DatasetCollector:
         await self._read_reference(groups)
         batch, given = updater.score(updater.algo, updater.batch(groups))
         terms = loss_terms(updater.algo, batch, given, fresh=True)
-        assert terms.sides is not None
+        assert terms.added is not None
         p = updater.learner.logprobs(batch).double()
-        metrics = terms.sides.metrics(p)
+        metrics = terms.added.metrics(p)
         named = {f"eval/{name}": value for name, value in metrics.items()}
         await self.store.log(self.config.name, step, named, epoch=self.epoch)
 
@@ -199,11 +202,11 @@ class DatasetCollector:
     async def _read_reference(self, groups: Sequence[Group]) -> None:
         """Read the reference's log-probs of these sides."""
         if self.updater.reference is not None:
-            names = [row.id for group in groups for row in group.rollouts]
+            names = [rollout.id for group in groups for rollout in group.rollouts]
             self.logprobs = dict(await self.store.logprobs(self.reference, names))
 
     async def _score(self, scorer: Callable[[Batch], Tensor], groups: Sequence[Group]) -> None:
-        """Compute and store the reference's log-probs of sides that have none."""
+        """Compute and store the reference's log-probs of completions that have none."""
         rows = {row.id: row for group in groups for row in group.rollouts}
         known = await self.store.logprobs(self.reference, list(rows))
         missing = [replace(row, group=id) for id, row in rows.items() if id not in known]
@@ -218,8 +221,8 @@ class DatasetCollector:
             await self.store.add_logprobs(self.reference, logprobs)
 
     async def _readable(self, items: Sequence[Item], lost: Counter[str]) -> list[Item]:
-        """The items whose sides can all be trained; sides are never truncated. lost: counts of the
-        reasons for dropped items, which are added to."""
+        """The items whose completions can all be trained; completions are never truncated. lost:
+        counts of the reasons for dropped items, which are added to."""
         sides = await self._sides(items)
         wrong = {name: self._defect(name, calls) for name, calls in sides.items()}
         good = []
@@ -231,7 +234,7 @@ class DatasetCollector:
         return good
 
     def _defect(self, name: str, calls: Sequence[Transition | None]) -> str:
-        """Why a side cannot be trained; empty if it can."""
+        """Why a completion cannot be trained; empty if it can."""
         known, limit = [call for call in calls if call], self.tokenizer.context
         if len(known) < len(calls) or not known:
             return "that the chat template does not render, or renders by rewriting earlier turns"
@@ -241,14 +244,14 @@ class DatasetCollector:
         if bos is not None and list(known[0].prompt[:2]) == [bos, bos]:
             return "that begin with BOS twice: the chat template adds one, and the text has another"
         if not any(call.completion for call in known):
-            return "with a side without sampled tokens"
+            return "with a completion without sampled tokens"
         group = Group(id=name, run="", step=0, rollouts=[_rollout(name, name, known, {})])
         sizes = {POLICY: vocabulary_size(self.loaded.model)}
         return "with tokens of another tokenizer" if unreadable_reason(group, sizes) else ""
 
     async def _sides(self, items: Sequence[Item]) -> dict[str, list[Transition | None]]:
-        """The calls of each side with token ids, at temperature 1, at which the losses are defined;
-        None for a call that the chat template cannot render."""
+        """The calls of each completion with token ids, at temperature 1, at which the losses are
+        defined; None for a call that the chat template cannot render."""
         names = [side for item in items for side in item.sides]
         sides = await self.store.sides(names)
 
@@ -259,7 +262,7 @@ class DatasetCollector:
         return {name: [with_tokens(call) for call in sides.get(name, [])] for name in names}
 
     async def _groups(self, split: str, chosen: Sequence[int], step: int) -> list[Group]:
-        """Items by index as groups; single sides with the completion of the previous item."""
+        """Items by index as groups; single completions with the completion of the previous item."""
         every, loss = self.items[split], loss_of(self.updater.algo)
         moved = loss is not None and not loss.paired
         items, before = [every[i] for i in chosen], [every[i - 1] for i in chosen if moved]

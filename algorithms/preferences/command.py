@@ -24,7 +24,7 @@ from agentrl.store import Store, open_store
 from agentrl.store.records import Dataset, Item, Side
 from agentrl.types import POLICY
 
-PAGE = 256  # items per read
+ITEMS_PER_READ = 256  # items per read
 Command = Callable[..., Any]
 version_of = click.option("--version", type=int, default=0, help="Default: the newest.")
 
@@ -151,9 +151,9 @@ async def show(store: Store, name: str | None, version: int, examples: int) -> N
     if len(margins) > 1:
         low, middle, high = quantiles(margins, n=4)
         click.echo(f"margins: quartiles {low:g}, {middle:g}, {high:g}")
-    if pairs := [item for item in items[:PAGE] if item.rejected]:
+    if pairs := [item for item in items[:ITEMS_PER_READ] if item.rejected]:
         fraction = await _longer(store, pairs)
-        click.echo(f"the better side is the longer one in {fraction:.0%} of pairs")
+        click.echo(f"the better completion is the longer one in {fraction:.0%} of pairs")
     for row in await export_rows(store, items[:examples]):
         shown = {key: value for key, value in row.items() if not key.endswith("_ids")}
         click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
@@ -164,8 +164,8 @@ async def show(store: Store, name: str | None, version: int, examples: int) -> N
 async def freeze(store: Store, name: str, version: int) -> None:
     """Copy the calls of NAME's items, so that a prune may remove their rollouts."""
     found, items = await _items(store, name, version)
-    for first in range(0, len(items), PAGE):
-        digests = [side for item in items[first : first + PAGE] for side in item.sides]
+    for first in range(0, len(items), ITEMS_PER_READ):
+        digests = [side for item in items[first : first + ITEMS_PER_READ] for side in item.sides]
         sides = await store.sides(digests)
         copies = [Side(digest=digest, own=calls) for digest, calls in sides.items() if calls]
         await store.add_items(name, found.version, [], copies)
@@ -206,7 +206,7 @@ async def _items(store: Store, name: str, version: int) -> tuple[Dataset, list[I
 
 
 async def _longer(store: Store, pairs: list[Item]) -> float:
-    """The fraction of pairs whose better side is the longer one."""
+    """The fraction of pairs whose better completion is the longer one."""
     sides = await store.sides([side for item in pairs for side in item.sides])
     sizes = {
         digest: sum(len(call.completion) or len(str(call.answer)) for call in calls)

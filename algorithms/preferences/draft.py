@@ -14,7 +14,7 @@ from agentrl.store.base import Store
 from agentrl.store.records import Dataset, Item, Kind, Side, digest_of
 from agentrl.types import Transition
 
-CHUNK = 500  # sides or items per call to the store
+ROWS_PER_CALL = 500  # completions or items per call to the store
 Conflicts = Literal["drop", "keep"]
 
 
@@ -33,7 +33,8 @@ class Draft:
     known: set[str] = field(default_factory=set)
 
     def side(self, made: Sequence[Transition], rollout: str | None = None, **part: Any) -> str:
-        """Add a side and return its digest. Its calls are copied, or are `part` of a `rollout`."""
+        """Add a completion and return its digest. Its calls are copied, or are `part` of a
+        `rollout`."""
         digest = digest_of(made)
         if digest not in self.known:
             self.known.add(digest)
@@ -44,7 +45,7 @@ class Draft:
     def add(self, kind: Kind, prompt: bytes, chosen: str, **fields: Any) -> None:
         """Add an item. A hash of the prompt decides its split."""
         if chosen == fields.get("rejected"):
-            self.counts["identical sides"] += 1
+            self.counts["identical completions"] += 1
             return
         drawn = int.from_bytes(blake2b(prompt, digest_size=4).digest()) / 2**32
         split = "test" if drawn < self.test else "train"
@@ -52,11 +53,11 @@ class Draft:
         self.counts["found before"] += item.id in self.items
         self.items.setdefault(item.id, item)
 
-    async def flush(self, *, least: int = CHUNK) -> None:
-        """Store the collected sides if there are at least `least`."""
+    async def flush(self, *, least: int = ROWS_PER_CALL) -> None:
+        """Store the collected completions if there are at least `least`."""
         if len(self.sides) >= least:
-            for first in range(0, len(self.sides), CHUNK):
-                part = self.sides[first : first + CHUNK]
+            for first in range(0, len(self.sides), ROWS_PER_CALL):
+                part = self.sides[first : first + ROWS_PER_CALL]
                 await self.store.add_items(self.name, self.version, [], part)
             self.sides.clear()
 
@@ -70,8 +71,8 @@ class Draft:
             self.counts["contradictions"] += dropped
         self.counts.update(f"{item.kind} ({item.split})" for item in kept)
         await self.flush(least=1)
-        for first in range(0, len(kept), CHUNK):
-            part = enumerate(kept[first : first + CHUNK], first)
+        for first in range(0, len(kept), ROWS_PER_CALL):
+            part = enumerate(kept[first : first + ROWS_PER_CALL], first)
             numbered = [replace(item, position=position) for position, item in part]
             await self.store.add_items(self.name, self.version, numbered, [])
         return await self.store.commit_dataset(self.name, self.version)

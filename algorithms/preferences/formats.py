@@ -25,7 +25,7 @@ FORMATS = (
     "prompt, completions and labels; context and completions with ranks; messages, or ShareGPT's "
     "conversations; PRM800K's question and label; Math-Shepherd's input and label"
 )
-STEP = "ки"  # ends a step in Math-Shepherd's text
+STEP_END = "ки"  # ends a step in Math-Shepherd's text
 # ShareGPT's names of roles, which differ between its users.
 ROLES = {"human": "user", "prompter": "user"}
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "bing", "bard", "model"), "assistant")
@@ -33,7 +33,7 @@ ROLES |= dict.fromkeys(("observation", "function_response"), "tool")
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool", "function")}
 CALL = "function_call"  # ShareGPT's role of an assistant's message that calls a tool
 NO_ANSWER = "rows without a prompt or an answer"
-TIES = "ties, or the worse side first"
+TIES = "ties, or the worse completion first"
 
 
 class Ranked(msgspec.Struct):
@@ -260,7 +260,7 @@ def _labelled_steps(row: Row) -> tuple[list[Message], list[str], list[float | No
         return _said(question, "user"), [step.text for step in steps], list(right)
     if "input" in row and "label" in row:
         text, label = (_convert(row[key], str, key) for key in ("input", "label"))
-        first, *rest = text.split(STEP)[:-1] or [text]
+        first, *rest = text.split(STEP_END)[:-1] or [text]
         asked, _, start = first.partition(" Step 1:")
         lines = [line.strip() for line in label.split("\n")]  # a step may have several
         ends = [float(line[-1] == "+") for line in lines if line.endswith(("+", "-"))]

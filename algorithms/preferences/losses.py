@@ -11,57 +11,58 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.preferences.completions import CompletionLoss, LogProbSums
 from agentrl.algorithms.preferences.pairs import Smoothing, log_loss, pairs_preset
-from agentrl.algorithms.preferences.sides import SideLoss, Sums
-from agentrl.algorithms.presets.declare import (
-    Num,
-    modifier,
-)
+from agentrl.algorithms.presets.declare import Num, modifier
 from agentrl.config import Positive
 from agentrl.errors import ConfigError
 
 
 @pairs_preset("cdpo")
-def cdpo(a: Sums, b: Sums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.1) -> Tensor:
+def cdpo(
+    a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.1
+) -> Tensor:
     """DPO with smoothed labels, for noisy labels. ericmitchell.ai/cdpo.pdf, of arXiv 2305.18290."""
-    return log_loss(beta * (a.h - b.h), label_smoothing)
+    return log_loss(beta * (a.log_ratio - b.log_ratio), label_smoothing)
 
 
 @pairs_preset("robust")
-def robust(a: Sums, b: Sums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.1) -> Tensor:
+def robust(
+    a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.1
+) -> Tensor:
     """DPO with a loss that is unbiased under noisy labels. arXiv 2403.00409."""
-    d, e = beta * (a.h - b.h), label_smoothing
+    d, e = beta * (a.log_ratio - b.log_ratio), label_smoothing
     return (e * logsigmoid(-d) - (1 - e) * logsigmoid(d)) / (1 - 2 * e)
 
 
 @pairs_preset("ipo")
-def ipo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+def ipo(a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1) -> Tensor:
     """Squared loss on the difference of log-ratios per token. arXiv 2310.12036."""
-    return (a.h / a.n - b.h / b.n - 1 / (2 * beta)).square()
+    return (a.log_ratio / a.tokens - b.log_ratio / b.tokens - 1 / (2 * beta)).square()
 
 
 @pairs_preset("hinge")
-def hinge(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+def hinge(a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1) -> Tensor:
     """SLiC's hinge on DPO's margin. arXiv 2305.10425."""
-    return relu(1 - beta * (a.h - b.h))
+    return relu(1 - beta * (a.log_ratio - b.log_ratio))
 
 
 @pairs_preset("simpo", reference=False)
-def simpo(a: Sums, b: Sums, *, beta: Positive = 2.0, gamma: Num = 1.0) -> Tensor:
+def simpo(a: LogProbSums, b: LogProbSums, *, beta: Positive = 2.0, gamma: Num = 1.0) -> Tensor:
     """Mean log-probs per token with a margin gamma, no reference. arXiv 2405.14734."""
-    return log_loss(beta * (a.S / a.n - b.S / b.n) - gamma)
+    return log_loss(beta * (a.current / a.tokens - b.current / b.tokens) - gamma)
 
 
 @pairs_preset("cpo", reference=False, nll=1.0)
-def cpo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
-    """DPO without a reference, plus the likelihood of the better side. arXiv 2401.08417."""
-    return log_loss(beta * (a.S - b.S))
+def cpo(a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1) -> Tensor:
+    """DPO without a reference, plus the likelihood of the better completion. arXiv 2401.08417."""
+    return log_loss(beta * (a.current - b.current))
 
 
 @pairs_preset("orpo", reference=False, nll=1.0)
-def orpo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
-    """The odds ratio per token, plus the likelihood of the better side. arXiv 2403.07691."""
-    x, y = a.S / a.n, b.S / b.n
+def orpo(a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1) -> Tensor:
+    """The odds ratio per token, plus the likelihood of the better completion. arXiv 2403.07691."""
+    x, y = a.current / a.tokens, b.current / b.tokens
     return -beta * logsigmoid(x - y - _log1mexp(x) + _log1mexp(y))
 
 
@@ -72,61 +73,64 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 
 @pairs_preset("apo-zero")
-def apo_zero(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
-    """Better sides up, worse ones down, each against the reference. arXiv 2408.06266."""
-    return 1 - (beta * a.h).sigmoid() + (beta * b.h).sigmoid()
+def apo_zero(a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1) -> Tensor:
+    """Better completions up, worse ones down, each against the reference. arXiv 2408.06266."""
+    return 1 - (beta * a.log_ratio).sigmoid() + (beta * b.log_ratio).sigmoid()
 
 
 @pairs_preset("apo-down")
-def apo_down(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
-    """Both sides down, the worse one further: for sides worse than the policy. arXiv 2408.06266."""
-    return (beta * a.h).sigmoid() + 1 - (beta * (a.h - b.h)).sigmoid()
+def apo_down(a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1) -> Tensor:
+    """Both completions down, the worse one further: for completions worse than the policy. arXiv
+    2408.06266."""
+    return (beta * a.log_ratio).sigmoid() + 1 - (beta * (a.log_ratio - b.log_ratio)).sigmoid()
 
 
 @pairs_preset("nca")
-def nca(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+def nca(a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1) -> Tensor:
     """Noise contrastive alignment. arXiv 2402.05369."""
-    x, y = beta * a.h, beta * b.h
+    x, y = beta * a.log_ratio, beta * b.log_ratio
     return -logsigmoid(x) - 0.5 * logsigmoid(-x) - 0.5 * logsigmoid(-y)
 
 
 @pairs_preset("bco")
-def bco(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
-    """Binary classification of each side against the reference. arXiv 2404.04656."""
-    return -logsigmoid(beta * a.h) - logsigmoid(-beta * b.h)
+def bco(a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1) -> Tensor:
+    """Binary classification of each completion against the reference. arXiv 2404.04656."""
+    return -logsigmoid(beta * a.log_ratio) - logsigmoid(-beta * b.log_ratio)
 
 
 @pairs_preset("exo")
 def exo(
-    a: Sums,
-    b: Sums,
+    a: LogProbSums,
+    b: LogProbSums,
     *,
     beta: Positive = 0.1,
     label_smoothing: Annotated[float, msgspec.Meta(gt=0, lt=0.5)] = 1e-3,
 ) -> Tensor:
     """Reverse KL between the policy's preference and smoothed labels. arXiv 2402.00856."""
-    d, e = beta * (a.h - b.h), torch.tensor(label_smoothing, dtype=a.S.dtype)
+    d, e = beta * (a.log_ratio - b.log_ratio), torch.tensor(label_smoothing, dtype=a.current.dtype)
     up, down = logsigmoid(d), logsigmoid(-d)
     return up.exp() * (up - (-e).log1p()) + down.exp() * (down - e.log())
 
 
 @pairs_preset("sppo")
-def sppo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
-    """Squared loss of each side's h to +-1 / (2 beta), a win or a loss. arXiv 2405.00675."""
-    return (a.h - 0.5 / beta).square() + (b.h + 0.5 / beta).square()
+def sppo(a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1) -> Tensor:
+    """Squared loss of each completion's h to +-1 / (2 beta), a win or a loss. arXiv 2405.00675."""
+    return (a.log_ratio - 0.5 / beta).square() + (b.log_ratio + 0.5 / beta).square()
 
 
 @pairs_preset("aot", whole=True)
-def aot(a: Sums, b: Sums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Tensor:
+def aot(
+    a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0
+) -> Tensor:
     """Sorted margins of all pairs of the step, compared with the reference's. arXiv 2406.05882."""
-    d = (a.S - b.S).sort().values - (a.q - b.q).sort().values
+    d = (a.current - b.current).sort().values - (a.reference - b.reference).sort().values
     return log_loss(beta * d, label_smoothing)
 
 
 @modifier("nll", host="dpo")
 def with_nll(algo: Algo, *, nll_share: Num = 1.0) -> Algo:
-    """Adds the mean negative log-prob of the better sides' tokens to a loss of pairs, which keeps
-    their likelihood from falling. RPO, arXiv 2404.19733."""
-    if not isinstance(algo.side, SideLoss) or not algo.side.paired:
+    """Adds the mean negative log-prob of the better completions' tokens to a loss of pairs, which
+    keeps their likelihood from falling. RPO, arXiv 2404.19733."""
+    if not isinstance(algo.side, CompletionLoss) or not algo.side.paired:
         raise ConfigError("algorithm.preset: +nll is for losses of pairs, such as dpo+nll")
     return replace(algo, side=replace(algo.side, nll=nll_share))

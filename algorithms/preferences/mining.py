@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.algorithms.preferences.draft import Draft
-from agentrl.algorithms.preferences.pairing import LEAST, How, choose_pairs
+from agentrl.algorithms.preferences.pairing import LEAST_DIFFERENCE, How, choose_pairs
 from agentrl.store.base import Store
 from agentrl.store.records import without_tokens
 from agentrl.types import (
@@ -27,7 +27,7 @@ from agentrl.types import (
     Transition,
 )
 
-PAGE = 256  # rollouts per read
+ROLLOUTS_PER_READ = 256  # rollouts per read
 Found = tuple[Rollout, float, list[Transition]]  # rollout, its reward, the policy's calls
 Place = tuple[Found, int]  # a rollout and the index of one of its calls
 
@@ -78,7 +78,7 @@ async def mine(store: Store, draft: Draft, spec: MineSpec) -> None:
             known = experts.get(_task(group[0][0]))
             some = [known, *group] if known else group
             gaps = enumerate(some[0][1] - value for _, value, _ in some)
-            worse = [(0, i) for i, gap in gaps if gap >= max(spec.least, LEAST)]
+            worse = [(0, i) for i, gap in gaps if gap >= max(spec.least, LEAST_DIFFERENCE)]
             _pairs(draft, some, worse[: spec.per_group or None] if known else [])
         else:
             values = [value for _, value, _ in group]
@@ -96,7 +96,7 @@ async def _groups(
     waiting: list[Rollout] = []
     after = None
     while True:
-        page = await store.rollouts(run, after=after, limit=PAGE)
+        page = await store.rollouts(run, after=after, limit=ROLLOUTS_PER_READ)
         after = page[-1].id if page else None
         waiting += [row for row in page if row.purpose is Purpose.TRAIN or row.step == SESSION]
         last = page[-1].group if page else None
@@ -114,19 +114,19 @@ async def _groups(
 
 
 def _judged(
-    draft: Draft, spec: MineSpec, row: Rollout, calls: Sequence[Transition]
+    draft: Draft, spec: MineSpec, rollout: Rollout, calls: Sequence[Transition]
 ) -> Found | None:
     """None, and counted, for a rollout that has not ended or without the reward, for one with older
     calls than asked for, and for one of which not all tokens are known."""
-    value = row.reward(spec.reward)
-    if spec.steps is not None and not spec.steps[0] <= row.step <= spec.steps[1]:
+    value = rollout.reward(spec.reward)
+    if spec.steps is not None and not spec.steps[0] <= rollout.step <= spec.steps[1]:
         return None
     own = [call for call in calls if call.policy == spec.policy]
-    ended = row.state in (RolloutState.SUCCEEDED, RolloutState.FAILED)
-    ended &= not (row.branch and row.branch.without)  # it repeats another one
+    ended = rollout.state in (RolloutState.SUCCEEDED, RolloutState.FAILED)
+    ended &= not (rollout.branch and rollout.branch.without)  # it repeats another one
     defects = {
         "rollouts that have not ended": not ended,
-        "rollouts without the reward": isnan(value) and not _rewarded(spec, row, own),
+        "rollouts without the reward": isnan(value) and not _rewarded(spec, rollout, own),
         "rollouts with calls of other policies": not own or len(own) < len(calls),
         "older rollouts": any(
             call.started < spec.since or (call.version or 0) < spec.least_version for call in own
@@ -136,7 +136,7 @@ def _judged(
     if why := next((why for why, found in defects.items() if found), ""):
         draft.counts[why] += 1
         return None
-    return row, value, own
+    return rollout, value, own
 
 
 def _pairs(draft: Draft, group: Sequence[Found], chosen: Sequence[tuple[int, int]]) -> None:
@@ -144,7 +144,7 @@ def _pairs(draft: Draft, group: Sequence[Found], chosen: Sequence[tuple[int, int
     for better, worse in chosen:
         (a, high, own), (b, low, other) = group[better], group[worse]
         if _prompt(own[0]) != _prompt(other[0]):
-            draft.counts["pairs whose sides begin with different prompts"] += 1
+            draft.counts["pairs whose completions begin with different prompts"] += 1
             continue
         sides = [draft.side(calls, row.id) for row, calls in ((a, own), (b, other))]
         fields = {"rejected": sides[1], "margin": high - low, "source": f"{a.id} {b.id}"}
@@ -160,12 +160,12 @@ def _corrections(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
 
 
 def _rewarded(
-    spec: MineSpec, row: Rollout, calls: Sequence[Transition]
+    spec: MineSpec, rollout: Rollout, calls: Sequence[Transition]
 ) -> list[tuple[int, Reward]]:
     """(index, reward) of the calls with a reward of their own that the spec uses."""
     name = {"label": spec.reward, "correction": CORRECTION}.get(spec.how)
     indices = {call.id: index for index, call in enumerate(calls)}
-    found = [r for r in row.rewards if r.name == name and r.scope is Scope.TRANSITION]
+    found = [r for r in rollout.rewards if r.name == name and r.scope is Scope.TRANSITION]
     return [(indices[r.target], r) for r in found if r.target in indices]
 
 
@@ -249,5 +249,5 @@ def _values(group: Sequence[Found]) -> Mapping[tuple[bytes, bytes], float]:
     return {key: fmean(values) for key, values in found.items()}
 
 
-def _task(row: Rollout) -> bytes:
-    return msgspec.json.encode(row.task, order="sorted")
+def _task(rollout: Rollout) -> bytes:
+    return msgspec.json.encode(rollout.task, order="sorted")

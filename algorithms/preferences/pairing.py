@@ -9,7 +9,7 @@ from math import isnan
 from typing import Literal
 
 How = Literal["extremes", "all", "best-of"]
-LEAST = 1e-9  # smaller differences count as ties
+LEAST_DIFFERENCE = 1e-9  # smaller differences count as ties
 
 
 def choose_pairs(
@@ -28,5 +28,5 @@ def choose_pairs(
         candidates = sorted(combinations(order, 2), key=lambda two: values[two[1]] - values[two[0]])
     elif how == "best-of":
         candidates = [(order[0], random.Random(seed).choice(order[1:]))]
-    found = [(a, b) for a, b in candidates if values[a] - values[b] >= max(least, LEAST)]
+    found = [(a, b) for a, b in candidates if values[a] - values[b] >= max(least, LEAST_DIFFERENCE)]
     return found[: per_group or None]

@@ -1,6 +1,6 @@
-"""Preference losses, each a function of the sides of pairs: see `sides`.
+"""Preference losses, each a function of the completions of pairs: see `completions`.
 
-a: the better sides, b: the worse; S: summed log-probs, h: S minus that of the reference, n: tokens.
+a: the better completions, b: the worse: see `LogProbSums`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.nn.functional import logsigmoid
 
 from agentrl.algorithms.credit.core import ZeroAdvantage
 from agentrl.algorithms.objective.core import TOKENS, Algo
+from agentrl.algorithms.preferences.completions import CompletionLoss, LogProbSums, with_mismatched
 from agentrl.algorithms.preferences.pairing import How
-from agentrl.algorithms.preferences.sides import SideLoss, Sums, with_mismatched
 from agentrl.algorithms.presets.declare import (
     AlgoPreset,
     Build,
@@ -38,9 +38,9 @@ Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5)]  # fraction of wrong la
 
 @dataclass(frozen=True, slots=True)
 class PairsPreset(AlgoPreset):
-    """A preset whose function is the loss of two sides with options of its own. It also has the
-    options of `SideLoss` about pairs. nll: if not 0, it also imitates the better sides, with an
-    option `nll` for the weight."""
+    """A preset whose function is the loss of two completions with options of its own. It also has
+    the options of `CompletionLoss` about pairs. nll: if not 0, it also imitates the better ones,
+    with an option `nll` for the weight."""
 
     reference: bool = True
     whole: bool = False
@@ -61,18 +61,13 @@ class PairsPreset(AlgoPreset):
         given = own | {name: x for name, x in options.items() if name in own}
         rest: dict[str, Any] = {"reward": self.reward, "nll": self.nll}
         rest |= {name: x for name, x in options.items() if name not in (*own, "kl")}
-        side = SideLoss(self.function, given, reference=self.reference, whole=self.whole)
+        side = CompletionLoss(self.function, given, reference=self.reference, whole=self.whole)
         algo = Algo(ZeroAdvantage(), agg=TOKENS, side=replace(side, **rest))
         return self._shared(algo, options)
 
 
 def pairs_preset(
-    name: str,
-    *,
-    reference: bool = True,
-    whole: bool = False,
-    nll: float = 0.0,
-    usual: bool = False,
+    name: str, *, reference: bool = True, whole: bool = False, nll: float = 0.0, usual: bool = False
 ) -> Callable[[Build], Build]:
     """Register a loss of pairs as a preset, with an option kl, the coefficient of a k3 KL penalty
     to the reference. The loss stays as it is."""
@@ -91,16 +86,16 @@ def log_loss(x: Tensor, smoothing: float = 0.0) -> Tensor:
 
 
 @pairs_preset("dpo", usual=True)
-def dpo(a: Sums, b: Sums, *, beta: Positive = 0.1) -> Tensor:
+def dpo(a: LogProbSums, b: LogProbSums, *, beta: Positive = 0.1) -> Tensor:
     """Direct preference optimization. arXiv 2305.18290."""
-    return log_loss(beta * (a.h - b.h))
+    return log_loss(beta * (a.log_ratio - b.log_ratio))
 
 
 def kto_loss(
-    s: Sums, label: Tensor, kl: Tensor, beta: float, desirable: float, undesirable: float
+    s: LogProbSums, label: Tensor, kl: Tensor, beta: float, desirable: float, undesirable: float
 ) -> Tensor:
-    good = desirable * (1 - (beta * (s.h - kl)).sigmoid())
-    bad = undesirable * (1 - (beta * (kl - s.h)).sigmoid())
+    good = desirable * (1 - (beta * (s.log_ratio - kl)).sigmoid())
+    bad = undesirable * (1 - (beta * (kl - s.log_ratio)).sigmoid())
     return torch.where(label > 0.5, good, bad)
 
 
@@ -113,10 +108,10 @@ def kto(
     undesirable: Positive = 1.0,
     threshold: float = 0.5,
 ) -> Algo:
-    """Unpaired sides, desirable if the reward is at least `threshold`, compared with the mean KL to
-    the reference, estimated from completions of other prompts. arXiv 2402.01306."""
+    """Unpaired completions, desirable if the reward is at least `threshold`, compared with the mean
+    KL to the reference, estimated from completions of other prompts. arXiv 2402.01306."""
     options = {"beta": beta, "desirable": desirable, "undesirable": undesirable}
-    side = SideLoss(kto_loss, options, reward, paired=False, whole=True, threshold=threshold)
+    side = CompletionLoss(kto_loss, options, reward, paired=False, whole=True, threshold=threshold)
     return Algo(ZeroAdvantage(), agg=TOKENS, side=side, prepare=(with_mismatched,))
 
 
@@ -138,5 +133,5 @@ def with_pairs(
             "losses of pairs to a preset without such a loss"
         )
     side = loss.build(how=pairs_how, least=pairs_least, nll=0.0).side
-    assert isinstance(side, SideLoss)
+    assert isinstance(side, CompletionLoss)
     return replace(algo, side=replace(side, share=pairs_share))

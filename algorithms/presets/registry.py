@@ -35,8 +35,8 @@ from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest
 from agentrl.plugins import check_call, load_plugin, where
 
-Supply = Model | Literal["values", "top_tokens", "entropy"]
-ALL_STREAMS: tuple[Supply, ...] = (
+LearnerOutput = Model | Literal["values", "top_tokens", "entropy"]
+ALL_STREAMS: tuple[LearnerOutput, ...] = (
     "old", "sampler", "reference", "teacher", "values", "top_tokens", "entropy",
 )  # fmt: skip
 KEY = "algorithm.preset"
@@ -46,7 +46,7 @@ def make(
     name: str,
     options: Mapping[str, Any],
     *,
-    streams: Collection[Supply] = ("old", "sampler"),
+    streams: Collection[LearnerOutput] = ("old", "sampler"),
     root: Path = Path(),
 ) -> Algo:
     """The algorithm of `algorithm.preset` and `algorithm.options` in a run file.

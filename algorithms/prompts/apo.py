@@ -9,9 +9,9 @@ from statistics import fmean
 
 from agentrl.algorithms.prompts.search import Search, Texts, as_text
 
-BEAM = 2  # candidates that survive a round
-BRANCH = 2  # children of each
-SHARE = 2 / 3  # fraction of the validation tasks on which a round compares candidates
+BEAM_WIDTH = 2  # candidates that survive a round
+CHILDREN = 2  # children of each
+ROUND_SHARE = 2 / 3  # fraction of the validation tasks on which a round compares candidates
 CRITIQUE = """An assistant was given these instructions:
 
 {text}
@@ -30,7 +30,7 @@ def apo_search(search: Search) -> None:
     search.evaluate([(beam[0], search.validation)])
     components = cycle(search.seed_texts)
     while True:
-        parents = [beam[i % len(beam)] for i in range(BEAM) for _ in range(BRANCH)]
+        parents = [beam[i % len(beam)] for i in range(BEAM_WIDTH) for _ in range(CHILDREN)]
         children = [_child(search, texts, next(components), rng) for texts in parents]
         beam = _best(search, [*beam, *children], rng)
         if search.candidate(beam[0]).id not in search.scores:
@@ -51,8 +51,8 @@ def _child(search: Search, texts: Texts, component: str, rng: random.Random) -> 
 def _best(search: Search, pool: list[Texts], rng: random.Random) -> list[Texts]:
     """The best BEAM of a pool on a sample of the validation tasks, evaluated at the same time."""
     unique = list({search.candidate(texts).id: texts for texts in pool}.values())
-    tasks = rng.sample(search.validation, max(1, int(SHARE * len(search.validation))))
+    tasks = rng.sample(search.validation, max(1, int(ROUND_SHARE * len(search.validation))))
     played = search.evaluate([(texts, tasks) for texts in unique])
     means = [fmean(row.score for row in rows) for rows in played]
     ranked = sorted(range(len(unique)), key=lambda i: -means[i])
-    return [unique[i] for i in islice(ranked, BEAM)]
+    return [unique[i] for i in islice(ranked, BEAM_WIDTH)]

@@ -19,8 +19,8 @@ async def find(store_url: str, run: str, rollouts: int = 20) -> str:
     system messages, and its tools."""
     async with open_store(store_url, readonly=True) as store:
         calls: list[Transition] = []
-        for row in await store.rollouts(run, limit=rollouts):
-            trace = await store.trace(row.id)
+        for rollout in await store.rollouts(run, limit=rollouts):
+            trace = await store.trace(rollout.id)
             calls += trace.transitions if trace else []
     if not calls:
         raise ConfigError(f"run {run!r} has no calls in {store_url}: run it first")

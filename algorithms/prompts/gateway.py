@@ -20,8 +20,8 @@ from agentrl.store.base import Store
 from agentrl.types import Json, PromptText
 
 SYSTEM = ("system", "developer")
-AHEAD = 512  # maximum offset of the text, in bytes, for replacing it without parsing
-START = 64  # characters of a text to search for first
+LARGEST_OFFSET = 512  # maximum offset of the text, in bytes, for replacing it without parsing
+SEARCHED_START = 64  # characters of a text to search for first
 Object = dict[str, Json]
 
 
@@ -90,7 +90,7 @@ def _spliced(sent: Json, prompt: PromptText) -> Json:
     if type(sent) is not msgspec.Raw:
         return None
     raw, old, new = memoryview(sent), _encoded(prompt.seed), _encoded(prompt.text)
-    at = _find(raw[: AHEAD + len(old)].tobytes(), old)
+    at = _find(raw[: LARGEST_OFFSET + len(old)].tobytes(), old)
     return None if at < 0 else msgspec.Raw(b"".join((raw[:at], new, raw[at + len(old) :])))
 
 
@@ -142,5 +142,5 @@ def _said(text: str, prompt: PromptText) -> str | None:
 
 def _find(text: AnyStr, part: AnyStr) -> int:
     """Equal to `text.find(part)`, whose preprocessing is slow for a long part."""
-    at = text.find(part[:START])
+    at = text.find(part[:SEARCHED_START])
     return at if at < 0 or text.startswith(part, at) else text.find(part)

@@ -10,7 +10,7 @@ import gepa
 from gepa.core.adapter import EvaluationBatch
 from gepa.strategies.proposal_sampling import IndependentSampling, SingleMutationSampling
 
-from agentrl.algorithms.prompts.search import Played, Search, Texts, as_text
+from agentrl.algorithms.prompts.search import Search, TaskResult, Texts, as_text
 
 
 def gepa_search(search: Search) -> None:
@@ -44,7 +44,7 @@ class _Adapter:
         self.search = search
         self.raised: Exception | None = None
         self._rng, self._left = random.Random(search.random_seed), list[int]()
-        self._parents: dict[tuple[str, tuple[int, ...]], list[Played]] = {}
+        self._parents: dict[tuple[str, tuple[int, ...]], list[TaskResult]] = {}
 
     def evaluate(
         self, batch: list[int], candidate: Texts, capture_traces: bool = False
@@ -107,6 +107,6 @@ class _Adapter:
         pass
 
 
-def _batch(rows: list[Played]) -> EvaluationBatch[Any, Any]:
+def _batch(rows: list[TaskResult]) -> EvaluationBatch[Any, Any]:
     scores = [row.score for row in rows]
     return EvaluationBatch(outputs=scores, scores=scores, trajectories=rows)

@@ -14,7 +14,7 @@ from agentrl.types import Json, Purpose, RunState
 if TYPE_CHECKING:
     from agentrl.view.pages import Page
 
-EVALUATIONS = 500  # last groups of searches whose scores are shown
+SHOWN_GROUPS = 500  # last groups of searches whose scores are shown
 
 
 class SearchPage:
@@ -78,7 +78,7 @@ async def _found(store: Store, state: RunState) -> dict[str, Any]:
     prefix, settings = f"{state.run}/prompts/", state.config.get("prompts") or {}
     given: Any = {"purpose": Purpose.EVAL, "before": f"{state.run}/prompts0"}
     found: dict[tuple[str, str], list[GroupRow]] = {}
-    for group in await store.groups(state.run, limit=EVALUATIONS, **given):
+    for group in await store.groups(state.run, limit=SHOWN_GROUPS, **given):
         if group.id.startswith(prefix):
             search, _, name = group.id.removeprefix(prefix).partition("/")
             kind = "validation" if group.n == settings.get("validation") else "minibatch"

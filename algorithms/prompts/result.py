@@ -25,9 +25,9 @@ async def write_texts(store: Store, config: RunConfig, folder: Path) -> Candidat
     for text in best.texts:
         (folder / f"{text.component}.txt").write_text(f"{text.text}\n", encoding="utf-8")
     scores: dict[str | None, list[float]] = {}
-    for row in await store.rollouts(config.name):
-        if not math.isnan(row.reward()):
-            scores.setdefault(row.candidate, []).append(row.reward())
+    for rollout in await store.rollouts(config.name):
+        if not math.isnan(rollout.reward()):
+            scores.setdefault(rollout.candidate, []).append(rollout.reward())
     lineage = [
         {
             "id": one.id,

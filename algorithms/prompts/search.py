@@ -29,10 +29,10 @@ Texts = dict[str, str]
 Batch = tuple[Texts, Sequence[int]]
 """Prompt texts, and the indices of the tasks to evaluate them on."""
 FENCED = re.compile(r"```[^\n]*\n(.*)\n```", re.DOTALL)
-REFUSED = 3  # invalid answers of the reflector in a row that end the search
+MOST_REFUSED = 3  # invalid answers of the reflector in a row that end the search
 KNOWN = ("id", "input")  # fields of a task that hold no answer
-ROOM = 64  # tokens that a chat template may add to a question
-SHORTEST = 4  # least characters of a held-out answer that counts as leaked
+TEMPLATE_TOKENS = 64  # tokens that a chat template may add to a question
+SHORTEST_LEAK = 4  # least characters of a held-out answer that counts as leaked
 QUESTION = """An assistant was given these instructions:
 ```
 {text}
@@ -55,7 +55,7 @@ class SearchEnd(Exception):
     """The budget is spent, or the score is perfect."""
 
 
-class Played(NamedTuple):
+class TaskResult(NamedTuple):
     """The result of one rollout."""
 
     score: float  # NaN: missing
@@ -68,7 +68,7 @@ class Backend(Protocol):
 
     def play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
-    ) -> list[list[Played]]:
+    ) -> list[list[TaskResult]]:
         """Run all batches at once and wait for their end. traces: whether results have examples."""
 
     def ask(self, number: int, question: str, max_tokens: int | None) -> Reflection: ...
@@ -129,7 +129,7 @@ class Search:
             self._put(Candidate(id=id, run=self.run, step=self.step, parents=parents, **fields))
         return self.candidates[id]
 
-    def evaluate(self, batches: Sequence[Batch], *, traces: bool = False) -> list[list[Played]]:
+    def evaluate(self, batches: Sequence[Batch], *, traces: bool = False) -> list[list[TaskResult]]:
         """Evaluate batches; returns the result of each rollout. The parent's score replaces a
         missing one, so a failed rollout has no effect. Raises SearchEnd if the budget is too small,
         and if a candidate has a perfect score."""
@@ -164,7 +164,7 @@ class Search:
         self._values[me] = score
         return score
 
-    def _check_first(self, rows: Sequence[Played]) -> None:
+    def _check_first(self, rows: Sequence[TaskResult]) -> None:
         if all(math.isnan(row.score) for row in rows):
             why = next((row.failure for row in rows if row.failure), "the verifier returned none")
             raise AgentRLError(
@@ -193,10 +193,10 @@ class Search:
         if problem := self._problem(text):
             self._refused += 1
             log.warning("a proposal for %s is refused: %s", component, problem)
-            if self._refused >= REFUSED:
+            if self._refused >= MOST_REFUSED:
                 raise AgentRLError(
-                    f"prompts.reflector = {self.config.reflector!r}: {REFUSED} answers in a row "
-                    f"were of no use, the last: {problem}; choose a larger model"
+                    f"prompts.reflector = {self.config.reflector!r}: {MOST_REFUSED} answers in a "
+                    f"row were of no use, the last: {problem}; choose a larger model"
                 )
             return texts
         self._refused = 0
@@ -209,7 +209,7 @@ class Search:
         limit, left = self.config.max_reflection_tokens, None
         if limit:
             # A token has at least one byte.
-            left = limit - self.tokens - len(question.encode()) - ROOM
+            left = limit - self.tokens - len(question.encode()) - TEMPLATE_TOKENS
             if left < self.config.max_length // 4:
                 raise SearchEnd(f"the budget of {limit} tokens for reflections is spent")
         self._asked += 1
@@ -223,7 +223,9 @@ class Search:
         if len(text) > self.config.max_length:
             return f"{len(text)} characters, and prompts.max_length = {self.config.max_length}"
         known = " ".join(text.text for text in self.seed)
-        leaks = (x for x in self.answers if len(x) >= SHORTEST and x in text and x not in known)
+        leaks = (
+            x for x in self.answers if len(x) >= SHORTEST_LEAK and x in text and x not in known
+        )
         leak = next(leaks, None)
         return "" if leak is None else f"it has the answer of a held-out task, {leak[:40]!r}"
 
@@ -247,7 +249,7 @@ class Search:
             self.backend.put(candidates)
 
 
-def as_text(rows: Sequence[Played], component: str) -> str:
+def as_text(rows: Sequence[TaskResult], component: str) -> str:
     """The examples of a component as text for the reflector."""
     examples = (row.examples[component] for row in rows if component in row.examples)
     return "\n\n".join("\n".join(f"{k}: {v}" for k, v in one.items()) for one in examples)

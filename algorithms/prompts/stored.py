@@ -30,7 +30,7 @@ from agentrl.algorithms.prompts.records import (
     put_candidates,
     reflections_of,
 )
-from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers, candidate_id
+from agentrl.algorithms.prompts.search import Search, SearchEnd, TaskResult, answers, candidate_id
 from agentrl.algorithms.prompts.table import prompt_texts, prompts_of
 from agentrl.algorithms.sampling.evaluate import play
 from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
@@ -55,7 +55,7 @@ from agentrl.types import (
 log = logging.getLogger("agentrl.algorithm")
 
 T = TypeVar("T")
-LONGEST = 2000  # most characters of a message in an example
+LONGEST_MESSAGE = 2000  # most characters of a message in an example
 
 
 class StoredBackend:
@@ -85,7 +85,7 @@ class StoredBackend:
 
     def play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
-    ) -> list[list[Played]]:
+    ) -> list[list[TaskResult]]:
         return self._do(self._play(batches, traces))
 
     def ask(self, number: int, question: str, max_tokens: int | None) -> Reflection:
@@ -113,7 +113,7 @@ class StoredBackend:
 
     async def _play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], traces: bool
-    ) -> list[list[Played]]:
+    ) -> list[list[TaskResult]]:
         groups = [f"{self.name}/{next(self._evaluations):05d}.{c.id}" for c, _ in batches]
         requested: list[NewRollout] = []
         for group, (candidate, tasks) in zip(groups, batches, strict=True):
@@ -125,23 +125,29 @@ class StoredBackend:
             if not await self.store.settled(group, timeout=left):
                 await self.store.cancel([rollout.id for rollout in requested])
                 raise SearchEnd(f"its {self.settings.max_seconds:g} seconds are over")
-        results: list[list[Played]] = []
+        results: list[list[TaskResult]] = []
         for group, (candidate, _) in zip(groups, batches, strict=True):
             rows = await self.store.rollouts(self.config.name, group=group)
             shown = [await self._examples(row, candidate.texts) if traces else {} for row in rows]
             failures = [row.failure.message if row.failure else "" for row in rows]
-            results.append(list(map(Played, (row.reward() for row in rows), shown, failures)))
+            results.append(list(map(TaskResult, (row.reward() for row in rows), shown, failures)))
         return results
 
     async def _examples(
-        self, row: Rollout, texts: Sequence[PromptText]
+        self, rollout: Rollout, texts: Sequence[PromptText]
     ) -> dict[str, dict[str, str]]:
-        trace = await self.store.trace(row.id)
-        if row.rewards and not self._scored and not any(reward.note for reward in row.rewards):
+        trace = await self.store.trace(rollout.id)
+        if (
+            rollout.rewards
+            and not self._scored
+            and not any(reward.note for reward in rollout.rewards)
+        ):
             log.warning("the verifier gives no reasons (Reward.note): the reflector sees numbers")
-        self._scored = self._scored or bool(row.rewards)
+        self._scored = self._scored or bool(rollout.rewards)
         examples = {} if trace is None else {t.component: _example(trace, t) for t in texts}
-        shown = {name: str(row.task[name]) for name in self.settings.show if name in row.task}
+        shown = {
+            name: str(rollout.task[name]) for name in self.settings.show if name in rollout.task
+        }
         return {name: {**example, **shown} for name, example in examples.items() if example}
 
     async def _ask(self, id: str, question: str, max_tokens: int | None) -> Reflection:
@@ -205,7 +211,11 @@ def _example(trace: Trace, text: PromptText) -> dict[str, str]:
     feedback += [f"{failure.kind.value}: {failure.message}"] if failure else []
     feedback += [f"{span.name} failed" for span in trace.spans if not span.ok]
     read = json.dumps(last.messages[-1].get("content"), ensure_ascii=False)
-    return {"Read": read[:LONGEST], "Said": str(said)[:LONGEST], "Feedback": "; ".join(feedback)}
+    return {
+        "Read": read[:LONGEST_MESSAGE],
+        "Said": str(said)[:LONGEST_MESSAGE],
+        "Feedback": "; ".join(feedback),
+    }
 
 
 def _name(tool: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from agentrl.types import POLICY, Branch, NewRollout, Rollout
 log = logging.getLogger(__name__)
 
 
-class Fork(NamedTuple):
+class BranchPoint(NamedTuple):
     """A call to sample again. surprise: mean of -log-prob over its tokens in nats, an estimate of
     the policy's entropy."""
 
@@ -68,17 +68,17 @@ def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]
     """The branches to request for one group. rollouts: those of the group that are no branches."""
     settings = branching_of(config)
     policies = trained_policies(config)
-    chosen = choose_forks(settings, [list(forks(rollout, policies)) for rollout in rollouts])
+    points = [list(branch_points(rollout, policies)) for rollout in rollouts]
     by_id = {rollout.id: rollout for rollout in rollouts}
     branches: list[NewRollout] = []
-    for fork in (fork for fork in chosen for _ in range(settings.width)):
-        source = by_id[fork.rollout]
-        branch = Branch(rollout=source.id, calls=fork.calls)
+    for point in (x for x in choose_branch_points(settings, points) for _ in range(settings.width)):
+        source = by_id[point.rollout]
+        branch = Branch(rollout=source.id, calls=point.calls)
         branches.append(joining_rollout(config, source, branch, source.seats, len(branches)))
     return branches
 
 
-def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[Fork]:
+def branch_points(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[BranchPoint]:
     """The calls of a rollout that can be sampled again: all calls of trained policies at a
     temperature above 0 but the first, from which a branch would be an ordinary rollout."""
     if not valid_for_any(rollout, policies):
@@ -86,17 +86,19 @@ def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[F
     for number, call in enumerate(rollout.transitions):
         trained = call.policy in policies and trainable(call, call.policy)
         if number and trained and call.completion and call.sampling.temperature > 0:
-            yield Fork(rollout.id, number, -fmean(call.logprobs))
+            yield BranchPoint(rollout.id, number, -fmean(call.logprobs))
         if call.finish == "cut":  # its end is unknown, so later calls cannot be replayed
             return
 
 
-def choose_forks(settings: BranchingConfig, forks: Sequence[Sequence[Fork]]) -> list[Fork]:
-    """The forks to branch at, in order of rollout and call. forks: by rollout."""
-    together = [fork for each in forks for fork in each]
+def choose_branch_points(
+    settings: BranchingConfig, points: Sequence[Sequence[BranchPoint]]
+) -> list[BranchPoint]:
+    """Where to branch, in order of rollout and call. points: by rollout."""
+    together = [point for each in points for point in each]
     chosen = {
-        fork
-        for each in (forks if settings.kind == "mc" else [together])
-        for fork in sorted(each, key=lambda fork: -fork.surprise)[: settings.calls or None]
+        point
+        for each in (points if settings.kind == "mc" else [together])
+        for point in sorted(each, key=lambda point: -point.surprise)[: settings.calls or None]
     }
-    return [fork for fork in together if fork in chosen]
+    return [point for point in together if point in chosen]

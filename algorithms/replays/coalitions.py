@@ -11,7 +11,7 @@ Coalition = frozenset[str]
 Value = Callable[[Coalition], float]
 """The value of the team if only these roles take part. The function decides what replaces an absent
 role, such as an empty or a default message."""
-EXACT = 4  # roles up to which Shapley values are exact by default: 24 orders of joining
+EXACT_ROLES = 4  # roles up to which Shapley values are exact by default: 24 orders of joining
 
 
 def difference(value: Value, roles: Iterable[str]) -> dict[str, float]:
@@ -41,7 +41,7 @@ def shapley(
 
 
 def _orders(names: list[str], samples: int, seed: int | str) -> list[tuple[str, ...]]:
-    if len(names) <= EXACT:
+    if len(names) <= EXACT_ROLES:
         return list(permutations(names))
     if samples < 1:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
-from agentrl.algorithms.replays.coalitions import EXACT
+from agentrl.algorithms.replays.coalitions import EXACT_ROLES
 from agentrl.config.base import Count, Joining, Natural
 from agentrl.errors import nearest
 from agentrl.types import POLICY
@@ -53,14 +53,14 @@ class CounterfactualConfig(Joining, frozen=True):
     def __post_init__(self) -> None:
         if not self.substitutes and (self.value, self.orders, self.width) != ("difference", 0, 1):
             raise ValueError("value, orders and width have no effect without substitutes")
-        many = self.value == "shapley" and len(self.substitutes) > EXACT
+        many = self.value == "shapley" and len(self.substitutes) > EXACT_ROLES
         if many and not self.orders:
             raise ValueError(
                 f"{len(self.substitutes)} roles can join in too many orders to take them all; set "
                 "`orders`, the number to sample"
             )
         if self.orders and not many:
-            raise ValueError(f"orders are for Shapley values of more than {EXACT} roles")
+            raise ValueError(f"orders are for Shapley values of more than {EXACT_ROLES} roles")
 
     @property
     def joins(self) -> bool:

@@ -39,7 +39,7 @@ from agentrl.algorithms.model.packing import (
     hidden_states,
     pack_rows,
 )
-from agentrl.base.failures import brief
+from agentrl.base.failures import one_line
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import Group, Reward, Rollout, RolloutState, Scope, Transition
 
@@ -126,19 +126,19 @@ class RewardModel:
         """Add this model's rewards to the rollouts of the groups. Raises TrainingError for rewards
         of the same name from another source, and for scores that are not finite."""
         scored = {
-            row.id: calls
+            rollout.id: calls
             for group in groups
-            for row in group.rollouts
-            if (calls := self.scored_calls(row))
+            for rollout in group.rollouts
+            if (calls := self.scored_calls(rollout))
         }
         calls = [call for each in scored.values() for call in each]
         scores = self.scorer(calls).tolist() if calls else []
         self._check(groups, scores)
         of_call = dict(zip((call.id for call in calls), scores, strict=True))
 
-        def completed(row: Rollout) -> Rollout:
-            new = self._rewards(scored[row.id], of_call) if row.id in scored else []
-            return replace(row, rewards=[*row.rewards, *new])
+        def completed(rollout: Rollout) -> Rollout:
+            new = self._rewards(scored[rollout.id], of_call) if rollout.id in scored else []
+            return replace(rollout, rewards=[*rollout.rewards, *new])
 
         return [replace(group, rollouts=list(map(completed, group.rollouts))) for group in groups]
 
@@ -302,7 +302,7 @@ def load_scalar(
             name, dtype=policy.dtype, output_loading_info=True
         )
     except Exception as error:  # transformers and safetensors document no types
-        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {brief(str(error))}") from error
+        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {one_line(str(error))}") from error
     if fault := _head_problem(model, sorted(loading["missing_keys"])):
         raise PolicyError(
             f"{key} = {name!r}: {fault}; give a checkpoint of a decoder with a head of one label, "

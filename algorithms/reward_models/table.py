@@ -12,7 +12,7 @@ class RewardModelTraining(Section, frozen=True):
     """How `agentrl rm train` trains `policy.model` as a reward model on the items of [data]."""
 
     heads: Count = 1  # size of an ensemble of heads, each trained on its own sample of the items
-    # Coefficient of a pair's margin in the loss; 0: the better side must only score higher.
+    # Coefficient of a pair's margin in the loss; 0: the better completion must only score higher.
     margin: NonNegative = 0.0
     # Coefficient of (sum of a pair's scores)^2, which keeps scores around 0.
     centre: NonNegative = 0.01

@@ -5,9 +5,9 @@ same rollouts, and the store ignores duplicates. Groups that were claimed and no
 claimed again. So a step trains the same groups however often it is started, unless
 `algorithm.order = "ready"` lets it take groups of later steps that ended first.
 
-The store's counts limit the number of requested groups (see `room`): at most (max_staleness + 1) x
-groups of them are neither trained nor discarded, even if a process was killed. Replacements do not
-count.
+The store's counts limit the number of requested groups (see `free_groups`): at most
+(max_staleness + 1) x groups of them are neither trained nor discarded, whoever was killed.
+Replacements do not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from math import floor, isfinite, isnan
 from statistics import fmean
 from typing import Protocol
 
-from agentrl.algorithms.credit.core import SPREAD
+from agentrl.algorithms.credit.core import ROUNDING_SPREAD
 from agentrl.algorithms.data.merge import counterfactual, reward_reference, valid_for_any
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.stragglers import (
@@ -37,7 +37,7 @@ from agentrl.store.limits import LARGEST_LOGPROB, LARGEST_REWARD
 from agentrl.types import Counts, Group, NewRollout, Purpose, Rollout, Transition
 
 log = logging.getLogger(__name__)
-ROUNDS = 10  # of replacements; verl's max_num_gen_batches
+MOST_ROUNDS = 10  # of replacements; verl's max_num_gen_batches
 Vocabulary = Mapping[str, int]  # vocabulary size by policy
 
 
@@ -130,7 +130,7 @@ class Collector:
         claimed = await self.claim(size)
         if not self.replaces:
             return claimed, replaced
-        for number in range(self.config.algorithm.max_rounds or ROUNDS):
+        for number in range(self.config.algorithm.max_rounds or MOST_ROUNDS):
             missing = size - sum(self.is_kept(group, step) for group in claimed)
             # If no rollout has the reward, replacements would not have it either.
             if not missing or (self.resample and not any(map(self.known_values, claimed))):
@@ -145,7 +145,7 @@ class Collector:
     async def ask(self, step: int) -> None:
         """Request the groups of this step and of steps to prefetch, and the branches of this step's
         groups."""
-        free = room(self.config, step, await self.store.counts(self.config.name))
+        free = free_groups(self.config, step, await self.store.counts(self.config.name))
         if free > 0:
             last = await self.store.groups(self.config.name, purpose=Purpose.TRAIN, limit=1)
             first = 1 + group_number(last[0].id) if last else 0
@@ -159,7 +159,7 @@ class Collector:
             return False
         if unreadable_reason(group, self.vocabulary):
             return False
-        return max(values) - min(values) > SPREAD * max(map(abs, values))
+        return max(values) - min(values) > ROUNDING_SPREAD * max(map(abs, values))
 
     def known_values(self, group: Group) -> list[float]:
         """The values of the reward `resample` in a group's rollouts that can be trained."""
@@ -180,7 +180,7 @@ def is_learned_from(rollout: Rollout, config: RunConfig, reward: str = "outcome"
     return valid_for_any(rollout, trained_policies(config), (reward,), retokenized=retokenized)
 
 
-def room(config: RunConfig, step: int, counts: Counts) -> int:
+def free_groups(config: RunConfig, step: int, counts: Counts) -> int:
     """How many more groups may be requested before a step is trained. At most (max_staleness + 1) x
     groups, or those left in the run, may be neither trained nor discarded.
 

@@ -74,7 +74,7 @@ async def evaluate_heldout(
 def check_verifier(config: RunConfig, rollouts: Sequence[Rollout]) -> None:
     """Raise TrainingError if the verifier returned no number for any of a run's first rollouts,
     which no repetition changes."""
-    said = {row.failure.message if row.failure else "" for row in rollouts}
+    said = {rollout.failure.message if rollout.failure else "" for rollout in rollouts}
     if said and all(message.startswith(NO_NUMBER) for message in said):
         why, name = min(said).removeprefix("VerifierError: "), config.verifier.path
         where = f"{name}: " if name else ""

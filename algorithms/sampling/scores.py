@@ -37,9 +37,9 @@ def spread_metrics(
     """<name>_low, <name>_high: 95 % confidence interval of the mean over tasks. With several
     rollouts per task also <name>/pass@k, for k = 1, 2, 4 ... and their number."""
     by_task: list[list[float]] = [[] for _ in range(tasks)]
-    for row in rollouts:
-        if not math.isnan(value := row.reward()):
-            by_task[row.index % tasks].append(value)
+    for rollout in rollouts:
+        if not math.isnan(value := rollout.reward()):
+            by_task[rollout.index % tasks].append(value)
     metrics, samples = _bounds(name, [fmean(xs) for xs in by_task if xs]), config.eval.samples
     if len(rollouts) > tasks:
         solved = [(len(xs), sum(x >= config.eval.threshold for x in xs)) for xs in by_task]
@@ -85,7 +85,9 @@ def common_score(config: RunConfig, rollouts: Sequence[Rollout], tasks: int) -> 
     if not (config.eval.every and config.steps) or tasks <= common:
         return {}
     known = [
-        x for row in rollouts if row.index % tasks < common and not math.isnan(x := row.reward())
+        x
+        for rollout in rollouts
+        if rollout.index % tasks < common and not math.isnan(x := rollout.reward())
     ]
     return {"eval/common": fmean(known)} if known else {}
 

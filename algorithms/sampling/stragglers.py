@@ -19,8 +19,8 @@ from agentrl.store.records import GroupRow
 from agentrl.types import Group, Purpose, RolloutState, Transition
 
 T = TypeVar("T")
-PAUSE = 0.5  # seconds between checks of the open groups
-EVERY = 100_000  # limit on open groups, more than there ever are
+CHECK_PAUSE = 0.5  # seconds between checks of the open groups
+MOST_GROUPS = 100_000  # limit on open groups, more than there ever are
 
 
 async def close_groups_during(work: Coroutine[Any, Any, T], store: Store, config: RunConfig) -> T:
@@ -59,7 +59,7 @@ async def _close_groups(store: Store, config: RunConfig) -> None:
         for row in await _open_groups(store, config):
             if await is_complete(store, config, row, begun, time.time()):
                 await store.cancel(row.rollouts)
-        await asyncio.sleep(PAUSE)
+        await asyncio.sleep(CHECK_PAUSE)
 
 
 async def is_complete(
@@ -125,4 +125,4 @@ def cancelled_metrics(config: RunConfig, groups: Sequence[Group], step: int) -> 
 
 
 async def _open_groups(store: Store, config: RunConfig) -> list[GroupRow]:
-    return await store.groups(config.name, purpose=Purpose.TRAIN, state="open", limit=EVERY)
+    return await store.groups(config.name, purpose=Purpose.TRAIN, state="open", limit=MOST_GROUPS)

@@ -23,7 +23,7 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.core import SavedCheckpoint
 from agentrl.evaluation.plans import play
-from agentrl.evaluation.plans.play import Played
+from agentrl.evaluation.plans.play import LineupRollouts
 from agentrl.types import Json, Rollout
 
 
@@ -127,7 +127,7 @@ def lineup(player: str, other: str, role: str, roles: Sequence[str]) -> tuple[st
     return ",".join(f"{role}={player}" for role, player in seats.items()), seats
 
 
-def matrix(players: list[str], roles: Sequence[str], played: Played) -> PayoffMatrix:
+def matrix(players: list[str], roles: Sequence[str], played: LineupRollouts) -> PayoffMatrix:
     """The payoff matrix of games. Raises AgentRLError if none has a return for every seat."""
     meetings: list[list[Matchup | None]] = [[None] * len(players) for _ in players]
     for row, column in permutations(range(len(players)), 2):

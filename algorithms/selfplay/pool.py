@@ -24,7 +24,7 @@ import msgspec
 
 from agentrl.algorithms.credit.baselines import Ema
 from agentrl.algorithms.credit.core import GroupRelative, Whiten
-from agentrl.algorithms.credit.parts import parts_of
+from agentrl.algorithms.credit.parts import nested_records
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.selfplay.ratings import elo, game_score, priorities, returns, win_rate
 from agentrl.algorithms.selfplay.table import PfspOpponents, SelfplayConfig, SnapshotOpponents
@@ -220,7 +220,7 @@ def most_redundant(snapshots: Sequence[Snapshot]) -> Snapshot:
 def check_seat_comparison(algo: Algo) -> None:
     """Raise ConfigError for an algorithm that compares the returns of different seats, of which the
     one that moves first may win more often with any player, or that adds up what all seats earn."""
-    for part in parts_of(algo.credit):
+    for part in nested_records(algo.credit):
         if isinstance(part, GroupRelative):
             alone = part.base == part.norm == "none"
             fair = "role" in part.by and "role" in (part.norm_by or part.by)

@@ -17,7 +17,10 @@ Priority = Literal["hard", "variance"]
 
 SCALE = 400.0  # Elo points for odds of ten to one
 PRIOR = 1.0  # wins and losses that a Beta(1, 1) prior adds
-ROUNDS, CLOSE = 10_000, 1e-9  # most iterations of a fit, and the change of log-odds that ends it
+MOST_ITERATIONS, LEAST_CHANGE = (
+    10_000,
+    1e-9,
+)  # most iterations of a fit, and the change of log-odds that ends it
 
 
 def returns(rollout: Rollout, roles: Sequence[str]) -> dict[str, float] | None:
@@ -78,7 +81,7 @@ def fit_ratings(
     met = [[n + 2 * prior if n else 0.0 for n in row] for row in games]
     won = [sum(scores[i][j] + prior for j in players if games[i][j]) for i in players]
     strength = [1.0] * len(scores)
-    for _ in range(ROUNDS):
+    for _ in range(MOST_ITERATIONS):
         before = strength
         expected_wins = [
             sum(met[i][j] / (before[i] + before[j]) for j in players if met[i][j]) for i in players
@@ -86,6 +89,6 @@ def fit_ratings(
         strength = [won[i] / x if (x := expected_wins[i]) else 1.0 for i in players]
         scale = exp(fmean(map(log, strength)))
         strength = [value / scale for value in strength]
-        if max(abs(log(a / b)) for a, b in zip(strength, before, strict=True)) < CLOSE:
+        if max(abs(log(a / b)) for a, b in zip(strength, before, strict=True)) < LEAST_CHANGE:
             break
     return [SCALE * log10(value) for value in strength]

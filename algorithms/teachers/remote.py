@@ -25,7 +25,7 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, PolicyError, TrainingError
 
-CHECKED = 64  # token ids to compare, spread over all and again of the last, the added tokens
+CHECKED_TOKENS = 64  # token ids to compare, spread over all and again of the last, the added tokens
 
 
 class _Token(msgspec.Struct):
@@ -57,7 +57,7 @@ class RemoteTeacher:
     async def check(self) -> None:
         """Raise PolicyError unless the server answers, and has the policy's vocabulary."""
         every = sorted(self.tokenizer.get_vocab().values())
-        ids = every[:: len(every) // CHECKED + 1] + every[-CHECKED:]
+        ids = every[:: len(every) // CHECKED_TOKENS + 1] + every[-CHECKED_TOKENS:]
         try:
             async with aiohttp.ClientSession() as session:
                 answers = await self._ask(session, [ids[0], *ids])

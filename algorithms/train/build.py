@@ -128,7 +128,7 @@ def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -
     """Build the updater of one policy. config: the policy's view of the run."""
     settings, tokenizer = config.algorithm, model.tokenizer
     learner = factory.make_learner(config, algo, model.model, tokenizer, model.adapters, name)
-    state, anchor = make_state(config, algo, learner.frozen.get("reference"))
+    state, reference_control = make_state(config, algo, learner.frozen.get("reference"))
     context = context_length(model.model)
     completers: list[Completer] = [ProcessedScorer(learner, context, name, algo.rewards)]
     if settings.inexact == "retokenize":  # before reward models, which need the token ids
@@ -141,7 +141,7 @@ def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -
         preprocessor=Preprocessor(
             tuple(completers), context=context, policy=name, tokenizer=tokenizer
         ),
-        anchor=anchor,
+        reference_control=reference_control,
         bad_steps=BadSteps(settings.max_bad_steps),
         policy=name,
     )
@@ -151,9 +151,9 @@ def make_state(
     config: RunConfig, algo: Algo, reference: UpdatableReference | None
 ) -> tuple[AlgorithmState, ReferenceControl]:
     """The state that a policy keeps between steps, and its KL control."""
-    memory = AlgorithmState(algo.memories, seed=config.seed)
+    state = AlgorithmState(algo.remembered, seed=config.seed)
     target, horizon = config.reference.target, config.reference.horizon
     if not target:
-        return memory, ReferenceControl(reference, None)
-    memory.parts["kl"] = kl = make_kl_controller(algo, target, horizon)
-    return memory, ReferenceControl(reference, kl)
+        return state, ReferenceControl(reference, None)
+    state.parts["kl"] = kl = make_kl_controller(algo, target, horizon)
+    return state, ReferenceControl(reference, kl)

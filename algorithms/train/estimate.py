@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl.algorithms.model.memory import GIB, USABLE, available, bytes_needed
+from agentrl.algorithms.model.memory import GIB, USABLE_MEMORY, available, bytes_needed
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import PHASE
@@ -59,7 +59,7 @@ def describe(config: RunConfig, source: str) -> Iterator[str]:
 
 def memory(config: RunConfig, network: Any) -> tuple[bool, str]:
     """Whether memory suffices, and a sentence with its parts and, if not, the remedy."""
-    usable, parts = USABLE * available(config), bytes_needed(config, network)
+    usable, parts = USABLE_MEMORY * available(config), bytes_needed(config, network)
     shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in parts.items())
     sentence = f"{sum(parts.values()) / GIB:.2g} of {usable / GIB:.2g} GiB: {shown}"
     if sum(parts.values()) > usable:

@@ -65,7 +65,9 @@ class TrainingLoop:
             if empty:
                 if step == 0:
                     found = [*collected.groups, *collected.discarded]
-                    check_verifier(live.config, [row for group in found for row in group.rollouts])
+                    check_verifier(
+                        live.config, [rollout for group in found for rollout in group.rollouts]
+                    )
                 await check_empty_steps(live.store, live.config)
             await live.serving.announce(live.store, live.config.name, live.state.epoch)
             stalled = await self.evaluate(step + 1)

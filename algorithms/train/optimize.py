@@ -48,13 +48,16 @@ from agentrl.types import POLICY, Group, Json
 log = logging.getLogger("agentrl.algorithm")
 T = TypeVar("T")
 MAX_KL = 0.05  # for each optimizer step, by default: tens of times what that of a healthy run moves
-HALVINGS = 10  # after which nothing of a step is kept
-MOST = 2.0  # of the weights that correct for tokens of another policy, such as an older version
+MOST_HALVINGS = 10  # after which nothing of a step is kept
+# Of the weights that correct for tokens of another policy, such as an older version.
+LARGEST_CORRECTION = 2.0
 STEP_SIZE = "step_size"  # name of what is remembered, in the algorithm's state
-OFTEN = 0.1  # of the limit: the mean KL of recent training steps above which the rate is lowered
-LATEST = 0.25  # weight of the latest training step in that mean
+# Of the limit: the mean KL of recent training steps above which the rate is lowered.
+LOWERED_FROM = 0.1
+LATEST_WEIGHT = 0.25  # weight of the latest training step in that mean
 LOWER, HIGHER = 0.5, 2 ** (1 / 16)  # factors of the rate after a training step
-PART, SMALL = 1 / 8, 2048  # the measured share of a batch's tokens, with context; the least number
+# The measured share of a batch's tokens, with context; the least number.
+MEASURED_SHARE, FEWEST_MEASURED = 1 / 8, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +146,14 @@ class OptimizerSteps:
         }
 
     def step(self, algo: Algo, part: Minibatch, lr: float) -> StepReport:
-        """One optimizer step. psi is picklable: a learner may send it to other processes."""
-        psi, eta = partial(objective.psi, algo, part.terms), objective.eta(algo, part.terms)
-        return self.learner.step(part.batch, psi, lr=lr, critic=part.values, eta=eta)
+        """One optimizer step. Coefficients are picklable: a learner may send them to processes."""
+        return self.learner.step(
+            part.batch,
+            partial(objective.loss_coefficients, algo, part.terms),
+            lr=lr,
+            critic=part.values,
+            entropy_weights=objective.entropy_weights(algo, part.terms),
+        )
 
     def applied(self, step: int, number: int, part: Minibatch, report: StepReport) -> bool:
         """Whether the weights changed; if not, the batch is written to a file."""
@@ -274,8 +282,8 @@ class KlLimit:
     def end(self, kl: float) -> None:
         """After a training step: lower the rate if recent ones went far, else raise it again. The
         KL is about quadratic in the rate."""
-        self.recent += LATEST * (kl - self.recent)
-        far = min(kl, self.recent) / (OFTEN * self.limit) if self.limit else 0.0
+        self.recent += LATEST_WEIGHT * (kl - self.recent)
+        far = min(kl, self.recent) / (LOWERED_FROM * self.limit) if self.limit else 0.0
         self.rate = min(1.0, self.rate * (max(LOWER, far**-0.5) if far > 1 else HIGHER))
 
     def dump(self) -> Json:
@@ -329,7 +337,7 @@ class Movement:
         self.kl = moved
         while self.owner.limit and not self.kl <= self.owner.limit:  # NaN is beyond it, too
             self.undone += 1
-            kept = 0.5 if self.undone <= HALVINGS else 0.0
+            kept = 0.5 if self.undone <= MOST_HALVINGS else 0.0
             self.share *= kept
             self.owner.learner.shrink(kept)
             self.kl = self.measure() if kept else earlier
@@ -343,7 +351,7 @@ class Movement:
         """The KL so far."""
         assert self.before is not None
         sampled = ratio(self.before.double().cpu() - self.batch.behaviour.double())
-        weight = self.weight * sampled.clamp(max=MOST)
+        weight = self.weight * sampled.clamp(max=LARGEST_CORRECTION)
         now = self.owner.learner.logprobs(self.batch)
         return mean_kl(self.before, now, weight, self.weight.sum())
 
@@ -369,10 +377,10 @@ def mean_kl(old: Tensor, now: Tensor, weight: Tensor, whole: Tensor | None = Non
 
 
 def measured_rows(batch: Batch, seed: str, minibatches: int) -> Tensor | None:
-    """Indices [r], ascending, of neighbouring rows with PART of the tokens of a minibatch, or SMALL
-    if that is more; None: all rows."""
+    """Indices [r], ascending, of neighbouring rows with MEASURED_SHARE of the tokens of a
+    minibatch, or FEWEST_MEASURED if that is more; None: all rows."""
     lengths = torch.tensor([len(row.tokens) for row in batch.rows])
-    enough = max(SMALL, math.ceil(PART * int(lengths.sum()) / minibatches))
+    enough = max(FEWEST_MEASURED, math.ceil(MEASURED_SHARE * int(lengths.sum()) / minibatches))
     if enough >= lengths.sum():
         return None
     first = random.Random(seed).randrange(len(lengths))

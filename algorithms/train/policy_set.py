@@ -23,11 +23,11 @@ from agentrl.types import Credit, Group, Json, StepReward
 
 @dataclass(frozen=True, slots=True)
 class PolicySet:
-    """The updaters of the trained policies, by name. memory: the state of the run."""
+    """The updaters of the trained policies, by name. state: that of the run."""
 
     config: RunConfig
     updaters: Mapping[str, Updater]
-    memory: AlgorithmState = field(default_factory=AlgorithmState)
+    state: AlgorithmState = field(default_factory=AlgorithmState)
 
     @property
     def several(self) -> bool:
@@ -85,14 +85,14 @@ class PolicySet:
     def dump(self) -> dict[str, Json]:
         """The state of the run and its policies, as JSON values."""
         if not self.several:
-            return self.memory.dump()
+            return self.state.dump()
         own = {name: updater.state.dump() for name, updater in self.updaters.items()}
-        return {"run": self.memory.dump(), "policies": own}
+        return {"run": self.state.dump(), "policies": own}
 
     def restore(self, data: Mapping[str, Json]) -> None:
         """Restore the result of `dump`. Raises PolicyError for a state of other policies."""
         if not self.several:
-            self.memory.restore(data)
+            self.state.restore(data)
             return
         own: Mapping[str, Json] = data.get("policies", {})
         if own.keys() != self.updaters.keys():
@@ -100,6 +100,6 @@ class PolicySet:
                 f"the checkpoint is of the policies {', '.join(own) or 'of another run'}, and this "
                 f"run trains {', '.join(self.updaters)}; continue with the run file that wrote it"
             )
-        self.memory.restore(data["run"])
+        self.state.restore(data["run"])
         for name, updater in self.updaters.items():
             updater.state.restore(own[name])

@@ -62,16 +62,18 @@ class Preprocessor:
     def prepare(self, groups: list[Group], algo: Algo, trained: TrainedPolicy) -> PreparedGroups:
         """The groups ready for the algorithm's credit. Raises TrainingError for a reward that it
         reads and no rollout has."""
-        stored = {row.id: len(row.rewards) for group in groups for row in group.rollouts}
+        stored = {
+            rollout.id: len(rollout.rewards) for group in groups for rollout in group.rollouts
+        }
         groups, metrics = self.process(groups)
         for change in algo.prepare:
             groups = change(groups, trained)
         self.step_rewards[:] = [
-            StepReward(rollout=row.id, reward=reward)
+            StepReward(rollout=rollout.id, reward=reward)
             for group in groups
-            for row in group.rollouts
-            if row.id in stored
-            for reward in row.rewards[stored[row.id] :]
+            for rollout in group.rollouts
+            if rollout.id in stored
+            for reward in rollout.rewards[stored[rollout.id] :]
         ]
         check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
         return PreparedGroups(groups, metrics)

@@ -69,7 +69,7 @@ class Updater:
     learner: Learner
     state: AlgorithmState = field(default_factory=AlgorithmState)  # kept between steps
     preprocessor: Preprocessor = field(default_factory=Preprocessor)  # before credit
-    anchor: ReferenceControl = field(default_factory=ReferenceControl)
+    reference_control: ReferenceControl = field(default_factory=ReferenceControl)
     recorder: StepRecorder | None = None  # None: credit is not stored
     bad_steps: BadSteps | None = None  # None: failed steps are only counted
     policy: str = POLICY
@@ -102,7 +102,8 @@ class Updater:
         critic) no weight changes, `update/skipped` counts it and the log has the reason.
         Raises TrainingError for a reward that no rollout has."""
         now = step if version is None else version
-        algo = self.anchor.kl.tuned(self.algo) if self.anchor.kl else self.algo
+        kl = self.reference_control.kl
+        algo = kl.tuned(self.algo) if kl else self.algo
         prepared = self.preprocessor.prepare(groups, algo, self.trained)
         built = self.build(algo, prepared.groups, now)
         scored = self.score(built.algo, built.batch, now)
@@ -117,7 +118,7 @@ class Updater:
         self.state.adopt(built.recalled)
         rollouts = sum(len(group.rollouts) for group in prepared.groups)
         reference = scored.batch if scored.given.reference is not None else None
-        controlled = self.anchor.finish(now, reference, rollouts)
+        controlled = self.reference_control.finish(now, reference, rollouts)
         return {
             **prepared.metrics,
             **report(step, now, prepared.groups, scored.batch, values, self.policy),
@@ -129,10 +130,10 @@ class Updater:
     def build(self, algo: Algo, groups: list[Group], version: int) -> Built:
         """The batch of prepared groups, with what the algorithm remembers of earlier steps."""
         batch = self.batch(groups)
-        recalled = self.state.recall(batch, groups) if self.state.memories else Recalled({}, {})
+        recalled = self.state.recall(batch, groups) if self.state.remembered else Recalled({}, {})
         oldest = version - ceil(self.config.algorithm.max_staleness)
         withheld = int((batch.lag(oldest) > 0).sum())
-        batch = replace(batch, memory=recalled.columns)
+        batch = replace(batch, remembered=recalled.columns)
         algo = withhold(algo, batch, oldest) if withheld else algo
         return Built(algo, batch, recalled, withheld)
 

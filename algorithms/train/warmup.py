@@ -60,7 +60,7 @@ def warm_up(config: RunConfig, start: str) -> tuple[str, bool]:
             batch = as_batch(random.sample(rows, min(settings.batch, len(rows))))
             terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
             lr = learning_rate(schedule, step, settings.steps)
-            report = learner.step(batch, partial(objective.psi, algo, terms), lr=lr)
+            report = learner.step(batch, partial(objective.loss_coefficients, algo, terms), lr=lr)
             if not report.applied:
                 raise TrainingError(f"warmup: the loss of step {step} is not finite; lower its lr")
             losses.append(report.loss)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 
-from agentrl.base.failures import brief
+from agentrl.base.failures import one_line
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.run_file import from_store
@@ -22,10 +22,12 @@ from agentrl.errors import NotFound
 from agentrl.store.base import Store
 from agentrl.types import EMPTY, ErrorKind, FailureCount, Purpose, Rollout, RolloutState
 
-SOME, MOST = 0.2, 0.5  # least shares to report a reason, and to rank it by the order of RULES
-CERTAIN = 0.02  # nats per token, entropy of a deterministic policy
-MOVED = 2e-5  # least sum of learning rates that moves weights; ten times that for an adapter
-LOOKED_AT, BUDGET = 16, 5.0  # number of rollouts to read; seconds to search for a role
+# Least shares to report a reason, and to rank it by the order of RULES.
+REPORTED_SHARE, RANKED_SHARE = 0.2, 0.5
+DETERMINISTIC_ENTROPY = 0.02  # nats per token, entropy of a deterministic policy
+# Least sum of learning rates that moves weights; ten times that for an adapter.
+LEAST_RATE_SUM = 2e-5
+ROLLOUTS_READ, SEARCH_SECONDS = 16, 5.0  # number of rollouts to read; seconds to search for a role
 HELD_OUT, SAMPLED, TRAINING = "held-out", "sampled held-out", "training reward"
 # What the embedded server, vLLM, SGLang, OpenAI and Anthropic say of a prompt that is too long.
 TOO_LONG = re.compile(r"context[ _-](length|window|size)|model's context|prompt is too long", re.I)
@@ -120,8 +122,10 @@ async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
     records = {}
     for name in team.trained_policies(config):
         own = [role for role, player in team.policy_by_role(config).items() if player == name]
-        found = {role: await store.search(run, role=role, limit=1, budget=BUDGET) for role in own}
-        newest = await store.search(run, policy=name, purpose=Purpose.TRAIN, limit=LOOKED_AT)
+        found = {
+            role: await store.search(run, role=role, limit=1, budget=SEARCH_SECONDS) for role in own
+        }
+        newest = await store.search(run, policy=name, purpose=Purpose.TRAIN, limit=ROLLOUTS_READ)
         traces = [await store.trace(row.id) for row in newest.rows]
         calls = [call for trace in traces if trace for call in trace.transitions]
         # A search that ran out of time has not seen every rollout.
@@ -147,11 +151,11 @@ def own_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
 
 
 def reasons(run: PolicyRun) -> list[Reason]:
-    """Reasons, likeliest first: shares above MOST in the order of RULES, then others by share. For
-    a run that has clearly improved only what it loses, such as rollouts that fail."""
+    """Reasons, likeliest first: shares above RANKED_SHARE in the order of RULES, then others by
+    share. For a run that has clearly improved only what it loses, such as rollouts that fail."""
     rules = [rule for rule in RULES if not (run.improved and rule in EFFECTS)]
-    found = [reason for rule in rules if (reason := rule(run)).share >= SOME]
-    return sorted(found, key=lambda reason: -min(reason.share, MOST))
+    found = [reason for rule in rules if (reason := rule(run)).share >= REPORTED_SHARE]
+    return sorted(found, key=lambda reason: -min(reason.share, RANKED_SHARE))
 
 
 def changes_of(rows: Sequence[Mapping[str, float]], config: RunConfig) -> dict[str, Change]:
@@ -211,7 +215,7 @@ def long_prompts(run: PolicyRun) -> Reason:
     share, refused = run.share("calls/too_long", "calls"), ""
     if run.failure and TOO_LONG.search(run.failure.message):
         failed = f"rollouts/failed/{run.failure.kind}"
-        share, refused = run.share(failed, "rollouts"), brief(run.failure.message)
+        share, refused = run.share(failed, "rollouts"), one_line(run.failure.message)
     text = f"the prompt is too long: {share:.0%} exceeded the model's context. {refused}"
     return Reason(share, text, "policy.model, engine.max_context: more; sampling.max_tokens: less")
 
@@ -220,7 +224,7 @@ def failed_rollouts(run: PolicyRun) -> Reason:
     if (last := run.failure) is None:
         return Reason(0.0, "", AGENT_CURE)
     share = run.share("rollouts/failed", "rollouts", without="rollouts/cancelled")
-    text = f"rollouts fail: {share:.0%}, as {last.rollout}: {last.kind}, {brief(last.message)}"
+    text = f"rollouts fail: {share:.0%}, as {last.rollout}: {last.kind}, {one_line(last.message)}"
     return Reason(share, text, CURES.get(last.kind, AGENT_CURE))
 
 
@@ -249,7 +253,7 @@ def missing_rewards(run: PolicyRun) -> Reason:
         (missing / max(every, 1.0), f"{missing:.0f} of {every:.0f} rollouts"),
         (len(lost) / max(len(done), 1), f"{len(lost)} of the last {len(done)} rollouts"),
     )
-    if ":" not in run.outcome and share >= SOME:
+    if ":" not in run.outcome and share >= REPORTED_SHARE:
         text = f"rewards are missing: {which} have no {run.outcome!r}"
         text += f", for example {lost[0]}" if lost else ""
         return Reason(share, text, "verifier.path: return a number by this name")
@@ -265,13 +269,15 @@ def high_lr(run: PolicyRun) -> Reason:
     entropy, bad = run.values("policy/entropy"), run.share("update/bad", "update/steps")
     if entropy and run.logprobs and "policy/entropy" not in run.steps[-1]:  # a step without update
         entropy.append(-fmean(run.logprobs))
-    jumps = (abs(b - a) / max(entropy[0], 25 * CERTAIN) for a, b in pairwise(entropy))
+    jumps = (abs(b - a) / max(entropy[0], 25 * DETERMINISTIC_ENTROPY) for a, b in pairwise(entropy))
     jump, what = max(jumps, default=0.0), f"{bad:.0%} of the optimizer steps were not finite"
-    if jump > MOST and not run.improved:
+    if jump > RANKED_SHARE and not run.improved:
         bad, what = 1.0, f"in one step the entropy changed by {jump:.0%} of its first value"
     undone = fmean(map(bool, run.values("update/undone") or [0.0]))
-    if undone >= MOST and bad < SOME and not run.improved:  # did no harm: others come first
-        bad, what = SOME, f"{undone:.0%} of the steps were undone, see algorithm.max_kl"
+    if (
+        undone >= RANKED_SHARE and bad < REPORTED_SHARE and not run.improved
+    ):  # did no harm: others come first
+        bad, what = REPORTED_SHARE, f"{undone:.0%} of the steps were undone, see algorithm.max_kl"
     text = f"the learning rate is too high: {what}"
     return Reason(bad, text, "algorithm.lr: a tenth; algorithm.warmup: more steps")
 
@@ -280,7 +286,7 @@ def entropy_gone(run: PolicyRun) -> Reason:
     left = -fmean(run.logprobs or [-math.inf])
     text = f"entropy is gone: the last sampled tokens have a mean -log prob of {left:.3f} nats"
     cure = "algorithm.options.entropy: 0.01; algorithm.lr: less; policy.model: one less certain"
-    return Reason(float(left < CERTAIN), text, cure)
+    return Reason(float(left < DETERMINISTIC_ENTROPY), text, cure)
 
 
 def constant_verifier(run: PolicyRun) -> Reason:
@@ -309,7 +315,11 @@ def flat_groups(run: PolicyRun) -> Reason:
 def lag(run: PolicyRun) -> Reason:
     old, ess = run.mean("staleness/version_mean"), fmean(run.values("sampler/ess") or [1.0])
     text = f"the lag is too high: {old:.1f} updates, an effective sample size of {ess:.0%}"
-    share = 2 * (1 - ess) if old > SOME else run.share("staleness/withheld", "tokens/completion")
+    share = (
+        2 * (1 - ess)
+        if old > REPORTED_SHARE
+        else run.share("staleness/withheld", "tokens/completion")
+    )
     return Reason(share, text, "algorithm.max_staleness, algorithm.lr: less")
 
 
@@ -322,7 +332,7 @@ def clipped_ratios(run: PolicyRun) -> Reason:
 def low_lr(run: PolicyRun) -> Reason:
     """An optimizer step of Adam moves a weight by about the learning rate."""
     moved = sum(step.get("lr", 0.0) * step.get("update/steps", 0.0) for step in run.steps)
-    enough = MOVED * (10 if run.config.policy.lora.rank else 1)
+    enough = LEAST_RATE_SUM * (10 if run.config.policy.lora.rank else 1)
     text = f"the learning rate is too low, or steps too few: no weight moved by over {moved:.1g}"
     return Reason(float(0 < moved < enough), text, "algorithm.lr, steps: more")
 

@@ -45,9 +45,9 @@ except ImportError as error:
     ) from error
 
 log = logging.getLogger("agentrl.runner")
-ANSWER = 4.0  # seconds past an attempt's deadline for the Kubernetes API to respond
-MARGIN = 30  # seconds past the attempt's deadline until Kubernetes itself ends a Job
-RECONNECT = 1.0  # seconds until a broken watch is opened again
+API_GRACE = 4.0  # seconds past an attempt's deadline for the Kubernetes API to respond
+JOB_GRACE = 30  # seconds past the attempt's deadline until Kubernetes itself ends a Job
+WATCH_PAUSE = 1.0  # seconds until a broken watch is opened again
 RESULT_FILE = "/dev/termination-log"  # Kubernetes copies it to the pod's status
 RUNNER, RUN, ROLLOUT = "agentrl/runner", "agentrl/run", "agentrl/rollout"  # labels
 DELETE: dict[str, Any] = {"propagation_policy": "Background", "grace_period_seconds": 0}
@@ -114,7 +114,7 @@ class KubernetesExecutor(SandboxExecutor):
 
     async def _execute(self, active: ActiveAttempt, span: str) -> Json:
         try:
-            async with asyncio.timeout(active.left + ANSWER):
+            async with asyncio.timeout(active.left + API_GRACE):
                 return await self._run_job(active, span)
         except UNREACHABLE as error:
             message = f"Kubernetes: {_reason(error)}"
@@ -152,7 +152,7 @@ class KubernetesExecutor(SandboxExecutor):
         metadata.setdefault("labels", {}).update(labels)
         spec = job.setdefault("spec", {})
         spec |= {"backoffLimit": 0, "ttlSecondsAfterFinished": self.config.ttl}
-        spec["activeDeadlineSeconds"] = math.ceil(active.left) + MARGIN
+        spec["activeDeadlineSeconds"] = math.ceil(active.left) + JOB_GRACE
         container = _container(job)
         pod = spec["template"]
         pod.setdefault("metadata", {}).setdefault("labels", {}).update(labels)
@@ -185,7 +185,7 @@ class KubernetesExecutor(SandboxExecutor):
                         self._note_end(event["raw_object"], deleted=event["type"] == "DELETED")
             except Exception as error:  # noqa: BLE001 - without a watch no attempt would end
                 log.warning("watching Jobs failed, trying again: %s", _reason(error))
-            await asyncio.sleep(RECONNECT)
+            await asyncio.sleep(WATCH_PAUSE)
 
     def _note_end(self, job: dict[str, Any], *, deleted: bool) -> None:
         ended = self._ended.get(job["metadata"]["name"])
@@ -245,7 +245,7 @@ class KubernetesExecutor(SandboxExecutor):
 
     async def _delete(self, job: str) -> None:
         with suppress(*UNREACHABLE):  # the Job's own deadline ends it later
-            async with asyncio.timeout(ANSWER):
+            async with asyncio.timeout(API_GRACE):
                 await self._jobs.delete_namespaced_job(job, self.config.namespace, **DELETE)
 
     async def _delete_earlier(self, active: ActiveAttempt) -> None:

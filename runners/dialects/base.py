@@ -27,7 +27,7 @@ class Translation(Protocol):
     raises KeyError, TypeError, ValueError or AttributeError."""
 
     chat: Body  # the request to the policy server
-    left_out: list[str]  # options of the request that have no effect
+    ignored: list[str]  # options of the request that have no effect
 
     @property
     def begun(self) -> bool:

@@ -27,7 +27,7 @@ Message = dict[str, str]
 Prompt = Callable[[View], list[Message]]
 Ask = Callable[[list[Message]], Awaitable[str]]
 Ended = Literal["rules", "forfeit", "max_moves"]
-RETRIES = 2  # default of `GameTask.retries`
+DEFAULT_RETRIES = 2  # default of `GameTask.retries`
 
 
 class GameTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,7 +170,7 @@ class Match:
         """Return a model's action; None after too many invalid answers."""
         view = self.game.view(self.state, player)
         messages = self.prompt(view)
-        tries = 1 + ((self.task.retries or RETRIES) if self.task.invalid == "retry" else 0)
+        tries = 1 + ((self.task.retries or DEFAULT_RETRIES) if self.task.invalid == "retry" else 0)
         with role(self.roles[player]):
             for _ in range(tries):
                 answer = await self.ask(messages)

@@ -13,7 +13,7 @@ from agentrl.runners.games.rules import Game, library
 Scripted = Callable[[Any], int]
 """Maps a `pyspiel.State` in which the player has to move to its action."""
 KINDS = ("random", "perfect", "mcts")
-LONGEST = 12  # moves of the longest game that minimax searches
+LONGEST_SEARCHED_GAME = 12  # moves of the longest game that minimax searches
 SIMULATIONS = 100  # default number of MCTS simulations for a move
 
 
@@ -46,10 +46,12 @@ def _check(game: Game, name: str) -> None:
             f"information, and {game.name} is not one; choose 'random' or a model"
         )
     certain = about.chance_mode == kind.ChanceMode.DETERMINISTIC
-    if name == "perfect" and not (certain and game.rules.max_game_length() <= LONGEST):
+    if name == "perfect" and not (
+        certain and game.rules.max_game_length() <= LONGEST_SEARCHED_GAME
+    ):
         raise ConfigError(
-            f"players: 'perfect' plays games of up to {LONGEST} moves without chance, and "
-            f"{game.name} is not one; choose 'mcts'"
+            f"players: 'perfect' plays games of up to {LONGEST_SEARCHED_GAME} moves without "
+            f"chance, and {game.name} is not one; choose 'mcts'"
         )
 
 

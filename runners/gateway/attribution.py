@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Work = Callable[["CallOrigin", web.Request], Awaitable[web.StreamResponse]]
 PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
-REMEMBERED = 10_000  # ended attempts whose ids and keys are kept
+REMEMBERED_ATTEMPTS = 10_000  # ended attempts whose ids and keys are kept
 SILENT_SHARE = 0.5  # fraction of an attempt's time; a longer silence of the server fails the call
 DEADLINE_MARGIN = 0.1  # seconds by which an executor may end the attempt early
 
@@ -72,7 +72,7 @@ class ActiveAttempt:
     scoring: bool = False  # a verifier's: reaches frozen endpoints only, calls are not recorded
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     calls: int = 0  # requests so far
-    stored: int = 0  # transitions so far
+    stored: int = 0  # calls so far
     timed_out: bool = False  # a call was refused after the deadline
     refused: str = ""  # status and body of the policy server's latest refusal
     failures: dict[int, str] = field(default_factory=dict)  # number of a call -> error message
@@ -244,7 +244,7 @@ class AttemptRegistry:
         if active is not None:
             del self._keys[active.key]
             self._ended |= {attempt: attempt, active.key: attempt}
-            while len(self._ended) > 2 * REMEMBERED:
+            while len(self._ended) > 2 * REMEMBERED_ATTEMPTS:
                 self._ended.popitem(last=False)
 
     def active(self) -> list[ActiveAttempt]:

@@ -29,7 +29,7 @@ from agentrl.runners.gateway.upstream import Route, Router, Upstream
 from agentrl.store.base import Store
 from agentrl.types import Span
 
-LARGEST = 256 * 2**20  # bytes of a request
+LARGEST_REQUEST = 256 * 2**20  # bytes of a request
 FOREIGN = "spans of traces other than the attempt's own are not taken"
 PREFIXES = ("", "/a/{attempt}", "/a/{attempt}/{role}")
 

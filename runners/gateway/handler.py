@@ -32,7 +32,7 @@ from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.base import CHAT, data_event
 from agentrl.runners.gateway import recorded, request
 from agentrl.runners.gateway.attribution import CallOrigin, ReceivedCall, changed, receive
-from agentrl.runners.gateway.prompt_size import find_room
+from agentrl.runners.gateway.prompt_size import find_fitting
 from agentrl.runners.gateway.recorded import CUT, RECORD, question_of
 from agentrl.runners.gateway.refusals import (
     MALFORMED,
@@ -58,7 +58,7 @@ from agentrl.runners.gateway.response import (
 )
 from agentrl.runners.gateway.upstream import Route, SentCall, Upstream
 from agentrl.store.base import Store
-from agentrl.types import SIDE, Transition
+from agentrl.types import AUXILIARY_ROLE, Transition
 
 REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
 
@@ -174,7 +174,7 @@ class CallHandler:
         return answer
 
     async def _prepare(
-        self, call: ReceivedCall, route: Route, *, capture: bool, room: int | None = None
+        self, call: ReceivedCall, route: Route, *, capture: bool, fitting: int | None = None
     ) -> SentCall:
         """Encode a call for a route's server."""
         started, at, asked = time.time(), time.monotonic(), call.request
@@ -182,8 +182,8 @@ class CallHandler:
             asked = read_request(asked.dialect, call.raw, self._active.memory, call.asked.number)
             call = changed(replace(call, request=asked))
             asked = call.request
-        aside = self._upstream.router.is_aside(call.role, self._active.seats)
-        if not (route.frozen or aside):
+        auxiliary = self._upstream.router.is_auxiliary(call.role, self._active.seats)
+        if not (route.frozen or auxiliary):
             if why := request.why_not_text(asked.fields, asked.messages, route.policy, call.role):
                 call.fail(why)
                 raise RefusedError(400, "not_text", why)
@@ -193,16 +193,18 @@ class CallHandler:
             if messages is not asked.messages:
                 asked = replace(asked, fields=asked.fields | {"messages": messages})
                 call = replace(call, request=asked)
-        body, sampling = asked.encode(route, call.defaults, capture=capture, room=room)
+        body, sampling = asked.encode(route, call.defaults, capture=capture, fitting=fitting)
         limit = self._upstream.max_lengths.get(route.base_url)
-        if limit and len(body) + (sampling.max_tokens or 0) > limit and not room:
-            room = await find_room(self._upstream, route, asked.fields, sampling.max_tokens)
-            body, sampling = asked.encode(route, call.defaults, capture=capture, room=room)
-        if not (route.frozen or room):
+        if limit and len(body) + (sampling.max_tokens or 0) > limit and not fitting:
+            fitting = await find_fitting(self._upstream, route, asked.fields, sampling.max_tokens)
+            body, sampling = asked.encode(route, call.defaults, capture=capture, fitting=fitting)
+        if not (route.frozen or fitting):
             request.warn_of_sampling(self._upstream, route, sampling, call.defaults)
         # A role outside the agent's work is excluded from training by the name of its policy.
-        policy = f"{route.policy}@{SIDE}" if aside and not route.frozen else route.policy
-        return SentCall(call, route, policy, started, at, body, sampling, capture, room)
+        policy = (
+            f"{route.policy}@{AUXILIARY_ROLE}" if auxiliary and not route.frozen else route.policy
+        )
+        return SentCall(call, route, policy, started, at, body, sampling, capture, fitting)
 
     async def _post(self, sent: SentCall) -> web.StreamResponse | ServerRefusal:
         call = sent.call
@@ -218,14 +220,14 @@ class CallHandler:
     ) -> SentCall | None:
         """Prepare the call without what its server may have refused; None if that is a mistake of
         the agent. known: whether the server returns token ids."""
-        call, route, room = sent.call, sent.route, sent.room
-        if refusal.status == 400 and room is None and not route.frozen:
+        call, route, fitting = sent.call, sent.route, sent.fitting
+        if refusal.status == 400 and fitting is None and not route.frozen:
             fields, most = call.request.fields, sent.sampling.max_tokens
-            if room := await find_room(self._upstream, route, fields, most):
-                return await self._prepare(call, route, capture=sent.capture, room=room)
+            if fitting := await find_fitting(self._upstream, route, fields, most):
+                return await self._prepare(call, route, capture=sent.capture, fitting=fitting)
         captures = sent.capture and known is None and not self._agent.begun
         if captures and refusal.status in REFUSED_FIELDS:
-            return await self._prepare(call, route, capture=False, room=room)
+            return await self._prepare(call, route, capture=False, fitting=fitting)
         return None
 
     def _refused(self, sent: SentCall, refusal: ServerRefusal) -> web.Response:
@@ -310,7 +312,7 @@ class CallHandler:
         return rows
 
     def _identity(self) -> dict[str, Any]:
-        """Return the identifying fields of the attempt's next transition."""
+        """Return the identifying fields of the attempt's next call."""
         index, self._active.stored = self._active.stored, self._active.stored + 1
         own = {"id": f"{self._active.id}-{index}", "attempt": self._active.id, "index": index}
         return own | {"span": self._call.caller.span}
@@ -363,7 +365,7 @@ def _known(answered: AnsweredCall) -> dict[str, Any]:
     known: dict[str, Any] = {"role": sent.call.role, "policy": sent.policy}
     known |= {"started": sent.started, "seconds": time.monotonic() - sent.at}
     known |= {"version": int(version) if version.isdecimal() else sent.route.version}
-    known |= {"messages": asked.messages, "tools": asked.tools, "left_out": asked.left_out}
+    known |= {"messages": asked.messages, "tools": asked.tools, "ignored": asked.ignored}
     if headers.get("x-processors") != "none":
         known["processors"] = asked.processors
     return known | {"sampling": sent.sampling}

@@ -55,7 +55,7 @@ async def prompt_size(
             raise LookupError(why) from None
 
 
-async def find_room(upstream: Upstream, route: Route, chat: Fields, asked: int | None) -> int:
+async def find_fitting(upstream: Upstream, route: Route, chat: Fields, asked: int | None) -> int:
     """Return the number of tokens that fit after the prompt if the call asks for more, else 0.
     vLLM refuses such a call, but the agent cannot know the prompt's length."""
     if "messages" not in chat or not asked:
@@ -64,16 +64,16 @@ async def find_room(upstream: Upstream, route: Route, chat: Fields, asked: int |
         size = await prompt_size(upstream, route, chat)
     except LookupError:
         return 0
-    room = (size.max_model_len or 0) - size.count
-    if size.max_model_len is None or not 0 < room < asked:
+    fitting = (size.max_model_len or 0) - size.count
+    if size.max_model_len is None or not 0 < fitting < asked:
         return 0
     upstream.max_lengths[route.base_url] = size.max_model_len
     upstream.warn_once(
         "policy %s: an answer has at most the %d tokens that its prompt leaves, and the agent"
         " asks for %d",
-        *(route.policy, room, asked),
+        *(route.policy, fitting, asked),
     )
-    return room
+    return fitting
 
 
 def _rendered(chat: Fields) -> Fields:

@@ -19,7 +19,7 @@ RECORD = Route(policy="record", version=None, base_url="the record of a rollout"
 
 def fixed_answer(text: str, call: ModelRequest) -> list[Transition]:
     """Return a fixed text as recorded calls without tokens, one for each requested choice. The
-    stored transition is built from the response, not from these rows."""
+    stored call is built from the response, not from these rows."""
     said = {"role": "assistant", "content": text}
     nothing: Any = {"prompt": int32(), "completion": int32(), "logprobs": float32()}
     row = Transition(str(call.index), "", 0, **nothing, exact=False, answer=said)

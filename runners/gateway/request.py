@@ -52,7 +52,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 TEXTS = {"text", "input_text", "output_text", "refusal", "thinking", "reasoning"}  # types of parts
 MEDIA = ("image", "images", "multi_modal_data", "prompt_embeds", "video", "videos")  # fields
 EMPTY = {b"null", b"[]", b"{}", b'""', b"false"}
-LONGEST = 200  # characters of a value that is recorded
+LONGEST_VALUE = 200  # characters of a value that is recorded
 
 PLAIN = {"model", "messages", "prompt", "suffix", "tools", "functions", "documents", "echo", "n"}
 PLAIN |= {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
@@ -106,9 +106,9 @@ class ModelRequest(Struct, frozen=True):
         return "its response repeats the prompt (echo)" if echo else ""
 
     @property
-    def left_out(self) -> list[str]:
+    def ignored(self) -> list[str]:
         """Options of the request that have no effect."""
-        return [] if self.translation is None else self.translation.left_out
+        return [] if self.translation is None else self.translation.ignored
 
     @property
     def processors(self) -> dict[str, str]:
@@ -116,22 +116,22 @@ class ModelRequest(Struct, frozen=True):
         return processors(self.fields, self.tools)
 
     def encode(
-        self, route: Route, defaults: Sampling, *, capture: bool, room: int | None = None
+        self, route: Route, defaults: Sampling, *, capture: bool, fitting: int | None = None
     ) -> tuple[bytes, Sampling]:
         """Return the body for the route's server and the effective sampling parameters.
 
         `defaults`: those of the rollout, with a seed for this call; frozen endpoints keep their
-        own. `room`: tokens that fit after the prompt, if the agent asks for more."""
+        own. `fitting`: tokens that fit after the prompt, if the agent asks for more."""
         body = self.fields | {"model": route.model or self.model}
         if capture:
             body["return_token_ids"] = True
             if not self.asks_logprobs:
                 body["logprobs"] = 1 if self.dialect is TEXT else True
         sampling = _fill_sampling(body, None if route.frozen else defaults)
-        if room:
+        if fitting:
             body.pop("max_completion_tokens", None)
-            body["max_tokens"] = room
-            sampling = msgspec.structs.replace(sampling, max_tokens=room)
+            body["max_tokens"] = fitting
+            sampling = msgspec.structs.replace(sampling, max_tokens=fitting)
         return msgspec.json.encode(body), sampling
 
 
@@ -260,7 +260,7 @@ def processors(fields: Mapping[str, Json], tools: Sequence[Mapping[str, Json]]) 
         sent = fields[name]
         text = bytes(sent) if isinstance(sent, msgspec.Raw) else msgspec.json.encode(sent)
         if not _is_neutral(name, text):
-            found[name] = text[: 4 * LONGEST].decode(errors="replace")[:LONGEST]
+            found[name] = text[: 4 * LONGEST_VALUE].decode(errors="replace")[:LONGEST_VALUE]
     functions = (tool.get("function") for tool in tools)
     if any(isinstance(one, dict) and one.get("strict") is True for one in functions):
         found["tools.strict"] = "true"  # vLLM 0.24 and later: a grammar for the arguments

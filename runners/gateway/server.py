@@ -2,7 +2,7 @@
 
 Owns: a thread with its own event loop, which an agent that blocks the worker's loop does not block;
 the listening socket; the connections to the policy servers.
-Invariant: a call without an active attempt is refused; the transition of a call is durable before
+Invariant: a call without an active attempt is refused; a call is durable before
 the last byte of its response is sent; a response that was not stored is not delivered.
 Writers: the worker registers attempts; the store is written only through `add_transitions` and
 `add_spans`, and only for the caller's own attempt.
@@ -27,7 +27,7 @@ from agentrl.base.processes import allow_files
 from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.gateway.attribution import ActiveAttempt, AttemptRegistry
-from agentrl.runners.gateway.endpoints import LARGEST, Endpoints
+from agentrl.runners.gateway.endpoints import LARGEST_REQUEST, Endpoints
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.upstream import Router, Upstream
 from agentrl.store.base import Store
@@ -129,7 +129,7 @@ class Gateway:
             runner.run(self._main())
 
     async def _main(self) -> None:
-        upstream, app = Upstream(self.router), web.Application(client_max_size=LARGEST)
+        upstream, app = Upstream(self.router), web.Application(client_max_size=LARGEST_REQUEST)
         for feature in self._features:
             feature.add_to(app, upstream)
         Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)

@@ -35,7 +35,7 @@ from agentrl.runners.gateway.refusals import RefusedError, UpstreamError, failur
 from agentrl.runners.gateway.request import forwarded
 from agentrl.runners.gateway.response import read
 from agentrl.store.base import Store
-from agentrl.types import SIDE, PolicyVersion, Sampling, Transition
+from agentrl.types import AUXILIARY_ROLE, PolicyVersion, Sampling, Transition
 
 if TYPE_CHECKING:
     from agentrl.runners.gateway.attribution import CallOrigin, ModelCall, ReceivedCall
@@ -48,11 +48,11 @@ Seats = Mapping[str, str]  # role -> policy or frozen endpoint
 NO_SEATS: Seats = MappingProxyType({})
 MIN_READ_INTERVAL = 0.1  # seconds; every write advances the feed, few change a policy
 DEFAULT = "policy"
-BACKOFF = 0.05  # seconds before the first retry; doubles
-LONGEST = 1.0  # seconds between retries
+FIRST_RETRY_PAUSE = 0.05  # seconds before the first retry; doubles
+LONGEST_RETRY_PAUSE = 1.0  # seconds between retries
 MAX_TRIES = 6  # for failures that are not transient
 CHUNKED_ABOVE = 2**20  # bytes of a request
-CONNECT = 5.0  # seconds to establish a connection
+CONNECT_TIMEOUT = 5.0  # seconds to establish a connection
 RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked for token ids again
 
 # Sent to trained policies only; a frozen endpoint may belong to a third party.
@@ -82,7 +82,7 @@ class SentCall(Struct, frozen=True):
     body: bytes = b""
     sampling: Sampling = Sampling()  # effective
     capture: bool = False  # it asks for token ids
-    room: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
+    fitting: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
     rows: Sequence[Transition] = ()  # of a recorded answer; empty: they are made of the response
 
 
@@ -193,9 +193,9 @@ class Router:
         names |= {"", self.default, *self.policies, *self.several}
         return model in names or self.policy_of_role(role, seats) is not None
 
-    def is_aside(self, role: str, seats: Seats) -> bool:
+    def is_auxiliary(self, role: str, seats: Seats) -> bool:
         """Whether calls of a role are outside the agent's work, and none trains a policy."""
-        return role == SIDE and self.policy_of_role(role, seats) is None
+        return role == AUXILIARY_ROLE and self.policy_of_role(role, seats) is None
 
     def policy_of_role(self, role: str, seats: Seats) -> str | None:
         """Return the policy or endpoint of a role; None if neither seats nor run file map it."""
@@ -225,7 +225,7 @@ class Upstream:
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             headers={"accept-encoding": "identity"},  # compression slows down a local hop
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
             read_bufsize=2**20,
             cookie_jar=aiohttp.DummyCookieJar(),  # attempts share no cookies
         )
@@ -288,7 +288,7 @@ class Upstream:
         if why := self.router.why_unmapped(model, role, seats, caller.inside):
             active.failures[asked.number] = why  # even if the agent ignores the error
             raise RefusedError(404, "role_unplayed", why)
-        wait, tries = BACKOFF, 0
+        wait, tries = FIRST_RETRY_PAUSE, 0
         while True:
             tries += 1
             if (route := self.router.find(model, role, seats)) is None:
@@ -302,7 +302,7 @@ class Upstream:
                 useless = tries >= MAX_TRIES and not error.transient
                 if error.final or useless or pause >= active.left:
                     raise
-                wait = min(2 * wait, LONGEST)
+                wait = min(2 * wait, LONGEST_RETRY_PAUSE)
                 await asyncio.sleep(pause)
             else:
                 active.call_succeeded(asked)

@@ -29,7 +29,7 @@ from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Json
 
 T = TypeVar("T")
-PAGE = os.sysconf("SC_PAGE_SIZE")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -138,7 +138,7 @@ async def serve(fd: int, build: Callable[[], Agent]) -> int:
 
 async def _run(agent: Agent, request: RunRequest, writer: asyncio.StreamWriter) -> None:
     def packed(ran: ExecutionResult) -> bytes:
-        resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * PAGE
+        resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * PAGE_BYTES
         return pack(RunResponse(request.attempt, ran, resident))
 
     try:

@@ -37,8 +37,8 @@ from agentrl.types import ErrorKind, Failure
 
 log = logging.getLogger("agentrl.runner")
 MB = 2**20
-LARGEST = 64 * MB  # bytes of a response: result, rewards and spans
-BACKOFF, LONGEST = 0.5, 30.0  # seconds between attempts to start a process: first and maximum
+LARGEST_RESPONSE = 64 * MB  # bytes of a response: result, rewards and spans
+FIRST_START_PAUSE, LONGEST_START_PAUSE = 0.5, 30.0  # seconds between starts that fail; doubles
 DIED_LOADING = "the process ended while loading the agent; see its output above"
 CHILD = ("-m", "agentrl.runners.processes.child")
 
@@ -75,7 +75,7 @@ class WarmProcess:
         """Resolve the future of each response, until the process ends."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                done = await child.read(self._reader, child.RunResponse, LARGEST)
+                done = await child.read(self._reader, child.RunResponse, LARGEST_RESPONSE)
                 self.served, self.resident = self.served + 1, done.resident
                 self._printed.reset()
                 if (future := self.requests.get(done.attempt)) and not future.done():
@@ -182,7 +182,7 @@ class PoolExecutor:
         process.retired = True
 
     async def _replace(self) -> None:
-        pause = BACKOFF
+        pause = FIRST_START_PAUSE
         while not self._closed.is_set():
             self._problem = await self._add()
             if self._problem is None:
@@ -190,7 +190,7 @@ class PoolExecutor:
             log.warning("no new process in the pool, trying again: %s", self._problem)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), pause)
-            pause = min(2 * pause, LONGEST)
+            pause = min(2 * pause, LONGEST_START_PAUSE)
 
     async def _add(self) -> str | None:
         """Start a process and add its slots to the queue; return the problem if that failed."""

@@ -2,7 +2,7 @@
 
 The target of a reward for a model call is first the span id in the `traceparent` of the latest HTTP
 request, and of those before it that it may be about if that one reached a tool. When the attempt
-has ended and its transitions are stored, `resolve_targets` replaces it by the transition's id.
+has ended and its calls are stored, `resolve_targets` replaces it by the call's id.
 """
 
 from __future__ import annotations
@@ -68,23 +68,23 @@ def reward(
 def resolve_targets(
     rows: Iterable[Reward], trace: Trace | None, spans: Sequence[Span]
 ) -> list[Reward]:
-    """Replace span ids in the targets of rewards by stored transitions or their roles. `trace`: the
+    """Replace span ids in the targets of rewards by stored calls or their roles. `trace`: the
     attempt from the store, `spans`: the attempt's spans in this process.
 
     A reward for a failed call, which was never stored, is dropped with a warning. Raises
-    VerifierError for a target that is not a transition or role of the attempt."""
-    transitions = trace.transitions if trace else []
+    VerifierError for a target that is not a call or role of the attempt."""
+    calls = trace.transitions if trace else []
     seats = trace.rollout.seats if trace else {}  # a seated role may have no call yet
-    stored = _by_call(transitions, spans)
+    stored = _by_call(calls, spans)
     targets = {
-        Scope.TRANSITION: {transition.id for transition in transitions},
-        Scope.ROLE: {transition.role for transition in transitions}.union(seats),
+        Scope.TRANSITION: {call.id for call in calls},
+        Scope.ROLE: {call.role for call in calls}.union(seats),
     }
     resolved = []
     for row in rows:
-        calls = row.target.removeprefix(PENDING) if row.target else ""
-        is_pending = calls != (row.target or "")
-        about = next((stored[c] for c in calls.split() if c in stored), None)
+        spans_named = row.target.removeprefix(PENDING) if row.target else ""
+        is_pending = spans_named != (row.target or "")
+        about = next((stored[c] for c in spans_named.split() if c in stored), None)
         if is_pending and about is not None:
             target = about.id if row.scope is Scope.TRANSITION else about.role
             resolved.append(replace(row, target=target))
@@ -112,14 +112,14 @@ def _how_to_name(row: Reward) -> str:
     )
 
 
-def _by_call(transitions: Iterable[Transition], spans: Sequence[Span]) -> Mapping[str, Transition]:
-    """Map span ids to the transition of their call, the last one of a call with several choices.
+def _by_call(calls: Iterable[Transition], spans: Sequence[Span]) -> Mapping[str, Transition]:
+    """Map span ids to the call of their request, the last one of a call with several choices.
     Spans of the user's own instrumentation between call and request are included."""
     parents = {span.id: span.parent for span in spans}
     found = {}
-    for transition in transitions:
-        span = transition.span
+    for call in calls:
+        span = call.span
         while span is not None:
-            found[span] = transition
+            found[span] = call
             span = parents.get(span)
     return found

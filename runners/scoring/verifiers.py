@@ -31,7 +31,7 @@ class Verifier:
     and `workspace`.
 
     Each may be async and returns a number, the reward with the function's name; a mapping of names
-    to numbers; or one or more `Reward`s for the rollout, a role, or a transition of the trace."""
+    to numbers; or one or more `Reward`s for the rollout, a role, or a call of the trace."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ def _row(row: object) -> Reward:
     if not isinstance(row.target, str | None) or (row.target is None) != (scope is Scope.ROLLOUT):
         raise VerifierError(
             f"the verifier returned {row!r:.200}; set a target only if its scope is a role (the"
-            " role's name) or a transition (an id in trace.transitions)"
+            " role's name) or a call (an id in trace.transitions)"
         )
     given = (row.name, row.source, row.note)
     name, source, note = (storable_text(str(text)) for text in given)

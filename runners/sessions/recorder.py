@@ -42,13 +42,13 @@ from agentrl.store.records import without_tokens
 from agentrl.types import SESSION, Attempt, Json, NewRollout, Outcome, Purpose, Transition
 
 log = logging.getLogger("agentrl.runner")
-LEASE, SWEEP = 60.0, 10.0  # seconds: lease of a session, interval of its renewal
+SESSION_LEASE, RENEWAL_INTERVAL = 60.0, 10.0  # seconds: lease of a session, interval of its renewal
 NAME = "x-agentrl-session"  # response header: the session of the request, if any
 NAMED = web.RequestKey(NAME, str)
-TURN = web.RequestKey("agentrl_turn", str)  # digest of a request's messages
+MESSAGES = web.RequestKey("agentrl_messages", str)  # digest of a request's messages
 UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 BESIDE = ("/count_tokens", ":countTokens", "/embeddings", "/traces", "/logs", "/metrics")
-Turn = tuple[str, str]  # digest of the messages of a request, and its answer
+Exchange = tuple[str, str]  # digest of the messages of a request, and its answer
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -57,7 +57,7 @@ class OpenSession:
     name: str
     active: ActiveAttempt
     used: float = field(default_factory=time.monotonic)  # when its last call began, or ended
-    turns: list[Turn] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
 
 
 class Sessions(Feature):
@@ -69,7 +69,7 @@ class Sessions(Feature):
         keys = read_key(self._settings.key_env, "sessions.key_env", "the callers'")
         self._access = Access(tuple(keys.split()))
         self._open: dict[str, OpenSession] = {}  # by name
-        self._turns: dict[Turn, str] = {}  # turn -> name of its session
+        self._exchanges: dict[Exchange, str] = {}  # exchange -> name of its session
         self._claiming = asyncio.Lock()  # the claimed rollout must be the one just enqueued
         # The registry needs no keys: `_attribute` checks the callers'.
         roles = config.roles or {"agent": next(iter(config.upstreams))}
@@ -114,7 +114,7 @@ class Sessions(Feature):
                 await self._sweep()
             except StoreError as error:
                 log.warning("sessions: %s; tried again", error)
-            await asyncio.sleep(SWEEP)
+            await asyncio.sleep(RENEWAL_INTERVAL)
 
     async def end(self, idle: float = 0.0) -> None:
         """End the sessions without a call for `idle` seconds, after storing what their streams
@@ -131,12 +131,14 @@ class Sessions(Feature):
     async def _sweep(self) -> None:
         await self.end(self._settings.idle)
         held = [one for one in self._open.values() if not one.active.scoring]
-        live = await self._store.heartbeat([one.active.id for one in held], lease=LEASE)
+        live = await self._store.heartbeat([one.active.id for one in held], lease=SESSION_LEASE)
         for session in held:
             if session.active.id not in live:
                 self._forget(session)  # this process was suspended; the next call begins a new one
         async with self._claiming:  # another runner name: sessions that ended together are distinct
-            lost = await self._store.claim(100, runner="recovery", lease=LEASE, run=self._run)
+            lost = await self._store.claim(
+                100, runner="recovery", lease=SESSION_LEASE, run=self._run
+            )
             await self._finish(lost)
 
     async def _find(self, request: web.Request, key: str) -> OpenSession:
@@ -144,7 +146,7 @@ class Sessions(Feature):
             body = msgspec.json.decode(await read_body(request), type=dict[str, Any])
         except UNREADABLE:  # the handler refuses the call
             body = {}
-        request[TURN], known, start = _place(body, self._turns)
+        request[MESSAGES], known, start = _place(body, self._exchanges)
         if _previous(body):
             known = ""
         if ids := _references(body):
@@ -176,7 +178,9 @@ class Sessions(Feature):
                 return self._open[name]
             if sampled := bool(name) and drawn < self._settings.sample:
                 await self._store.enqueue([rollout])
-                claim = partial(self._store.claim, 1, runner="gateway", lease=LEASE, run=self._run)
+                claim = partial(
+                    self._store.claim, 1, runner="gateway", lease=SESSION_LEASE, run=self._run
+                )
                 while (found := await claim()) and found[0].rollout.id != rollout.id:
                     await self._finish(found)  # of a process that was killed
                 if not found:
@@ -192,9 +196,9 @@ class Sessions(Feature):
 
     def _record(self, session: OpenSession, call: ReceivedCall, row: Transition) -> Transition:
         """Return the row with redactions; a redacted call loses its tokens."""
-        turn = call.http[TURN], _said(row.answer)
-        self._turns[turn] = session.name
-        session.turns.append(turn)
+        exchange = call.http[MESSAGES], _said(row.answer)
+        self._exchanges[exchange] = session.name
+        session.exchanges.append(exchange)
         messages, answer = (_redact(part, self._patterns) for part in (row.messages, row.answer))
         if (messages, answer) == (row.messages, row.answer):
             return row
@@ -203,9 +207,10 @@ class Sessions(Feature):
     def _forget(self, session: OpenSession) -> None:
         del self._open[session.name]
         self.gateway.attempts.unregister(session.active.id)
-        for turn in session.turns:
-            if self._turns.get(turn) == session.name:  # another may have said the same since
-                del self._turns[turn]
+        for exchange in session.exchanges:
+            # Another session may have said the same since.
+            if self._exchanges.get(exchange) == session.name:
+                del self._exchanges[exchange]
 
     async def _finish(self, attempts: Sequence[Attempt]) -> None:
         await self._store.finish([Outcome(attempt=one.id, fence=one.fence) for one in attempts])
@@ -245,7 +250,7 @@ def _refusal(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "code": status}}, status=status)
 
 
-def _place(body: Mapping[str, Any], known: Mapping[Turn, str]) -> tuple[str, str, str]:
+def _place(body: Mapping[str, Any], known: Mapping[Exchange, str]) -> tuple[str, str, str]:
     """Return the digest of a request's messages, the session of the latest known answer among them,
     and the digest of the messages before the first answer."""
     said: Json = next((body[key] for key in ("messages", "input", "contents") if key in body), [])

@@ -1,7 +1,7 @@
 """Records the steps of LangChain and LangGraph as spans, without their inputs and outputs.
 
 A callback handler logs name, kind, parent, times and success of agents, chains and tools; their
-texts are in the transitions. OpenInference's instrumentation (`runner.framework_spans`) records the
+texts are in the calls. OpenInference's instrumentation (`runner.framework_spans`) records the
 texts too, for about a third more CPU.
 """
 

@@ -36,7 +36,7 @@ class ClientTools:
     """The tools that a request offers; of two with the same name, the later one."""
 
     def __init__(self) -> None:
-        self.left_out: list[str] = []
+        self.ignored: list[str] = []
         self._functions: dict[str, Body] = {}
         self._origins: dict[str, Origin] = {}
 
@@ -48,7 +48,7 @@ class ClientTools:
             elif kind in ("function", "custom"):
                 self._add(tool, here, namespace)
             elif kind in HOSTED:
-                self.left_out.append(f"{where}: {kind}")
+                self.ignored.append(f"{where}: {kind}")
             else:
                 what = f"{kind!r:.80} is not possible behind this gateway"
                 raise UntranslatableError(f"{here}.type", f"{what}; offer it as a function")

@@ -46,7 +46,7 @@ class ChatTranslation(ABC):
         self.chat, self.answer = chat, answer
         if streamed:
             chat["stream_options"] = {"include_usage": True}
-        self.left_out: list[str] = []  # dropped options of the request
+        self.ignored: list[str] = []  # dropped options of the request
         self._events: list[bytes] = []
         self._started = False
         self._index: Json | UnsetType = UNSET  # of the choice that the agent sees, of several

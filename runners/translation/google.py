@@ -87,7 +87,7 @@ def prompt_of(body: Body, memory: ConversationMemory, model: str) -> Body:
         return chat_request(body.get("generateContentRequest") or body, memory, model)
 
 
-def left_out(body: Body) -> list[str]:
+def ignored(body: Body) -> list[str]:
     """List the request's options that have no effect, and its hosted tools."""
     thinking = (body.get("generationConfig") or {}).get("thinkingConfig") or {}
     found = sorted(IDLE & (body.keys() | thinking.keys()))
@@ -195,7 +195,7 @@ class GoogleTranslation(common.ChatTranslation):
         self._candidate: Body = {"content": {"role": "model", "parts": self._parts}, "index": 0}
         answer: Body = {"candidates": [self._candidate], "responseId": uuid4().hex}
         super().__init__(chat, answer, streamed=stream)
-        self.left_out = left_out(body)
+        self.ignored = ignored(body)
 
     def _start(self, model: str, prompt_tokens: int) -> None:
         self.answer["modelVersion"] = model

@@ -125,7 +125,7 @@ def prompt_of(body: Body, memory: ConversationMemory) -> Body:
         return chat_request(body | {"max_tokens": 1}, memory)
 
 
-def left_out(body: Body) -> list[str]:
+def ignored(body: Body) -> list[str]:
     """List the request's options that have no effect, and its hosted tools."""
     found = [name for name in sorted(IDLE & body.keys()) if body[name]]
     return found + [f"tools: {tool['type']}" for tool in body.get("tools") or () if _hosted(tool)]
@@ -274,7 +274,7 @@ class MessagesTranslation(common.ChatTranslation):
         message |= {"content": self._blocks, "stop_reason": None, "stop_sequence": None}
         message["usage"] = self._usage
         super().__init__(chat_request(body, memory), message, streamed=bool(body.get("stream")))
-        self.left_out = left_out(body)
+        self.ignored = ignored(body)
         self._memory, self._body = memory, body
 
     def _start(self, model: str, prompt_tokens: int) -> None:

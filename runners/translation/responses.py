@@ -96,8 +96,8 @@ def chat_request(
     return chat | _format(body.get("text") or {}) | _reasoning(reasoning)
 
 
-def left_out(body: Body) -> list[str]:
-    """List the request's options that have no effect; for tools see `ClientTools.left_out`."""
+def ignored(body: Body) -> list[str]:
+    """List the request's options that have no effect; for tools see `ClientTools.ignored`."""
     found = [name for name in sorted(IDLE & body.keys()) if body[name]]
     asked = body.get("reasoning") or {}
     idle = sorted(NO_SUMMARY & asked.keys())
@@ -245,7 +245,7 @@ class ResponsesTranslation(common.ChatTranslation):
         self._tools = ClientTools()
         chat = chat_request(body, memory, self._tools, earlier)
         super().__init__(chat, _envelope(body), streamed=bool(body.get("stream")))
-        self.left_out = left_out(body) + self._tools.left_out
+        self.ignored = ignored(body) + self._tools.ignored
         self._memory = memory if body.get("store") is not False else ConversationMemory()
         self._conversation = chat["messages"][body.get("instructions") is not None :]
         self._items: list[Body] = self.answer["output"]

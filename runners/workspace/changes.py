@@ -14,7 +14,7 @@ from agentrl.runners.hooks import WorkspaceError
 from agentrl.runners.workspace import cleaner
 from agentrl.runners.workspace.sources import no_space_or
 
-LARGEST = 2**20  # bytes of a file of which `diff` shows lines
+LARGEST_DIFFED_FILE = 2**20  # bytes of a file of which `diff` shows lines
 LARGEST_PACK = 4 * 2**20  # bytes of changed files that are stored until scoring
 NOT_COMPARED = {".git", "__pycache__", ".pytest_cache"}
 
@@ -123,7 +123,7 @@ def _lines(file: Path | None) -> list[str] | None:
         return []
     if file.is_symlink():
         return [f"-> {file.readlink()}\n"]
-    if file.stat().st_size > LARGEST:
+    if file.stat().st_size > LARGEST_DIFFED_FILE:
         return None
     try:
         return file.read_text(encoding="utf-8").splitlines(keepends=True)

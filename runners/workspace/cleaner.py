@@ -12,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-PATIENCE = 30.0  # seconds of retries: supervisors are still ending processes, which may write
+# Seconds of retries: supervisors are still ending processes, which may write.
+REMOVAL_PATIENCE = 30.0
 
 
 def remove(folder: Path) -> None:
@@ -30,7 +31,7 @@ def remove(folder: Path) -> None:
 def main(folder: Path, lock: Path, pipe: int) -> None:
     while os.read(pipe, 1):
         pass
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + REMOVAL_PATIENCE
     while folder.exists() and time.monotonic() < until:
         remove(folder)
         time.sleep(0.05)

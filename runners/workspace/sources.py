@@ -20,7 +20,7 @@ from agentrl.runners.hooks import WorkspaceError
 from agentrl.runners.workspace import cleaner
 from agentrl.types import Json
 
-MOST = 64  # cached templates; those in use are never evicted
+MOST_TEMPLATES = 64  # cached templates; those in use are never evicted
 GIT_TIMEOUT = 300.0  # seconds
 # Excludes the user's own git settings, hooks and filters.
 GIT = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
@@ -59,7 +59,9 @@ class Templates:
 
     async def release(self, template: Template) -> None:
         template.users -= 1
-        for key, task in list(self._building.items())[: max(0, len(self._building) - MOST)]:
+        for key, task in list(self._building.items())[
+            : max(0, len(self._building) - MOST_TEMPLATES)
+        ]:
             if self._building.get(key) is not task or not task.done():  # a concurrent release
                 continue
             if task.exception():

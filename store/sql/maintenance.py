@@ -29,7 +29,7 @@ from agentrl.types import RolloutState
 SQL = load_sql("maintenance")
 FEED = load_sql("feed")
 REWIND = load_sql("rewind")
-ROWS_PER_TRANSACTION = 1000  # transitions and spans to remove; a single rollout may have more
+ROWS_PER_TRANSACTION = 1000  # calls and spans to remove; a single rollout may have more
 ROLLOUTS_PER_READ = 256  # rollouts per read
 EVENTS_PER_TRANSACTION = 10_000  # range of cursors per transaction
 AT_REST = ("trained", "discarded", "settled")  # states of groups without queued or running rollouts

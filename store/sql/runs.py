@@ -215,7 +215,7 @@ def _add_credits(
 ) -> None:
     if lost := next((row["id"] for row in credits if row["id"] not in calls), None):
         raise NotFound(
-            f"Step {commit.step} of run {commit.run!r} has credit for transition {lost!r}, which "
+            f"Step {commit.step} of run {commit.run!r} has credit for call {lost!r}, which "
             "is not in its groups."
         )
     step, seq = commit.step, {id: call["seq"] for id, call in calls.items()}
@@ -241,7 +241,7 @@ def _add_rewards(
             raise NotFound(f"{where} {rollout!r}, which is not in its groups.")
         targets = (r.target for r in rewards if r.scope is types.Scope.TRANSITION)
         if lost := next((call for call in targets if owners.get(str(call)) != rollout), None):
-            raise NotFound(f"{where} transition {lost!r}, which is not a call of {rollout!r}.")
+            raise NotFound(f"{where} call {lost!r}, which is not a call of {rollout!r}.")
         attempt, first = members[rollout]["attempt_id"], members[rollout]["rewards"]
         columns = (
             rows.reward_columns(reward, attempt, first + i, step=commit.step)

@@ -191,7 +191,7 @@ class SqlStore:
     # -- traces ----------------------------------------------------------------------------------
 
     async def add_transitions(self, transitions: Sequence[types.Transition]) -> list[bool]:
-        calls = [traces.prepare(transition) for transition in transitions]
+        calls = [traces.prepare(call) for call in transitions]
         return await self._writer.post(Bulk(traces.add_transitions, calls))
 
     async def add_spans(self, spans: Sequence[types.Span]) -> None:

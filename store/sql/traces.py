@@ -1,7 +1,7 @@
-"""Verbs of traces: transitions, spans and rewards of attempts, called by the writer.
+"""Verbs of traces: calls, spans and rewards of attempts, called by the writer.
 
 Invariant: rows are immutable; rows of an attempt that was no longer live are marked late; the
-parents of a transition are earlier transitions of the same attempt.
+parents of a call are earlier calls of the same attempt.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ RUNNING = types.AttemptState.RUNNING
 FIRST_GIVEN = 2**29  # lowest position of rewards of `add_rewards`
 
 
-def prepare(transition: types.Transition) -> PreparedTransition:
-    """Validate and encode a transition. Raises Invalid if it cannot be stored or trained on."""
-    limits.check_transition(transition)
-    columns, prompt = rows.transition_columns(transition), rows.to_blob(transition.prompt)
-    what, answer = f"of transition {transition.id}", columns["answer"]
-    lines = [rows.to_json(message, f"A message {what}") for message in transition.messages]
+def prepare(call: types.Transition) -> PreparedTransition:
+    """Validate and encode a call. Raises Invalid if it cannot be stored or trained on."""
+    limits.check_transition(call)
+    columns, prompt = rows.transition_columns(call), rows.to_blob(call.prompt)
+    what, answer = f"of call {call.id}", columns["answer"]
+    lines = [rows.to_json(message, f"A message {what}") for message in call.messages]
     chat = "".join(f"{line}\n" for line in lines).encode()
-    tools = rows.to_json(transition.tools, f"A tool {what}") if transition.tools else None
+    tools = rows.to_json(call.tools, f"A tool {what}") if call.tools else None
     tokens = prompt + columns["completion"]
     columns |= {
         "size": len(tokens),
@@ -119,7 +119,7 @@ def add_rewards(tx: Transaction, rewards: Sequence[types.StepReward]) -> None:
 
 
 def groups(conn: Connection, run: str, ids: Sequence[str]) -> list[types.Group]:
-    """Load groups with rollouts, rewards and transitions, for training."""
+    """Load groups with rollouts, rewards and calls, for training."""
     found = []
     for id in ids:
         members = rollouts(conn, run, group=id)
@@ -202,7 +202,7 @@ def rewards(
 def transitions(
     conn: Connection, attempts: Sequence[str], *, late: bool = False
 ) -> dict[str, list[types.Transition]]:
-    """Load transitions by attempt: either the regular or the late ones."""
+    """Load calls by attempt: either the regular or the late ones."""
     query = conn.execute(SQL["transitions"], (rows.to_json(attempts, "attempts"),))
     return rows.transitions(query.fetchall(), late=late)
 
@@ -239,6 +239,6 @@ def _check_targets(conn: Connection, outcome: types.Outcome) -> None:
         row = conn.execute(SQL["known"], (id,)).fetchone()
         if row is None or row["attempt_id"] != outcome.attempt:
             raise Invalid(
-                f"Attempt {outcome.attempt} has no transition {id!r}, the target of a reward: name "
+                f"Attempt {outcome.attempt} has no call {id!r}, the target of a reward: name "
                 "one of its own."
             )

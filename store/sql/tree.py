@@ -27,7 +27,7 @@ MOST_CALLS_CACHED = 20_000  # calls that a process remembers, about a kilobyte e
 
 @dataclass(frozen=True, slots=True)
 class PreparedTransition:
-    """A transition with all that is computed outside the transaction, in which other writers
+    """A call with all that is computed outside the transaction, in which other writers
     wait."""
 
     columns: dict[str, Any]
@@ -177,7 +177,7 @@ class TokenTree:
         id = call.columns["id"]
         if self._others.get(id, call.attempt) != call.attempt:
             raise Conflict(
-                f"Transition {id} belongs to attempt {self._others[id]}, not to {call.attempt}: "
+                f"Call {id} belongs to attempt {self._others[id]}, not to {call.attempt}: "
                 "give each call an id of its own."
             )
         return self.calls[call.attempt].late.get(id)

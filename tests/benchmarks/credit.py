@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from agentrl.algorithms.credit.call_credit import Returns, StepGae, ValuesFromReward
 from agentrl.algorithms.credit.core import Credit, GroupRelative
 from agentrl.algorithms.credit.peers import PeerAdvantages
-from agentrl.algorithms.credit.turns import Returns, StepGae, ValuesFromReward
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
+from agentrl.algorithms.objective.core import compute_advantages, loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.zoo.states.presets import BatchTd
@@ -82,7 +82,7 @@ def step(name: str, data: Batch) -> float:
     b = data.behaviour.double()
     p, index = b + 0.01, torch.arange(data.n_tokens)
     started = time.process_time()
-    psi(algo, loss_terms(algo, data, GivenLogProbs(old=b)), p, index)
+    loss_coefficients(algo, loss_terms(algo, data, GivenLogProbs(old=b)), p, index)
     return time.process_time() - started
 
 

@@ -37,7 +37,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.packing import Packing, pack_rows
-from agentrl.algorithms.objective.core import loss_terms, psi
+from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.types import (
@@ -155,7 +155,7 @@ def update(learner: TorchLearner, batch: Batch) -> float:
     algo = make("grpo", {})
     terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     started = time.perf_counter()
-    report = learner.step(batch, lambda p, index: psi(algo, terms, p, index), lr=1e-5)
+    report = learner.step(batch, lambda p, index: loss_coefficients(algo, terms, p, index), lr=1e-5)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     assert report.applied

@@ -39,14 +39,14 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.objective.core import Algo, loss_terms, psi
+from agentrl.algorithms.objective.core import Algo, loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.preferences.pairing import choose_pairs
-from agentrl.algorithms.preferences.sides import (
+from agentrl.algorithms.preferences.completions import (
     MISMATCHED,
     WEIGHT,
     with_mismatched,
 )
+from agentrl.algorithms.preferences.pairing import choose_pairs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.types import Group, Reward
 from tests import factories
@@ -139,12 +139,14 @@ class Ours:
         )
         q = self.reference.logprobs(batch).double()
         terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
-        report = learner._backward(batch, lambda p, i: psi(algo, terms, p, i), None, None)
-        if algo.side is None or terms.sides is None:
+        report = learner._backward(
+            batch, lambda p, i: loss_coefficients(algo, terms, p, i), None, None
+        )
+        if algo.side is None or terms.added is None:
             loss = -float((terms.weight * report.logprobs.double()).sum())
         else:
             now = report.logprobs.double()
-            loss = terms.sides.metrics(now)["preferences/loss"]
+            loss = terms.added.metrics(now)["preferences/loss"]
         found = {n: p.grad for n, p in learner.model.named_parameters() if p.grad is not None}
         return loss, found
 
@@ -217,14 +219,14 @@ def one_update(vocabulary: int, prompt: int, said: int, count: int, rounds: int)
     learner = TorchLearner(policy, word_tokenizer(vocabulary), threads=1, token_budget=10**6)
     q = learner.logprobs(batch).double()
     terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
-    assert terms.sides is not None
+    assert terms.added is not None
     before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
     seconds = float("inf")
     for _ in range(rounds):
         started = time.process_time()
-        learner.step(batch, lambda p, i: psi(algo, terms, p, i), lr=1e-5)
+        learner.step(batch, lambda p, i: loss_coefficients(algo, terms, p, i), lr=1e-5)
         seconds = min(seconds, time.process_time() - started)
-    rows, sums = as_rows(batch), terms.sides.q.tolist()
+    rows, sums = as_rows(batch), terms.added.reference.tolist()
     return {"seconds": seconds, "added_mb": peak() - before, "rows": rows, "sums": sums}
 
 
@@ -361,16 +363,16 @@ def learn(name: str, source: Path, train: list[Group], held: list[Group], seed: 
         q = base.logprobs(batch).double()
         terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
         lr = rate * min((step + 1) / 5, 1 - step / steps)
-        learner.step(batch, lambda p, i, terms=terms: psi(algo, terms, p, i), lr=lr)
+        learner.step(batch, lambda p, i, terms=terms: loss_coefficients(algo, terms, p, i), lr=lr)
     dpo = algorithm("simpo" if name in ("simpo", "orpo") else "dpo")
     assert dpo.side is not None
     batch = batch_of(held, dpo)
     terms = loss_terms(
         dpo, batch, GivenLogProbs(reference=base.logprobs(batch).double()), fresh=True
     )
-    assert terms.sides is not None
-    after = terms.sides.metrics(learner.logprobs(batch).double())
-    before = terms.sides.metrics(base.logprobs(batch).double())
+    assert terms.added is not None
+    after = terms.added.metrics(learner.logprobs(batch).double())
+    before = terms.added.metrics(base.logprobs(batch).double())
     torch.manual_seed(seed + 100)
     judge = random.Random(seed + 7)
     prompts = [asked(judge, held=True) for _ in range(60)]

@@ -26,7 +26,7 @@ from agentrl.algorithms.prompts.apo import apo_search
 from agentrl.algorithms.prompts.gateway import apply_prompts
 from agentrl.algorithms.prompts.gepa import gepa_search
 from agentrl.algorithms.prompts.records import Candidate, Reflection
-from agentrl.algorithms.prompts.search import Played, Search, SearchEnd
+from agentrl.algorithms.prompts.search import Search, SearchEnd, TaskResult
 from agentrl.algorithms.prompts.table import PromptsConfig
 from agentrl.runners.dialects.base import CHAT
 from agentrl.runners.dialects.conversation import ConversationMemory
@@ -42,7 +42,7 @@ TEXTS = [PromptText(component=r, role=r, seed=t, text=t) for r, t in world.SEED.
 CONFIG = PromptsConfig(components=dict.fromkeys(world.SEED, ""), reflector="r", budget=200)
 
 
-def play(task: dict[str, Any], texts: dict[str, str]) -> Played:
+def play(task: dict[str, Any], texts: dict[str, str]) -> TaskResult:
     said = {"extractor": world.extractor(texts["extractor"], task["input"])}
     said["formatter"] = world.formatter(texts["formatter"], said["extractor"])
     kept = world.checks(task, said["formatter"])
@@ -53,7 +53,7 @@ def play(task: dict[str, Any], texts: dict[str, str]) -> Played:
         feedback = f"outcome = {outcome:g}; clean = {note == 'fine.':d}: {note}"
         own = {"Read": json.dumps(read[role]), "Said": answer, "Feedback": feedback}
         examples[role] = own
-    return Played(outcome, examples)
+    return TaskResult(outcome, examples)
 
 
 def score(texts: dict[str, str]) -> float:
@@ -71,7 +71,7 @@ class InProcess:
 
     def play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
-    ) -> list[list[Played]]:
+    ) -> list[list[TaskResult]]:
         self.rounds += 1
         return [
             [play(self.tasks[task], {t.component: t.text for t in candidate.texts}) for task in own]

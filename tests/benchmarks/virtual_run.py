@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from msgspec.structs import asdict
 
-from agentrl.algorithms.engines.embedded.engine import PREFILL, Engine, TokenUpdates
+from agentrl.algorithms.engines.embedded.engine import PREFILL_TOKENS, Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
 from agentrl.algorithms.engines.embedded.server import _end_of_sequence
 from agentrl.algorithms.model.chat import Chat
@@ -247,7 +247,7 @@ class VirtualRun:
             engine._admit()
         rows = engine.rows
         before = (rows.known[: rows.n] - rows.length[: rows.n] - 1).sum()
-        fed = min(int(before), PREFILL) + rows.n
+        fed = min(int(before), PREFILL_TOKENS) + rows.n
         costs = self.costs
         seconds = costs.step + costs.per_row * rows.n + costs.per_token * fed
         self.fed += fed

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import Credit, GroupRelative
-from agentrl.algorithms.credit.parts import parts_of
+from agentrl.algorithms.credit.parts import nested_records
 from agentrl.algorithms.credit.scale import GrpoScale
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import RememberedColumn
@@ -53,13 +53,17 @@ def credit_of(name: str, world: World) -> Credit:
 
 def remembering(credit: Credit) -> Credit:
     """The credit of one batch after the other, as a run has it."""
-    memories = {part.name: part for part in parts_of(credit) if isinstance(part, RememberedColumn)}
+    memories = {
+        part.name: part for part in nested_records(credit) if isinstance(part, RememberedColumn)
+    }
     state = {name: memory.part(0) for name, memory in memories.items()}
 
     def of_next(batch: Batch) -> Tensor:
         read = {name: memory.recall(state[name], batch, ()) for name, memory in memories.items()}
         state.update({name: after for name, (_, after) in read.items()})
-        return credit(replace(batch, memory={name: column for name, (column, _) in read.items()}))
+        return credit(
+            replace(batch, remembered={name: column for name, (column, _) in read.items()})
+        )
 
     return of_next
 

@@ -15,10 +15,10 @@ from agentrl.algorithms.objective.core import (
     Average,
     Gate,
     KLPenalty,
-    kappa,
+    kl_gradient,
     kl_value,
+    loss_coefficients,
     loss_terms,
-    psi,
     weights,
 )
 from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Truncate
@@ -122,7 +122,7 @@ def ours(algo: Algo, data: Rollouts, old: Tensor | None = None) -> Tensor:
     known = GivenLogProbs(old=before, reference=data.q[data.sampled])
     algo = replace(algo, credit=given, keep=None)
     terms = loss_terms(algo, batch, known)
-    return psi(algo, terms, data.p[data.sampled], torch.arange(batch.n_tokens))
+    return loss_coefficients(algo, terms, data.p[data.sampled], torch.arange(batch.n_tokens))
 
 
 def per_row(data: Rollouts) -> Rollouts:
@@ -259,7 +259,7 @@ def test_penalties_have_verls_values_and_gradients(kind: str, our_kind: Any) -> 
         (gradient,) = torch.autograd.grad(value.sum(), p)
         d = data.p - data.q
         assert torch.allclose(kl_value(d, our_kind), value.detach(), rtol=1e-12, atol=1e-13)
-        assert torch.allclose(kappa(d, our_kind), gradient, rtol=1e-12, atol=1e-13)
+        assert torch.allclose(kl_gradient(d, our_kind), gradient, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", ["k1+", "k3+", "abs+", "low_var_kl+", "kl+"])
@@ -267,7 +267,7 @@ def test_verls_straight_through_penalties_have_the_gradient_of_k2(kind: str) -> 
     data = rollouts(0)
     p = data.p.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(verl.kl_penalty(p, data.q, kind).sum(), p)
-    assert torch.allclose(kappa(data.p - data.q, "k2"), gradient, rtol=1e-12)
+    assert torch.allclose(kl_gradient(data.p - data.q, "k2"), gradient, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "our_kind"), KINDS.items())
@@ -293,7 +293,7 @@ def test_verls_k3_has_no_gradient_where_the_policy_is_far_away_ours_pulls_it_bac
     p = far.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(verl.kl_penalty(p, torch.zeros(1), "k3").sum(), p)
     assert gradient == 0
-    assert torch.allclose(kappa(far, "k3"), 1 - (-far).exp())
+    assert torch.allclose(kl_gradient(far, "k3"), 1 - (-far).exp())
 
 
 def test_a_correction_weighs_the_penalty_of_verls_dro_and_only_the_reward_here() -> None:

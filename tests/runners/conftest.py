@@ -269,8 +269,8 @@ class Bench:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repetitions follow at once, and so does the end of a worker."""
-    monkeypatch.setattr(upstream, "BACKOFF", 0.001)
-    monkeypatch.setattr(upstream, "LONGEST", 0.01)
+    monkeypatch.setattr(upstream, "FIRST_RETRY_PAUSE", 0.001)
+    monkeypatch.setattr(upstream, "LONGEST_RETRY_PAUSE", 0.01)
     monkeypatch.setattr(worker, "CLAIM_TIMEOUT", 0.02)
 
 

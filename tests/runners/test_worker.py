@@ -409,7 +409,7 @@ async def test_an_agent_that_blocks_the_loop_keeps_its_lease(bench: Any) -> None
 async def test_an_agent_that_blocks_the_loop_for_ever_is_reported(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "GRACE", 0.05)
+    monkeypatch.setattr(module, "LEASE_GRACE", 0.05)
     reported, release = [], threading.Event()
 
     async def block(text: str) -> None:

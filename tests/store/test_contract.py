@@ -144,7 +144,7 @@ async def test_a_late_reward_counts_and_the_last_of_its_kind_stays(store, kit):
         with pytest.raises(NotFound, match="was never claimed"):
             await store.add_rewards([given(rollout, value=1.0)])
     await store.claim(1, runner="test", lease=9.0)
-    with pytest.raises(Invalid, match="has no transition"):
+    with pytest.raises(Invalid, match="has no call"):
         await store.add_rewards([given("a/1", value=1.0, **about)])
 
 
@@ -853,7 +853,7 @@ async def test_credit_is_about_the_calls_of_the_groups_that_are_trained(store, k
     await store.claim_groups("run", 1, 2)
     (call,) = (await store.trace(attempt.rollout.id)).transitions
     for wrong in (call.id, "unknown"):
-        with pytest.raises(NotFound, match=f"credit for transition '{wrong}'"):
+        with pytest.raises(NotFound, match=f"credit for call '{wrong}'"):
             await store.commit_step(kit.step(0, ["a"], credits=[credit(wrong, 1.0)]))
     malformed = structs.replace(credit(call.id), psi=int32())
     with pytest.raises(Invalid, match=r"psi must be an array made by agentrl.types.float32"):
@@ -1111,7 +1111,7 @@ async def test_a_conversation_comes_back_exactly(store, kit):
             span="00ff",
             finish="length",
             repeats="call-x",
-            left_out=["metadata", "tools: web_search"],
+            ignored=["metadata", "tools: web_search"],
             processors={"min_p": "0.1"},
         ),
     ]
@@ -1241,7 +1241,7 @@ async def test_a_reward_is_about_a_call_of_its_own_attempt(store, kit):
         return kit.good(one, rewards=[Reward(value=1.0, scope=Scope.TRANSITION, target=call)])
 
     for wrong in (other.id, "none"):
-        with pytest.raises(Invalid, match="no transition"):
+        with pytest.raises(Invalid, match="no call"):
             await store.finish([about(wrong)])
     assert await store.finish([about(mine.id)]) == [True]
     assert await store.finish([about("none")]) == [False]  # it is over: kept, for inspection

@@ -26,7 +26,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.algorithms.learners.base import LossCoefficients, StepReport
 from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.learners.verl.table import VerlConfig, VerlLearnerConfig
 from agentrl.config.schema import CriticConfig, ReferenceConfig, RunConfig
@@ -61,14 +61,14 @@ def hang(number: int, folder: Path) -> None:
     """Let the workers stop in the middle of the `number`-th optimizer step."""
     step, numbers = VerlLearner.step, count(1)
 
-    def stopped(learner: VerlLearner, batch: Any, psi: Psi, **rest: Any) -> StepReport:
+    def stopped(learner: VerlLearner, batch: Any, psi: LossCoefficients, **rest: Any) -> StepReport:
         own = partial(wait, psi, folder) if next(numbers) == number else psi
         return step(learner, batch, own, **rest)
 
     VerlLearner.step = stopped  # type: ignore[method-assign]
 
 
-def wait(psi: Psi, folder: Path, p: Tensor, index: Tensor) -> Tensor:
+def wait(psi: LossCoefficients, folder: Path, p: Tensor, index: Tensor) -> Tensor:
     (folder / ray.util.get_node_ip_address()).touch()
     if os.environ["RANK"] == "1":
         threading.Event().wait()

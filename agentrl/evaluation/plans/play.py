@@ -34,7 +34,7 @@ GAMES = (
     "upstreams", "roles", "role_rules",
 )  # fmt: skip
 """The settings that affect games, besides the seed and those of parts."""
-Played = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
+LineupRollouts = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
 
 
 def frozen_policy(
@@ -70,7 +70,7 @@ def run_plan(
     kind: str,
     *,
     fresh: bool = False,
-) -> Played:
+) -> LineupRollouts:
     """Play a plan and return its games by lineup. config: the trained run; checkpoint: of the
     policies that are not players of the plan; fresh: play all games again. Raises AgentRLError if
     every game failed or a role made no call."""
@@ -105,7 +105,7 @@ def plan_run(
     )
 
 
-async def _played(config: RunConfig, plan: EvaluationPlan) -> Played:
+async def _played(config: RunConfig, plan: EvaluationPlan) -> LineupRollouts:
     output = make_folder(Path(config.output))
     async with open_store(config.store) as store:
         found = await _ended(store, config, plan)
@@ -122,9 +122,9 @@ async def _played(config: RunConfig, plan: EvaluationPlan) -> Played:
     return found
 
 
-async def _ended(store: Store, config: RunConfig, plan: EvaluationPlan) -> Played | None:
+async def _ended(store: Store, config: RunConfig, plan: EvaluationPlan) -> LineupRollouts | None:
     """The games of each lineup, if all have ended."""
-    found: Played = {name: [] for name in plan.lineups}
+    found: LineupRollouts = {name: [] for name in plan.lineups}
     if await store.run(config.name) is None:
         return None
     for row in await store.rollouts(config.name, purpose=Purpose.EVAL):

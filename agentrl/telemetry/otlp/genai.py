@@ -1,6 +1,6 @@
 """Convert a stored attempt to an OpenTelemetry trace for Phoenix, Langfuse and Jaeger.
 
-The root is the attempt. Below it are its recorded spans and one llm span for each transition, with
+The root is the attempt. Below it are its recorded spans and one llm span for each call, with
 attributes of OpenTelemetry's semantic conventions for generative AI (`gen_ai.*`, version 0.1.0 of
 open-telemetry/semantic-conventions-genai), of OpenInference, which Phoenix reads, and of agentrl
 (`agentrl.*`). Recorded spans keep their attributes and get the current names too. If the agent
@@ -29,7 +29,7 @@ from agentrl.types import Json, Reward, Scope, Span, Trace, Transition
 PROVIDER = "agentrl"  # provider of the answers for the agent
 HTTP_ATTRIBUTES = {"url.full", "http.url", "http.method", "http.request.method"}  # of a client
 FINISH = {"tool_calls": "tool_call", "function_call": "tool_call"}  # OpenAI's words -> GenAI's
-SLACK = 5_000_000  # ns of difference between the clocks of agent and gateway
+CLOCK_SLACK = 5_000_000  # ns of difference between the clocks of agent and gateway
 Spans = Mapping[str, Span]  # by id
 
 
@@ -38,13 +38,13 @@ def spans_of(trace: Trace) -> list[Span]:
     spans = {span.id: span for span in trace.spans}
     merged: dict[str, str] = {}  # id of a request's span -> id of its llm span
     llm_spans: dict[str, Span] = {}
-    for transition in trace.transitions:
-        about = call_attributes(transition)
-        about |= _rewards(trace.rollout.rewards, Scope.TRANSITION, transition.id)
-        span = _llm_span(transition, spans, llm_spans, about)
+    for call in trace.transitions:
+        about = call_attributes(call)
+        about |= _rewards(trace.rollout.rewards, Scope.TRANSITION, call.id)
+        span = _llm_span(call, spans, llm_spans, about)
         llm_spans[span.id] = span
-        if transition.span in spans and _is_request(spans[transition.span]):
-            merged[transition.span] = span.id
+        if call.span in spans and _is_request(spans[call.span]):
+            merged[call.span] = span.id
     root = _root_span(trace, [*trace.spans, *llm_spans.values()])
     kept = {id: span for id, span in spans.items() if id not in merged} | llm_spans
     kept.pop(root.id, None)
@@ -121,7 +121,7 @@ def _recorded_llm_span(request: Span, call: Span, spans: Spans, llm_spans: Spans
         span
         for id, span in spans.items()
         if (span.kind, span.parent) == ("llm", request.parent) and id not in llm_spans
-        if span.start - SLACK <= call.start and call.end <= span.end + SLACK
+        if span.start - CLOCK_SLACK <= call.start and call.end <= span.end + CLOCK_SLACK
     )
     return min(covering, key=lambda span: span.end - span.start, default=None)
 
@@ -172,45 +172,45 @@ def _root_span(trace: Trace, spans: list[Span]) -> Span:
     )
 
 
-def call_attributes(transition: Transition) -> dict[str, Json]:
+def call_attributes(call: Transition) -> dict[str, Json]:
     """The attributes of one model call in all three conventions."""
-    sampling, answer = transition.sampling, transition.answer or {}
+    sampling, answer = call.sampling, call.answer or {}
     limits = asdict(sampling) | {"top_k": sampling.top_k or None, "force": None}
     given = {name: value for name, value in limits.items() if value is not None}
-    read, written = len(transition.prompt), len(transition.completion)
-    finish = FINISH.get(transition.finish, transition.finish)
+    read, written = len(call.prompt), len(call.completion)
+    finish = FINISH.get(call.finish, call.finish)
     output = _message(answer) | {"finish_reason": finish}
     attributes: dict[str, Json] = {
         OPERATION: "chat",
         "gen_ai.provider.name": PROVIDER,
-        AGENT_NAME: transition.role,
-        "gen_ai.request.model": transition.policy,
-        "gen_ai.response.model": transition.policy,
-        "gen_ai.response.finish_reasons": [transition.finish],
+        AGENT_NAME: call.role,
+        "gen_ai.request.model": call.policy,
+        "gen_ai.response.model": call.policy,
+        "gen_ai.response.finish_reasons": [call.finish],
         "gen_ai.usage.input_tokens": read,
         "gen_ai.usage.output_tokens": written,
-        "gen_ai.input.messages": _json([_message(message) for message in transition.messages]),
+        "gen_ai.input.messages": _json([_message(message) for message in call.messages]),
         "gen_ai.output.messages": _json([output]),
-        "llm.model_name": transition.policy,
+        "llm.model_name": call.policy,
         "llm.invocation_parameters": _json(given),
         "llm.token_count.prompt": read,
         "llm.token_count.completion": written,
         "llm.token_count.total": read + written,
-        **_openinference_value("input", transition.messages),
+        **_openinference_value("input", call.messages),
         **_openinference_value("output", answer.get("content") or answer),
-        "agentrl.transition": transition.id,
-        "agentrl.role": transition.role,
-        "agentrl.policy": transition.policy,
-        "agentrl.policy.version": transition.version,
-        "agentrl.exact": transition.exact,
+        "agentrl.transition": call.id,
+        "agentrl.role": call.role,
+        "agentrl.policy": call.policy,
+        "agentrl.policy.version": call.version,
+        "agentrl.exact": call.exact,
     }
     attributes |= {f"gen_ai.request.{name}": value for name, value in given.items()}
-    if transition.tools:
-        definitions = [_tool_definition(tool) for tool in transition.tools]
+    if call.tools:
+        definitions = [_tool_definition(tool) for tool in call.tools]
         attributes["gen_ai.tool.definitions"] = _json(definitions)
-    for index, tool in enumerate(transition.tools):
+    for index, tool in enumerate(call.tools):
         attributes[f"llm.tools.{index}.tool.json_schema"] = _json(tool)
-    for index, message in enumerate(transition.messages):
+    for index, message in enumerate(call.messages):
         attributes |= _openinference(f"llm.input_messages.{index}.message", message)
     return attributes | _openinference(
         "llm.output_messages.0.message", {"role": "assistant"} | answer

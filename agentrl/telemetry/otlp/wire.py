@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 PROTOBUF, JSON_FORM = "application/x-protobuf", "application/json"
 Add = Callable[[list[Span]], Awaitable[tuple[int, str]]]  # see `base.span_names.Receive`
-LATEST = 2**63 - 1  # nanoseconds; the largest value of a store column
-LARGEST = 2**1023  # every smaller integer can be converted to a float
+LATEST_TIME = 2**63 - 1  # nanoseconds; the largest value of a store column
+LARGEST_INTEGER = 2**1023  # every smaller integer can be converted to a float
 ID_FIELDS = {"traceId", "spanId", "parentSpanId"}
 NOT_KEPT = ("telemetry.sdk.", "process.", "host.", "os.")  # attributes of the resource
 
@@ -168,7 +168,7 @@ def _span(span: trace_pb2.Span, scope: str, about: dict[str, Json]) -> Span:
     if len(span.parent_span_id) not in (0, 8):
         raise Invalid(f"span {span.name!r:.80} has a parent id that is not of 8 bytes")
     start, end = span.start_time_unix_nano, span.end_time_unix_nano
-    if not (0 < start <= LATEST and 0 < end <= LATEST):
+    if not (0 < start <= LATEST_TIME and 0 < end <= LATEST_TIME):
         raise Invalid(f"span {span.name!r:.80} has the times {start} to {end}; give both")
     attributes = about | {pair.key: _value(pair.value) for pair in span.attributes}
     kind = kind_of(attributes)
@@ -214,9 +214,9 @@ def _put(pairs: Any, values: Mapping[str, Json]) -> None:
 def _set(target: AnyValue, value: Json) -> None:
     if isinstance(value, bool):
         target.bool_value = value
-    elif isinstance(value, int) and -(2**63) <= value <= LATEST:
+    elif isinstance(value, int) and -(2**63) <= value <= LATEST_TIME:
         target.int_value = value
-    elif isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST):
+    elif isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST_INTEGER):
         target.double_value = float(value)
     elif isinstance(value, list | tuple):
         target.array_value.SetInParent()

@@ -19,7 +19,7 @@ from agentrl.telemetry.sinks.table import metrics_of
 from agentrl.types import StepRow
 
 ID = "agentrl.id"  # tag with which a run is found again
-LIMIT = 100  # parameters per request
+PARAMETERS_PER_REQUEST = 100  # parameters per request
 
 
 class Mlflow:
@@ -49,8 +49,10 @@ class Mlflow:
     def _create(self, experiment: str, config: RunConfig, position: SinkPosition) -> Run:
         run = self.client.create_run(experiment, tags={ID: position.id}, run_name=config.name)
         params = [Param(key, str(value)) for key, value in public_settings(config).items()]
-        for first in range(0, len(params), LIMIT):
-            self.client.log_batch(run.info.run_id, params=params[first : first + LIMIT])
+        for first in range(0, len(params), PARAMETERS_PER_REQUEST):
+            self.client.log_batch(
+                run.info.run_id, params=params[first : first + PARAMETERS_PER_REQUEST]
+            )
         return run
 
 

@@ -33,10 +33,11 @@ from agentrl.telemetry.sinks.base import Sink, load_position, position_file, sav
 from agentrl.telemetry.sinks.table import metrics_of
 
 log = logging.getLogger(__name__)
-POLL = 1.0  # seconds between reads of the store
-PAUSE, LONGEST = 10.0, 600.0  # seconds before a retry after a failure; doubles
-DRAIN = 30.0  # seconds that sinks have for the remaining steps when a run ends
-SLACK = 5.0  # further seconds until the process ends itself
+STORE_POLL = 1.0  # seconds between reads of the store
+# Seconds before a retry after a failure; doubles.
+FIRST_RETRY_PAUSE, LONGEST_RETRY_PAUSE = 10.0, 600.0
+DRAIN_TIMEOUT = 30.0  # seconds that sinks have for the remaining steps when a run ends
+EXIT_GRACE = 5.0  # further seconds until the process ends itself
 
 
 def main(config: RunConfig) -> None:
@@ -49,10 +50,12 @@ def main(config: RunConfig) -> None:
         thread.start()
     while os.read(0, 4096):  # sys.stdin would hold a lock for which the exit waits
         pass
-    timer = threading.Timer(DRAIN + SLACK, os._exit, [1])  # a backend may block the exit too
+    timer = threading.Timer(
+        DRAIN_TIMEOUT + EXIT_GRACE, os._exit, [1]
+    )  # a backend may block the exit too
     timer.daemon = True
     timer.start()
-    deadline = time.monotonic() + DRAIN
+    deadline = time.monotonic() + DRAIN_TIMEOUT
     for thread in threads:
         thread.run_ended.set()
     for thread in threads:
@@ -70,12 +73,12 @@ class SinkThread(threading.Thread):
         super().__init__(name=f"sink-{sink}", daemon=True)
         self.config, self.sink = config, sink
         self.run_ended = threading.Event()
-        self.error = _sentence(sink, f"it did not end within {DRAIN:.0f} s of the run")
+        self.error = _sentence(sink, f"it did not end within {DRAIN_TIMEOUT:.0f} s of the run")
         self.reported = False
 
     def run(self) -> None:
         """Run until everything is written, or the last try after the run's end has failed."""
-        pause = PAUSE
+        pause = FIRST_RETRY_PAUSE
         while self.error:
             last = self.run_ended.is_set()
             try:
@@ -87,7 +90,7 @@ class SinkThread(threading.Thread):
                 if last:
                     return
                 self.run_ended.wait(pause)
-                pause = min(2 * pause, LONGEST)
+                pause = min(2 * pause, LONGEST_RETRY_PAUSE)
 
     def report(self, error: str) -> None:
         """Log a failure once; the front prints the log on the console."""
@@ -123,7 +126,7 @@ async def write_steps(
                     save_position(file, position)
             if last:
                 return
-            await asyncio.to_thread(run_ended.wait, POLL)
+            await asyncio.to_thread(run_ended.wait, STORE_POLL)
     finally:
         if sink is not None:
             with _backend(name):
@@ -163,20 +166,20 @@ class SinksProcess:
     reported: bool = False
 
     async def keep(self) -> None:
-        pause = PAUSE
+        pause = FIRST_RETRY_PAUSE
         while True:
             await self.child.start()
             if not await self.child.wait():
                 return
             self._report()
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST)
+            pause = min(2 * pause, LONGEST_RETRY_PAUSE)
 
     async def stop(self) -> None:
         """Let the sinks write the remaining steps, for a limited time."""
         if self.child.process is not None and self.child.process.returncode:
             await self.child.start()  # the last try after a failure
-        await self.child.stop(DRAIN + SLACK)
+        await self.child.stop(DRAIN_TIMEOUT + EXIT_GRACE)
         self._report()
 
     def _report(self) -> None:

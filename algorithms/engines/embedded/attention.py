@@ -20,8 +20,8 @@ from agentrl.algorithms.model import attention
 from agentrl.algorithms.model.load import Model
 from agentrl.errors import PolicyError
 
-BLOCK = 256  # keys
-FEW = 4  # rows of a product that MKL computes in the order of larger ones
+KEY_BLOCK = 256  # keys
+FEW_ROWS = 4  # rows of a product that MKL computes in the order of larger ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class StepPlan:
 
 
 def whole_blocks(context: int) -> int:
-    return -(-context // BLOCK) * BLOCK
+    return -(-context // KEY_BLOCK) * KEY_BLOCK
 
 
 def _mask(at: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -119,13 +119,13 @@ def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: fl
     # once per query head: thirty times slower at seven heads per key.
     queries = (query * scale).reshape(batch, shared, -1, dim)
     rows = queries.shape[2]
-    more = 0 if query.is_cuda else max(FEW - rows, 0)
+    more = 0 if query.is_cuda else max(FEW_ROWS - rows, 0)
     queries = pad(queries, (0, 0, 0, more)) if more else queries
     scores = torch.matmul(queries, key.transpose(2, 3))[:, :, :rows]
     scores = scores.view(batch, shared, -1, size, scores.shape[-1]) + mask.unsqueeze(-3)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype).flatten(2, 3)
     weights = pad(weights, (0, 0, 0, more)) if more else weights
-    step = value.shape[2] if value.is_cuda else BLOCK
+    step = value.shape[2] if value.is_cuda else KEY_BLOCK
     output = torch.matmul(weights[..., :step], value[:, :, :step])
     for start in range(step, value.shape[2], step):
         block = slice(start, start + step)

@@ -37,7 +37,7 @@ from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.errors import PolicyError
 
-PREFILL = 512  # most prompt tokens per step; more would stall running requests
+PREFILL_TOKENS = 512  # most prompt tokens per step; more would stall running requests
 WORTH_WAITING = 16  # a request waits to copy this many prefix tokens that another is computing
 CLOSED = "the policy server is shutting down"
 
@@ -210,7 +210,7 @@ class Engine:
         chunks: list[PrefillChunk] = []
         fed_rows, fed_positions, start = [], [], 0
         for row in np.flatnonzero(before):
-            size = min(int(before[row]), PREFILL - start)
+            size = min(int(before[row]), PREFILL_TOKENS - start)
             before[row] = size
             if size:
                 first = int(lengths[row])
@@ -220,7 +220,7 @@ class Engine:
                 start += size
         last = lengths + before
         # A smaller step would add in another order; the padding writes to a row of its own.
-        padding = max(attention.FEW - start - n, 0)
+        padding = max(attention.FEW_ROWS - start - n, 0)
         source = np.concatenate([order[:1].repeat(padding), *fed_rows, order])
         positions = np.concatenate([np.zeros(padding, np.int64), *fed_positions, last])
         tokens, at = rows.tokens[source, positions], source.copy()
@@ -237,7 +237,7 @@ class Engine:
                 attention_mask=UNUSED,
                 past_key_values=pool,
                 use_cache=True,
-                logits_to_keep=max(n, attention.FEW),
+                logits_to_keep=max(n, attention.FEW_ROWS),
                 plan=StepPlan(
                     chunks, positions_N[-n:], attention.whole_blocks(int(last.max()) + 1), padding
                 ),

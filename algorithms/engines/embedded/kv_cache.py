@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from agentrl.types import Sampling
 
-CAPACITY = 256  # initial tokens per row
+INITIAL_CAPACITY = 256  # initial tokens per row
 Spans = Sequence[tuple[int, int]]
 Likeliest = list[tuple[int, float]]
 """The most likely tokens at a position and their log-probs, the first one first."""
@@ -62,7 +62,7 @@ class KVPool(Cache):  # type: ignore[misc]
 
     def __init__(self, layers: int, rows: int) -> None:
         self.depth, self.rows = layers, rows
-        self.capacity = CAPACITY
+        self.capacity = INITIAL_CAPACITY
         self.tensors: list[Tensor] = []  # keys, values
         self._target = (torch.empty(0), torch.empty(0))  # row and position of each input token
         self._slots: Tensor | None = None  # the same as indices into a flat layer, by key head
@@ -184,8 +184,8 @@ class RowTable:
         self.tokens[row, :size] = call.prompt
         self.length[row], self.known[row], self.prompt[row] = shared, size, size
         self.policy[row], self.stale[row] = call.policy, False
-        room = self.tokens.shape[1] - size
-        self.end[row] = size + min(room, sampling.max_tokens or room)
+        free = self.tokens.shape[1] - size
+        self.end[row] = size + min(free, sampling.max_tokens or free)
         self.watched[row] = call.stream or call.stop is not None
         self.ignore_eos[row], self.top[row], self.seed[row] = call.ignore_eos, call.top, call.seed
         self.temperature[row] = sampling.temperature

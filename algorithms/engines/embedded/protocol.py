@@ -17,7 +17,7 @@ from agentrl.algorithms.model.text import Codec, TextStream, text_before_stop
 from agentrl.algorithms.model.tool_parser import ToolCall, ToolParser, parse
 from agentrl.types import Json
 
-HOTTEST = 1e30  # temperature: logits are divided by it in float32
+HIGHEST_TEMPERATURE = 1e30  # temperature: logits are divided by it in float32
 MOST_LOGPROBS = 20  # alternatives per token, as in OpenAI's API
 
 
@@ -30,7 +30,7 @@ class _Request(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=HOTTEST)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=HIGHEST_TEMPERATURE)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None

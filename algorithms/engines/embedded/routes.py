@@ -29,8 +29,8 @@ from agentrl.types import Sampling
 
 RequestBody = TypeVar("RequestBody")
 LARGEST_BODY = 64 * 2**20  # bytes of a request
-THINKING = 16  # last tokens of a prompt, which may open the reasoning
-COLDEST = 1e-30  # smallest positive temperature: logits are divided by it in float32
+REASONING_OPENER = 16  # last tokens of a prompt, which may open the reasoning
+LOWEST_TEMPERATURE = 1e-30  # smallest positive temperature: logits are divided by it in float32
 
 _encoder = msgspec.json.Encoder()
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -111,7 +111,7 @@ class Routes:
         logprobs: bool,
     ) -> ResponseFormat:
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        opening = self._codec.decode(prompt[-THINKING:]) if tools else ""
+        opening = self._codec.decode(prompt[-REASONING_OPENER:]) if tools else ""
         return ResponseFormat(
             codec=self._codec,
             model=body.model or self._name,
@@ -162,9 +162,10 @@ class Routes:
     def _sampling(self, body: ChatRequest | TextRequest) -> Sampling:
         default = self._defaults
         temperature = default.temperature if body.temperature is None else body.temperature
-        if 0 < temperature < COLDEST:
+        if 0 < temperature < LOWEST_TEMPERATURE:
             raise RequestError(
-                f"temperature {temperature:g} is below {COLDEST:g}; use 0 for the likeliest tokens",
+                f"temperature {temperature:g} is below {LOWEST_TEMPERATURE:g}; use 0 for the "
+                "likeliest tokens",
                 param="temperature",
             )
         return Sampling(

@@ -22,7 +22,7 @@ ENGINES = {
     "IPCWeightTransferEngine": "ipc",
     "NCCLWeightTransferEngine": "nccl",
 }
-NAMED = re.compile(rb"Invalid init_info for (\w+)")
+INVALID_INIT_INFO = re.compile(rb"Invalid init_info for (\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ async def _backend(http: aiohttp.ClientSession, url: str) -> str:
     try:
         nothing = {"init_info": {"agentrl": None}}
         async with http.post(f"{url}{INIT}", json=nothing) as reply:
-            named = NAMED.search(await reply.read())
+            named = INVALID_INIT_INFO.search(await reply.read())
     except (TimeoutError, aiohttp.ClientError) as error:
         raise PolicyError(f"vLLM at {url}: {INIT}: {type(error).__name__}: {error}") from None
     return ENGINES.get(named[1].decode(), "") if named else ""

@@ -26,7 +26,7 @@ from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
 # vLLM documents clear_cache as without effect here, but it does make calls recompute their keys.
-PAUSE, RESUME = "/pause?mode=keep&clear_cache=true", "/resume"
+PAUSE_ROUTE, RESUME_ROUTE = "/pause?mode=keep&clear_cache=true", "/resume"
 WEIGHTS, KEYS = "weights", "kv_cache"  # vLLM's tags of wake_up
 COMPLETIONS = "/v1/completions"
 
@@ -96,7 +96,7 @@ class WeightDelivery:
         if self._host.spans:
             await servers.post(f"{SPANS}?{serving.query()}")
         if self.in_flight and not serving.adapters:
-            await servers.post(RESUME)
+            await servers.post(RESUME_ROUTE)
 
     async def send_all(self, servers: VllmClient) -> None:
         """Send every policy to servers that have just started, or returned."""
@@ -121,7 +121,7 @@ class WeightDelivery:
         if pauses:
             with self.timed("hold"):
                 await servers.post(CLOSE)
-                await servers.post(PAUSE)
+                await servers.post(PAUSE_ROUTE)
         await self._sleep.wake(WEIGHTS, servers)
         await self.send(policy, servers)
         await self._sleep.wake(KEYS, servers)

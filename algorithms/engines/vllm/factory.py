@@ -24,7 +24,7 @@ from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.memory import (
     GIB,
     SERVING,
-    USABLE,
+    USABLE_MEMORY,
     bytes_needed,
     bytes_of_token,
     bytes_of_weight,
@@ -118,7 +118,7 @@ def vllm_share(config: RunConfig, network: Any, total: int) -> float:
         del needs["activations"], needs["logits"]
         if isinstance(config.learner, TorchLearnerConfig) and config.learner.offload:
             del needs["optimizer"]
-    left = USABLE * total - sum(needs.values())
+    left = USABLE_MEMORY * total - sum(needs.values())
     served = SERVING * network.num_parameters() * bytes_of_weight(config)
     least = served + engine.max_context * bytes_of_token(config, network)
     if left < least:

@@ -41,7 +41,7 @@ from agentrl.algorithms.engines.base import (
 )
 from agentrl.algorithms.engines.vllm.child import is_public_path, to_version
 from agentrl.algorithms.engines.vllm.client import probe
-from agentrl.algorithms.engines.vllm.process import POLL
+from agentrl.algorithms.engines.vllm.process import START_POLL
 from agentrl.algorithms.engines.vllm.serving import (
     CLOSE,
     HOLD,
@@ -55,11 +55,12 @@ from agentrl.base.http_server import KEY_HEADERS, ask_for_key, listen, read_body
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY, Json
 
-WATCH = 1.0  # seconds between health checks; starting a server takes longer
-PATIENCE = 10.0  # seconds to wait for the answer to a health check
-DYING = 5.0  # seconds after a failed request until a crashed server fails its health check
-IDLE = 2.0  # seconds to keep a connection; vLLM closes it after 5, which would look like a crash
-LARGEST = 2**30  # bytes of a request
+HEALTH_INTERVAL = 1.0  # seconds between health checks; starting a server takes longer
+HEALTH_TIMEOUT = 10.0  # seconds to wait for the answer to a health check
+CRASH_GRACE = 5.0  # seconds after a failed request until a crashed server fails its health check
+# Seconds to keep a connection; vLLM closes it after 5, which would look like a crash.
+IDLE_CONNECTION = 2.0
+LARGEST_REQUEST = 2**30  # bytes of a request
 HOP = {*KEY_HEADERS, "authorization", "connection", "content-length", "host", "keep-alive"}
 HOP |= {"transfer-encoding"}
 
@@ -91,7 +92,7 @@ class VllmFleet:
         a control request counts as down."""
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.url, self.name = "", POLICY
-        self.room = sys.maxsize  # vLLM swaps adapters beyond its --max-loras in on request
+        self.max_adapters = sys.maxsize  # vLLM swaps adapters beyond its --max-loras in on request
         self.refuses_adapters, self.gpus = "", 0
         self.backend: str | None = ""
         self.spans = False
@@ -153,7 +154,7 @@ class VllmFleet:
         """Yield servers that answer again while others stayed up. Checks the health of all."""
         async with self._client() as http:
             while True:
-                await asyncio.sleep(WATCH)
+                await asyncio.sleep(HEALTH_INTERVAL)
                 for url in self.urls:
                     problem = await self._health_problem(http, url)
                     if problem is not None:
@@ -181,13 +182,13 @@ class VllmFleet:
                     f"engine.vllm.urls: {url} {problem}, for {self._start_timeout:g} s "
                     "(engine.vllm.start_timeout); start vLLM there"
                 )
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(START_POLL)
         return url
 
     async def _health_problem(self, http: aiohttp.ClientSession, url: str) -> str | None:
         """The result of a health check: the problem, or None."""
         try:
-            async with asyncio.timeout(PATIENCE), http.get(f"{url}/health") as reply:
+            async with asyncio.timeout(HEALTH_TIMEOUT), http.get(f"{url}/health") as reply:
                 return None if reply.status == 200 else f"answers {reply.status} to /health"
         except TimeoutError:
             return "does not answer"
@@ -199,10 +200,12 @@ class VllmFleet:
         return aiohttp.ClientSession(headers=self._headers, timeout=timeout)
 
     async def _listen(self) -> None:
-        app = web.Application(client_max_size=LARGEST, middlewares=[ask_for_key(self._access)])
+        app = web.Application(
+            client_max_size=LARGEST_REQUEST, middlewares=[ask_for_key(self._access)]
+        )
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION),
             timeout=aiohttp.ClientTimeout(total=None),
             headers=self._headers,
         )
@@ -295,11 +298,11 @@ class VllmFleet:
     async def _survives(self, url: str) -> bool:
         """Whether a server stays healthy for DYING seconds after a failed request."""
         assert self._session is not None
-        deadline = time.monotonic() + DYING
+        deadline = time.monotonic() + CRASH_GRACE
         while time.monotonic() < deadline:
             if await self._health_problem(self._session, url) is not None:
                 return False
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(START_POLL)
         return True
 
     async def _forward(

@@ -44,8 +44,8 @@ OURS |= {
 WORKER_EXTENSION = "agentrl.algorithms.engines.vllm.worker_extension.Extension"
 PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
 PARALLEL |= {"--data-parallel-size", "-dp"}
-POLL = 0.2  # seconds between health checks of a starting child
-WATCH = 2.0  # seconds between those of a running one
+START_POLL = 0.2  # seconds between health checks of a starting child
+HEALTH_INTERVAL = 2.0  # seconds between those of a running one
 ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]]*\] ")
@@ -74,7 +74,7 @@ class VllmProcess:
         self.log, self.key, self.url, self.name = log, key, "", POLICY
         self.backend: str | None = None
         self.spans = True
-        self.room, self._side_by_side = adapters, side_by_side
+        self.max_adapters, self._side_by_side = adapters, side_by_side
         self.refuses_adapters = "" if adapters else "all weights are trained"
         if adapters and rank > RANKS[-1]:
             self.refuses_adapters = f"vLLM takes a rank of {RANKS[-1]} at most"
@@ -150,7 +150,7 @@ class VllmProcess:
         assert self._child is not None
         end, failures = asyncio.create_task(self._child.wait()), 0
         try:
-            while not (await asyncio.wait([end], timeout=WATCH))[0]:
+            while not (await asyncio.wait([end], timeout=HEALTH_INTERVAL))[0]:
                 failures = failures + 1 if await self._engine_died() else 0
                 if failures > 1:  # one connection may fail for another reason
                     self._kill(self._child)
@@ -160,7 +160,7 @@ class VllmProcess:
 
     async def _engine_died(self) -> bool:
         try:
-            async with asyncio.timeout(WATCH):
+            async with asyncio.timeout(HEALTH_INTERVAL):
                 ((status, _),) = await self.request("GET", "/health")
         except TimeoutError:
             return False
@@ -210,7 +210,7 @@ class VllmProcess:
                     ) as reply:
                         if reply.status == 200:
                             return
-                await asyncio.sleep(POLL)
+                await asyncio.sleep(START_POLL)
 
     def _command(self, serving: ServedModel, port: int) -> list[str]:
         engine, transfer = self._engine, json.dumps({"backend": serving.backend})
@@ -240,7 +240,7 @@ class VllmProcess:
 
     def _lora(self) -> list[str]:
         rank = next(rank for rank in RANKS if rank >= self._rank)
-        running = self.room * (1 + self._side_by_side)  # calls of further adapters wait
+        running = self.max_adapters * (1 + self._side_by_side)  # calls of further adapters wait
         return [
             *("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(running)),
             # A new version is loaded before the old one is unloaded.

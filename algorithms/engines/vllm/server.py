@@ -23,8 +23,8 @@ from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
 log = logging.getLogger(__name__)
-RESTARTS = 3  # most restarts between two publishes
-GRACE = 15.0  # seconds to wait after a failed request for the server to end
+MOST_RESTARTS = 3  # most restarts between two publishes
+CRASH_GRACE = 15.0  # seconds to wait after a failed request for the server to end
 
 
 class VllmServer:
@@ -149,9 +149,9 @@ class VllmServer:
     async def add(self, policy: str, version: int) -> None:
         """As `PolicyServer.add`. Also raises PolicyError if there is no room for an adapter."""
         self._check_adapters(policy)
-        if policy not in self._versions and len(self._versions) >= self.host.room:
+        if policy not in self._versions and len(self._versions) >= self.host.max_adapters:
             raise PolicyError(
-                f"vLLM has room for {self.host.room} adapters and serves"
+                f"vLLM has room for {self.host.max_adapters} adapters and serves"
                 f" {', '.join(self._versions)}; raise engine.vllm.max_adapters"
             )
         async with self._changing_weights(in_flight=self.in_flight):
@@ -247,7 +247,7 @@ class Restarts:
                 return await work()
             except LostError as error:
                 try:
-                    async with asyncio.timeout(GRACE):
+                    async with asyncio.timeout(CRASH_GRACE):
                         await death.wait()
                 except TimeoutError:
                     raise PolicyError(f"vLLM: {error}; {self._host.failure_reason()}") from None
@@ -276,11 +276,11 @@ class Restarts:
     async def _restart(self) -> None:
         reason = self._host.failure_reason()
         log.warning("vLLM ended and is started again with the newest weights; %s", reason)
-        while self._since_publish < RESTARTS:
+        while self._since_publish < MOST_RESTARTS:
             self._since_publish += 1
             try:
                 await self._start()
                 return
             except (PolicyError, LostError, OSError) as error:
                 reason = str(error)
-        self.failed = PolicyError(f"vLLM ended {RESTARTS + 1} times in one step; {reason}")
+        self.failed = PolicyError(f"vLLM ended {MOST_RESTARTS + 1} times in one step; {reason}")

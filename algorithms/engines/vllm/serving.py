@@ -74,7 +74,7 @@ class VllmHost(Protocol):
     # Known after `probe`:
     name: str  # the model's name in requests if all weights are trained
     refuses_adapters: str  # why adapters cannot be loaded by name; empty: they can be
-    room: int  # number of adapters that can be served
+    max_adapters: int  # number of adapters that can be served
     backend: str | None  # vLLM's weight-transfer backend; empty: none; None: `ServedModel.backend`
     spans: bool  # whether calls that span an update name the version of each token: see `spans`
     gpus: int  # vLLM computes on the first `gpus` GPUs that this process sees

@@ -11,7 +11,7 @@ from agentrl.algorithms.learners.verl.settings import settings
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import Algo
-from agentrl.base.failures import brief
+from agentrl.base.failures import one_line
 from agentrl.config import RunConfig
 from agentrl.errors import PolicyError
 
@@ -49,5 +49,5 @@ def _check_vocabulary(key: str, name: str, tokenizer: Tokenizer) -> None:
     try:
         own = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {brief(str(error))}") from None
+        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {one_line(str(error))}") from None
     check_vocabulary(key, name, own, tokenizer)

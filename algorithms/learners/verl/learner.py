@@ -30,12 +30,12 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.auxiliary import CRITIC, REFERENCE
 from agentrl.algorithms.learners.base import (
     Frozen,
+    LossCoefficients,
     PolicyWeights,
-    Psi,
     Scored,
     StepReport,
     critic_metrics,
-    fixed_psi,
+    fixed_coefficients,
 )
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_state
 from agentrl.algorithms.learners.verl.group import VerlWorkers
@@ -44,7 +44,7 @@ from agentrl.algorithms.learners.verl.shards import Shard, in_token_order, shard
 from agentrl.algorithms.model.load import Tokenizer, copy_weights, read_weights
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.values import ValueTerms
-from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
@@ -89,7 +89,7 @@ class VerlLearner(PolicyWeights):
         workers cannot load."""
         check_installed()
         paths = dict(frozen or {})
-        values: tuple[Supply, ...] = ("values",) if settings["critic"] else ()
+        values: tuple[LearnerOutput, ...] = ("values",) if settings["critic"] else ()
         self.strategy: str = settings["engine"]["strategy"]
         self.undoable = self.strategy == FSDP2
         super().__init__(model, tokenizer, adapters, policy, (*paths, *values))
@@ -109,7 +109,7 @@ class VerlLearner(PolicyWeights):
                 raise
 
     def logprobs(self, batch: Batch, of: Scored = "current") -> Tensor:
-        self.check_supply("old" if of == "current" else of)
+        self.check_output("old" if of == "current" else of)
         shards = self._shards(batch)
         answers = self._each("logprobs", shards, of)
         return in_token_order(batch, shards, answers)
@@ -123,34 +123,36 @@ class VerlLearner(PolicyWeights):
         return self.top(batch, 1, of)[1]
 
     def values(self, batch: Batch) -> Tensor:
-        self.check_supply("values")
+        self.check_output("values")
         shards = self._shards(batch)
         return in_token_order(batch, shards, self._each("values", shards)).double()
 
     def step(
         self,
         batch: Batch,
-        psi: Psi,
+        coefficients: LossCoefficients,
         *,
         lr: float,
         critic: ValueTerms | None = None,
-        eta: Tensor | None = None,
+        entropy_weights: Tensor | None = None,
     ) -> StepReport:
         """As `Learner.step`; then updates the copy. memory/*peak_mb is the largest of the workers;
         further metrics are throughput/tflops and throughput/mfu, means over the workers.
 
         Raises TrainingError, and stops the workers, when one fails or does not answer in time."""
         if critic is not None:
-            self.check_supply("values")
-        if eta is not None:
+            self.check_output("values")
+        if entropy_weights is not None:
             raise PolicyError("the verl learner gives no gradient of the entropy")
         if not batch.n_tokens:
             return StepReport(logprobs=torch.empty(0))
         if len(batch.row_unit):  # a unit may be on several ranks
-            psi = partial(fixed_psi, psi(self.logprobs(batch), torch.arange(batch.n_tokens)))
+            coefficients = partial(
+                fixed_coefficients, coefficients(self.logprobs(batch), torch.arange(batch.n_tokens))
+            )
         shards = self._shards(batch)
-        sent_psi, sent_terms = self.workers.sent(psi), self.workers.sent(critic)
-        reports = self._each("step", shards, sent_psi, lr, sent_terms)
+        sent_coefficients, sent_terms = self.workers.sent(coefficients), self.workers.sent(critic)
+        reports = self._each("step", shards, sent_coefficients, lr, sent_terms)
         if reports[0].applied:
             self._follow()
         logprobs_N, entropy_N = (

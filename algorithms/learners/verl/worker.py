@@ -39,7 +39,7 @@ from verl.utils.device import get_device_name
 from verl.workers.engine_workers import TrainingWorker
 
 from agentrl.algorithms.learners import memory
-from agentrl.algorithms.learners.base import Psi
+from agentrl.algorithms.learners.base import LossCoefficients
 from agentrl.algorithms.learners.optimizer import shrink_momentum
 from agentrl.algorithms.learners.torch import WeightCopy
 from agentrl.algorithms.learners.verl.engines import (
@@ -124,7 +124,9 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
             output = engine.infer_batch(self._data(shard), loss_function=None)
         return _of_actions(output, shard, "values")
 
-    def step(self, shard: Shard, psi: Psi, lr: float, terms: ValueTerms | None) -> ShardReport:
+    def step(
+        self, shard: Shard, coefficients: LossCoefficients, lr: float, terms: ValueTerms | None
+    ) -> ShardReport:
         """Forward, backward and, if everything is finite, update."""
         started, device = time.monotonic(), torch.device(get_device_name())
         memory.start_measuring(device)
@@ -132,7 +134,9 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         with ExitStack() as stack:
             for engine in filter(None, (self.engine, critic)):
                 stack.enter_context(engine.train_mode())  # its end frees the gradients
-            policy = self._backward(self.engine, shard, partial(policy_loss, psi=psi))
+            policy = self._backward(
+                self.engine, shard, partial(policy_loss, coefficients=coefficients)
+            )
             value = None
             if terms is not None:
                 value = self._backward(critic, shard, partial(critic_loss, terms=terms))
@@ -303,7 +307,11 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
 
 
 def policy_loss(
-    model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None, *, psi: Psi
+    model_output: dict[str, Tensor],
+    data: TensorDict,
+    dp_group: Any = None,
+    *,
+    coefficients: LossCoefficients,
 ) -> tuple[Tensor, dict[str, float]]:
     """- sum_t sg[psi_t] * log pi_t, times the number of ranks that FSDP averages over. NaN if a
     log-prob is not finite, which makes every rank's gradient NaN."""
@@ -315,10 +323,10 @@ def policy_loss(
     current = p.detach().cpu()
     if not current.isfinite().all():
         return p.sum() * math.nan, {"loss": math.nan}
-    psi_n = psi(current, data["place"].values()[chosen].cpu())
+    coefficients_n = coefficients(current, data["place"].values()[chosen].cpu())
     ranks = torch.distributed.get_world_size(dp_group)
-    loss = -float(psi_n.double() @ current.double())
-    return -(psi_n.to(p) * p).sum() * ranks, {"loss": loss}
+    loss = -float(coefficients_n.double() @ current.double())
+    return -(coefficients_n.to(p) * p).sum() * ranks, {"loss": loss}
 
 
 def critic_loss(

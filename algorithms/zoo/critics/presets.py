@@ -13,8 +13,8 @@ from torch import Tensor
 
 from agentrl.algorithms.credit import core
 from agentrl.algorithms.credit.baselines import RunningMean
+from agentrl.algorithms.credit.call_credit import Returns, StepGae, value_of
 from agentrl.algorithms.credit.core import Column, CriticValues, GroupRelative, Whiten
-from agentrl.algorithms.credit.turns import Returns, StepGae, value_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, next_same
 from agentrl.algorithms.data.merge import last_observation

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit import call_credit, core
 from agentrl.algorithms.credit.core import (
     Column,
     Credit,
@@ -36,7 +36,7 @@ def archer(reward: str, *, advantage: str = "", gamma: Discount = 0.9) -> Algo:
     """REINFORCE with each call's temporal difference of a critic's values, r + gamma V' - V. Early
     calls learn only as fast as the critic, which in the paper is off-policy. `advantage`: a reward
     of calls, which needs no critic, `reward` or `gamma`. arXiv 2402.19446."""
-    credit = advantage or turns.StepGae(turns.value_of(""), reward, gamma, lam=0.0)
+    credit = advantage or call_credit.StepGae(call_credit.value_of(""), reward, gamma, lam=0.0)
     return Algo(GroupRelative(credit, base="none"), agg=ROW_SUMS)
 
 
@@ -49,7 +49,7 @@ class OutcomePlusCalls:
     weight: float = 1.0
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = turns.call_rewards(batch, self.calls).nan_to_num(nan=0.0)
+        x = call_credit.call_rewards(batch, self.calls).nan_to_num(nan=0.0)
         total = reduce_by(x, batch.transition_rollout, len(batch.rollouts))
         return core.rollout_rewards(batch, self.reward) + self.weight * total
 
@@ -63,7 +63,7 @@ class CallsOrOutcome:
     reward: str
 
     def __call__(self, batch: Batch) -> Tensor:
-        known = ~turns.call_rewards(batch, self.reward).isnan()
+        known = ~call_credit.call_rewards(batch, self.reward).isnan()
         has = reduce_by(known, batch.transition_rollout, len(batch.rollouts)) > 0
         return torch.where(has[batch.token_rollout], self.credit(batch), self.outcome(batch))
 
@@ -102,14 +102,14 @@ class HiperGae:
 
     def returns(self, batch: Batch) -> Tensor:
         """The targets of `value` at the first token of each call, float64 [N]; NaN elsewhere."""
-        return turns.at_first_tokens(batch, self(batch) + self.value(batch))
+        return call_credit.at_first_tokens(batch, self(batch) + self.value(batch))
 
     def __call__(self, batch: Batch) -> Tensor:
         rollout, v_high, v_low = batch.transition_rollout, self.high(batch), self.low(batch)
         begins, acts = ~v_high.isnan(), ~v_low.isnan()
         counts, following = begins | acts, next_same(rollout)
-        r = turns.call_rewards(batch, self.reward)
-        known = ~turns.discounted_return(r, 1.0, following).isnan()
+        r = call_credit.call_rewards(batch, self.reward)
+        known = ~call_credit.discounted_return(r, 1.0, following).isnan()
         r = scan(r.nan_to_num(nan=0.0), 1.0, torch.where(counts[following], -1, following))
         time = torch.ones_like(r).masked_fill(acts, self.gamma)
         following = next_same(torch.where(counts, rollout, len(batch.rollouts)))
@@ -139,8 +139,8 @@ class OfRole:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        turns.need_roles(batch, (self.role,))
-        chosen = turns.made_by(batch, (self.role,)) != self.others
+        call_credit.need_roles(batch, (self.role,))
+        chosen = call_credit.made_by(batch, (self.role,)) != self.others
         return torch.where(chosen, self.value(batch), torch.nan)
 
 
@@ -158,9 +158,9 @@ def hiper(
     """Calls of the role `planner`, which choose subgoals, and calls of other roles, which pursue
     them, each whitened over the batch, with the critic's values. high, low: rewards of calls that
     hold the values instead. arXiv 2602.16165."""
-    critic = turns.value_of("")
-    v_high = turns.CallRewards(high) if high else OfRole(critic, planner)
-    v_low = turns.CallRewards(low) if low else OfRole(critic, planner, others=True)
+    critic = call_credit.value_of("")
+    v_high = call_credit.CallRewards(high) if high else OfRole(critic, planner)
+    v_low = call_credit.CallRewards(low) if low else OfRole(critic, planner, others=True)
 
     def whitened(part: Literal["high", "low"]) -> Credit:
         column = HiperGae(v_high, v_low, part, reward, gamma, lam)
@@ -194,7 +194,7 @@ class MainAndSubCredit:
     others: Credit
 
     def __call__(self, batch: Batch) -> Tensor:
-        main = turns.made_by(batch, (self.role,))[batch.token_transition]
+        main = call_credit.made_by(batch, (self.role,))[batch.token_transition]
         return torch.where(main, self.credit(batch), self.others(batch))
 
 

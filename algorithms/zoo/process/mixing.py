@@ -17,9 +17,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit import call_credit, core
+from agentrl.algorithms.credit.call_credit import Agreement, GatedByOutcome
 from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum
-from agentrl.algorithms.credit.turns import Agreement, GatedByOutcome
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, known_mean, lift, next_same, reduce_by
 from agentrl.algorithms.objective.core import Algo
@@ -46,8 +46,8 @@ class DiscountedAdvantages:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = lift(batch, self.rel.of_units(batch), self.rel.level, "transition")
-        return x * turns.turn_discounts(batch, self.gamma)
+        x = lift(batch, self.rel.unit_advantages(batch), self.rel.level, "transition")
+        return x * call_credit.call_discounts(batch, self.gamma)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class ScaledByLargestReturn:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = turns.call_rewards(batch, self.reward)
-        returns = turns.discounted_return(x, 1.0, next_same(batch.transition_rollout)).abs()
+        x = call_credit.call_rewards(batch, self.reward)
+        returns = call_credit.discounted_return(x, 1.0, next_same(batch.transition_rollout)).abs()
         largest = returns.nan_to_num(nan=0.0).max() if returns.numel() else torch.ones(())
         return x / largest if largest > 0 else x
 
@@ -73,7 +73,7 @@ class CentredOnOthers:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = turns.call_rewards(batch, self.reward)
+        x = call_credit.call_rewards(batch, self.reward)
         rollout, group = batch.transition_rollout, batch.rollout_group
         mean = known_mean(x, rollout, len(batch.rollouts))
         base = core.standardise(mean, group, base="loo").baseline
@@ -142,7 +142,7 @@ def mixed_credit(
         terms = tuple((DiscountedAdvantages(rel, decay), weight) for rel, decay, weight in returns)
         return GroupRelative(SumOfCalls(terms), by=by, base="none", norm=norm)
     parts = tuple((_rewards(name, s), s.weight) for name, s in streams.items())
-    return GroupRelative(turns.Returns(SumOfCalls(parts), gamma), by=by, norm=norm)
+    return GroupRelative(call_credit.Returns(SumOfCalls(parts), gamma), by=by, norm=norm)
 
 
 def stream_advantage(
@@ -152,7 +152,7 @@ def stream_advantage(
     stream = streams[name]
     credit: Credit = _compared(name, stream)
     if stream.scope is not Scope.TRANSITION and stream.gamma != 1:
-        credit = turns.TurnDiscount(credit, stream.gamma)
+        credit = call_credit.TurnDiscount(credit, stream.gamma)
     if stream.clip < inf:
         credit = ClampedAdvantage(credit, stream.clip)
     if stream.gate == "none":
@@ -173,14 +173,16 @@ def _compared(name: str, stream: RewardStream) -> GroupRelative:
         rewards = ScaledByLargestReturn(rewards)
     if stream.base == "prime":
         rewards = CentredOnOthers(rewards)
-    return GroupRelative(turns.Returns(rewards, stream.gamma), by=stream.by, base=base, norm=norm)
+    return GroupRelative(
+        call_credit.Returns(rewards, stream.gamma), by=stream.by, base=base, norm=norm
+    )
 
 
 def _rewards(name: str, stream: RewardStream) -> Column:
     reference = _reference(name, stream)
     if stream.potential:
-        return turns.PotentialShaping(reference, stream.gamma)
-    return turns.CallRewards(reference)
+        return call_credit.PotentialShaping(reference, stream.gamma)
+    return call_credit.CallRewards(reference)
 
 
 def _reference(name: str, stream: RewardStream) -> str:

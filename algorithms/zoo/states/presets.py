@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit import call_credit, core
 from agentrl.algorithms.credit.core import Column, GroupRelative, weighted_sum
 from agentrl.algorithms.credit.states import mean_by
 from agentrl.algorithms.data import ids
@@ -20,7 +20,7 @@ from agentrl.algorithms.presets.declare import PPO_CLIP, Discount, Scale, Share,
 from agentrl.algorithms.zoo.states.shrinkage import reliability, variance_components
 from agentrl.config import Natural
 
-ERRORS = 3.0  # standard errors above which the effect of actions is significant
+SIGNIFICANT_ERRORS = 3.0  # standard errors above which the effect of actions is significant
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SameStateRelative:
     norm: Literal["none", "std"] = "none"
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = turns.Returns(self.reward, self.gamma)(batch)
+        x = call_credit.Returns(self.reward, self.gamma)(batch)
         before = previous(next_same(batch.transition_rollout))
         state = units(batch, "transition", "state")
         same, back = units(batch, "transition", "group", "state"), before
@@ -100,7 +100,7 @@ class PeerValues:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = turns.Returns(self.reward, self.gamma)(batch)
+        x = call_credit.Returns(self.reward, self.gamma)(batch)
         same, known = units(batch, "transition", *self.by), (~x.isnan()).double()
         mean, share = (
             mean_by(y, same, batch.transition_rollout)[0] for y in (x.nan_to_num(nan=0.0), known)
@@ -137,7 +137,7 @@ class BatchTd:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        returns = turns.Returns(self.reward, self.gamma)(batch)
+        returns = call_credit.Returns(self.reward, self.gamma)(batch)
         known = (~returns.isnan()).nonzero().squeeze(1)
         advantage = torch.full_like(returns, torch.nan)
         if not known.numel():
@@ -153,7 +153,7 @@ class BatchTd:
         trust = reliability(count, *_between_groups(x, state, past, batch))
         apart = key(state, turn)
         timed = reliability(mean_by(x, apart)[1], *_between_groups(x, state, apart, batch))
-        received = turns.call_rewards(batch, self.reward)[known].nan_to_num(nan=0.0)
+        received = call_credit.call_rewards(batch, self.reward)[known].nan_to_num(nan=0.0)
         value = x
         for _ in range(int(batch.transition_turn.max()) + 1):
             mean = mean_by(x, state)[0]
@@ -164,7 +164,9 @@ class BatchTd:
         missed = returns[known] - x
         action = key(state, ids.of_calls(batch, "action")[known])
         more, count = mean_by(missed, action)
-        trust = reliability(count, *variance_components(missed, apart, action, turn, ERRORS))
+        trust = reliability(
+            count, *variance_components(missed, apart, action, turn, SIGNIFICANT_ERRORS)
+        )
         x = x + trust * (more - mean_by(missed, state)[0])
         # Targets at other turns may depend on this call; returns of other rollouts do not.
         base, others = mean_by(returns[known], group, rollout)

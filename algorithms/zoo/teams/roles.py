@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit import call_credit, core
 from agentrl.algorithms.credit.core import GroupRelative, Whiten
-from agentrl.algorithms.credit.parts import map_parts
+from agentrl.algorithms.credit.parts import map_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets.declare import PPO_CLIP, Names, modifier, preset
@@ -42,7 +42,7 @@ def per_role(algo: Algo) -> Algo:
         at = "role" if level == "rollout" else level
         return replace(part, at=at, by=(*part.by, "role"), norm_by=norm_by)
 
-    return replace(algo, credit=map_parts(algo.credit, change))
+    return replace(algo, credit=map_records(algo.credit, change))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class RoleFilter:
     roles: tuple[str, ...]
 
     def __call__(self, batch: Batch) -> Tensor:
-        turns.need_roles(batch, self.roles)
-        return turns.made_by(batch, self.roles)[batch.token_transition]
+        call_credit.need_roles(batch, self.roles)
+        return call_credit.made_by(batch, self.roles)[batch.token_transition]
 
 
 @modifier("only", usual=True, prefix="only_")

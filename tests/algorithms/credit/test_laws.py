@@ -21,10 +21,10 @@ from agentrl.algorithms.objective.core import (
     Gate,
     Inner,
     KLPenalty,
-    kappa,
+    coefficients_of,
+    kl_gradient,
+    loss_coefficients,
     loss_terms,
-    psi,
-    psi_of,
     weights,
 )
 from agentrl.algorithms.objective.ratios import (
@@ -39,7 +39,7 @@ from agentrl.algorithms.objective.ratios import (
     TrustRegion,
 )
 from agentrl.algorithms.presets.catalogue import installed, make
-from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.presets.registry import LearnerOutput
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -56,7 +56,14 @@ GRPO: dict[str, Advantage] = {
     "batch": lambda x, by, **k: advantages(x, by, norm="std", norm_by=torch.zeros_like(by), **k),
     "maxrl": lambda x, by, **k: advantages(x, by, norm="mean", **k),
 }
-SUPPLY: tuple[Supply, ...] = ("old", "sampler", "reference", "teacher", "values", "top_tokens")
+SUPPLY: tuple[LearnerOutput, ...] = (
+    "old",
+    "sampler",
+    "reference",
+    "teacher",
+    "values",
+    "top_tokens",
+)
 pytestmark = pytest.mark.part  # of the presets of all parts
 # Those that read nothing but the outcome of rollouts, each for itself.
 PRESETS = [
@@ -379,14 +386,14 @@ def test_psi_does_not_depend_on_how_rows_are_cut(name: str, seed: int, parts: in
     algo = make(f"{name}{opsm}", {}, streams=SUPPLY)
     given, p = with_symbols(algo, given, p)
     terms = loss_terms(algo, batch, given)
-    whole = psi(algo, terms, p, torch.arange(batch.n_tokens))
+    whole = loss_coefficients(algo, terms, p, torch.arange(batch.n_tokens))
     assert whole.isfinite().all()
     draw = torch.Generator().manual_seed(seed)
     part_of_row = torch.randint(0, parts, (len(batch.transitions),), generator=draw)
     cut = torch.full_like(whole, math.nan)
     for part in range(parts):
         index = (part_of_row[batch.token_row] == part).nonzero().squeeze(1)
-        cut[index] = psi(algo, terms, p[index], index)
+        cut[index] = loss_coefficients(algo, terms, p[index], index)
     assert close(cut, whole, within=1e-15)  # vectorised sigmoids differ by an ulp
 
 
@@ -398,7 +405,7 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
     given, p = random_logprobs(batch, seed)
     algo = make(name, {}, streams=SUPPLY)
     given, p = with_symbols(algo, given, p)
-    every = psi(algo, loss_terms(algo, batch, given), p, torch.arange(batch.n_tokens))
+    every = loss_coefficients(algo, loss_terms(algo, batch, given), p, torch.arange(batch.n_tokens))
     present = ~batch.rewards["outcome"].isnan()[batch.token_rollout]
     less = replace(
         batch,
@@ -407,7 +414,9 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
         behaviour=batch.behaviour[present],
     )
     given = given.at(present)
-    rest = psi(algo, loss_terms(algo, less, given), p[present], torch.arange(less.n_tokens))
+    rest = loss_coefficients(
+        algo, loss_terms(algo, less, given), p[present], torch.arange(less.n_tokens)
+    )
     assert (every[~present] == 0).all()
     assert close(every[present], rest, within=1e-12)
 
@@ -432,7 +441,11 @@ def test_psi_is_the_gradient_of_the_surrogate(seed: int) -> None:
         policy = torch.minimum(rho * a, rho.clamp(0.9, 1.2) * a)
         return -(terms.weight * (policy - 0.3 * ((-d).exp() + d) - 0.1 * e**2)).sum()
 
-    assert close(psi(algo, terms, p, torch.arange(batch.n_tokens)), psi_of(loss, p), within=1e-12)
+    assert close(
+        loss_coefficients(algo, terms, p, torch.arange(batch.n_tokens)),
+        coefficients_of(loss, p),
+        within=1e-12,
+    )
 
 
 @law
@@ -441,7 +454,7 @@ def test_on_policy_all_policy_losses_are_the_same_up_to_the_average(name: str, s
     batch = random_batch(seed)
     algo = make(name, {}, streams=SUPPLY)
     terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
-    at_b = psi(algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens))
+    at_b = loss_coefficients(algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens))
     assert torch.equal(at_b, terms.weight * terms.advantage)
 
 
@@ -453,7 +466,7 @@ def test_k2_is_the_reverse_kl_gradient_and_k3_the_forward(logits: list[float], s
     p, q = z.log_softmax(0), torch.randn(z.shape, generator=draw).double().log_softmax(0)
     for kind, kl in [("k2", (p.exp() * (p - q)).sum()), ("k3", (q.exp() * (q - p)).sum())]:
         exact = torch.autograd.grad(kl, z, retain_graph=True)[0]
-        coefficient = p.exp().detach() * kappa((p - q).detach(), kind)
+        coefficient = p.exp().detach() * kl_gradient((p - q).detach(), kind)
         sampled = torch.autograd.grad((coefficient * p).sum(), z, retain_graph=True)[0]
         assert close(sampled, exact)
 

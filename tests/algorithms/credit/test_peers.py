@@ -276,14 +276,14 @@ def remembered(name: str, batches: Sequence[Plays], **options: object) -> Tensor
     algo, state = make(name, options), None
     for plays in batches:
         batch = world(*plays)
-        state = state or AlgorithmState(algo.memories)
+        state = state or AlgorithmState(algo.remembered)
         names = dict.fromkeys(batch.rollouts)
         groups = [Group(id="g", run="r", step=0, rollouts=[factories.rollout(x) for x in names])]
         recall = state.recall(batch, groups)
-        found = compute_advantages(algo, dataclasses.replace(batch, memory=recall.columns))
+        found = compute_advantages(algo, dataclasses.replace(batch, remembered=recall.columns))
         state.adopt(recall)
         saved = msgspec.json.decode(msgspec.json.encode(state.dump()))
-        state = AlgorithmState(algo.memories)
+        state = AlgorithmState(algo.remembered)
         state.restore(saved)
     return found
 
@@ -377,9 +377,9 @@ def test_a_memory_that_was_not_stored_is_none() -> None:
         algo, batch = make(name, {}), world(*corridor(Dice(0)))
         lost = {
             memory.name: torch.full_like(memory(batch), torch.nan)
-            for memory in algo.memories
+            for memory in algo.remembered
         }  # fmt: skip
-        again = dataclasses.replace(batch, memory=lost)
+        again = dataclasses.replace(batch, remembered=lost)
         assert equal(compute_advantages(algo, again), compute_advantages(algo, batch))
 
 

@@ -136,7 +136,7 @@ def test_log_probs_equal_a_plain_forward_pass(
 def test_long_prompts_are_fed_in_chunks(
     tiny_model_dir: Path, desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "PREFILL", 16)
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 16)
     check_mixture(desk, load_model(tiny_model_dir, device="cpu")[0])
 
 

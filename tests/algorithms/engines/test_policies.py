@@ -40,7 +40,7 @@ def desk_of(adapters: Adapters, **settings: Any) -> Desk:
 def test_every_row_is_computed_by_its_own_policy(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fixture: str, prefill: int
 ) -> None:
-    monkeypatch.setattr(engine_module, "PREFILL", prefill)
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", prefill)
     adapters = make(request.getfixturevalue(fixture))
     desk = desk_of(adapters, max_batch=5)
     dice = np.random.default_rng(0)

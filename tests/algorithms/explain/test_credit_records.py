@@ -31,7 +31,7 @@ from tests.algorithms.zoo.test_baselines import recalled, step_of
 def updater(learner: Recorder, name: str = "grpo", **settings: object) -> Updater:
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0, **settings))  # type: ignore[arg-type]
     algo = make(name, {})
-    state = AlgorithmState(algo.memories)
+    state = AlgorithmState(algo.remembered)
     return Updater(config, algo, learner, state=state, recorder=CreditRecorder())
 
 
@@ -122,7 +122,7 @@ def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
     name: str, options: dict[str, object]
 ) -> None:
     algo = make(name, options, streams=("old", "sampler", "values", "reference"))
-    state = AlgorithmState(algo.memories)
+    state = AlgorithmState(algo.remembered)
     for number in range(3):
         batch = recalled(algo, state, step_of(7, number))
     values, drift = torch.randn(2, batch.n_tokens, dtype=torch.float64)
@@ -134,7 +134,7 @@ def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
     terms = objective.loss_terms(algo, batch, given, fresh=True)
     recorder.record(algo, batch, terms, batch.behaviour)
     credits = {credit.transition: credit for credit in recorder.stored()}
-    bare = replace(batch, memory={}, values=torch.empty(0), reference=torch.empty(0))
+    bare = replace(batch, remembered={}, values=torch.empty(0), reference=torch.empty(0))
     back = read(algo, bare, credits)
     assert back.known.all()
     for was, now in zip(baselines(algo, batch), back.compared, strict=True):

@@ -26,7 +26,7 @@ def make_dump() -> Dump:
     outcome = torch.arange(len(batch.rollouts)).double()
     outcome[-1:] = math.nan
     memory = {"ema": torch.rand(len(batch.rollouts)).double()}
-    batch = dataclasses.replace(batch, rewards={"outcome": outcome}, memory=memory)
+    batch = dataclasses.replace(batch, rewards={"outcome": outcome}, remembered=memory)
     terms = loss_terms(catalogue.make("gspo+tis", {}), batch, GivenLogProbs(), fresh=True)
     return Dump(batch, terms, batch.behaviour * math.inf, loss=math.nan, grad_norm=math.inf)
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from agentrl.algorithms.credit.parts import brief
+from agentrl.algorithms.credit.parts import format_record
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
@@ -119,7 +119,7 @@ def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
             options,
             streams=("old", "sampler", "reference", "teacher", "values", "top_tokens"),
         )
-        if algo.critic or algo.greedy or algo.memories:
+        if algo.critic or algo.greedy or algo.remembered:
             continue
         batch = build_batch([group()], reward_names=algo.rewards)
         for column in batch.rewards.values():
@@ -137,7 +137,9 @@ def test_psi_is_that_of_the_first_optimizer_step() -> None:
     batch = build_batch([group()], reward_names=algo.rewards)
     terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     index = torch.arange(batch.n_tokens)
-    assert torch.equal(explanation.psi, objective.psi(algo, terms, batch.behaviour.double(), index))
+    assert torch.equal(
+        explanation.psi, objective.loss_coefficients(algo, terms, batch.behaviour.double(), index)
+    )
     assert (explanation.psi != 0).any()
 
 
@@ -170,8 +172,8 @@ def test_what_is_not_trained_says_so() -> None:
 
 
 def test_a_record_is_printed_with_what_it_says() -> None:
-    assert brief(make("grpo", {}).credit) == "GroupRelative('outcome', norm='std')"
-    assert brief(make("rloo", {}).agg) == "Average(('row',), inner='sum')"
+    assert format_record(make("grpo", {}).credit) == "GroupRelative('outcome', norm='std')"
+    assert format_record(make("rloo", {}).agg) == "Average(('row',), inner='sum')"
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class Run:
             self.config,
             algo,
             self.learner,
-            AlgorithmState(algo.memories),
+            AlgorithmState(algo.remembered),
             Preprocessor(completers),
             recorder=CreditRecorder(),
         )
@@ -420,7 +422,7 @@ async def test_the_price_of_leaving_the_reference_is_that_of_the_time(tmp_path: 
     async with run_of(
         url, "reinforce++", options={"kl_reward": 0.01}, learner=Referred(shift=0.5)
     ) as run:
-        run.updater = dataclasses.replace(run.updater, anchor=ReferenceControl(kl=kl))
+        run.updater = dataclasses.replace(run.updater, reference_control=ReferenceControl(kl=kl))
         await run.ask("a", 0, (1.0, 0.0))
         await run.train(0)
     lines = await lines_of(url, "a/0")

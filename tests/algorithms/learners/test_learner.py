@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.learners.base import Learner, Psi
+from agentrl.algorithms.learners.base import Learner, LossCoefficients
 from agentrl.algorithms.learners.memory import is_out_of_memory, layers_of
 from agentrl.algorithms.learners.optimizer import FILE as OPTIMIZER
 from agentrl.algorithms.learners.torch import TorchLearner
@@ -52,7 +52,7 @@ def make_batch(seed: int = 0, rollouts: int = 6, shared: int = 0) -> Batch:
     )
 
 
-def psi_for(batch: Batch) -> Psi:
+def psi_for(batch: Batch) -> LossCoefficients:
     """Depends on both arguments, as the clipped objectives do."""
     credit = torch.linspace(-1, 1, batch.n_tokens, dtype=torch.float64) / batch.n_tokens
 
@@ -129,7 +129,7 @@ def test_the_gradient_of_the_entropy_is_that_of_all_logits(
     psi = psi_for(batch)
     for number, row in enumerate(batch.rows):
         row.temperature.fill_(0.5 + number / 4)
-    eta = torch.linspace(0, 0.3, batch.n_tokens, dtype=torch.float64)
+    entropy_weights = torch.linspace(0, 0.3, batch.n_tokens, dtype=torch.float64)
     learner = make_learner(torch.float64, max_grad_norm=1e9, token_budget=64, packing=packing)
     dense = []
     for row in batch.rows:
@@ -139,9 +139,11 @@ def test_the_gradient_of_the_entropy_is_that_of_all_logits(
     actions = torch.cat([row.tokens[row.actions] for row in batch.rows])
     logprobs = every.gather(1, actions[:, None])[:, 0]
     entropy = -(every.exp() * every).sum(-1)
-    loss = -(psi(logprobs.detach(), torch.arange(batch.n_tokens)) * logprobs + eta * entropy).sum()
+    loss = -(
+        psi(logprobs.detach(), torch.arange(batch.n_tokens)) * logprobs + entropy_weights * entropy
+    ).sum()
     expected = torch.autograd.grad(loss, list(learner.optimizer.parameters.values()))
-    report = learner.step(batch, psi, lr=1e-3, eta=eta)
+    report = learner.step(batch, psi, lr=1e-3, entropy_weights=entropy_weights)
     assert report.applied
     assert report.loss == pytest.approx(loss.item(), rel=1e-6)
     for gradient, state in zip(expected, learner.optimizer.inner.state.values(), strict=True):

@@ -13,7 +13,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
-from agentrl.algorithms.learners.base import LearnerDefaults, Psi, Scored, StepReport
+from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, Scored, StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective import core as objective
@@ -25,7 +25,7 @@ from agentrl.algorithms.objective.kl_control import (
 )
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
@@ -42,7 +42,14 @@ from agentrl.types import (
 )
 from tests import factories
 
-EVERY: tuple[Supply, ...] = ("old", "sampler", "reference", "teacher", "values", "top_tokens")
+EVERY: tuple[LearnerOutput, ...] = (
+    "old",
+    "sampler",
+    "reference",
+    "teacher",
+    "values",
+    "top_tokens",
+)
 
 
 @dataclasses.dataclass
@@ -65,11 +72,11 @@ class Recorder(LearnerDefaults):
     def step(
         self,
         batch: Batch,
-        psi: Psi,
+        psi: LossCoefficients,
         *,
         lr: float,
         critic: ValueTerms | None = None,
-        eta: Tensor | None = None,
+        entropy_weights: Tensor | None = None,
     ) -> StepReport:
         self.critics.append(critic)
         self.psis.append(psi(batch.behaviour, torch.arange(batch.n_tokens)))
@@ -106,12 +113,14 @@ def updater(learner: object, preset: str = "ppo", **settings: object) -> Updater
     algo = catalogue.make(preset, options, streams=EVERY)
     beside = {key: settings.pop(key) for key in ("kl_adapts", "scorers") if key in settings}
     config = replace(AlgorithmConfig(min_group=1, lr=1e-2), **settings)
-    anchor, preprocessor = (
+    reference_control, preprocessor = (
         ReferenceControl(kl=beside.get("kl_adapts")),
         Preprocessor(beside.get("scorers", ())),
     )
     run = RunConfig(steps=10, algorithm=config)
-    return Updater(run, algo, learner, anchor=anchor, preprocessor=preprocessor)  # type: ignore[arg-type]
+    return Updater(
+        run, algo, learner, reference_control=reference_control, preprocessor=preprocessor
+    )  # type: ignore[arg-type]
 
 
 VALUES = {5: 0.5, 6: 0.6, 7: 0.7}

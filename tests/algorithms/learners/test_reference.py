@@ -19,13 +19,20 @@ from agentrl.algorithms.objective.core import KLPenalty
 from agentrl.algorithms.objective.kl_control import KlController, make_kl_controller, mean_kl
 from agentrl.algorithms.objective.values import value_terms
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import POLICY
 from tests.algorithms.learners.test_learner import make_batch, psi_for
 from tests.factories import config
 
-EVERY: tuple[Supply, ...] = ("old", "sampler", "reference", "teacher", "values", "top_tokens")
+EVERY: tuple[LearnerOutput, ...] = (
+    "old",
+    "sampler",
+    "reference",
+    "teacher",
+    "values",
+    "top_tokens",
+)
 
 
 def learner_with(directory: Path, every: int = 0) -> TorchLearner:

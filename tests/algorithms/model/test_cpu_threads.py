@@ -13,8 +13,8 @@ import torch
 
 from agentrl.algorithms.model import cpu_threads
 from agentrl.algorithms.model.cpu_threads import (
-    EVERY,
-    PAIRS,
+    CALLS_BETWEEN_TRIALS,
+    PAIRS_PER_TRIAL,
     ThreadTuner,
     largest_power_of_two,
     thread_tuner,
@@ -63,16 +63,28 @@ class Machine:
 def test_the_faster_number_is_kept_and_tried_again_now_and_then() -> None:
     machine = Machine({1: 3.0, 4: 2.0})
     measured = ThreadTuner(4, 4, "it computes", machine.clock)
-    trial = [1, 4] * PAIRS
-    assert machine.work(measured, 1 + 2 * PAIRS + EVERY) == [4, *trial, *[4] * EVERY]
+    trial = [1, 4] * PAIRS_PER_TRIAL
+    assert machine.work(measured, 1 + 2 * PAIRS_PER_TRIAL + CALLS_BETWEEN_TRIALS) == [
+        4,
+        *trial,
+        *[4] * CALLS_BETWEEN_TRIALS,
+    ]
     machine.costs = {1: 3.0, 4: 2.9}  # hardly faster: the cores are of more use to others
-    assert machine.work(measured, 2 * PAIRS + EVERY) == trial + [1] * EVERY
+    assert (
+        machine.work(measured, 2 * PAIRS_PER_TRIAL + CALLS_BETWEEN_TRIALS)
+        == trial + [1] * CALLS_BETWEEN_TRIALS
+    )
 
 
 def test_a_crowded_machine_pays_for_one_pair_only() -> None:
     machine = Machine({1: 1.0, 4: 20.0})
     measured = ThreadTuner(4, 4, "it computes", machine.clock)
-    assert machine.work(measured, 3 + EVERY) == [4, 1, 4, *[1] * EVERY]
+    assert machine.work(measured, 3 + CALLS_BETWEEN_TRIALS) == [
+        4,
+        1,
+        4,
+        *[1] * CALLS_BETWEEN_TRIALS,
+    ]
     assert machine.work(measured, 3) == [1, 4, 1]
 
 
@@ -80,7 +92,7 @@ def test_what_was_chosen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine({1: 1.0, 4: 20.0})
     measured = ThreadTuner(4, 4, "it computes", machine.clock)
     with caplog.at_level(logging.INFO, logger="agentrl.algorithm"):
-        machine.work(measured, 4 * EVERY)
+        machine.work(measured, 4 * CALLS_BETWEEN_TRIALS)
     assert caplog.messages == ["it computes with 1 thread: 4 take 20.0 times as long as 1"]
 
 
@@ -93,9 +105,12 @@ def test_nothing_is_tried_where_the_numbers_would_depend_on_it(
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert thread_tuner(1000, "it", otherwise=3) == ThreadTuner(4, 4, "it")
-    assert thread_tuner(cpu_threads.SMALL + 1, "it", otherwise=3) == ThreadTuner(3)
+    assert thread_tuner(cpu_threads.SMALL_MODEL + 1, "it", otherwise=3) == ThreadTuner(3)
     machine = Machine({3: 1.0})
-    assert machine.work(ThreadTuner(3, clock=machine.clock), 2 * EVERY) == [3] * 2 * EVERY
+    assert (
+        machine.work(ThreadTuner(3, clock=machine.clock), 2 * CALLS_BETWEEN_TRIALS)
+        == [3] * 2 * CALLS_BETWEEN_TRIALS
+    )
 
 
 @pytest.mark.parametrize(("cores", "power"), [(1, 1), (2, 2), (3, 2), (7, 4), (8, 8)])

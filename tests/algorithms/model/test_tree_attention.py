@@ -54,7 +54,7 @@ def dense(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, window: int
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(attention, "FLEX_BLOCK", 16)
 
 
 @given(forests, windows)

@@ -225,12 +225,14 @@ def taken(algo: Algo, state: AlgorithmState, groups: list[Group]) -> Batch:
     batch = build_batch(groups, reward_names=algo.rewards)
     recall = state.recall(batch, groups)
     state.adopt(recall)
-    return replace(batch, memory=recall.columns)
+    return replace(batch, remembered=recall.columns)
 
 
 def psi_of(algo: Algo, batch: Batch) -> Tensor:
     terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
-    return objective.psi(algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens))
+    return objective.loss_coefficients(
+        algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens)
+    )
 
 
 @pytest.mark.parametrize("critic", KINDS)
@@ -238,7 +240,7 @@ def psi_of(algo: Algo, batch: Batch) -> Tensor:
 def test_psi_is_the_mean_over_calls_of_what_the_critic_says(critic: Kind, std: bool) -> None:
     """Of the critic that learned the steps before, as loops over rollouts and calls."""
     algo = make("coma", {**OPTIONS, "critic": critic, "std": std})
-    state = AlgorithmState(algo.memories, seed=3)
+    state = AlgorithmState(algo.remembered, seed=3)
     own = TeamCritic(critic, TeamShape(2, 8, 3, 16), CriticTraining(), seed=3)
     stage = JointActionSpace(("planner", "solver"), ("left", "right"), 8)
     for step in range(2):
@@ -268,11 +270,11 @@ def test_psi_is_the_mean_over_calls_of_what_the_critic_says(critic: Kind, std: b
 
 def test_a_step_that_is_begun_again_comes_to_the_same() -> None:
     algo = make("coma", OPTIONS)
-    state = AlgorithmState(algo.memories)
+    state = AlgorithmState(algo.remembered)
     taken(algo, state, step_of(0))
     saved = json.loads(json.dumps(state.dump()))
     first = psi_of(algo, taken(algo, state, step_of(1)))
-    again = AlgorithmState(algo.memories, seed=1)
+    again = AlgorithmState(algo.remembered, seed=1)
     again.restore(saved)
     assert torch.equal(psi_of(algo, taken(algo, again, step_of(1))), first)
     assert again.dump() == state.dump() != saved
@@ -289,7 +291,7 @@ def test_the_critic_of_a_run_begins_with_the_seed_of_the_run() -> None:
 
 def test_nothing_known_teaches_nothing() -> None:
     algo = make("coma", OPTIONS)
-    state = AlgorithmState(algo.memories)
+    state = AlgorithmState(algo.remembered)
     before = json.dumps(state.dump())
     groups = [Group(id="g", run="r", step=0, rollouts=[rollout("x", [0, 1], None)])]
     assert (psi_of(algo, taken(algo, state, groups)) == 0).all()
@@ -299,10 +301,10 @@ def test_nothing_known_teaches_nothing() -> None:
 def test_what_it_cannot_use_is_refused() -> None:
     wrong = make("coma", {**OPTIONS, "roles": ["planer", "solver"]})
     with pytest.raises(TrainingError, match=r"in the role 'planer'; did you mean 'planner'\?"):
-        taken(wrong, AlgorithmState(wrong.memories), step_of(0))
+        taken(wrong, AlgorithmState(wrong.remembered), step_of(0))
     algo = make("coma", OPTIONS)
-    (name,) = AlgorithmState(algo.memories).parts
+    (name,) = AlgorithmState(algo.remembered).parts
     other = TeamCritic("central", SHAPE, TRAINING).dump()
     for broken in (other, "!", 3):
         with pytest.raises(PolicyError, match=r"is damaged \("):
-            AlgorithmState(algo.memories).restore({name: broken})
+            AlgorithmState(algo.remembered).restore({name: broken})

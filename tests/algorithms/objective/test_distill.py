@@ -15,7 +15,7 @@ from agentrl.algorithms.learners.auxiliary import Reference
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import Packing
-from agentrl.algorithms.objective.core import loss_terms, psi
+from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
 from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
@@ -110,7 +110,7 @@ def test_a_learner_learns_from_all_the_tokens(
             return float(super().clip(most))
 
     learner.optimizer.__class__ = Kept
-    learner.step(batch, lambda p, index: psi(algo, terms, p, index), lr=0.0)
+    learner.step(batch, lambda p, index: loss_coefficients(algo, terms, p, index), lr=0.0)
     loss, at = torch.zeros(()), 0
     for row in batch.rows:
         tokens = torch.as_tensor(row.tokens)[None]

@@ -18,12 +18,12 @@ from agentrl.algorithms.objective.core import (
     Average,
     Gate,
     KLPenalty,
-    kappa,
+    coefficients_of,
+    kl_gradient,
     kl_value,
+    loss_coefficients,
     loss_terms,
     pool,
-    psi,
-    psi_of,
     weights,
 )
 from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Ratio, RatioInRange, Truncate
@@ -127,8 +127,8 @@ def test_dro_is_the_gradient_of_its_published_value() -> None:
 
     now = torch.tensor([p], dtype=torch.float64)
     assert loss(now).item() == pytest.approx(0.695637, abs=5e-7)
-    penalised = a - b * kappa(now - o, "k2")
-    assert near(psi_of(loss, now), penalised.tolist(), within=1e-12)
+    penalised = a - b * kl_gradient(now - o, "k2")
+    assert near(coefficients_of(loss, now), penalised.tolist(), within=1e-12)
 
 
 def test_units_without_a_kept_token_are_in_no_denominator() -> None:
@@ -176,21 +176,21 @@ def test_kl_values_and_coefficients() -> None:
         assert near(kl_value(d, kind), [value])
         leaf = d.clone().requires_grad_()
         kl_value(leaf, kind).sum().backward()
-        assert torch.equal(leaf.grad, kappa(d, kind))
+        assert torch.equal(leaf.grad, kl_gradient(d, kind))
 
 
 def test_gradient_of_penalties_in_expectation() -> None:
     pi, q = torch.tensor([0.5, 0.5]).double(), torch.tensor([0.25, 0.75]).double()
     d, score = pi.log() - q.log(), torch.tensor([0.5, -0.5])  # d log pi / d logit of symbol 0
     for kind, expected in [("k1", 0.0), ("k2", 0.274653), ("k3", 0.25)]:
-        assert (pi * kappa(d, kind) * score).sum().item() == pytest.approx(expected, abs=5e-7)
+        assert (pi * kl_gradient(d, kind) * score).sum().item() == pytest.approx(expected, abs=5e-7)
     assert (pi * kl_value(d, "k2")).sum().item() == pytest.approx(0.161214, abs=5e-7)
 
 
 def test_penalty_of_drifted_tokens_stays_finite() -> None:
     d = torch.tensor([-1e4, 1e4]).double()
     for kind in ("k1", "k2", "k3", "abs"):
-        assert kappa(d, kind).isfinite().all()
+        assert kl_gradient(d, kind).isfinite().all()
 
 
 # -- psi -------------------------------------------------------------------------------------------
@@ -210,14 +210,14 @@ def test_psi_is_weight_times_gated_advantage_less_penalty() -> None:
     inner = [0.5 * c - 0.1 - 2 * 0.05] * 4 + [-0.5 * c - 0.1 - 2 * 0.05] * 2
     u = [1 / 3, 1 / 9, 1 / 9, 1 / 9, 1 / 6, 1 / 6]
     expected = [x * y for x, y in zip(u, inner, strict=True)]
-    assert near(psi(algo, terms, p, every(batch)), expected, within=1e-7)
+    assert near(loss_coefficients(algo, terms, p, every(batch)), expected, within=1e-7)
 
 
 def test_psi_has_dtype_of_its_input_and_no_graph() -> None:
     batch = three_rows()
     algo = Algo(GroupRelative(), (Gate(Clip()),))
     terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
-    result = psi(algo, terms, batch.behaviour.clone().requires_grad_(), every(batch))
+    result = loss_coefficients(algo, terms, batch.behaviour.clone().requires_grad_(), every(batch))
     assert result.dtype == torch.float32
     assert not result.requires_grad
 
@@ -231,25 +231,28 @@ def test_micro_batches_of_whole_rows_give_the_same_psi() -> None:
     old = batch.behaviour + torch.linspace(-0.3, 0.4, 6)
     terms = loss_terms(algo, batch, GivenLogProbs(old=old))
     p = old.double() + torch.linspace(0.2, -0.5, 6)
-    whole = psi(algo, terms, p, every(batch))
+    whole = loss_coefficients(algo, terms, p, every(batch))
     for order in ([4, 5, 0], [1, 2, 3]):
         index = torch.tensor(order)
-        assert torch.equal(psi(algo, terms, p[index], index), whole[index])
+        assert torch.equal(loss_coefficients(algo, terms, p[index], index), whole[index])
 
 
 def test_first_step_on_a_batch_needs_no_old_log_probs() -> None:
     batch = three_rows()
     algo = Algo(GroupRelative(), (Gate(Clip(0.0, 0.0)), Gate(Truncate(0, 9), "old", "sampler")))
     p = batch.behaviour.double() + 0.3
-    fresh = psi(algo, loss_terms(algo, batch, GivenLogProbs(), fresh=True), p, every(batch))
+    fresh = loss_coefficients(
+        algo, loss_terms(algo, batch, GivenLogProbs(), fresh=True), p, every(batch)
+    )
     assert torch.equal(
-        fresh, psi(algo, loss_terms(algo, batch, GivenLogProbs(old=p)), p, every(batch))
+        fresh,
+        loss_coefficients(algo, loss_terms(algo, batch, GivenLogProbs(old=p)), p, every(batch)),
     )
 
 
 def test_psi_of_is_minus_the_gradient() -> None:
     p = torch.tensor([0.5, 0.25]).log()
-    assert near(psi_of(lambda x: -x.mean(), p), [0.5, 0.5])
+    assert near(coefficients_of(lambda x: -x.mean(), p), [0.5, 0.5])
     row, beta = torch.tensor([0, 0, 1]), 0.1  # DPO: chosen row 0, rejected row 1
 
     def dpo(x: Tensor) -> Tensor:
@@ -257,7 +260,7 @@ def test_psi_of_is_minus_the_gradient() -> None:
         return -torch.nn.functional.logsigmoid(beta * (h[0] - h[1]))
 
     s = beta / (1 + math.exp(beta * 3))
-    assert near(psi_of(dpo, torch.tensor([1.5, 0.5, -1.0])), [s, s, -s])
+    assert near(coefficients_of(dpo, torch.tensor([1.5, 0.5, -1.0])), [s, s, -s])
 
 
 def test_credit_of_a_larger_batch_may_be_given() -> None:
@@ -300,9 +303,9 @@ def test_log_probs_that_are_not_finite_are_refused_with_their_count() -> None:
         loss_terms(corrected, broken, GivenLogProbs())
     algo = Algo(GroupRelative(), name="mine")
     terms = loss_terms(algo, broken, GivenLogProbs())  # does not read them
-    assert psi(algo, terms, torch.zeros(6), every(batch)).isfinite().all()
+    assert loss_coefficients(algo, terms, torch.zeros(6), every(batch)).isfinite().all()
     with pytest.raises(TrainingError, match="1 of 2 log-probs of the current policy"):
-        psi(algo, terms, torch.tensor([0.0, math.nan]), torch.tensor([4, 5]))
+        loss_coefficients(algo, terms, torch.tensor([0.0, math.nan]), torch.tensor([4, 5]))
 
 
 def test_infinite_credit_is_refused() -> None:
@@ -321,7 +324,7 @@ def test_a_batch_without_a_lesson_says_so(rewards: Sequence[float], words: str) 
     terms = loss_terms(algo, batch, GivenLogProbs())
     assert terms.skip is not None
     assert words in terms.skip
-    assert psi(algo, terms, torch.zeros(6), every(batch)).tolist() == [0] * 6
+    assert loss_coefficients(algo, terms, torch.zeros(6), every(batch)).tolist() == [0] * 6
 
 
 def test_a_penalty_is_a_lesson_of_its_own() -> None:

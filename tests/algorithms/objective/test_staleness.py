@@ -106,7 +106,7 @@ def test_the_behaviour_ratio_is_clipped_against_the_sampler() -> None:
     for preset in ("grpo", "grpo+behaviour"):
         algo = make(preset, {})
         terms = objective.loss_terms(algo, batch, GivenLogProbs(old=p))
-        found.append(objective.psi(algo, terms, p, index))
+        found.append(objective.loss_coefficients(algo, terms, p, index))
     assert (found[0] != 0).all()  # p is the old policy
     assert (found[1] == 0).tolist() == [True, False, False, True]
 

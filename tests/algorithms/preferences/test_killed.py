@@ -19,7 +19,7 @@ from agentrl.algorithms.preferences.command import data
 from agentrl.algorithms.preferences import draft
 from agentrl.store.sqlite.store import SqliteStore
 
-draft.CHUNK, left = 4, int(sys.argv.pop(1))
+draft.ROWS_PER_CALL, left = 4, int(sys.argv.pop(1))
 for verb in ("draft_dataset", "add_items", "commit_dataset"):
     def counted(self, *given, call=getattr(SqliteStore, verb)):
         global left
@@ -52,4 +52,4 @@ async def test_a_killed_mining_is_repeated_to_the_same_digest(tmp_path: Path, wr
             (found,) = await store.datasets("pairs")
         digests.append((found.version, found.items, found.digest))
     assert digests[0] == digests[1]
-    assert draft.CHUNK == 500
+    assert draft.ROWS_PER_CALL == 500

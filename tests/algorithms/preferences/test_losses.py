@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from tests.algorithms.preferences.test_sides import (
+from tests.algorithms.preferences.test_completions import (
     One,
     batch_of,
     build,

@@ -103,7 +103,7 @@ async def test_the_same_is_found_once_and_contradictions_are_dropped(url):
         await play(store, "g5", {"g5a": (1.0, [[4]]), "g5b": (0.0, [[4]])})
     said = command(url, "mine", "pairs", "--run", "run")
     assert sources(await items(url)) == ["g1a g1b"]
-    for count in ("2 contradictions", "1 found before", "1 identical sides"):
+    for count in ("2 contradictions", "1 found before", "1 identical completions"):
         assert count in said
     command(url, "mine", "pairs", "--run", "run", "--conflicts", "keep")
     assert len(await items(url)) == 3
@@ -220,7 +220,7 @@ async def test_freeze_lets_a_prune_remove_the_rollouts(url, tmp_path):
     assert row["rejected_ids"] == [7]
     shown = command(url, "show", "pairs")
     assert "1 pair (train)" in shown or "1 pair (test)" in shown
-    assert "the better side is the longer one in 100% of pairs" in shown
+    assert "the better completion is the longer one in 100% of pairs" in shown
     assert "pairs version 1: 1 items" in command(url, "show")
 
 
@@ -292,7 +292,7 @@ async def test_the_usual_formats_are_recognised(url, tmp_path, row, kind, about)
         ({"text": "x"}, "columns text: no known format"),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0}, "1 ties"),
         ({"chosen": "a", "rejected": "b"}, "1 rows without a prompt"),
-        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "1 identical sides"),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "1 identical completions"),
         ({"prompt": "q", "completions": ["a", "b"], "labels": [True]}, "1 rows with more or fewer"),
         ({"input": "q", "label": "q"}, "1 rows with more or fewer"),
         (["q", "a"], "rows.jsonl:1 is not a JSON object"),

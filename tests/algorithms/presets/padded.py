@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.objective.core import Algo, loss_terms, psi
+from agentrl.algorithms.objective.core import Algo, loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 
@@ -216,7 +216,7 @@ def current(algo: Algo, data: Padded) -> Tensor:
     batch = flat(data)
     o = data.o[data.mask]
     terms = loss_terms(algo, batch, GivenLogProbs(old=o, reference=o - 0.1, teacher=o - 0.2))
-    return psi(algo, terms, data.p[data.mask], torch.arange(batch.n_tokens))
+    return loss_coefficients(algo, terms, data.p[data.mask], torch.arange(batch.n_tokens))
 
 
 def published(case: Case, data: Padded) -> Tensor:
@@ -248,7 +248,8 @@ def the_first_step_is_reinforce_with_the_same_weights(name: str, case: Case) -> 
     b = batch.behaviour.double()
     terms = loss_terms(algo, batch, GivenLogProbs(old=b, reference=b, teacher=b))
     assert torch.equal(
-        psi(algo, terms, b, torch.arange(batch.n_tokens)), terms.weight * terms.advantage
+        loss_coefficients(algo, terms, b, torch.arange(batch.n_tokens)),
+        terms.weight * terms.advantage,
     )
 
 
@@ -259,12 +260,14 @@ def micro_batches_of_rows_in_any_order_add_up(name: str, case: Case) -> None:
     o = data.o[data.mask]
     terms = loss_terms(algo, batch, GivenLogProbs(old=o, reference=o - 0.1, teacher=o - 0.2))
     p = data.p[data.mask]
-    whole = psi(algo, terms, p, torch.arange(batch.n_tokens))
+    whole = loss_coefficients(algo, terms, p, torch.arange(batch.n_tokens))
     rows = list(range(len(data.rollout)))
     random.Random(name).shuffle(rows)
     for part in (rows[:3], rows[3:4], rows[4:]):
         index = torch.cat([(batch.token_row == row).nonzero().squeeze(1) for row in part])
-        assert torch.allclose(psi(algo, terms, p[index], index), whole[index], rtol=1e-14, atol=0)
+        assert torch.allclose(
+            loss_coefficients(algo, terms, p[index], index), whole[index], rtol=1e-14, atol=0
+        )
 
 
 def hopeless_batches_give_no_nan(name: str, case: Case) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.objective.core import loss_terms, psi
+from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from tests.algorithms.naive import (
@@ -160,7 +160,7 @@ def psi_is_minus_the_gradient_of_the_published_loss(name: str, case: Case) -> No
         draw = torch.Generator().manual_seed(seed)
         p, o = -torch.rand(2, batch.n_tokens, generator=draw, dtype=torch.float64)
         terms = loss_terms(algo, batch, GivenLogProbs(old=o))
-        actual = psi(algo, terms, p, torch.arange(batch.n_tokens))
+        actual = loss_coefficients(algo, terms, p, torch.arange(batch.n_tokens))
         expected = published(case, plays, batch, p, o)
         assert torch.allclose(actual, expected, rtol=1e-10, atol=1e-10)
         assert expected.abs().max() > 0
@@ -177,7 +177,7 @@ def hopeless_batches_give_no_nan(name: str, case: Case) -> None:
         algo = make(name.split()[0], case[3], streams=("old", "sampler", "reference", "values"))
         terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
         p = batch.behaviour.double()
-        assert psi(algo, terms, p, torch.arange(batch.n_tokens)).isfinite().all()
+        assert loss_coefficients(algo, terms, p, torch.arange(batch.n_tokens)).isfinite().all()
 
 
 Check = Callable[[str, Case], None]

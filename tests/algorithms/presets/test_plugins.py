@@ -19,7 +19,7 @@ from agentrl.algorithms.objective.ratios import Clip
 from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.catalogue import installed, make
 from agentrl.algorithms.presets.declare import modifier, preset
-from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.base.parts import known
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.config.base import say_renamed
@@ -181,7 +181,7 @@ def test_a_decorated_function_stays_a_function() -> None:
 # -- families --------------------------------------------------------------------------------------
 
 NAMES = preset_names()
-SUPPLIES: tuple[Supply, ...] = (
+SUPPLIES: tuple[LearnerOutput, ...] = (
     "old", "sampler", "reference", "teacher", "values", "top_tokens",
 )  # fmt: skip
 OF_FAMILIES = known("presets")  # their parts

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from agentrl.algorithms.prompts.apo import apo_search
 from agentrl.algorithms.prompts.gepa import gepa_search
 from agentrl.algorithms.prompts.records import Candidate, Reflection
-from agentrl.algorithms.prompts.search import Played, Search, SearchEnd, answers
+from agentrl.algorithms.prompts.search import Search, SearchEnd, TaskResult, answers
 from agentrl.algorithms.prompts.table import prompt_texts
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError, ConfigError
@@ -59,7 +59,7 @@ class Lossy(InProcess):
 
     def play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
-    ) -> list[list[Played]]:
+    ) -> list[list[TaskResult]]:
         found = super().play(batches, traces=traces)
         for rows, (candidate, _) in zip(found, batches, strict=True):
             if candidate.parents:
@@ -162,8 +162,10 @@ def test_a_missing_score_neither_helps_nor_harms() -> None:
 
 def test_nothing_is_scored_where_everything_is_missing() -> None:
     class Broken(InProcess):
-        def play(self, batches: Any, *, traces: bool) -> list[list[Played]]:
-            return [[Played(math.nan, failure="role 'x': not found")] * len(t) for _, t in batches]
+        def play(self, batches: Any, *, traces: bool) -> list[list[TaskResult]]:
+            return [
+                [TaskResult(math.nan, failure="role 'x': not found")] * len(t) for _, t in batches
+            ]
 
     with pytest.raises(AgentRLError, match="role 'x': not found"):
         gepa_search(search(Broken(0)))

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from agentrl.algorithms.prompts import stored
 from agentrl.algorithms.prompts.records import reflections_of
-from agentrl.algorithms.prompts.search import REFUSED, Search
+from agentrl.algorithms.prompts.search import MOST_REFUSED, Search
 from agentrl.algorithms.prompts.stored import StoredBackend
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError
@@ -80,7 +80,7 @@ async def test_a_reflector_that_is_busy_says_nothing_or_nonsense_is_asked_once_e
         assert await asyncio.to_thread(again.propose, texts, "solver", "c") == new
         assert (again.tokens, again.candidates) == (33, first.candidates)
 
-        answers += [said("?") for _ in range(REFUSED)]
+        answers += [said("?") for _ in range(MOST_REFUSED)]
         for shown in "de":
             await asyncio.to_thread(again.propose, texts, "solver", shown)
         with pytest.raises(AgentRLError, match="3 answers in a row were of no use"):

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.diagnostics.metrics import replay_metrics
-from agentrl.algorithms.replays.branching import branches, choose_forks, forks
+from agentrl.algorithms.replays.branching import branch_points, branches, choose_branch_points
 from agentrl.algorithms.replays.table import BranchingConfig
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
@@ -85,18 +85,18 @@ def call(row: Rollout, number: int, **changed: Any) -> Rollout:
     ],
 )
 def test_calls_that_cannot_be_sampled_anew(changed: Any, left: list[int]) -> None:
-    assert [fork.calls for fork in forks(call(rollout("a", 1, 1, 1), 1, **changed))] == left
+    assert [fork.calls for fork in branch_points(call(rollout("a", 1, 1, 1), 1, **changed))] == left
 
 
 def test_a_rollout_that_is_not_learned_from_has_no_branches() -> None:
     failed = rollout("a", 1, 1, state=RolloutState.FAILED, rewards=[])
-    assert list(forks(failed)) == []
-    assert list(forks(rollout("a", 1, 1, purpose=Purpose.EVAL))) == []
+    assert list(branch_points(failed)) == []
+    assert list(branch_points(rollout("a", 1, 1, purpose=Purpose.EVAL))) == []
 
 
 def test_equally_certain_calls_are_taken_in_order() -> None:
-    found = [list(forks(rollout(name, 1, 1, 1))) for name in "ab"]
-    few = choose_forks(BranchingConfig(kind="tree", calls=3), found)
+    found = [list(branch_points(rollout(name, 1, 1, 1))) for name in "ab"]
+    few = choose_branch_points(BranchingConfig(kind="tree", calls=3), found)
     assert [(fork.rollout, fork.calls) for fork in few] == [("a", 1), ("a", 2), ("b", 1)]
 
 

@@ -27,7 +27,7 @@ def config(**algorithm: Any) -> RunConfig:
 
 @pytest.fixture
 async def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
-    monkeypatch.setattr(stragglers, "PAUSE", 0.01)
+    monkeypatch.setattr(stragglers, "CHECK_PAUSE", 0.01)
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         await store.open_run("r", {})
         yield store

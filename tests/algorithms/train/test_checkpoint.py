@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.algorithms.learners.base import LossCoefficients, StepReport
 from agentrl.algorithms.train.checkpoint import (
     STATE,
     checkpoint_name,
@@ -40,7 +40,7 @@ class OneNumber:
     def logprobs(self, batch: Batch) -> torch.Tensor:
         raise NotImplementedError
 
-    def step(self, batch: Batch, psi: Psi, *, lr: float) -> StepReport:
+    def step(self, batch: Batch, psi: LossCoefficients, *, lr: float) -> StepReport:
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:

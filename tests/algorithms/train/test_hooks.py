@@ -251,6 +251,26 @@ def test_letters_of_an_earlier_version_still_name_models(
     assert asked == ["o", "q", (3, "t")]
 
 
+def test_entropy_weights_have_the_name_of_an_earlier_version(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Earlier(LearnerDefaults):
+        supplies = frozenset({"old", "sampler"})
+
+        def step(
+            self, batch: Any, psi: Any, *, lr: float, critic: Any = None, eta: Any = None
+        ) -> Any:
+            return lr, eta
+
+    learner = current_form(Earlier(), by=Earlier)
+    assert learner.step(None, None, lr=0.5, critic=None, entropy_weights="weights") == (
+        0.5,
+        "weights",
+    )
+    (said,) = caplog.messages
+    assert "calls `entropy_weights` eta; rename it" in said
+
+
 def test_gates_and_penalties_of_an_earlier_version_still_work(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

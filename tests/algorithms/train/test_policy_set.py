@@ -262,7 +262,7 @@ def test_a_checkpoint_holds_every_policy_in_its_folder(
     own = {"output": str(tmp_path), "learner": {"threads": 1}, "tasks": {"order": "difficulty"}}
     made = config(policies, tiny_model_dir, **own)
     whole, again = build(made), build(made)
-    whole.memory.parts["difficulty"].restore({"a task": [0.25, 4]})
+    whole.state.parts["difficulty"].restore({"a task": [0.25, 4]})
     with torch.no_grad():
         for name in policies:
             for parameter in learner_of(whole, name).optimizer.parameters.values():
@@ -272,7 +272,7 @@ def test_a_checkpoint_holds_every_policy_in_its_folder(
         "SHA256SUMS", "coder", "planner", "solver", "state.json",
     ]  # fmt: skip
     again.restore(load_checkpoint(tmp_path / "000003", again))
-    assert again.memory.parts["difficulty"].dump() == {"a task": (0.25, 4)}
+    assert again.state.parts["difficulty"].dump() == {"a task": (0.25, 4)}
     for name in policies:
         theirs = learner_of(again, name).optimizer.parameters
         for key, parameter in learner_of(whole, name).optimizer.parameters.items():

@@ -16,7 +16,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.learners.auxiliary import ValueModel
-from agentrl.algorithms.learners.base import LearnerDefaults, Psi, StepReport
+from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.learners.verl.settings import settings as verl_settings
 from agentrl.algorithms.model.load import load_model
@@ -46,7 +46,7 @@ class Line(LearnerDefaults):
     def logprobs(self, batch: Batch) -> Tensor:
         return batch.behaviour + self.place
 
-    def step(self, batch: Batch, psi: Psi, *, lr: float, **rest: Any) -> StepReport:
+    def step(self, batch: Batch, psi: LossCoefficients, *, lr: float, **rest: Any) -> StepReport:
         before = self.logprobs(batch)
         self.rates.append(lr)
         self.place += math.nan if self.broken and lr > self.broken else lr
@@ -194,7 +194,7 @@ def test_of_a_hopeless_update_nothing_is_left_and_the_batch_ends(
     assert len(learner.rates) == 1
     assert metrics["update/early_stop"] == 1
     assert metrics["update/kl"] == 0
-    assert metrics["update/undone"] == optimize.HALVINGS + 1
+    assert metrics["update/undone"] == optimize.MOST_HALVINGS + 1
     assert "it was undone and not made" in caplog.text
 
 
@@ -292,7 +292,7 @@ def test_a_step_that_is_not_made_leaves_every_bit(tiny_model_dir: Path) -> None:
     updater(learner, lr=1e-3, max_kl=0.0).update(0, groups)
     before = {name: p.clone() for name, p in learner.parameters().items()}
     metrics = updater(learner, lr=1e38, max_kl=0.1).update(1, groups)
-    assert metrics["update/undone"] == optimize.HALVINGS + 1
+    assert metrics["update/undone"] == optimize.MOST_HALVINGS + 1
     assert all(torch.equal(p, before[name]) for name, p in learner.parameters().items())
     assert not any(state["exp_avg"].any() for state in moments(learner))
     assert updater(learner, lr=1e-5).update(2, groups)["update/undone"] == 0
@@ -320,7 +320,7 @@ def test_only_a_part_of_a_large_batch_is_measured(
     names = [f"g{n}" for n in range(16)]
     batch = step.batch([group(name, 1.0, 0.0, length=1 + n % 4) for n, name in enumerate(names)])
     assert measured_rows(batch, "0/0", 1) is None
-    monkeypatch.setattr(optimize, "SMALL", 8)
+    monkeypatch.setattr(optimize, "FEWEST_MEASURED", 8)
     rows = measured_rows(batch, "0/0", 1)
     assert rows is not None
     assert 1 < len(rows) < len(batch.rows) / 4

@@ -16,7 +16,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.diagnostics.bad_steps import BadSteps
 from agentrl.algorithms.explain.dump import keep_in, load_dump
-from agentrl.algorithms.learners.base import LearnerDefaults, Psi, StepReport
+from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.build import load_algorithm
@@ -54,16 +54,16 @@ class Recorder(LearnerDefaults):
     def step(
         self,
         batch: Batch,
-        psi: Psi,
+        psi: LossCoefficients,
         *,
         lr: float,
         critic: ValueTerms | None = None,
-        eta: Tensor | None = None,
+        entropy_weights: Tensor | None = None,
     ) -> StepReport:
         logprobs = self.logprobs(batch)
         self.coefficients.append(psi(logprobs, torch.arange(batch.n_tokens)))
         self.batches.append(batch)
-        self.etas.append(eta)
+        self.etas.append(entropy_weights)
         self.rates.append(lr)
         if len(self.batches) - 1 in self.broken:
             lost = torch.full_like(logprobs, math.nan)

@@ -16,7 +16,7 @@ from msgspec import structs
 from torch import Tensor
 
 from agentrl.algorithms.credit.baselines import Ema
-from agentrl.algorithms.credit.turns import CallRewards, Returns
+from agentrl.algorithms.credit.call_credit import CallRewards, Returns
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch, last_observation
 from agentrl.algorithms.data.state import AlgorithmState, CountedMeans, EmaMeans, Recalled
@@ -90,13 +90,13 @@ def recalled(algo: Algo, state: AlgorithmState, groups: list[Group]) -> Batch:
     batch = build_batch(groups, reward_names=algo.rewards)
     recall = state.recall(batch, groups)
     state.adopt(recall)
-    return replace(batch, memory=recall.columns)
+    return replace(batch, remembered=recall.columns)
 
 
 def psi_of(algo: Algo, batch: Batch) -> torch.Tensor:
     terms = objective.loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     index = torch.arange(batch.n_tokens)
-    return objective.psi(algo, terms, batch.behaviour.double(), index)
+    return objective.loss_coefficients(algo, terms, batch.behaviour.double(), index)
 
 
 # -- SPIRAL ----------------------------------------------------------------------------------------
@@ -106,19 +106,19 @@ def test_the_baseline_of_a_role_is_that_before_its_reward() -> None:
     """Two wins and a loss of one player, as in the catalogue (E1)."""
     ours = [play(str(i), "g", {"black": x}, "go", [1, 1]) for i, x in enumerate((1.0, 1.0, -1.0))]
     algo = make("spiral", {})
-    state = AlgorithmState(algo.memories)
+    state = AlgorithmState(algo.remembered)
     batch = recalled(algo, state, [Group(id="g", run="r", step=0, rollouts=ours)])
     black = [0, 1, 4, 5, 8, 9]  # two tokens of black's call, then two of white's
     advantage = objective.compute_advantages(algo, batch)
     assert advantage[black].tolist() == pytest.approx([1, 1, 0.95, 0.95, -1.0975, -1.0975])
     assert advantage[[2, 3]].isnan().all()  # white has no reward
-    assert state.dump() == {algo.memories[0].name: {"/black": pytest.approx(0.042625)}}
+    assert state.dump() == {algo.remembered[0].name: {"/black": pytest.approx(0.042625)}}
 
 
 @pytest.mark.parametrize("key", ["", "game"])
 def test_spiral_is_the_published_loop(key: str) -> None:
     algo = make("spiral", {"key": key, "gamma": 0.5, "decay": 0.8, "length": 10})
-    state, means = AlgorithmState(algo.memories), dict[tuple[str, str], float]()
+    state, means = AlgorithmState(algo.remembered), dict[tuple[str, str], float]()
     for step in range(4):
         groups = step_of(1, step)
         batch = recalled(algo, state, groups)
@@ -145,7 +145,7 @@ def test_spiral_is_the_published_loop(key: str) -> None:
 
 def test_any_comparison_may_be_with_the_running_mean() -> None:
     algo = make("reinforce+ema", {"ema_decay": 0.5})
-    state = AlgorithmState(algo.memories)
+    state = AlgorithmState(algo.remembered)
     groups = [
         Group(
             id="g", run="r", step=0,
@@ -158,7 +158,7 @@ def test_any_comparison_may_be_with_the_running_mean() -> None:
         1.625,
     ]
     per_role = make("grpo+per-role+ema", {})
-    assert per_role.memories[0].level == "role"  # type: ignore[attr-defined]
+    assert per_role.remembered[0].level == "role"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"\+ema replaces the baseline of a comparison"):
         make("reinforce+++ema", {})
 
@@ -166,7 +166,7 @@ def test_any_comparison_may_be_with_the_running_mean() -> None:
 def test_a_field_that_the_task_does_not_have_is_refused() -> None:
     algo = make("spiral", {"key": "gmae"})
     with pytest.raises(TrainingError, match=r"group '0-0' has no field 'gmae'.*'game'"):
-        recalled(algo, AlgorithmState(algo.memories), step_of(0, 0))
+        recalled(algo, AlgorithmState(algo.remembered), step_of(0, 0))
 
 
 # -- value tables ----------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ def test_a_field_that_the_task_does_not_have_is_refused() -> None:
 
 def test_a_table_has_the_mean_return_of_earlier_steps() -> None:
     algo = make("agent-r1+tabular", {"tabular_gamma": 0.9})
-    (table,) = algo.memories
-    state, seen = AlgorithmState(algo.memories), dict[tuple[str, object], list[float]]()
+    (table,) = algo.remembered
+    state, seen = AlgorithmState(algo.remembered), dict[tuple[str, object], list[float]]()
     for step in range(4):
         groups = step_of(2, step)
         batch = recalled(algo, state, groups)
@@ -190,7 +190,7 @@ def test_a_table_has_the_mean_return_of_earlier_steps() -> None:
                     returns.append((place, rollout.reward() * 0.9 ** (len(calls) - 1 - i)))
         for place, value in returns:
             seen.setdefault(place, []).append(value)
-        assert batch.memory[table.name].tolist() == pytest.approx(values)
+        assert batch.remembered[table.name].tolist() == pytest.approx(values)
     assert any(value != 0 for value in values)
 
 
@@ -214,13 +214,13 @@ def test_nothing_known_changes_nothing() -> None:
 @pytest.mark.parametrize("name", ["spiral", "agent-r1+tabular"])
 def test_a_step_replayed_from_its_checkpoint_has_the_same_psi_bit_for_bit(name: str) -> None:
     algo = make(name, {})
-    state = AlgorithmState(algo.memories)
+    state = AlgorithmState(algo.remembered)
     checkpoints, made = [json.dumps(state.dump())], []
     for step in range(4):
         made.append(psi_of(algo, recalled(algo, state, step_of(3, step))))
         checkpoints.append(json.dumps(state.dump()))
     for step, (before, after) in enumerate(pairwise(checkpoints)):
-        again = AlgorithmState(algo.memories)
+        again = AlgorithmState(algo.remembered)
         again.restore(json.loads(before))
         assert torch.equal(psi_of(algo, recalled(algo, again, step_of(3, step))), made[step])
         assert json.dumps(again.dump()) == after
@@ -229,7 +229,7 @@ def test_a_step_replayed_from_its_checkpoint_has_the_same_psi_bit_for_bit(name: 
 
 def test_a_step_that_is_not_trained_is_not_remembered() -> None:
     algo = make("spiral", {})
-    state, groups = AlgorithmState(algo.memories), step_of(4, 0)
+    state, groups = AlgorithmState(algo.remembered), step_of(4, 0)
     batch = build_batch(groups, reward_names=algo.rewards)
     first = state.recall(batch, groups)
     assert state.recall(batch, groups).after == first.after
@@ -245,7 +245,7 @@ def test_credit_without_what_it_remembers_is_refused() -> None:
 
 
 def test_an_older_checkpoint_begins_anew_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    state = AlgorithmState(make("spiral", {}).memories)
+    state = AlgorithmState(make("spiral", {}).remembered)
     with caplog.at_level(logging.WARNING):
         state.restore({})
     assert "has no state of Ema(reward='role:outcome'" in caplog.text
@@ -253,8 +253,11 @@ def test_an_older_checkpoint_begins_anew_and_says_so(caplog: pytest.LogCaptureFi
 
 
 def test_the_state_of_another_algorithm_is_refused() -> None:
-    spiral = AlgorithmState(make("spiral", {}).memories)
-    for state in (AlgorithmState(), AlgorithmState(make("spiral", {"decay": 0.9}).memories)):
+    spiral = AlgorithmState(make("spiral", {}).remembered)
+    for state in (
+        AlgorithmState(),
+        AlgorithmState(make("spiral", {"decay": 0.9}).remembered),
+    ):
         with pytest.raises(PolicyError, match="of another algorithm"):
             state.restore(spiral.dump())
     (name,) = spiral.dump()
@@ -268,7 +271,7 @@ def test_rollouts_that_are_not_trained_change_no_baseline() -> None:
     evaluated = [structs.replace(r, purpose=Purpose.EVAL) for r in group.rollouts[1:]]
     mixed = structs.replace(group, rollouts=[group.rollouts[0], *evaluated])
     alone = structs.replace(group, rollouts=group.rollouts[:1])
-    states = AlgorithmState(algo.memories), AlgorithmState(algo.memories)
+    states = AlgorithmState(algo.remembered), AlgorithmState(algo.remembered)
     for state, one in zip(states, (mixed, alone), strict=True):
         recalled(algo, state, [one])
     assert states[0].dump() == states[1].dump()
@@ -277,7 +280,7 @@ def test_rollouts_that_are_not_trained_change_no_baseline() -> None:
 def test_a_checkpoint_from_before_its_classes_were_renamed_is_read(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    memories = make("dapo+ema", {"overlong_limit": 6}).memories
+    memories = make("dapo+ema", {"overlong_limit": 6}).remembered
     (name,) = (memory.name for memory in memories)
     state = AlgorithmState(memories)
     state.restore({repr(memories[0]).replace("OverlongPenalty(", "Overlong("): {"/": 0.5}})
@@ -305,16 +308,16 @@ WRITTEN_BY_0_1 = {
 
 @pytest.mark.parametrize(("name", "options"), STORED)
 def test_the_names_of_states_in_checkpoints_stay(name: str, options: str) -> None:
-    memories = make(name, json.loads(options)).memories
+    memories = make(name, json.loads(options)).remembered
     assert [memory.name for memory in memories] == [STORED[name, options]]
 
 
 @pytest.mark.parametrize("name", WRITTEN_BY_0_1)
 def test_a_checkpoint_with_names_of_classes_is_read(name: str) -> None:
     options = {"roles": ["a"], "actions": ["b"]} if name == "coma" else {}
-    state = AlgorithmState(make(name, options).memories)
+    state = AlgorithmState(make(name, options).remembered)
     (saved,) = state.dump().values()
-    again = AlgorithmState(make(name, options).memories, seed=1)
+    again = AlgorithmState(make(name, options).remembered, seed=1)
     again.restore({WRITTEN_BY_0_1[name]: saved})
     assert again.dump() == state.dump()
 

@@ -10,8 +10,8 @@ import pytest
 from agentrl.algorithms.presets.catalogue import installed, make
 from agentrl.errors import ConfigError
 from tests.algorithms.multiagent.test_critics import CASES as CRITIC_CASES
+from tests.algorithms.preferences.test_completions import PUBLISHED as SIDE_CASES
 from tests.algorithms.preferences.test_losses import PUBLISHED as PREFERENCES
-from tests.algorithms.preferences.test_sides import PUBLISHED as SIDE_CASES
 from tests.algorithms.presets.test_catalogue import CASES, refuses_rewards_of_more_than_rollouts
 from tests.algorithms.presets.test_turns import CASES as AGENT_CASES
 from tests.algorithms.replays.test_preset_credit import CASES as TREES

@@ -67,7 +67,7 @@ async def test_the_job_of_an_attempt(
     }
     spec = job["spec"]
     assert (spec["backoffLimit"], spec["ttlSecondsAfterFinished"]) == (0, 60)
-    assert spec["activeDeadlineSeconds"] == 20 + module.MARGIN
+    assert spec["activeDeadlineSeconds"] == 20 + module.JOB_GRACE
     pod = spec["template"]["spec"]
     assert (pod["restartPolicy"], pod["serviceAccountName"]) == ("Never", "agents")
     assert pod["automountServiceAccountToken"] is pod["enableServiceLinks"] is False
@@ -142,7 +142,7 @@ async def test_an_api_that_fails_is_not_the_agents_failure(
 async def test_an_api_that_is_silent_holds_nobody_up(
     bench: Any, make: Any, kubernetes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ANSWER", 0.1)
+    monkeypatch.setattr(module, "API_GRACE", 0.1)
     executor = await make("kubernetes", config=configured(tmp_path, python("")))
     kubernetes.silent = True
     (rollout,) = await bench.run(executor, {"input": "x"}, timeout=0.1, max_attempts=1)
@@ -172,7 +172,7 @@ async def test_a_job_that_somebody_deletes_is_lost(
 async def test_a_watch_that_breaks_is_opened_again(
     bench: Any, make: Any, kubernetes: Any, monkeypatch: pytest.MonkeyPatch, event: Any
 ) -> None:
-    monkeypatch.setattr(module, "RECONNECT", 0.01)
+    monkeypatch.setattr(module, "WATCH_PAUSE", 0.01)
     executor = await make("kubernetes")
     (first,) = await bench.run(executor, {"input": {"do": "answer", "text": "x"}})
     for watcher in list(kubernetes.watchers):

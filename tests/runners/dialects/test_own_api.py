@@ -21,7 +21,7 @@ class Asked:
 
     def __init__(self, body: Any, memory: Any) -> None:
         self.chat = {"model": "m", "messages": [{"role": "user", "content": body["ask"]}]}
-        self.left_out = ["mood"] if "mood" in body else []
+        self.ignored = ["mood"] if "mood" in body else []
 
     def whole(self, completion: Any, prompt_tokens: int) -> bytes:
         said = completion["choices"][0]["message"]["content"]
@@ -71,4 +71,4 @@ async def test_its_calls_are_recorded_and_its_errors_are_its_own(bench: Any) -> 
         other = await client.post("/v1/nothing", json={})
         assert other.json().keys() == CHAT.error(404, "", "").keys()
     (row,) = (await bench.store.trace(active.attempt.rollout.id)).transitions
-    assert (row.messages, row.left_out) == ([{"role": "user", "content": "why"}], ["mood"])
+    assert (row.messages, row.ignored) == ([{"role": "user", "content": "why"}], ["mood"])

@@ -99,7 +99,7 @@ def test_ended_and_unknown_attempts(attempts: AttemptRegistry) -> None:
 def test_memory_of_ended_attempts_is_bounded(
     attempts: AttemptRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attribution, "REMEMBERED", 2)
+    monkeypatch.setattr(attribution, "REMEMBERED_ATTEMPTS", 2)
     lives = [start(attempts) for _ in range(4)]
     for active in lives:
         attempts.unregister(active.id)

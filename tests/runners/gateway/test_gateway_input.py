@@ -136,7 +136,7 @@ async def test_a_lease_that_ran_out(bench: Any, active: Any, http: Any, api: str
 async def test_bodies_that_are_too_large(
     bench: Any, active: Any, monkeypatch: pytest.MonkeyPatch, http: Any, api: str
 ) -> None:
-    monkeypatch.setattr("agentrl.runners.gateway.server.LARGEST", 1000)
+    monkeypatch.setattr("agentrl.runners.gateway.server.LARGEST_REQUEST", 1000)
     small = Gateway(bench.store, "test")
     small.start()
     try:
@@ -147,7 +147,7 @@ async def test_bodies_that_are_too_large(
         assert "larger than 1000 bytes" in reason(api, answer)
     finally:
         small.close()
-    assert endpoints.LARGEST > 2**26
+    assert endpoints.LARGEST_REQUEST > 2**26
 
 
 async def test_large_bodies_pass(bench: Any, active: Any, http: httpx.AsyncClient) -> None:

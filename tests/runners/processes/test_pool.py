@@ -214,7 +214,7 @@ def build():
 async def test_a_replacement_that_does_not_load_is_tried_again(
     bench: Any, pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BACKOFF", 0.01)
+    monkeypatch.setattr(module, "FIRST_START_PAUSE", 0.01)
     broken = tmp_path / "broken"
     executor = await pool(UNSTEADY.format(broken=broken), recycle_after=1)
     broken.touch()
@@ -230,7 +230,7 @@ async def test_a_replacement_that_does_not_load_is_tried_again(
 async def test_a_replacement_that_cannot_be_started_is_tried_again(
     bench: Any, pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BACKOFF", 0.01)
+    monkeypatch.setattr(module, "FIRST_START_PAUSE", 0.01)
     executor = await pool(recycle_after=1)
     made, socketpair = list[None](), socket.socketpair
 

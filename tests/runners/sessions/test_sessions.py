@@ -259,8 +259,8 @@ async def test_what_a_killed_process_had_recorded_is_ended_by_the_next(
     async def die(self: Sessions, idle: float = 0.0) -> None:
         return None
 
-    monkeypatch.setattr(module, "LEASE", 0.3)
-    monkeypatch.setattr(module, "SWEEP", 0.05)
+    monkeypatch.setattr(module, "SESSION_LEASE", 0.3)
+    monkeypatch.setattr(module, "RENEWAL_INTERVAL", 0.05)
     with monkeypatch.context() as patch:
         patch.setattr(Sessions, "end", die)
         served = await start(settings())
@@ -284,7 +284,7 @@ async def test_what_a_killed_process_had_recorded_is_ended_by_the_next(
 async def test_idle_sessions_end_and_old_ones_are_removed(
     start, settings, shop, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(module, "SWEEP", 0.02)
+    monkeypatch.setattr(module, "RENEWAL_INTERVAL", 0.02)
     served = await start(settings(idle=0.05))
     await served.say("hi", x_session_id="s")
     cursor, (row,) = 0, await shop.rollouts(RUN)
@@ -346,7 +346,7 @@ async def test_what_a_killed_process_had_recorded_is_in_nobodys_way(
         for name in ("a", "b"):
             await served.say("hi", x_session_id=name)
         await start.stop()
-    later = partial(open_store, clock=lambda: time.time() + 2 * module.LEASE)
+    later = partial(open_store, clock=lambda: time.time() + 2 * module.SESSION_LEASE)
     monkeypatch.setattr(module, "open_store", later)
     served = await start(settings())
     assert await served.say("hi", x_session_id="c") == ("echo hi", "c")

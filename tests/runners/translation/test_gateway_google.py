@@ -68,7 +68,7 @@ async def test_a_request_is_a_chat_completion(bench: Any, active: Any, http: Any
     assert "x-goog-api-key" not in bench.model.headers[0]
     (row,) = await rows(bench, active)
     assert row.exact
-    assert row.left_out == ["includeThoughts"]
+    assert row.ignored == ["includeThoughts"]
     assert row.sampling.max_tokens == 9
 
 
@@ -106,7 +106,7 @@ async def test_functions_thoughts_and_their_signatures(
     first, second = await rows(bench, active)
     assert first.exact
     assert second.exact
-    assert first.left_out == ["tools: googleSearch"]
+    assert first.ignored == ["tools: googleSearch"]
 
 
 async def test_a_stream_is_sent_as_it_comes(bench: Any, http: Any) -> None:

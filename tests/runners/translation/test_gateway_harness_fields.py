@@ -120,15 +120,15 @@ async def test_what_is_left_out_is_recorded_and_shown(bench: Any, active: Any, h
     (offered,) = bench.model.requests[0]["tools"]
     assert offered["function"]["name"] == "spawn"
     found = await trace(bench, active)
-    left_out = ["client_metadata", "reasoning.context", "reasoning.summary"]
-    left_out += ["tools: web_search", "tools: image_generation"]
-    assert found.transitions[0].left_out == left_out
+    ignored = ["client_metadata", "reasoning.context", "reasoning.summary"]
+    ignored += ["tools: web_search", "tools: image_generation"]
+    assert found.transitions[0].ignored == ignored
     from rich.console import Console
 
     console = Console(width=200)
     with console.capture() as printed:
         console.print(render_trace(found))
-    assert "left out: client_metadata, reasoning.context" in printed.get()
+    assert "ignored: client_metadata, reasoning.context" in printed.get()
     # With no tool left to offer, there is none to choose.
     await http.post("/responses", json=CODEX | {"input": "hello", "tools": tools[:1]})
     assert not bench.model.requests[1].keys() & {"tools", "tool_choice", "client_metadata"}
@@ -173,7 +173,7 @@ async def test_claude_may_ask_for_less_context_and_hosted_tools(
     (offered,) = bench.model.requests[0]["tools"]
     assert offered["function"]["name"] == "Bash"
     (row,) = (await trace(bench, active)).transitions
-    assert row.left_out == ["context_management", "tools: web_search_20250305"]
+    assert row.ignored == ["context_management", "tools: web_search_20250305"]
     body["tools"] = tools[:1]
     assert (await http.post("/messages", json=body)).status_code == 200
     assert not bench.model.requests[1].keys() & {"tools", "tool_choice"}

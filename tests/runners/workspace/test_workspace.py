@@ -91,7 +91,7 @@ async def test_a_source_that_failed_after_its_attempt_was_stopped_harms_no_other
         build(source, *rest)
 
     monkeypatch.setattr(sources, "_build", slow)
-    monkeypatch.setattr(sources, "MOST", 0)
+    monkeypatch.setattr(sources, "MOST_TEMPLATES", 0)
     templates = sources.Templates(tmp_path, tmp_path, None)
     stopped = asyncio.create_task(templates.take("slow"))
     await asyncio.to_thread(started.wait, 10.0)
@@ -239,7 +239,7 @@ async def test_a_copy_that_is_cancelled_twice_leaves_nothing(
 async def test_templates_of_workspaces_that_end_together_are_removed_once(
     spaces: Workspaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "MOST", 0)
+    monkeypatch.setattr(sources, "MOST_TEMPLATES", 0)
     taken = [await spaces.prepare({"files": {"a": str(n)}}) for n in range(4)]
     await asyncio.gather(*map(spaces.remove, taken))
     assert list((spaces.folder / "templates").iterdir()) == []

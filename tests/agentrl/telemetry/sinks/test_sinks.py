@@ -178,7 +178,7 @@ async def test_steps_are_written_as_they_come(
 ) -> None:
     memory, run, run_ended = MemorySink(), config(tmp_path), threading.Event()
     monkeypatch.setattr(base, "open_sink", memory)
-    monkeypatch.setattr(process, "POLL", 0.01)
+    monkeypatch.setattr(process, "STORE_POLL", 0.01)
     await train(run, 0, 1)
     wrote = asyncio.Event()
     monkeypatch.setattr(memory, "write", lambda step: (memory.rows.append(step), wrote.set()))
@@ -218,7 +218,7 @@ class Stuck:
     def write(self, row): print("writing", flush=True); time.sleep(600)
     def close(self): ...
 base.open_sink = lambda *_: Stuck()
-process.DRAIN = process.SLACK = 0.5
+process.DRAIN_TIMEOUT = process.EXIT_GRACE = 0.5
 import msgspec
 from agentrl.config import RunConfig
 process.main(msgspec.json.decode(sys.argv[1], type=RunConfig))
@@ -292,7 +292,7 @@ MAIN = """
 import sys, msgspec
 from agentrl.config import RunConfig
 from agentrl.telemetry.sinks import process
-process.DRAIN = 3.0
+process.DRAIN_TIMEOUT = 3.0
 process.main(msgspec.json.decode(sys.argv[1], type=RunConfig))
 """
 
@@ -599,8 +599,8 @@ def test_a_sinks_failure_is_said_once_and_tried_again(
         return memory
 
     monkeypatch.setattr(base, "open_sink", open_sink)
-    monkeypatch.setattr(process, "PAUSE", 0.0)
-    monkeypatch.setattr(process, "POLL", 0.01)
+    monkeypatch.setattr(process, "FIRST_RETRY_PAUSE", 0.0)
+    monkeypatch.setattr(process, "STORE_POLL", 0.01)
     thread = process.SinkThread(run, "memory")
     thread.start()
     while tries:
@@ -614,7 +614,7 @@ def test_a_sinks_failure_is_said_once_and_tried_again(
 async def test_a_process_that_dies_is_reported_once_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(process, "PAUSE", 0.0)
+    monkeypatch.setattr(process, "FIRST_RETRY_PAUSE", 0.0)
     child: Any = Scripted(tmp_path / "log", -11, -11, 0)
     child.ended.set()
     await process.SinksProcess(child, Console(width=200)).keep()

@@ -10,7 +10,7 @@ import pytest
 from agentrl.algorithms.engines.vllm import process
 from agentrl.algorithms.engines.vllm.factory import vllm_server, vllm_share
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.memory import USABLE, bytes_needed
+from agentrl.algorithms.model.memory import USABLE_MEMORY, bytes_needed
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError
 
@@ -29,15 +29,15 @@ def test_vllm_gets_what_the_learner_leaves(tiny_model_dir: Path) -> None:
     assert parts["KV cache"] == 0  # which is vLLM's own
     total = 10 * int(sum(parts.values()))
     shares = [vllm_share(config, network, total) for config in (awake, asleep, moved)]
-    assert shares[0] == pytest.approx(USABLE - sum(parts.values()) / total)
+    assert shares[0] == pytest.approx(USABLE_MEMORY - sum(parts.values()) / total)
     assert shares[1] == pytest.approx(shares[0] + (parts["activations"] + parts["logits"]) / total)
-    assert shares[2] == pytest.approx(USABLE - parts["weights"] / total)
+    assert shares[2] == pytest.approx(USABLE_MEMORY - parts["weights"] / total)
 
 
 def test_too_little_is_a_sentence_with_the_numbers(tiny_model_dir: Path) -> None:
     network, _ = load_model(tiny_model_dir, device="cpu")
     config = config_of({})
-    total = int(sum(bytes_needed(config, network).values()) / USABLE)
+    total = int(sum(bytes_needed(config, network).values()) / USABLE_MEMORY)
     with pytest.raises(PolicyError, match=r"GiB of the learner's GPU.*set engine\.vllm\.sleep=1"):
         vllm_share(config, network, total)
 

@@ -203,7 +203,7 @@ def test_vllm_is_told_of_adapters_and_room_for_their_rank(
 ) -> None:
     made = process(SERVES, adapters=2, rank=9)
     command = made._command(replace(SERVING, adapters=True), 7)
-    assert (made.refuses_adapters, made.room) == ("", 2)
+    assert (made.refuses_adapters, made.max_adapters) == ("", 2)
     assert command[command.index("--max-lora-rank") + 1] == "16"
     assert command[command.index("--max-loras") + 1] == "2"
     assert command[command.index("--max-cpu-loras") + 1] == "3"

@@ -231,7 +231,7 @@ async def test_one_that_does_not_take_an_update_is_gone(
 async def test_what_all_refuse_is_told(
     theirs: list[FakeVllm], fleet: VllmFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_fleet, "DYING", 0.01)
+    monkeypatch.setattr(vllm_fleet, "CRASH_GRACE", 0.01)
     for server in theirs:
         server.status = 500
     assert (await control(fleet, "/collective_rpc"))[0] == 500
@@ -241,7 +241,7 @@ async def test_what_all_refuse_is_told(
 async def test_one_that_returns_is_told_alone_and_then_gets_calls_again(
     theirs: list[FakeVllm], fleet: VllmFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_fleet, "WATCH", 0.01)
+    monkeypatch.setattr(vllm_fleet, "HEALTH_INTERVAL", 0.01)
     await theirs[1].stop()
     async with aclosing(fleet.returned()) as returned:
         back = asyncio.create_task(anext(returned))

@@ -26,9 +26,9 @@ from tests.algorithms.engines.fake_vllm import FakeVllm
 
 @pytest.fixture
 async def theirs(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[FakeVllm]]:
-    monkeypatch.setattr(vllm_fleet, "WATCH", 0.01)
-    monkeypatch.setattr(vllm_fleet, "DYING", 0.01)
-    monkeypatch.setattr(vllm, "GRACE", 0.05)
+    monkeypatch.setattr(vllm_fleet, "HEALTH_INTERVAL", 0.01)
+    monkeypatch.setattr(vllm_fleet, "CRASH_GRACE", 0.01)
+    monkeypatch.setattr(vllm, "CRASH_GRACE", 0.05)
     servers = [FakeVllm(), FakeVllm()]
     for server in servers:
         await server.start()

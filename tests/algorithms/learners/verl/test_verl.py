@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agentrl.algorithms.credit.core import CriticValues, Gae, GroupRelative
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.learners.base import Psi
+from agentrl.algorithms.learners.base import LossCoefficients
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.objective import core as objective
@@ -89,8 +89,8 @@ class Case:
     verl: dict[int, dict[str, Any]]
 
     @property
-    def psi(self) -> Psi:
-        return partial(objective.psi, self.algo, self.terms)
+    def psi(self) -> LossCoefficients:
+        return partial(objective.loss_coefficients, self.algo, self.terms)
 
     def learner(self) -> TorchLearner:
         """Anew from the same run file, but for the learner."""

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from agentrl import trainer
 from agentrl.algorithms.data.batch import Batch, TokenRow
-from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.algorithms.learners.base import LossCoefficients, StepReport
 from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.learners.verl.settings import (
@@ -33,7 +33,7 @@ from tests.algorithms.train.test_update import Recorder, group, updater
 class Sending(Recorder):
     """Sends psi to another process, itself cannot be sent."""
 
-    def step(self, batch: Batch, psi: Psi, **rest: Any) -> StepReport:
+    def step(self, batch: Batch, psi: LossCoefficients, **rest: Any) -> StepReport:
         return super().step(batch, pickle.loads(pickle.dumps(psi)), **rest)
 
     def __reduce__(self) -> str:

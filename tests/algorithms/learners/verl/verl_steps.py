@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.learners.base import Psi
+from agentrl.algorithms.learners.base import LossCoefficients
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.objective import core as objective
@@ -59,10 +59,12 @@ def opened(case: dict[str, Any], ranks: int) -> VerlLearner:
 
 def steps(case: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
     batch, values, learner = case["batch"], case["values"], opened(case, ranks)
-    psi: Psi = partial(objective.psi, case["algo"], case["terms"])
+    psi: LossCoefficients = partial(objective.loss_coefficients, case["algo"], case["terms"])
     found: dict[str, Any] = {"scored": scored(learner, batch)}
 
-    def step(lr: float, psi: Psi = psi, values: ValueTerms | None = values) -> dict[str, Any]:
+    def step(
+        lr: float, psi: LossCoefficients = psi, values: ValueTerms | None = values
+    ) -> dict[str, Any]:
         report = learner.step(batch, psi, lr=lr, critic=values)
         weights = {name: p.detach().clone() for name, p in learner.parameters().items()}
         return {"report": report, "weights": weights}

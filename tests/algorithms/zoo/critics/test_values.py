@@ -15,11 +15,11 @@ from agentrl.algorithms.objective import values as targets
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.errors import TrainingError
 from tests.algorithms.worlds import NAN, Call, Play, world
 
-EVERY: tuple[Supply, ...] = ("old", "sampler", "reference", "values")
+EVERY: tuple[LearnerOutput, ...] = ("old", "sampler", "reference", "values")
 
 
 def known(x: Tensor) -> list[float | None]:

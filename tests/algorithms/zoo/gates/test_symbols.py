@@ -22,7 +22,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import Packing
-from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
+from agentrl.algorithms.objective.core import compute_advantages, loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.step import Updater
@@ -99,7 +99,7 @@ def test_psi_is_minus_the_gradient_of_the_published_loss(case: str) -> None:
         o_NK = old.log_softmax(-1).gather(1, ids)
         terms = loss_terms(algo, batch, GivenLogProbs(old=o_NK[:, 0], old_candidates=o_NK))
         p_NK = leaf.log_softmax(-1).gather(1, ids)
-        found = psi(algo, terms, p_NK, torch.arange(batch.n_tokens))
+        found = loss_coefficients(algo, terms, p_NK, torch.arange(batch.n_tokens))
         p_NK[:, 0].backward(found)
         assert leaf.grad is not None
         expected = published(batch, case, old, now)
@@ -107,7 +107,7 @@ def test_psi_is_minus_the_gradient_of_the_published_loss(case: str) -> None:
         dropped += int(((found == 0) & (terms.advantage != 0) & (terms.weight > 0)).sum())
         # A micro-batch sees what the whole does.
         part = (batch.token_row % 2 == 0).nonzero().squeeze(1)
-        assert torch.equal(psi(algo, terms, p_NK[part], part), found[part])
+        assert torch.equal(loss_coefficients(algo, terms, p_NK[part], part), found[part])
     assert dropped
 
 
@@ -117,15 +117,17 @@ def test_the_first_step_needs_no_symbols_and_trusts_everything() -> None:
     batch = flat(padded(0))
     algo = make("dppo-topk", {}, streams=("old", "sampler", "top_tokens"))
     terms, p = loss_terms(algo, batch, GivenLogProbs(), fresh=True), batch.behaviour.double()
-    assert torch.equal(psi(algo, terms, p, torch.arange(len(p))), terms.weight * terms.advantage)
+    assert torch.equal(
+        loss_coefficients(algo, terms, p, torch.arange(len(p))), terms.weight * terms.advantage
+    )
     with pytest.raises(TrainingError, match=r"old policy's most probable tokens, and there"):
         loss_terms(algo, batch, GivenLogProbs(old=p))
     both = GivenLogProbs(old=p, old_candidates=torch.stack((p, p), 1))
     with pytest.raises(TrainingError, match="of the symbols"):
-        psi(algo, loss_terms(algo, batch, both), p, torch.arange(len(p)))
+        loss_coefficients(algo, loss_terms(algo, batch, both), p, torch.arange(len(p)))
     bad = torch.stack((p, torch.full_like(p, math.nan)), 1)
     with pytest.raises(TrainingError, match="log-probs of the current policy"):
-        psi(algo, loss_terms(algo, batch, both), bad, torch.arange(len(p)))
+        loss_coefficients(algo, loss_terms(algo, batch, both), bad, torch.arange(len(p)))
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -198,11 +200,13 @@ class Symbolic(Recorder):
         ids = torch.arange(batch.n_tokens)[:, None] + torch.arange(k)
         return ids, self.logprobs(batch)[:, None] - torch.arange(k)
 
-    def step(self, batch: Batch, psi: Any, **rest: Any) -> Any:
+    def step(self, batch: Batch, loss_coefficients: Any, **rest: Any) -> Any:
         if not batch.symbols.numel():
-            return super().step(batch, psi, **rest)
+            return super().step(batch, loss_coefficients, **rest)
         shown = self.logprobs(batch)[:, None] - torch.arange(batch.symbols.shape[1])
-        report = super().step(batch, lambda _, index: psi(shown[index], index), **rest)
+        report = super().step(
+            batch, lambda _, index: loss_coefficients(shown[index], index), **rest
+        )
         return msgspec.structs.replace(report, symbols=shown)
 
 
@@ -235,9 +239,9 @@ def test_steps_of_a_real_learner_are_held_and_can_be_dumped(
     seen: list[Batch] = []
 
     class Watched(TorchLearner):
-        def step(self, batch: Batch, psi: Any, **rest: Any) -> Any:
+        def step(self, batch: Batch, loss_coefficients: Any, **rest: Any) -> Any:
             seen.append(batch)
-            return super().step(batch, psi, **rest)
+            return super().step(batch, loss_coefficients, **rest)
 
     learner.__class__ = Watched
     config = AlgorithmConfig(lr=1e-2, epochs=2, minibatches=2)

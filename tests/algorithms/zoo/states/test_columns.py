@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from agentrl.algorithms.credit.turns import StepGae
+from agentrl.algorithms.credit.call_credit import StepGae
 from agentrl.algorithms.zoo.states.presets import PeerValues
-from tests.algorithms.credit.test_turns import near
+from tests.algorithms.credit.test_call_credit import near
 from tests.algorithms.worlds import NAN, Call, Play, world
 
 

@@ -175,7 +175,7 @@ class TurnDiscount:
     gamma: float
 
     def __call__(self, batch: Batch) -> Tensor:
-        return self.credit(batch) * turn_discounts(batch, self.gamma)[batch.token_transition]
+        return self.credit(batch) * call_discounts(batch, self.gamma)[batch.token_transition]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ def need_roles(batch: Batch, roles: Collection[str]) -> None:
             )
 
 
-def turn_discounts(batch: Batch, gamma: float) -> Tensor:
+def call_discounts(batch: Batch, gamma: float) -> Tensor:
     """gamma ** (number of the rollout's later calls), [S]."""
     following = next_same(batch.transition_rollout)
     ones = torch.ones_like(following, dtype=torch.float64)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import CriticValues, GroupRelative, Whiten, weighted_sum
-from agentrl.algorithms.credit.turns import (
+from agentrl.algorithms.credit.call_credit import (
     CallRewards,
     FirstTokenValues,
     PotentialShaping,
@@ -21,6 +20,7 @@ from agentrl.algorithms.credit.turns import (
     ValuesFromReward,
     call_rewards,
 )
+from agentrl.algorithms.credit.core import CriticValues, GroupRelative, Whiten, weighted_sum
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.presets.catalogue import make

@@ -1,5 +1,5 @@
 # ruff: noqa: E741  # w and l, as in the papers
-"""Losses of sides against their formulas, written here for one pair at a time."""
+"""Losses of completions against their formulas, written here for one pair at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import pack_rows
-from agentrl.algorithms.objective.core import Algo, loss_terms, psi
+from agentrl.algorithms.objective.core import Algo, loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
+from agentrl.algorithms.preferences.completions import MISMATCHED, WEIGHT, with_mismatched
 from agentrl.algorithms.preferences.pairing import choose_pairs
-from agentrl.algorithms.preferences.sides import MISMATCHED, WEIGHT, with_mismatched
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import Group, Reward
@@ -95,11 +95,11 @@ def build(name: str, **options: Any) -> Algo:
 
 def current(algo: Algo, batch: Batch, p: Tensor, q: Tensor) -> Tensor:
     terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
-    return psi(algo, terms, p, torch.arange(batch.n_tokens))
+    return loss_coefficients(algo, terms, p, torch.arange(batch.n_tokens))
 
 
 def one_by_one(batch: Batch, p: Tensor, q: Tensor) -> list[tuple[One, One]]:
-    """Better and worse side of each group of two."""
+    """Better and worse completion of each group of two."""
     own = [batch.token_rollout == u for u in range(len(batch.rollouts))]
     return [
         (One(p[own[u + 1]], q[own[u + 1]]), One(p[own[u]], q[own[u]]))
@@ -114,7 +114,7 @@ def test_psi_is_minus_the_gradient_of_the_formula() -> None:
 def psi_is_minus_the_gradient_of(
     name: str, formula: Callable[[One, One], Tensor], imitated: float = 0.0
 ) -> None:
-    """imitated: the weight of the better sides' likelihood."""
+    """imitated: the weight of the better ones' likelihood."""
     batch = batch_of(pairs())
     p, q = columns(batch)
     leaf = p.clone().requires_grad_()
@@ -182,7 +182,7 @@ def test_ties_are_no_pairs() -> None:
     batch = batch_of(groups)
     p, q = columns(batch)
     terms = loss_terms(build("dpo"), batch, GivenLogProbs(reference=q), fresh=True)
-    assert (terms.sides.count, terms.sides.ties) == (1, 1)
+    assert (terms.added.count, terms.added.ties) == (1, 1)
     assert not current(build("dpo"), batch, p, q)[batch.token_group == 1].any()
     tied = loss_terms(
         build("dpo"), batch_of(groups[1:]), GivenLogProbs(reference=q[batch.token_group == 1])
@@ -239,7 +239,7 @@ def gradients(learner: TorchLearner, name: str, budget: int) -> tuple[dict[str, 
     q = learner.logprobs(batch).double() + 0.1 * noise
     terms = loss_terms(algo, batch, GivenLogProbs(reference=q), fresh=True)
     learner.token_budget = budget
-    report = learner._backward(batch, lambda p, i: psi(algo, terms, p, i), None, None)
+    report = learner._backward(batch, lambda p, i: loss_coefficients(algo, terms, p, i), None, None)
     found = {n: x.grad.clone() for n, x in learner.model.named_parameters() if x.grad is not None}
     learner._zero_grad()
     return found, report.logprobs
@@ -269,8 +269,8 @@ def test_a_pack_with_one_side_of_a_pair_is_refused() -> None:
     p, q = columns(batch)
     terms = loss_terms(build("dpo"), batch, GivenLogProbs(reference=q), fresh=True)
     index = (batch.token_rollout == 0).nonzero().flatten()
-    with pytest.raises(TrainingError, match="one side of a pair"):
-        psi(build("dpo"), terms, p[index], index)
+    with pytest.raises(TrainingError, match="one completion of a pair"):
+        loss_coefficients(build("dpo"), terms, p[index], index)
 
 
 def test_metrics_have_the_names_of_trl() -> None:

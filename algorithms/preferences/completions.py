@@ -1,11 +1,11 @@
 """Preference losses: functions of the summed log-probs of whole rollouts, alone or in pairs.
 
-    S_u = sum of log pi over the tokens of side u     h_u = S_u - S_ref,u     n_u tokens
-    psi_t = -d L / d S_side(t)
+    S_u = sum of log pi over the tokens of completion u     h_u = S_u - S_ref,u     n_u tokens
+    psi_t = -d L / d S_u(t)
 
-A side is a rollout of the batch; S sums over its action tokens only. Means are over all pairs (or
-labelled sides) of an optimizer step, so the gradient does not depend on how rows are packed, as
-long as both sides of a pair are in one pack: see `Batch.row_unit`.
+A completion is a rollout of the batch; S sums over its action tokens only. Means are over all pairs
+(or labelled completions) of an optimizer step, so the gradient does not depend on how rows are
+packed, as long as both completions of a pair are in one pack: see `Batch.row_unit`.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ from agentrl.errors import TrainingError
 from agentrl.types import Group, Reward, Rollout
 
 WEIGHT, MISMATCHED = "weight", "mismatched"
-"""Names of two further rewards: the weight of a pair or side (default 1), and 1 for rollouts whose
-completion belongs to another prompt, from which a loss of single sides estimates the KL."""
+"""Names of two further rewards: the weight of a pair or label (default 1), and 1 for rollouts whose
+completion belongs to another prompt, from which a loss of labels estimates the KL."""
 
 
-class Sums(NamedTuple):
-    """Summed current (S) and reference (q) log-probs and token counts (n) of sides, float64."""
+class LogProbSums(NamedTuple):
+    """Sums of the log-probs of completions, and their numbers of tokens, float64 [U]."""
 
-    S: Tensor
-    q: Tensor
-    n: Tensor
+    current: Tensor
+    reference: Tensor
+    tokens: Tensor
 
     @property
-    def h(self) -> Tensor:
-        return self.S - self.q
+    def log_ratio(self) -> Tensor:
+        return self.current - self.reference
 
-    def at(self, index: Tensor) -> Sums:
-        return Sums(self.S[index], self.q[index], self.n[index])
+    def at(self, index: Tensor) -> LogProbSums:
+        return LogProbSums(*(column[index] for column in self))
 
 
 @dataclass(frozen=True, slots=True)
-class SideLoss:
-    """A loss over sides.
+class CompletionLoss:
+    """A loss over completions.
 
-    fn: maps the `Sums` of the better and the worse sides of P pairs to losses [P]; not paired: maps
-    the `Sums` of U sides, their labels and the mean KL estimate to losses [U]. reference: whether
-    it reads q. whole: whether it needs all sides of the step at once. nll: weight of the mean
-    negative log-prob of the better sides' tokens. share: weight of the loss in psi. how, least,
-    per_group: see `choose_pairs`. threshold: least reward of a desirable side, if not paired."""
+    fn: maps the `LogProbSums` of the better and the worse completions of P pairs to losses
+    [P]; not paired: maps those of U completions, their labels and the mean KL estimate to losses
+    [U]. reference: whether it reads log-probs of the reference. whole: whether it needs all
+    completions of the step at once. nll: weight of the mean negative log-prob of the better ones'
+    tokens. share: weight of the loss in psi. how, least, per_group: see `choose_pairs`. threshold:
+    least reward of a desirable completion, if not paired."""
 
     fn: Callable[..., Tensor]
     options: Mapping[str, float]
@@ -73,8 +74,8 @@ class SideLoss:
     def columns(self) -> tuple[str, ...]:
         return WEIGHT, MISMATCHED
 
-    def terms(self, batch: Batch, q: Tensor | None) -> SideTerms:
-        return side_terms(self, batch, q)
+    def terms(self, batch: Batch, q: Tensor | None) -> CompletionTerms:
+        return completion_terms(self, batch, q)
 
     def row_unit(self, batch: Batch) -> Tensor:
         """Pairs, which are in one group, stay together."""
@@ -86,40 +87,40 @@ class SideLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class SideTerms:
-    """The constants of the U sides and P pairs of one optimizer step."""
+class CompletionTerms:
+    """The constants of the U completions and P pairs of one optimizer step."""
 
-    loss: SideLoss
-    side: Tensor  # int64 [N], the side of each token
-    q: Tensor  # float64 [U]
-    n: Tensor  # float64 [U]
+    loss: CompletionLoss
+    completion: Tensor  # int64 [N], that of each token
+    reference: Tensor  # float64 [U], sums of log-probs
+    tokens: Tensor  # float64 [U], their numbers
     better: Tensor  # int64 [P]
     worse: Tensor  # int64 [P]
     label: Tensor  # float64 [U], 1 or 0; NaN: unknown
-    weight: Tensor  # float64 [U]; a pair has the weight of its better side
+    weight: Tensor  # float64 [U]; a pair has the weight of its better one
     mismatched: Tensor  # bool [U]
     ties: int  # groups without a pair
 
     @property
     def count(self) -> int:
-        """Number of pairs, or of labelled sides."""
+        """Number of pairs, or of labels."""
         return len(self.better) or int((~self.label.isnan()).sum())
 
-    def psi(self, p: Tensor, index: Tensor) -> Tensor:
-        side = self.side[index]
-        S = reduce_by(p, side, len(self.n)).requires_grad_()
-        present = (self.n == 0).index_fill(0, side, True)
-        (gradient,) = torch.autograd.grad(loss_value(self.loss, self, S, present), S)
-        return -self.loss.share * gradient[side]
+    def coefficients(self, p: Tensor, index: Tensor) -> Tensor:
+        of = self.completion[index]
+        sums = reduce_by(p, of, len(self.tokens)).requires_grad_()
+        present = (self.tokens == 0).index_fill(0, of, True)
+        (gradient,) = torch.autograd.grad(loss_value(self.loss, self, sums, present), sums)
+        return -self.loss.share * gradient[of]
 
     def metrics(self, p: Tensor) -> dict[str, float]:
         """The metrics in `algorithms/PREFERENCES.md`."""
-        return side_metrics(self.loss, self, p)
+        return completion_metrics(self.loss, self, p)
 
 
-def side_terms(loss: SideLoss, batch: Batch, q: Tensor | None) -> SideTerms:
+def completion_terms(loss: CompletionLoss, batch: Batch, q: Tensor | None) -> CompletionTerms:
     """Choose the pairs or labels of a batch. q: reference log-probs [N] if the loss reads them."""
-    U, side = len(batch.rollouts), batch.token_rollout
+    U, completion = len(batch.rollouts), batch.token_rollout
     none = torch.full((U,), torch.nan, dtype=torch.float64)
     values = rollout_rewards(batch, loss.reward)
     mismatched = batch.rewards.get(MISMATCHED, none) == 1
@@ -133,11 +134,11 @@ def side_terms(loss: SideLoss, batch: Batch, q: Tensor | None) -> SideTerms:
         ties += not found
     better, worse = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
     label = torch.where(mismatched | values.isnan(), torch.nan, (values >= loss.threshold).double())
-    return SideTerms(
+    return CompletionTerms(
         loss=loss,
-        side=side,
-        q=torch.zeros(U, dtype=torch.float64) if q is None else reduce_by(q, side, U),
-        n=reduce_by(torch.ones(len(side)), side, U),
+        completion=completion,
+        reference=torch.zeros_like(none) if q is None else reduce_by(q, completion, U),
+        tokens=reduce_by(torch.ones(len(completion)), completion, U),
         better=better,
         worse=worse,
         label=none if loss.paired else label,
@@ -147,47 +148,49 @@ def side_terms(loss: SideLoss, batch: Batch, q: Tensor | None) -> SideTerms:
     )
 
 
-def loss_value(loss: SideLoss, terms: SideTerms, S: Tensor, present: Tensor) -> Tensor:
-    """The scalar contribution to the loss of the sides with sums S [U] that are `present` [U].
+def loss_value(
+    loss: CompletionLoss, terms: CompletionTerms, sums: Tensor, present: Tensor
+) -> Tensor:
+    """The scalar contribution to the loss of the completions with sums [U] that are `present` [U].
 
-    Raises TrainingError if one side of a pair is absent, or any side of a `whole` loss."""
+    Raises TrainingError if one of a pair is absent, or any of a `whole` loss."""
     a, b = terms.better, terms.worse
     if (present[a] != present[b]).any() or (loss.whole and not present.all()):
         raise TrainingError(
-            "a micro-batch has only one side of a pair: the learner must keep rows of one "
+            "a micro-batch has only one completion of a pair: the learner must keep rows of one "
             "Batch.row_unit together, or compute psi before it splits them"
         )
-    now = Sums(S, terms.q, terms.n.clamp(min=1))
+    now = LogProbSums(sums, terms.reference, terms.tokens.clamp(min=1))
     if not loss.paired:
         known = (present & ~terms.label.isnan()).nonzero().flatten()
-        kl = torch.zeros((), dtype=S.dtype)
+        kl = torch.zeros((), dtype=sums.dtype)
         if terms.mismatched.any():
-            kl = now.h[terms.mismatched].detach().mean().clamp(min=0)
+            kl = now.log_ratio[terms.mismatched].detach().mean().clamp(min=0)
         each = loss.fn(now.at(known), terms.label[known], kl, **loss.options)
         return (each * terms.weight[known]).sum() / max(1, terms.count)
     a, b = a[present[a]], b[present[a]]
     each = loss.fn(now.at(a), now.at(b), **loss.options)
     total = (each * terms.weight[a]).sum() / max(1, terms.count)
-    return total - loss.nll * S[a].sum() / terms.n[terms.better].sum().clamp(min=1)
+    return total - loss.nll * sums[a].sum() / terms.tokens[terms.better].sum().clamp(min=1)
 
 
-def side_metrics(loss: SideLoss, terms: SideTerms, p: Tensor) -> dict[str, float]:
-    S = reduce_by(p, terms.side, len(terms.n))
-    beta, n = loss.options.get("beta", 1.0), terms.n.clamp(min=1)
-    reward = beta * (S - terms.q if loss.reference else S / n)
+def completion_metrics(loss: CompletionLoss, terms: CompletionTerms, p: Tensor) -> dict[str, float]:
+    sums = reduce_by(p, terms.completion, len(terms.tokens))
+    beta, tokens = loss.options.get("beta", 1.0), terms.tokens.clamp(min=1)
+    reward = beta * (sums - terms.reference if loss.reference else sums / tokens)
     a, b = terms.better, terms.worse
     if not loss.paired:
         a, b = (terms.label == 1).nonzero().flatten(), (terms.label == 0).nonzero().flatten()
-    every = torch.ones_like(terms.n, dtype=torch.bool)
-    found = {"preferences/loss": loss_value(loss, terms, S, every)}
+    every = torch.ones_like(terms.tokens, dtype=torch.bool)
+    found = {"preferences/loss": loss_value(loss, terms, sums, every)}
     found |= {f"rewards/{k}": reward[i].mean() for k, i in (("chosen", a), ("rejected", b))}
-    found |= {f"logps/{k}": S[i].mean() for k, i in (("chosen", a), ("rejected", b))}
+    found |= {f"logps/{k}": sums[i].mean() for k, i in (("chosen", a), ("rejected", b))}
     if loss.reference:
-        found["logps/chosen_drop"] = (terms.q - S)[a].mean()
+        found["logps/chosen_drop"] = (terms.reference - sums)[a].mean()
     if loss.paired:
         found["rewards/accuracies"] = (reward[a] > reward[b]).double().mean()
         found["rewards/margins"] = (reward[a] - reward[b]).mean()
-        found["preferences/length_gap"] = (terms.n[a] - terms.n[b]).mean()
+        found["preferences/length_gap"] = (terms.tokens[a] - terms.tokens[b]).mean()
     metrics = {name: float(x) for name, x in found.items() if not x.isnan()}
     counted = {"preferences/pairs" if loss.paired else "preferences/labels": terms.count}
     return metrics | counted | {"preferences/ties": terms.ties}
