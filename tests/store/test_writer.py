@@ -200,14 +200,14 @@ async def test_a_verb_is_stored_though_its_caller_was_cancelled(url):
             held.set()
             go.wait(SOON)
 
-        first = asyncio.ensure_future(store._writer.post(hold))
+        store._writer.post(hold)
         await asyncio.to_thread(held.wait, SOON)
         cancelled = asyncio.create_task(store.open_run("run", {}))
         await asyncio.sleep(0)
         cancelled.cancel()
+        last = store._writer.post(lambda tx: None)
         go.set()
-        await first
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        while await store.runs() != ["run"]:
-            await asyncio.sleep(0)
+        await last
+        assert await store.runs() == ["run"]
