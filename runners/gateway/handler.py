@@ -27,7 +27,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from agentrl.base import threads
-from agentrl.errors import StoreError
+from agentrl.errors import Conflict, Forbidden, Invalid, NotFound, StoreError
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.base import CHAT, data_event
 from agentrl.runners.gateway import recorded, request
@@ -36,6 +36,7 @@ from agentrl.runners.gateway.prompt_size import find_room
 from agentrl.runners.gateway.recorded import CUT, RECORD, question_of
 from agentrl.runners.gateway.refusals import (
     MALFORMED,
+    NotStoredError,
     RefusedError,
     ServerRefusal,
     UpstreamError,
@@ -46,6 +47,7 @@ from agentrl.runners.gateway.refusals import (
 from agentrl.runners.gateway.request import forwarded, read_request
 from agentrl.runners.gateway.response import (
     LONGEST_REFUSAL,
+    NO_TRANSLATION,
     AnsweredCall,
     Delivery,
     DisconnectedError,
@@ -60,6 +62,7 @@ from agentrl.runners.gateway.upstream import Route, SentCall, Upstream
 from agentrl.store.base import Store
 from agentrl.types import SIDE, Transition
 
+STORE_REFUSALS = (Invalid, NotFound, Conflict, Forbidden)  # after which nothing is stored
 REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
 
 
@@ -80,7 +83,7 @@ class CallHandler:
     async def run(self) -> web.StreamResponse:
         """Handle the call. Raises UpstreamError if there is no response and retries cannot succeed
         in time, and RefusedError if the attempt has ended or a feature refuses the call."""
-        active, asked, dialect = self._active, self._call.asked, self._call.request.dialect
+        active, counted, dialect = self._active, self._call.counted, self._call.request.dialect
         try:
             async with asyncio.timeout(active.left):
                 return await self._answer(self._call)
@@ -93,27 +96,27 @@ class CallHandler:
             if not self._agent.begun:
                 raise
             if dialect.tells_errors:
-                told = data_event(dialect.error(502, "model_unavailable", error.message))
+                told = data_event(dialect.error(502, error.code, error.message))
                 with contextlib.suppress(DisconnectedError):
                     await self._agent.send(told, {})
         except TimeoutError:
             self._record_silence()
             if not self._agent.begun:
-                known = active.failures.get(asked.number, "")
-                raise active.time_is_up("the model", known) from None
+                failure = active.failures.get(counted.number, "")
+                raise active.time_is_up("the model", failure) from None
         finally:
-            active.done(asked)
+            active.call_ended(counted)
         return self._agent.abort()
 
     def _record_silence(self) -> None:
         if not self._agent.shown:
             silent = time.monotonic() - self._call.arrived
-            self._active.model_was_silent(self._call.asked, silent)
+            self._active.model_was_silent(self._call.counted, silent)
 
     async def _answer(self, call: ReceivedCall) -> web.StreamResponse:
         """Answer from a record if there is one of the call, else from the policy."""
         active = self._active
-        if unread := active.unread.pop((call.asked.key, call.role), None):
+        if unread := active.take_unread(call.counted, call.role):
             return await self._answer_recorded(call, unread, unread)
         if call.defaults.seed is not None:
             seed = active.seed_of(question_of(call.request, call.role))
@@ -122,34 +125,33 @@ class CallHandler:
             if rows := await answer(call):
                 made = call.request
                 new: Any = {"messages": made.messages, "tools": made.tools, "started": time.time()}
+                new["seconds"] = 0.0
                 own = [
-                    replace(
-                        row, **self._identity(), **new, repeats=row.repeats or row.id, seconds=0.0
-                    )
+                    replace(row, **self._next_identity(), **new, repeats=row.repeats or row.id)
                     for row in rows
                 ]
                 return await self._answer_recorded(call, rows, own)
         ask = partial(self._ask, call)
-        return await self._upstream.retry(call.caller, call.request.model, call.asked, ask)
+        return await self._upstream.retry(call.caller, call.request.model, call.counted, ask)
 
     async def _answer_recorded(
         self, call: ReceivedCall, rows: Sequence[Transition], stored: Sequence[Transition]
     ) -> web.StreamResponse:
         sent = SentCall(call, RECORD, "", time.time(), time.monotonic(), rows=stored)
         response = await self._deliver_recorded(sent, rows)
-        self._active.call_succeeded(call.asked)
+        self._active.call_succeeded(call.counted)
         return response
 
     async def _deliver_recorded(
         self, sent: SentCall, rows: Sequence[Transition]
     ) -> web.StreamResponse:
         """Send a recorded response, or a fixed text of the run file, without a server."""
-        asked = sent.call.request
-        if asked.stream:
+        made = sent.call.request
+        if made.stream:
             headers = {"content-type": "text/event-stream; charset=utf-8"}
-            return await self._stream(sent, recorded.stream(rows, asked), headers)
+            return await self._stream(sent, recorded.stream(rows, made), headers)
         headers = {"content-type": "application/json"}
-        return await self._whole(sent, recorded.whole(rows, asked), headers)
+        return await self._whole(sent, recorded.whole(rows, made), headers)
 
     async def _ask(self, call: ReceivedCall, route: Route) -> web.StreamResponse:
         """Try a route once; more often only if the server refuses what capture adds to a call, or
@@ -159,17 +161,17 @@ class CallHandler:
                 sent = SentCall(call, route, route.policy, time.time(), time.monotonic())
                 rows = recorded.fixed_answer(route.text, call.request)
                 return await self._deliver_recorded(sent, rows)
-            known = False if self._active.scoring else self._upstream.gives_token_ids(route)
-            sent = await self._prepare(call, route, capture=known is not False)
+            gives_ids = False if self._active.scoring else self._upstream.gives_token_ids(route)
+            sent = await self._prepare(call, route, capture=gives_ids is not False)
             while isinstance(answer := await self._post(sent), ServerRefusal):
-                again = await self._without_refused(sent, answer, known)
+                again = await self._without_refused(sent, answer, gives_ids)
                 if again is None:
                     return self._refused(sent, answer)
                 sent = again
         except UpstreamError as error:
             error.final = error.final or self._agent.shown
             raise
-        if known is None and not sent.capture:
+        if gives_ids is None and not sent.capture:
             self._upstream.note_token_ids(route, given=False)
         return answer
 
@@ -177,27 +179,29 @@ class CallHandler:
         self, call: ReceivedCall, route: Route, *, capture: bool, room: int | None = None
     ) -> SentCall:
         """Encode a call for a route's server."""
-        started, at, asked = time.time(), time.monotonic(), call.request
-        if asked.translation is not None and asked.translation.begun:  # by an earlier try
-            asked = read_request(asked.dialect, call.raw, self._active.memory, call.asked.number)
-            call = changed(replace(call, request=asked))
-            asked = call.request
+        started, at, made = time.time(), time.monotonic(), call.request
+        if made.translation is not None and made.translation.begun:  # by an earlier try
+            made = read_request(made.dialect, call.raw, self._active.memory, call.counted.number)
+            call = changed(replace(call, request=made))
+            made = call.request
         aside = self._upstream.router.is_aside(call.role, self._active.seats)
         if not (route.frozen or aside):
-            if why := request.why_not_text(asked.fields, asked.messages, route.policy, call.role):
+            if why := request.why_not_text(made.fields, made.messages, route.policy, call.role):
                 call.fail(why)
                 raise RefusedError(400, "not_text", why)
-            request.warn_of_name(self._upstream, route, call.caller, asked.model)
-        if asked.dialect.api == CHAT.api:
-            messages = await self._upstream.adapt(route, asked.messages)
-            if messages is not asked.messages:
-                asked = replace(asked, fields=asked.fields | {"messages": messages})
-                call = replace(call, request=asked)
-        body, sampling = asked.encode(route, call.defaults, capture=capture, room=room)
+            request.warn_of_name(self._upstream, route, call.caller, made.model)
+        if made.dialect.api == CHAT.api:
+            messages = await self._upstream.adapt(route, made.messages)
+            if messages is not made.messages:
+                made = replace(made, fields=made.fields | {"messages": messages})
+                call = replace(call, request=made)
+        body, sampling = made.encode(route, call.defaults, capture=capture, room=room)
         limit = self._upstream.max_lengths.get(route.base_url)
+        # The body has at least as many bytes as the prompt has tokens, so what fits by bytes fits.
+        # For other calls the server counts the tokens, at the cost of a request.
         if limit and len(body) + (sampling.max_tokens or 0) > limit and not room:
-            room = await find_room(self._upstream, route, asked.fields, sampling.max_tokens)
-            body, sampling = asked.encode(route, call.defaults, capture=capture, room=room)
+            room = await find_room(self._upstream, route, made.fields, sampling.max_tokens)
+            body, sampling = made.encode(route, call.defaults, capture=capture, room=room)
         if not (route.frozen or room):
             request.warn_of_sampling(self._upstream, route, sampling, call.defaults)
         # A role outside the agent's work is excluded from training by the name of its policy.
@@ -214,16 +218,16 @@ class CallHandler:
                 return refusal
 
     async def _without_refused(
-        self, sent: SentCall, refusal: ServerRefusal, known: bool | None
+        self, sent: SentCall, refusal: ServerRefusal, gives_ids: bool | None
     ) -> SentCall | None:
         """Prepare the call without what its server may have refused; None if that is a mistake of
-        the agent. known: whether the server returns token ids."""
+        the agent. gives_ids: whether the server returns token ids, if known."""
         call, route, room = sent.call, sent.route, sent.room
         if refusal.status == 400 and room is None and not route.frozen:
             fields, most = call.request.fields, sent.sampling.max_tokens
             if room := await find_room(self._upstream, route, fields, most):
                 return await self._prepare(call, route, capture=sent.capture, room=room)
-        captures = sent.capture and known is None and not self._agent.begun
+        captures = sent.capture and gives_ids is None and not self._agent.begun
         if captures and refusal.status in REFUSED_FIELDS:
             return await self._prepare(call, route, capture=False, room=room)
         return None
@@ -247,27 +251,28 @@ class CallHandler:
             with contextlib.suppress(*MALFORMED):  # an error may come in one piece
                 if error := error_in(read_chunk(raw), route, raw):
                     raise error
-            asked = "a stream" if streamed else "an answer in one piece"
-            raise malformed(route, f"{reply.content_type} when it was asked for {asked}")
+            form = "a stream" if streamed else "an answer in one piece"
+            raise malformed(route, f"{reply.content_type} when it was asked for {form}")
         if streamed:
             return await self._stream(sent, stream(reply), reply.headers)
         return await self._whole(sent, await read(reply), reply.headers)
 
     async def _whole(self, sent: SentCall, raw: bytes, headers: Headers) -> web.StreamResponse:
-        asked, route = sent.call.request, sent.route
-        response, translation = ModelResponse(asked.doubt), asked.translation
+        made, route = sent.call.request, sent.route
+        response, translation = ModelResponse(made.doubt), made.translation
         with parsing(route, raw):
             part = read_chunk(raw)
             if part.may_be_error and (error := error_in(part, route, raw)):
                 raise error
             response.add(part)
-            body = part.encode_for(asked)
-            if translation is not None and response.choices:
-                body = translation.whole(msgspec.json.decode(body), len(response.prompt))
+            body = part.encode_for(made)
         if not response.choices:
             raise malformed(route, "an answer without choices")
+        if translation is not None:
+            with parsing(route, raw, NO_TRANSLATION):
+                body = translation.whole(msgspec.json.decode(body), len(response.prompt))
         rows = self._rows(AnsweredCall(sent, response, headers))
-        with self._kept_unread(sent.call, rows):
+        with self._kept_unread(rows):
             await self._store_rows(rows)
         return web.Response(body=body, headers=forwarded(headers))
 
@@ -279,7 +284,7 @@ class CallHandler:
         try:
             end = await self._agent.relay(answered, parts)
             rows = self._rows(answered)
-            with self._kept_unread(sent.call, rows):
+            with self._kept_unread(rows):
                 await self._store_rows(rows)
                 return await self._agent.send(end, headers)
         except (asyncio.CancelledError, DisconnectedError):
@@ -288,7 +293,8 @@ class CallHandler:
             raise
 
     def _rows(self, answered: AnsweredCall) -> list[Transition]:
-        """Return the rows of a response; none for a verifier's call, which is not recorded."""
+        """Make the rows of a response, which takes numbers of the attempt; say on the console what
+        is odd about them. None for a verifier's call, which is not recorded."""
         sent, active, upstream = answered.sent, self._active, self._upstream
         if active.scoring:
             return []
@@ -300,8 +306,8 @@ class CallHandler:
             return list(sent.rows)
         if any(choice.known for choice in choices):
             upstream.note_token_ids(sent.route, given=True)
-        known = _known(answered)
-        rows = [choice.transition(**self._identity(), **known) for choice in choices]
+        common = _common_fields(answered)
+        rows = [choice.transition(**self._next_identity(), **common) for choice in choices]
         if not sent.route.frozen:
             request.warn_of_doubt(upstream, sent.route, (choice.doubt for choice in choices))
             request.warn_of_processors(upstream, sent.route, rows[0].processors)
@@ -309,8 +315,8 @@ class CallHandler:
             rows = [record(sent.call, row) for row in rows]
         return rows
 
-    def _identity(self) -> dict[str, Any]:
-        """Return the identifying fields of the attempt's next transition."""
+    def _next_identity(self) -> dict[str, Any]:
+        """Count another transition of the attempt, and return its identifying fields."""
         index, self._active.stored = self._active.stored, self._active.stored + 1
         own = {"id": f"{self._active.id}-{index}", "attempt": self._active.id, "index": index}
         return own | {"span": self._call.caller.span}
@@ -322,21 +328,27 @@ class CallHandler:
         try:
             kept = await self._store.add_transitions(rows)
         except StoreError as error:
-            raise UpstreamError(f"the call was not stored: {error}", final=True) from error
+            message = f"the call was not stored: {error}"
+            self._call.fail(message)
+            unknown = not isinstance(error, STORE_REFUSALS)
+            raise NotStoredError(message, final=True, unknown=unknown) from error
         if not all(kept):
             message = f"attempt {self._active.id} has lost its lease"
             raise RefusedError(403, "attempt_ended", message)
         self._active.tokens += sum(len(row.completion) for row in rows)
 
     @contextlib.contextmanager
-    def _kept_unread(self, call: ReceivedCall, rows: list[Transition]) -> Iterator[None]:
-        """Keep a response that may have been stored, and of which the agent has read nothing, for
-        the retry: otherwise both would be trained, and the agent has acted on the second only."""
+    def _kept_unread(self, rows: list[Transition]) -> Iterator[None]:
+        """Keep a response for the retry if the agent has read nothing of it and it may be stored,
+        which it may even if nobody waits for that any longer: see `Writer.post`."""
         try:
             yield
-        except asyncio.CancelledError:
-            if rows and not (self._agent.shown or self._active.records):
-                self._active.unread[call.asked.key, rows[0].role] = rows
+        except (asyncio.CancelledError, DisconnectedError, NotStoredError) as error:
+            stored = not isinstance(error, NotStoredError) or error.unknown
+            # A row that a feature changes, such as by redaction, is not what the model said, so no
+            # retry can be answered with it.
+            if rows and stored and not (self._agent.shown or self._active.records):
+                self._active.keep_unread(self._call.counted, self._call.role, rows)
             raise
 
     async def _store_shown(self, answered: AnsweredCall, rows: list[Transition]) -> None:
@@ -348,22 +360,20 @@ class CallHandler:
                 rows = rows or self._rows(answered)
                 with contextlib.suppress(asyncio.CancelledError):
                     await threads.uncancelled(self._store_rows(rows))
-        except UpstreamError as error:
-            self._call.fail(error.message)
-        except RefusedError:
-            pass  # the attempt has lost its lease, and this call with it
+        except (NotStoredError, RefusedError):
+            pass  # the call has failed, or the attempt has lost its lease, and this call with it
         else:
-            self._active.call_succeeded(self._call.asked)
+            self._active.call_succeeded(self._call.counted)
 
 
-def _known(answered: AnsweredCall) -> dict[str, Any]:
+def _common_fields(answered: AnsweredCall) -> dict[str, Any]:
     """Return what a response's rows have in common."""
-    sent, asked, headers = answered.sent, answered.sent.call.request, answered.headers
+    sent, made, headers = answered.sent, answered.sent.call.request, answered.headers
     version = headers.get("x-policy-version", "")
-    known: dict[str, Any] = {"role": sent.call.role, "policy": sent.policy}
-    known |= {"started": sent.started, "seconds": time.monotonic() - sent.at}
-    known |= {"version": int(version) if version.isdecimal() else sent.route.version}
-    known |= {"messages": asked.messages, "tools": asked.tools, "left_out": asked.left_out}
+    common: dict[str, Any] = {"role": sent.call.role, "policy": sent.policy}
+    common |= {"started": sent.started, "seconds": time.monotonic() - sent.at}
+    common |= {"version": int(version) if version.isdecimal() else sent.route.version}
+    common |= {"messages": made.messages, "tools": made.tools, "left_out": made.left_out}
     if headers.get("x-processors") != "none":
-        known["processors"] = asked.processors
-    return known | {"sampling": sent.sampling}
+        common["processors"] = made.processors
+    return common | {"sampling": sent.sampling}

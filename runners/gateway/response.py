@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from agentrl.runners.gateway.upstream import Route, SentCall
 
 Headers = Mapping[str, str]
+# A translation reads more of a completion than parsing checks, so it may fail at either's fault.
+NO_TRANSLATION = "cannot be translated; if it is a valid completion, this is a bug of agentrl"
 LONGEST_REFUSAL = 500  # bytes kept of a refusal
 SPANS = "agentrl_spans"  # choice field: (first token, version), if several versions sampled it
 LARGEST_ANSWER = 64 * 2**20  # bytes of a response that is not streamed, or of one event
@@ -227,13 +229,13 @@ class ModelResponse:
 
 
 @contextlib.contextmanager
-def parsing(route: Route, raw: bytes) -> Iterator[None]:
-    """Convert parse errors of the server's response to UpstreamError."""
+def parsing(route: Route, raw: bytes, what: str = "is not a completion") -> Iterator[None]:
+    """Convert the errors of parsing the server's response to UpstreamError."""
     try:
         yield
     except MALFORMED as error:
         said = raw[:200].decode(errors="replace")
-        raise malformed(route, f"what is not a completion ({error}): {said}") from None
+        raise malformed(route, f"what {what} ({type(error).__name__}: {error}): {said}") from None
 
 
 async def read(answer: aiohttp.ClientResponse) -> bytes:
@@ -361,8 +363,9 @@ class Delivery:
                     raise error
                 final = response.add(part, begun=self.shown)
                 body = part.encode_for(request)
-                shown = head + b"data: " + body + b"\n\n"
-                if translation is not None:
+            shown = head + b"data: " + body + b"\n\n"
+            if translation is not None:
+                with parsing(route, data, NO_TRANSLATION):
                     shown = translation.part(msgspec.json.decode(body), len(response.prompt))
             self.shown = self.shown or (response.begun and not final)
             if final:

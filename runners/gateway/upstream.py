@@ -38,7 +38,7 @@ from agentrl.store.base import Store
 from agentrl.types import SIDE, PolicyVersion, Sampling, Transition
 
 if TYPE_CHECKING:
-    from agentrl.runners.gateway.attribution import CallOrigin, ModelCall, ReceivedCall
+    from agentrl.runners.gateway.attribution import CallOrigin, CountedCall, ReceivedCall
 
 log = logging.getLogger("agentrl.runner")
 T = TypeVar("T")
@@ -266,14 +266,14 @@ class Upstream:
         self,
         caller: CallOrigin,
         model: str,
-        asked: ModelCall,
+        call: CountedCall,
         once: Callable[[Route], Awaitable[T]],
     ) -> T:
         """Call `once` until it succeeds; meanwhile the attempt records the call's failure.
 
         Raises the last UpstreamError if a retry is useless or the attempt has no time left, and
         RefusedError for a verifier's call to a policy or for a role without a policy."""
-        active, role = caller.attempt, caller.role_of(model)
+        active, role = caller.active, caller.role_of(model)
         if active.scoring:
             route = self.router.find(model, role)
             if route is None or not route.frozen:
@@ -286,18 +286,18 @@ class Upstream:
                 )
         seats = active.seats
         if why := self.router.why_unmapped(model, role, seats, caller.inside):
-            active.failures[asked.number] = why  # even if the agent ignores the error
+            active.failures[call.number] = why  # even if the agent ignores the error
             raise RefusedError(404, "role_unplayed", why)
         wait, tries = BACKOFF, 0
         while True:
             tries += 1
             if (route := self.router.find(model, role, seats)) is None:
-                active.failures[asked.number] = self.router.why_not_served(role, seats)
+                active.failures[call.number] = self.router.why_not_served(role, seats)
                 route = await self.router.route(model, role, seats)
             try:
                 value = await once(route)
             except UpstreamError as error:
-                active.failures[asked.number] = error.message
+                active.failures[call.number] = error.message
                 pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))
                 useless = tries >= MAX_TRIES and not error.transient
                 if error.final or useless or pause >= active.left:
@@ -305,7 +305,7 @@ class Upstream:
                 wait = min(2 * wait, LONGEST)
                 await asyncio.sleep(pause)
             else:
-                active.call_succeeded(asked)
+                active.call_succeeded(call)
                 return value
 
     @asynccontextmanager
