@@ -171,13 +171,14 @@ class Transition(Record, frozen=True):
     received, and `left_out` has the options of the request that had no effect. A call that
     `repeats` another was answered from the store, not by the policy: it is context only.
 
-    `version` is the policy version of the first sampled token. `spans` has (index of its first
-    token, version) for each version, such as `[(0, 7), (12, 8)]`; empty if there is only one.
+    `version` is the policy version of the first sampled token. `spans` are of tokens: (index of its
+    first token, version) for each version, such as `[(0, 7), (12, 8)]`; empty if there is only one.
+    `span` is of OpenTelemetry: the id of the `Span` in which the agent made the call.
     """
 
     id: str
     attempt: str
-    index: int  # order of arrival within the attempt, from 0
+    index: int  # within the attempt, from 0, in the order in which the responses arrived
     prompt: Int32
     completion: Int32
     logprobs: Float32

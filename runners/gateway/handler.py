@@ -1,15 +1,28 @@
-"""One model call, in four stages. Each is a record that never changes, made by one function.
+"""One model call, in four stages. Each is a frozen record that holds the one before it.
 
-- received: read, attributed to its attempt, parsed, changed by features (`attribution.receive`)
+- received: read, parsed, counted, changed by features (`attribution.receive`)
 - sent: encoded for the server of a route; one for each try (`CallHandler._prepare`)
 - answered: the server's response, whole, or cut where the agent left (`_whole`, `_stream`)
-- stored: the rows of the response (`_rows`), durable (`_store_rows`)
+- stored: the rows of the response (`_make_rows`), durable (`_store_rows`)
 
-Invariant: a record holds the one before it, so a stage depends on nothing that another try left. An
-answer is stored before its last byte is sent. Once the agent has received a byte, the call is not
-tried again; if the response breaks after that, the agent's connection is closed, because any other
-end would look complete. If the agent disconnects, the part that it has received is stored as a call
-with finish "cut", because the agent acted on those tokens.
+Each stage calls the next, because the last three are inside of what is tried again:
+
+    run                  until the attempt's time is up; tells the agent of errors
+      _answer            from a record if there is one, else from the policy
+        Upstream.retry   picks a route for each try
+          _ask           one try; posts again without what the server refuses
+            _post        with the server's response open
+              _read      _whole or _stream, which parse, make and store the rows, and deliver
+
+Two parts of a record change: features may change `messages` and `fields` of a request before it is
+sent, and a response grows while it is streamed.
+
+Invariant: an answer is stored before its last byte is sent. Once the agent has been sent a byte of
+the model's words, the call is not tried again (comments that keep the connection open do not
+count); if the response breaks after that, the agent's connection is closed, because any other end
+would look complete. If the agent disconnects, the part that it has been sent is stored as a call
+with finish "cut", because the agent acted on those tokens; if it had none, a response that may be
+stored is kept for its retry (`_kept_unread`).
 """
 
 from __future__ import annotations
@@ -30,7 +43,7 @@ from agentrl.base import threads
 from agentrl.errors import Conflict, Forbidden, Invalid, NotFound, StoreError
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.base import CHAT, data_event
-from agentrl.runners.gateway import recorded, request
+from agentrl.runners.gateway import recorded
 from agentrl.runners.gateway.attribution import CallOrigin, ReceivedCall, changed, receive
 from agentrl.runners.gateway.prompt_size import find_room
 from agentrl.runners.gateway.recorded import CUT, RECORD, question_of
@@ -44,7 +57,15 @@ from agentrl.runners.gateway.refusals import (
     malformed,
     translate_error,
 )
-from agentrl.runners.gateway.request import forwarded, read_request
+from agentrl.runners.gateway.request import (
+    forwarded,
+    read_request,
+    warn_of_doubt,
+    warn_of_name,
+    warn_of_processors,
+    warn_of_sampling,
+    why_not_text,
+)
 from agentrl.runners.gateway.response import (
     LONGEST_REFUSAL,
     NO_TRANSLATION,
@@ -123,11 +144,11 @@ class CallHandler:
             call = replace(call, defaults=replace(call.defaults, seed=seed))
         for answer in active.answers:
             if rows := await answer(call):
-                made = call.request
-                new: Any = {"messages": made.messages, "tools": made.tools, "started": time.time()}
-                new["seconds"] = 0.0
+                request = call.request
+                new: Any = {"messages": request.messages, "tools": request.tools}
+                new |= {"started": time.time(), "seconds": 0.0}
                 own = [
-                    replace(row, **self._next_identity(), **new, repeats=row.repeats or row.id)
+                    replace(row, **self._count_row(), **new, repeats=row.repeats or row.id)
                     for row in rows
                 ]
                 return await self._answer_recorded(call, rows, own)
@@ -146,12 +167,12 @@ class CallHandler:
         self, sent: SentCall, rows: Sequence[Transition]
     ) -> web.StreamResponse:
         """Send a recorded response, or a fixed text of the run file, without a server."""
-        made = sent.call.request
-        if made.stream:
+        request = sent.call.request
+        if request.stream:
             headers = {"content-type": "text/event-stream; charset=utf-8"}
-            return await self._stream(sent, recorded.stream(rows, made), headers)
+            return await self._stream(sent, recorded.stream(rows, request), headers)
         headers = {"content-type": "application/json"}
-        return await self._whole(sent, recorded.whole(rows, made), headers)
+        return await self._whole(sent, recorded.whole(rows, request), headers)
 
     async def _ask(self, call: ReceivedCall, route: Route) -> web.StreamResponse:
         """Try a route once; more often only if the server refuses what capture adds to a call, or
@@ -179,31 +200,31 @@ class CallHandler:
         self, call: ReceivedCall, route: Route, *, capture: bool, room: int | None = None
     ) -> SentCall:
         """Encode a call for a route's server."""
-        started, at, made = time.time(), time.monotonic(), call.request
-        if made.translation is not None and made.translation.begun:  # by an earlier try
-            made = read_request(made.dialect, call.raw, self._active.memory, call.counted.number)
-            call = changed(replace(call, request=made))
-            made = call.request
+        started, at, request = time.time(), time.monotonic(), call.request
+        if request.translation is not None and request.translation.begun:  # by an earlier try
+            request = read_request(request.dialect, call.raw, self._active.memory, request.index)
+            call = changed(replace(call, request=request))
+            request = call.request
         aside = self._upstream.router.is_aside(call.role, self._active.seats)
         if not (route.frozen or aside):
-            if why := request.why_not_text(made.fields, made.messages, route.policy, call.role):
+            if why := why_not_text(request.fields, request.messages, route.policy, call.role):
                 call.fail(why)
                 raise RefusedError(400, "not_text", why)
-            request.warn_of_name(self._upstream, route, call.caller, made.model)
-        if made.dialect.api == CHAT.api:
-            messages = await self._upstream.adapt(route, made.messages)
-            if messages is not made.messages:
-                made = replace(made, fields=made.fields | {"messages": messages})
-                call = replace(call, request=made)
-        body, sampling = made.encode(route, call.defaults, capture=capture, room=room)
+            warn_of_name(self._upstream, route, call.caller, request.model)
+        if request.dialect.api == CHAT.api:
+            messages = await self._upstream.adapt(route, request.messages)
+            if messages is not request.messages:
+                request = replace(request, fields=request.fields | {"messages": messages})
+                call = replace(call, request=request)
+        body, sampling = request.encode(route, call.defaults, capture=capture, room=room)
         limit = self._upstream.max_lengths.get(route.base_url)
         # The body has at least as many bytes as the prompt has tokens, so what fits by bytes fits.
         # For other calls the server counts the tokens, at the cost of a request.
         if limit and len(body) + (sampling.max_tokens or 0) > limit and not room:
-            room = await find_room(self._upstream, route, made.fields, sampling.max_tokens)
-            body, sampling = made.encode(route, call.defaults, capture=capture, room=room)
+            room = await find_room(self._upstream, route, request.fields, sampling.max_tokens)
+            body, sampling = request.encode(route, call.defaults, capture=capture, room=room)
         if not (route.frozen or room):
-            request.warn_of_sampling(self._upstream, route, sampling, call.defaults)
+            warn_of_sampling(self._upstream, route, sampling, call.defaults)
         # A role outside the agent's work is excluded from training by the name of its policy.
         policy = f"{route.policy}@{SIDE}" if aside and not route.frozen else route.policy
         return SentCall(call, route, policy, started, at, body, sampling, capture, room)
@@ -258,20 +279,20 @@ class CallHandler:
         return await self._whole(sent, await read(reply), reply.headers)
 
     async def _whole(self, sent: SentCall, raw: bytes, headers: Headers) -> web.StreamResponse:
-        made, route = sent.call.request, sent.route
-        response, translation = ModelResponse(made.doubt), made.translation
+        request, route = sent.call.request, sent.route
+        response, translation = ModelResponse(request.doubt), request.translation
         with parsing(route, raw):
             part = read_chunk(raw)
             if part.may_be_error and (error := error_in(part, route, raw)):
                 raise error
             response.add(part)
-            body = part.encode_for(made)
+            body = part.encode_for(request)
         if not response.choices:
             raise malformed(route, "an answer without choices")
         if translation is not None:
             with parsing(route, raw, NO_TRANSLATION):
                 body = translation.whole(msgspec.json.decode(body), len(response.prompt))
-        rows = self._rows(AnsweredCall(sent, response, headers))
+        rows = self._make_rows(AnsweredCall(sent, response, headers))
         with self._kept_unread(rows):
             await self._store_rows(rows)
         return web.Response(body=body, headers=forwarded(headers))
@@ -283,7 +304,7 @@ class CallHandler:
         rows: list[Transition] = []
         try:
             end = await self._agent.relay(answered, parts)
-            rows = self._rows(answered)
+            rows = self._make_rows(answered)
             with self._kept_unread(rows):
                 await self._store_rows(rows)
                 return await self._agent.send(end, headers)
@@ -292,7 +313,7 @@ class CallHandler:
                 await self._store_shown(answered, rows)
             raise
 
-    def _rows(self, answered: AnsweredCall) -> list[Transition]:
+    def _make_rows(self, answered: AnsweredCall) -> list[Transition]:
         """Make the rows of a response, which takes numbers of the attempt; say on the console what
         is odd about them. None for a verifier's call, which is not recorded."""
         sent, active, upstream = answered.sent, self._active, self._upstream
@@ -304,18 +325,18 @@ class CallHandler:
                 active.memory.remember(choice.message)
         if sent.rows:
             return list(sent.rows)
-        if any(choice.known for choice in choices):
+        if any(choice.has_token_ids for choice in choices):
             upstream.note_token_ids(sent.route, given=True)
         common = _common_fields(answered)
-        rows = [choice.transition(**self._next_identity(), **common) for choice in choices]
+        rows = [choice.transition(**self._count_row(), **common) for choice in choices]
         if not sent.route.frozen:
-            request.warn_of_doubt(upstream, sent.route, (choice.doubt for choice in choices))
-            request.warn_of_processors(upstream, sent.route, rows[0].processors)
+            warn_of_doubt(upstream, sent.route, (choice.doubt for choice in choices))
+            warn_of_processors(upstream, sent.route, rows[0].processors)
         for record in active.records:
             rows = [record(sent.call, row) for row in rows]
         return rows
 
-    def _next_identity(self) -> dict[str, Any]:
+    def _count_row(self) -> dict[str, Any]:
         """Count another transition of the attempt, and return its identifying fields."""
         index, self._active.stored = self._active.stored, self._active.stored + 1
         own = {"id": f"{self._active.id}-{index}", "attempt": self._active.id, "index": index}
@@ -357,7 +378,7 @@ class CallHandler:
         answered.response.cut(CUT)
         try:
             if answered.response.choices:
-                rows = rows or self._rows(answered)
+                rows = rows or self._make_rows(answered)
                 with contextlib.suppress(asyncio.CancelledError):
                     await threads.uncancelled(self._store_rows(rows))
         except (NotStoredError, RefusedError):
@@ -368,12 +389,12 @@ class CallHandler:
 
 def _common_fields(answered: AnsweredCall) -> dict[str, Any]:
     """Return what a response's rows have in common."""
-    sent, made, headers = answered.sent, answered.sent.call.request, answered.headers
+    sent, request, headers = answered.sent, answered.sent.call.request, answered.headers
     version = headers.get("x-policy-version", "")
     common: dict[str, Any] = {"role": sent.call.role, "policy": sent.policy}
     common |= {"started": sent.started, "seconds": time.monotonic() - sent.at}
     common |= {"version": int(version) if version.isdecimal() else sent.route.version}
-    common |= {"messages": made.messages, "tools": made.tools, "left_out": made.left_out}
+    common |= {"messages": request.messages, "tools": request.tools, "left_out": request.left_out}
     if headers.get("x-processors") != "none":
-        common["processors"] = made.processors
+        common["processors"] = request.processors
     return common | {"sampling": sent.sampling}

@@ -2,8 +2,8 @@
 
 The rollout's seats, then the run file's table of roles map a role to a policy; for a role in
 neither, the requested model name decides. Seats can also replace one policy by another. A call is
-retried on connection errors, 429 and 5xx until the first byte of its response reaches the agent,
-each time on the current route: the policy server may be restarting elsewhere.
+retried on connection errors, 429 and 5xx until the agent is sent the first byte of the model's
+words, each time on the current route: the policy server may be restarting elsewhere.
 
 Owns: a copy of the policies table, at most `MIN_READ_INTERVAL` seconds behind the store's change
 feed; the connections, and whether each server returns token ids.
@@ -82,7 +82,9 @@ class SentCall(Struct, frozen=True):
     body: bytes = b""
     sampling: Sampling = Sampling()  # effective
     capture: bool = False  # it asks for token ids
-    room: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
+    # Tokens that fit after the prompt, as counted by the server, if the agent asks for more; 0: all
+    # that are asked for fit, or it cannot count them; None: it was not asked.
+    room: int | None = None
     rows: Sequence[Transition] = ()  # of a recorded answer; empty: they are made of the response
 
 
