@@ -152,7 +152,8 @@ class PromptText(Record, frozen=True):
 
 
 class Attempt(Record, frozen=True):
-    """One try at a rollout: a lease. `id` is the 32-hex-digit OpenTelemetry trace id."""
+    """One try at a rollout: a lease. `id` is the 32-hex-digit OpenTelemetry trace id. Each claim
+    makes a new one with the next fence, so in a write of calls or spans the id stands for it."""
 
     id: str
     rollout: NewRollout
