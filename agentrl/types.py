@@ -153,7 +153,8 @@ class PromptText(Record, frozen=True):
 
 
 class Attempt(Record, frozen=True):
-    """One try at a rollout: a lease. `id` is the 32-hex-digit OpenTelemetry trace id."""
+    """One try at a rollout: a lease. `id` is the 32-hex-digit OpenTelemetry trace id. Each claim
+    makes a new one with the next fence, so in a write of calls or spans the id stands for it."""
 
     id: str
     rollout: NewRollout
@@ -172,13 +173,14 @@ class Transition(Record, frozen=True):
     received, and `ignored` has the options of the request that had no effect. A call that
     `repeats` another was answered from the store, not by the policy: it is context only.
 
-    `version` is the policy version of the first sampled token. `spans` has (index of its first
-    token, version) for each version, such as `[(0, 7), (12, 8)]`; empty if there is only one.
+    `version` is the policy version of the first sampled token. `spans` are of tokens: (index of its
+    first token, version) for each version, such as `[(0, 7), (12, 8)]`; empty if there is only one.
+    `span` is of OpenTelemetry: the id of the `Span` in which the agent made the call.
     """
 
     id: str
     attempt: str
-    index: int  # order of arrival within the attempt, from 0
+    index: int  # within the attempt, from 0, in the order in which the responses arrived
     prompt: Int32
     completion: Int32
     logprobs: Float32

@@ -13,15 +13,18 @@ the verbs of runners and gateways (except `enqueue` and `cancel`) and others tha
 `steps`, `trace`, `policies`, `cursor`, `wait`, `judgement` and `add_judgements`; a `reader` key all
 verbs that only read; the rest needs an `admin` key. With `readonly=True` a store has a reader's.
 Idempotence: the caller chooses the ids, and a repeated call has no effect; exceptions are named
-below. If it is unknown whether a call arrived, repeat it.
-A verb returns after its transaction has been committed. If it raises, nothing was stored:
+below. After Unavailable, and if its caller is cancelled, it is unknown whether a verb was executed:
+repeat it.
+A verb returns after its transaction has been committed. If it raises any other error than
+Unavailable, nothing was stored:
   * Invalid: the arguments are invalid or cannot be stored. Do not repeat the call.
   * NotFound: the call names an unknown run, group or attempt.
   * Conflict: the current state does not allow it. The subclass Fenced means that another process
     has taken over: stop.
   * Forbidden: the store was opened read-only; over HTTP also: the key is missing, unknown or of
     insufficient scope.
-  * Unavailable: the store cannot be reached, read or written now. Any verb may raise the last two.
+  * Unavailable: the store cannot be reached, read or written now. Usually nothing was stored; but a
+    connection may break after the commit. Any verb may raise the last two.
 All times are unix seconds of the store's clock, all timeouts seconds of real time.
 """
 

@@ -1,9 +1,13 @@
-"""Attributes a request to its attempt by path, W3C trace context or API key, in this order.
+"""Attributes a request to its attempt.
+
+The first of these that names one decides: the attempt's secret key, sent as API key; the path
+`/a/{attempt}/v1`; the trace id of a W3C `traceparent` header; the attempt's id, sent as API key.
+With the secret key, path and trace must not name another attempt. An attempt's id is no secret.
 
 Owns: the attempts that this process runs, and the gateway's state of each.
 Invariant: an attempt is active from `register` to `unregister`. Calls of other attempts are
 refused, and calls in flight at its end are cancelled. A sealed attempt, whose agent runs outside
-this process, accepts only calls with its secret key, and that key is valid for no other attempt.
+this process, accepts only calls with its secret key.
 Writers: the worker registers and unregisters, the gateway's event loop does everything else.
 """
 
@@ -13,7 +17,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -44,12 +48,12 @@ SILENT_SHARE = 0.5  # fraction of an attempt's time; a longer silence of the ser
 DEADLINE_MARGIN = 0.1  # seconds by which an executor may end the attempt early
 
 
-class ModelCall(NamedTuple):
+class CountedCall(NamedTuple):
     """A model call's number in its attempt, and the failed calls that it retries."""
 
-    number: int  # within the attempt
-    key: int  # hash of the request body, equal for a retry
-    repeats: tuple[int, ...]  # earlier calls with the same key that failed before this one began
+    number: int  # in the order of arrival; `Transition.index` is in the order of responses
+    body_hash: int  # of the request body, equal for a retry
+    repeats: tuple[int, ...]  # earlier calls with this hash that failed before this one began
 
 
 class AgentPlace(NamedTuple):
@@ -70,14 +74,14 @@ class ActiveAttempt:
     deadline: float  # time.monotonic() of its time-out
     sealed: bool = False  # only calls with its key are accepted
     scoring: bool = False  # a verifier's: reaches frozen endpoints only, calls are not recorded
-    key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)  # its secret
     calls: int = 0  # requests so far
-    stored: int = 0  # calls so far
+    stored: int = 0  # calls so far, also those not yet durable: the next one's `index`
     timed_out: bool = False  # a call was refused after the deadline
     refused: str = ""  # status and body of the policy server's latest refusal
     failures: dict[int, str] = field(default_factory=dict)  # number of a call -> error message
-    ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> failed calls
-    asked: Counter[bytes] = field(default_factory=Counter)  # digest of a question -> calls so far
+    ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # body hash -> failed calls
+    questions: Counter[bytes] = field(default_factory=Counter)  # digest of one -> calls so far
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
     memory: ConversationMemory = field(default_factory=ConversationMemory)
     roles: Collection[str] = ()  # roles named by the run file, a seat or a prompt
@@ -85,8 +89,9 @@ class ActiveAttempt:
     changes: list[Change] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
-    # Responses whose agent disconnected while they were stored, by hash of the request and role.
-    unread: dict[tuple[int, str], list[Transition]] = field(default_factory=dict)
+    # Rows of responses that may be stored, and of which the agent has read nothing, by body hash
+    # and role, oldest first. Each is the answer to one later equal call.
+    unread: dict[tuple[int, str], deque[Sequence[Transition]]] = field(default_factory=dict)
     place: AgentPlace | None = None
     tokens: int = 0  # sampled so far
     most_calls: int = 0  # 0: no limit
@@ -107,7 +112,7 @@ class ActiveAttempt:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
-    def begin_call(self, raw: bytes) -> ModelCall:
+    def begin_call(self, raw: bytes) -> CountedCall:
         """Number a new call with request body `raw`. Raises RefusedError, and ends the attempt, if
         it has used up its calls or tokens."""
         spent = ""
@@ -120,42 +125,55 @@ class ActiveAttempt:
                 self.on_spent(spent)
             raise RefusedError(403, "attempt_ended", spent)
         number, self.calls = self.calls, self.calls + 1
-        key = hash(raw)
-        return ModelCall(number, key, self.ended.get(key, ()))
+        body_hash = hash(raw)
+        return CountedCall(number, body_hash, self.ended.get(body_hash, ()))
 
     def seed_of(self, question: bytes) -> int:
         """The sampling seed of the next call with this question: the same if calls arrive in
         another order, another one if the question is asked again or the rollout tried again."""
-        key = blake2b(question, digest_size=16).digest()
-        self.asked[key] += 1
-        what = (self.attempt.rollout.sampling.seed, self.attempt.fence, key.hex(), self.asked[key])
+        digest = blake2b(question, digest_size=16).digest()
+        self.questions[digest] += 1
+        seed, times = self.attempt.rollout.sampling.seed, self.questions[digest]
+        what = (seed, self.attempt.fence, digest.hex(), times)
         return int.from_bytes(blake2b(repr(what).encode(), digest_size=6).digest())
 
-    def time_is_up(self, what: str, known: str = "") -> RefusedError:
-        """Build the error for a call without an answer from `what` before the deadline. `known`:
-        the call's failure so far."""
+    def time_is_up(self, what: str, failure: str = "") -> RefusedError:
+        """Build the error for a call without an answer from `what` before the deadline. `failure`:
+        the call's own so far."""
         self.timed_out = True
         message = f"attempt {self.id} ran out of time before {what} had answered"
-        return RefusedError(504, "attempt_timeout", f"{message}; {known}" if known else message)
+        return RefusedError(504, "attempt_timeout", f"{message}; {failure}" if failure else message)
 
-    def call_succeeded(self, asked: ModelCall) -> None:
+    def call_succeeded(self, call: CountedCall) -> None:
         """Forget the failures of this call and of earlier calls with the same request."""
-        for number in (asked.number, *asked.repeats):
+        for number in (call.number, *call.repeats):
             self.failures.pop(number, None)
 
-    def model_was_silent(self, asked: ModelCall, seconds: float) -> None:
+    def model_was_silent(self, call: CountedCall, seconds: float) -> None:
         """Mark the call as failed if the model was silent for most of the attempt's time: then the
         model, not the agent, caused the time-out."""
         hung = seconds > SILENT_SHARE * self.attempt.rollout.timeout
         if hung and self.left < DEADLINE_MARGIN:
             message = f"the model had not answered for {seconds:.3g} s when the time was up"
-            self.failures.setdefault(asked.number, message)
+            self.failures.setdefault(call.number, message)
 
-    def done(self, asked: ModelCall) -> None:
+    def call_ended(self, call: CountedCall) -> None:
         """Record the end of a call. If it failed, only an equal request that begins later counts as
         its retry; a concurrent one does not."""
-        if asked.number in self.failures:
-            self.ended[asked.key] = (*self.ended.get(asked.key, ()), asked.number)
+        if call.number in self.failures:
+            failed = self.ended.get(call.body_hash, ())
+            self.ended[call.body_hash] = (*failed, call.number)
+
+    def keep_unread(self, call: CountedCall, role: str, rows: Sequence[Transition]) -> None:
+        """Keep a response of which the agent has read nothing, for a retry of its call: otherwise
+        both would be trained, and the agent has acted on the second only."""
+        self.unread.setdefault((call.body_hash, role), deque()).append(rows)
+
+    def take_unread(self, call: CountedCall, role: str) -> Sequence[Transition]:
+        """Return the rows of the oldest response that an equal call has left unread; none if there
+        is none."""
+        kept = self.unread.get((call.body_hash, role))
+        return kept.popleft() if kept else ()
 
     def extend(self, seconds: float) -> None:
         """Set the time limit of a new stage; `math.inf` while the attempt waits for a stage."""
@@ -165,14 +183,14 @@ class ActiveAttempt:
 class CallOrigin(NamedTuple):
     """The attempt and role that make a call."""
 
-    attempt: ActiveAttempt
+    active: ActiveAttempt
     role: str | None  # None: determined by the requested model, see `role_of`
     span: str | None  # span id of the request's parent, 16 hex digits
     inside: tuple[str, ...] = ()  # names of nodes and agent around the call, innermost first
 
     def role_of(self, model: str) -> str:
         """Return the role of a call that requests `model`: see `agentrl.runners.tracing.roles`."""
-        return self.role or (model if model in self.attempt.roles else DEFAULT)
+        return self.role or (model if model in self.active.roles else DEFAULT)
 
 
 class ReceivedCall(Struct, frozen=True):
@@ -181,14 +199,14 @@ class ReceivedCall(Struct, frozen=True):
     caller: CallOrigin
     http: web.Request
     raw: bytes  # the request's body
-    asked: ModelCall
+    counted: CountedCall
     request: ModelRequest
     defaults: Sampling  # the rollout's, for what the agent does not set
     arrived: float  # by the monotonic clock
 
     @property
     def active(self) -> ActiveAttempt:
-        return self.caller.attempt
+        return self.caller.active
 
     @property
     def role(self) -> str:
@@ -196,16 +214,20 @@ class ReceivedCall(Struct, frozen=True):
 
     def fail(self, why: str) -> None:
         """Fail the attempt, even if the agent ignores the error, unless the call is retried."""
-        self.active.failures[self.asked.number] = why
+        self.active.failures[self.counted.number] = why
 
 
 async def receive(caller: CallOrigin, http: web.Request, dialect: Dialect) -> ReceivedCall:
-    """Read a call. Raises RefusedError if the attempt may make no further call, and the errors of
-    `read_request` and of features' changes."""
-    arrived, raw, active = time.monotonic(), await read_body(http), caller.attempt
-    asked, defaults = active.begin_call(raw), active.attempt.rollout.sampling
-    made = read_request(dialect, raw, active.memory, asked.number)
-    return changed(ReceivedCall(caller, http, raw, asked, made, defaults, arrived))
+    """Read a call. Raises the errors of `read_request`, for what is then counted as no call;
+    RefusedError if the attempt may make no further call; and the errors of features' changes."""
+    arrived, raw, active = time.monotonic(), await read_body(http), caller.active
+    request = read_request(dialect, raw, active.memory, active.calls)
+    counted, defaults = active.begin_call(raw), active.attempt.rollout.sampling
+    try:
+        return changed(ReceivedCall(caller, http, raw, counted, request, defaults, arrived))
+    except BaseException:
+        active.call_ended(counted)  # otherwise `CallHandler.run` does it
+        raise
 
 
 def changed(call: ReceivedCall) -> ReceivedCall:
@@ -290,20 +312,20 @@ class AttemptRegistry:
         caller = self.caller(request.headers, request.match_info)
         task = asyncio.current_task()
         assert task is not None
-        caller.attempt.tasks.add(task)
+        caller.active.tasks.add(task)
         try:
             return await work(caller, request)
         finally:
-            caller.attempt.tasks.discard(task)
+            caller.active.tasks.discard(task)
 
     def _owner(
         self, headers: Mapping[str, str], path: Mapping[str, str], trace: str
     ) -> ActiveAttempt:
         """Return the attempt of a request."""
         # An OpenTelemetry client may send its environment's header still percent-encoded.
-        key = bearer(unquote(given_key(headers)))
-        if key in self._keys:
-            active = self._keys[key]
+        api_key = bearer(unquote(given_key(headers)))  # an attempt's secret key, or its id
+        if api_key in self._keys:
+            active = self._keys[api_key]
             stranger = trace != active.id and (trace in self._active or trace in self._ended)
             if stranger or path.get("attempt", active.id) != active.id:
                 message = "this API key opens no attempt but its own"
@@ -311,7 +333,7 @@ class AttemptRegistry:
             return active
         if "attempt" in path:
             return self.find(path["attempt"])
-        for attempt in (trace, key):
+        for attempt in (trace, api_key):
             if attempt in self._active or attempt in self._ended:
                 return self.find(attempt)
         self.unowned += 1

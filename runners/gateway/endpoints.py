@@ -68,7 +68,7 @@ class Endpoints:
         self, receive: Receive, caller: CallOrigin, request: web.Request
     ) -> web.StreamResponse:
         """Store spans of the caller's own attempt; reject others."""
-        active = caller.attempt
+        active = caller.active
 
         async def add(spans: list[Span]) -> tuple[int, str]:
             own = [span for span in spans if span.attempt == active.id and not active.scoring]
@@ -86,14 +86,14 @@ class Endpoints:
         await self._router.read.wait()  # harnesses list models at start and cache an empty list
         served = self._router.policies
         names = sorted({*served, *(p.model for p in served.values()), *self._router.frozen})
-        asked = request.match_info.get("model")
-        if asked is not None and asked not in names:
-            why = f"there is no model {asked!r:.80}; there is {', '.join(map(repr, names))}"
+        model = request.match_info.get("model")
+        if model is not None and model not in names:
+            why = f"there is no model {model!r:.80}; there is {', '.join(map(repr, names))}"
             raise RefusedError(404, "model_not_found", why)
         api = dialects.client_api(request)
         list_of = openai_models if api is None or api.models is None else api.models
         listed = list_of(names)
-        return web.json_response(listed if asked is None else listed["data"][names.index(asked)])
+        return web.json_response(listed if model is None else listed["data"][names.index(model)])
 
     # -- calls that are routed and retried like any other, but not recorded ------------------------
 
@@ -120,15 +120,15 @@ class Endpoints:
     ) -> web.StreamResponse:
         """Answer a call with the body `raw` as `once` does, which tries a route. `api`: what it
         calls, for an error."""
-        active = caller.attempt
-        asked = active.begin_call(raw)
+        active = caller.active
+        call = active.begin_call(raw)
         try:
             async with asyncio.timeout(active.left):
-                return await self.upstream.retry(caller, model, asked, once)
+                return await self.upstream.retry(caller, model, call, once)
         except TimeoutError:
             raise active.time_is_up(api) from None
         finally:
-            active.done(asked)
+            active.call_ended(call)
 
 
 def openai_models(names: Sequence[str]) -> Body:

@@ -1,15 +1,28 @@
-"""One model call, in four stages. Each is a record that never changes, made by one function.
+"""One model call, in four stages. Each is a frozen record that holds the one before it.
 
-- received: read, attributed to its attempt, parsed, changed by features (`attribution.receive`)
+- received: read, parsed, counted, changed by features (`attribution.receive`)
 - sent: encoded for the server of a route; one for each try (`CallHandler._prepare`)
 - answered: the server's response, whole, or cut where the agent left (`_whole`, `_stream`)
-- stored: the rows of the response (`_rows`), durable (`_store_rows`)
+- stored: the rows of the response (`_make_rows`), durable (`_store_rows`)
 
-Invariant: a record holds the one before it, so a stage depends on nothing that another try left. An
-answer is stored before its last byte is sent. Once the agent has received a byte, the call is not
-tried again; if the response breaks after that, the agent's connection is closed, because any other
-end would look complete. If the agent disconnects, the part that it has received is stored as a call
-with finish "cut", because the agent acted on those tokens.
+Each stage calls the next, because the last three are inside of what is tried again:
+
+    run                  until the attempt's time is up; tells the agent of errors
+      _answer            from a record if there is one, else from the policy
+        Upstream.retry   picks a route for each try
+          _ask           one try; posts again without what the server refuses
+            _post        with the server's response open
+              _read      _whole or _stream, which parse, make and store the rows, and deliver
+
+Two parts of a record change: features may change `messages` and `fields` of a request before it is
+sent, and a response grows while it is streamed.
+
+Invariant: an answer is stored before its last byte is sent. Once the agent has been sent a byte of
+the model's words, the call is not tried again (comments that keep the connection open do not
+count); if the response breaks after that, the agent's connection is closed, because any other end
+would look complete. If the agent disconnects, the part that it has been sent is stored as a call
+with finish "cut", because the agent acted on those tokens; if it had none, a response that may be
+stored is kept for its retry (`_kept_unread`).
 """
 
 from __future__ import annotations
@@ -27,15 +40,16 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from agentrl.base import threads
-from agentrl.errors import StoreError
+from agentrl.errors import Conflict, Forbidden, Invalid, NotFound, StoreError
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.dialects.base import CHAT, data_event
-from agentrl.runners.gateway import recorded, request
+from agentrl.runners.gateway import recorded
 from agentrl.runners.gateway.attribution import CallOrigin, ReceivedCall, changed, receive
 from agentrl.runners.gateway.prompt_size import find_fitting
 from agentrl.runners.gateway.recorded import CUT, RECORD, question_of
 from agentrl.runners.gateway.refusals import (
     MALFORMED,
+    NotStoredError,
     RefusedError,
     ServerRefusal,
     UpstreamError,
@@ -43,9 +57,18 @@ from agentrl.runners.gateway.refusals import (
     malformed,
     translate_error,
 )
-from agentrl.runners.gateway.request import forwarded, read_request
+from agentrl.runners.gateway.request import (
+    forwarded,
+    read_request,
+    warn_of_doubt,
+    warn_of_name,
+    warn_of_processors,
+    warn_of_sampling,
+    why_not_text,
+)
 from agentrl.runners.gateway.response import (
     LONGEST_REFUSAL,
+    NO_TRANSLATION,
     AnsweredCall,
     Delivery,
     DisconnectedError,
@@ -60,6 +83,7 @@ from agentrl.runners.gateway.upstream import Route, SentCall, Upstream
 from agentrl.store.base import Store
 from agentrl.types import AUXILIARY_ROLE, Transition
 
+STORE_REFUSALS = (Invalid, NotFound, Conflict, Forbidden)  # after which nothing is stored
 REFUSED_FIELDS = (400, 422)  # status of servers' responses to unknown fields
 
 
@@ -80,7 +104,7 @@ class CallHandler:
     async def run(self) -> web.StreamResponse:
         """Handle the call. Raises UpstreamError if there is no response and retries cannot succeed
         in time, and RefusedError if the attempt has ended or a feature refuses the call."""
-        active, asked, dialect = self._active, self._call.asked, self._call.request.dialect
+        active, counted, dialect = self._active, self._call.counted, self._call.request.dialect
         try:
             async with asyncio.timeout(active.left):
                 return await self._answer(self._call)
@@ -93,63 +117,62 @@ class CallHandler:
             if not self._agent.begun:
                 raise
             if dialect.tells_errors:
-                told = data_event(dialect.error(502, "model_unavailable", error.message))
+                told = data_event(dialect.error(502, error.code, error.message))
                 with contextlib.suppress(DisconnectedError):
                     await self._agent.send(told, {})
         except TimeoutError:
             self._record_silence()
             if not self._agent.begun:
-                known = active.failures.get(asked.number, "")
-                raise active.time_is_up("the model", known) from None
+                failure = active.failures.get(counted.number, "")
+                raise active.time_is_up("the model", failure) from None
         finally:
-            active.done(asked)
+            active.call_ended(counted)
         return self._agent.abort()
 
     def _record_silence(self) -> None:
         if not self._agent.shown:
             silent = time.monotonic() - self._call.arrived
-            self._active.model_was_silent(self._call.asked, silent)
+            self._active.model_was_silent(self._call.counted, silent)
 
     async def _answer(self, call: ReceivedCall) -> web.StreamResponse:
         """Answer from a record if there is one of the call, else from the policy."""
         active = self._active
-        if unread := active.unread.pop((call.asked.key, call.role), None):
+        if unread := active.take_unread(call.counted, call.role):
             return await self._answer_recorded(call, unread, unread)
         if call.defaults.seed is not None:
             seed = active.seed_of(question_of(call.request, call.role))
             call = replace(call, defaults=replace(call.defaults, seed=seed))
         for answer in active.answers:
             if rows := await answer(call):
-                made = call.request
-                new: Any = {"messages": made.messages, "tools": made.tools, "started": time.time()}
+                request = call.request
+                new: Any = {"messages": request.messages, "tools": request.tools}
+                new |= {"started": time.time(), "seconds": 0.0}
                 own = [
-                    replace(
-                        row, **self._identity(), **new, repeats=row.repeats or row.id, seconds=0.0
-                    )
+                    replace(row, **self._count_row(), **new, repeats=row.repeats or row.id)
                     for row in rows
                 ]
                 return await self._answer_recorded(call, rows, own)
         ask = partial(self._ask, call)
-        return await self._upstream.retry(call.caller, call.request.model, call.asked, ask)
+        return await self._upstream.retry(call.caller, call.request.model, call.counted, ask)
 
     async def _answer_recorded(
         self, call: ReceivedCall, rows: Sequence[Transition], stored: Sequence[Transition]
     ) -> web.StreamResponse:
         sent = SentCall(call, RECORD, "", time.time(), time.monotonic(), rows=stored)
         response = await self._deliver_recorded(sent, rows)
-        self._active.call_succeeded(call.asked)
+        self._active.call_succeeded(call.counted)
         return response
 
     async def _deliver_recorded(
         self, sent: SentCall, rows: Sequence[Transition]
     ) -> web.StreamResponse:
         """Send a recorded response, or a fixed text of the run file, without a server."""
-        asked = sent.call.request
-        if asked.stream:
+        request = sent.call.request
+        if request.stream:
             headers = {"content-type": "text/event-stream; charset=utf-8"}
-            return await self._stream(sent, recorded.stream(rows, asked), headers)
+            return await self._stream(sent, recorded.stream(rows, request), headers)
         headers = {"content-type": "application/json"}
-        return await self._whole(sent, recorded.whole(rows, asked), headers)
+        return await self._whole(sent, recorded.whole(rows, request), headers)
 
     async def _ask(self, call: ReceivedCall, route: Route) -> web.StreamResponse:
         """Try a route once; more often only if the server refuses what capture adds to a call, or
@@ -159,17 +182,17 @@ class CallHandler:
                 sent = SentCall(call, route, route.policy, time.time(), time.monotonic())
                 rows = recorded.fixed_answer(route.text, call.request)
                 return await self._deliver_recorded(sent, rows)
-            known = False if self._active.scoring else self._upstream.gives_token_ids(route)
-            sent = await self._prepare(call, route, capture=known is not False)
+            gives_ids = False if self._active.scoring else self._upstream.gives_token_ids(route)
+            sent = await self._prepare(call, route, capture=gives_ids is not False)
             while isinstance(answer := await self._post(sent), ServerRefusal):
-                again = await self._without_refused(sent, answer, known)
+                again = await self._without_refused(sent, answer, gives_ids)
                 if again is None:
                     return self._refused(sent, answer)
                 sent = again
         except UpstreamError as error:
             error.final = error.final or self._agent.shown
             raise
-        if known is None and not sent.capture:
+        if gives_ids is None and not sent.capture:
             self._upstream.note_token_ids(route, given=False)
         return answer
 
@@ -177,34 +200,36 @@ class CallHandler:
         self, call: ReceivedCall, route: Route, *, capture: bool, fitting: int | None = None
     ) -> SentCall:
         """Encode a call for a route's server."""
-        started, at, asked = time.time(), time.monotonic(), call.request
-        if asked.translation is not None and asked.translation.begun:  # by an earlier try
-            asked = read_request(asked.dialect, call.raw, self._active.memory, call.asked.number)
-            call = changed(replace(call, request=asked))
-            asked = call.request
+        started, at, request = time.time(), time.monotonic(), call.request
+        if request.translation is not None and request.translation.begun:  # by an earlier try
+            request = read_request(request.dialect, call.raw, self._active.memory, request.index)
+            call = changed(replace(call, request=request))
+            request = call.request
         auxiliary = self._upstream.router.is_auxiliary(call.role, self._active.seats)
         if not (route.frozen or auxiliary):
-            if why := request.why_not_text(asked.fields, asked.messages, route.policy, call.role):
+            if why := why_not_text(request.fields, request.messages, route.policy, call.role):
                 call.fail(why)
                 raise RefusedError(400, "not_text", why)
-            request.warn_of_name(self._upstream, route, call.caller, asked.model)
-        if asked.dialect.api == CHAT.api:
-            messages = await self._upstream.adapt(route, asked.messages)
-            if messages is not asked.messages:
-                asked = replace(asked, fields=asked.fields | {"messages": messages})
-                call = replace(call, request=asked)
-        body, sampling = asked.encode(route, call.defaults, capture=capture, fitting=fitting)
+            warn_of_name(self._upstream, route, call.caller, request.model)
+        if request.dialect.api == CHAT.api:
+            messages = await self._upstream.adapt(route, request.messages)
+            if messages is not request.messages:
+                request = replace(request, fields=request.fields | {"messages": messages})
+                call = replace(call, request=request)
+        body, sampling = request.encode(route, call.defaults, capture=capture, fitting=fitting)
         limit = self._upstream.max_lengths.get(route.base_url)
+        # The body has at least as many bytes as the prompt has tokens, so what fits by bytes fits.
+        # For other calls the server counts the tokens, at the cost of a request.
         if limit and len(body) + (sampling.max_tokens or 0) > limit and not fitting:
-            fitting = await find_fitting(self._upstream, route, asked.fields, sampling.max_tokens)
-            body, sampling = asked.encode(route, call.defaults, capture=capture, fitting=fitting)
+            fitting = await find_fitting(self._upstream, route, request.fields, sampling.max_tokens)
+            body, sampling = request.encode(route, call.defaults, capture=capture, fitting=fitting)
         if not (route.frozen or fitting):
-            request.warn_of_sampling(self._upstream, route, sampling, call.defaults)
+            warn_of_sampling(self._upstream, route, sampling, call.defaults)
         # A role outside the agent's work is excluded from training by the name of its policy.
-        policy = (
-            f"{route.policy}@{AUXILIARY_ROLE}" if auxiliary and not route.frozen else route.policy
+        suffix = f"@{AUXILIARY_ROLE}" if auxiliary and not route.frozen else ""
+        return SentCall(
+            call, route, route.policy + suffix, started, at, body, sampling, capture, fitting
         )
-        return SentCall(call, route, policy, started, at, body, sampling, capture, fitting)
 
     async def _post(self, sent: SentCall) -> web.StreamResponse | ServerRefusal:
         call = sent.call
@@ -216,16 +241,16 @@ class CallHandler:
                 return refusal
 
     async def _without_refused(
-        self, sent: SentCall, refusal: ServerRefusal, known: bool | None
+        self, sent: SentCall, refusal: ServerRefusal, gives_ids: bool | None
     ) -> SentCall | None:
         """Prepare the call without what its server may have refused; None if that is a mistake of
-        the agent. known: whether the server returns token ids."""
+        the agent. gives_ids: whether the server returns token ids, if known."""
         call, route, fitting = sent.call, sent.route, sent.fitting
         if refusal.status == 400 and fitting is None and not route.frozen:
             fields, most = call.request.fields, sent.sampling.max_tokens
             if fitting := await find_fitting(self._upstream, route, fields, most):
                 return await self._prepare(call, route, capture=sent.capture, fitting=fitting)
-        captures = sent.capture and known is None and not self._agent.begun
+        captures = sent.capture and gives_ids is None and not self._agent.begun
         if captures and refusal.status in REFUSED_FIELDS:
             return await self._prepare(call, route, capture=False, fitting=fitting)
         return None
@@ -249,27 +274,28 @@ class CallHandler:
             with contextlib.suppress(*MALFORMED):  # an error may come in one piece
                 if error := error_in(read_chunk(raw), route, raw):
                     raise error
-            asked = "a stream" if streamed else "an answer in one piece"
-            raise malformed(route, f"{reply.content_type} when it was asked for {asked}")
+            form = "a stream" if streamed else "an answer in one piece"
+            raise malformed(route, f"{reply.content_type} when it was asked for {form}")
         if streamed:
             return await self._stream(sent, stream(reply), reply.headers)
         return await self._whole(sent, await read(reply), reply.headers)
 
     async def _whole(self, sent: SentCall, raw: bytes, headers: Headers) -> web.StreamResponse:
-        asked, route = sent.call.request, sent.route
-        response, translation = ModelResponse(asked.doubt), asked.translation
+        request, route = sent.call.request, sent.route
+        response, translation = ModelResponse(request.doubt), request.translation
         with parsing(route, raw):
             part = read_chunk(raw)
             if part.may_be_error and (error := error_in(part, route, raw)):
                 raise error
             response.add(part)
-            body = part.encode_for(asked)
-            if translation is not None and response.choices:
-                body = translation.whole(msgspec.json.decode(body), len(response.prompt))
+            body = part.encode_for(request)
         if not response.choices:
             raise malformed(route, "an answer without choices")
-        rows = self._rows(AnsweredCall(sent, response, headers))
-        with self._kept_unread(sent.call, rows):
+        if translation is not None:
+            with parsing(route, raw, NO_TRANSLATION):
+                body = translation.whole(msgspec.json.decode(body), len(response.prompt))
+        rows = self._make_rows(AnsweredCall(sent, response, headers))
+        with self._kept_unread(rows):
             await self._store_rows(rows)
         return web.Response(body=body, headers=forwarded(headers))
 
@@ -280,8 +306,8 @@ class CallHandler:
         rows: list[Transition] = []
         try:
             end = await self._agent.relay(answered, parts)
-            rows = self._rows(answered)
-            with self._kept_unread(sent.call, rows):
+            rows = self._make_rows(answered)
+            with self._kept_unread(rows):
                 await self._store_rows(rows)
                 return await self._agent.send(end, headers)
         except (asyncio.CancelledError, DisconnectedError):
@@ -289,8 +315,9 @@ class CallHandler:
                 await self._store_shown(answered, rows)
             raise
 
-    def _rows(self, answered: AnsweredCall) -> list[Transition]:
-        """Return the rows of a response; none for a verifier's call, which is not recorded."""
+    def _make_rows(self, answered: AnsweredCall) -> list[Transition]:
+        """Make the rows of a response, which takes numbers of the attempt; say on the console what
+        is odd about them. None for a verifier's call, which is not recorded."""
         sent, active, upstream = answered.sent, self._active, self._upstream
         if active.scoring:
             return []
@@ -300,19 +327,19 @@ class CallHandler:
                 active.memory.remember(choice.message)
         if sent.rows:
             return list(sent.rows)
-        if any(choice.known for choice in choices):
+        if any(choice.has_token_ids for choice in choices):
             upstream.note_token_ids(sent.route, given=True)
-        known = _known(answered)
-        rows = [choice.transition(**self._identity(), **known) for choice in choices]
+        common = _common_fields(answered)
+        rows = [choice.transition(**self._count_row(), **common) for choice in choices]
         if not sent.route.frozen:
-            request.warn_of_doubt(upstream, sent.route, (choice.doubt for choice in choices))
-            request.warn_of_processors(upstream, sent.route, rows[0].processors)
+            warn_of_doubt(upstream, sent.route, (choice.doubt for choice in choices))
+            warn_of_processors(upstream, sent.route, rows[0].processors)
         for record in active.records:
             rows = [record(sent.call, row) for row in rows]
         return rows
 
-    def _identity(self) -> dict[str, Any]:
-        """Return the identifying fields of the attempt's next call."""
+    def _count_row(self) -> dict[str, Any]:
+        """Count another transition of the attempt, and return its identifying fields."""
         index, self._active.stored = self._active.stored, self._active.stored + 1
         own = {"id": f"{self._active.id}-{index}", "attempt": self._active.id, "index": index}
         return own | {"span": self._call.caller.span}
@@ -324,21 +351,27 @@ class CallHandler:
         try:
             kept = await self._store.add_transitions(rows)
         except StoreError as error:
-            raise UpstreamError(f"the call was not stored: {error}", final=True) from error
+            message = f"the call was not stored: {error}"
+            self._call.fail(message)
+            unknown = not isinstance(error, STORE_REFUSALS)
+            raise NotStoredError(message, final=True, unknown=unknown) from error
         if not all(kept):
             message = f"attempt {self._active.id} has lost its lease"
             raise RefusedError(403, "attempt_ended", message)
         self._active.tokens += sum(len(row.completion) for row in rows)
 
     @contextlib.contextmanager
-    def _kept_unread(self, call: ReceivedCall, rows: list[Transition]) -> Iterator[None]:
-        """Keep a response that may have been stored, and of which the agent has read nothing, for
-        the retry: otherwise both would be trained, and the agent has acted on the second only."""
+    def _kept_unread(self, rows: list[Transition]) -> Iterator[None]:
+        """Keep a response for the retry if the agent has read nothing of it and it may be stored,
+        which it may even if nobody waits for that any longer: see `Writer.post`."""
         try:
             yield
-        except asyncio.CancelledError:
-            if rows and not (self._agent.shown or self._active.records):
-                self._active.unread[call.asked.key, rows[0].role] = rows
+        except (asyncio.CancelledError, DisconnectedError, NotStoredError) as error:
+            stored = not isinstance(error, NotStoredError) or error.unknown
+            # A row that a feature changes, such as by redaction, is not what the model said, so no
+            # retry can be answered with it.
+            if rows and stored and not (self._agent.shown or self._active.records):
+                self._active.keep_unread(self._call.counted, self._call.role, rows)
             raise
 
     async def _store_shown(self, answered: AnsweredCall, rows: list[Transition]) -> None:
@@ -347,25 +380,23 @@ class CallHandler:
         answered.response.cut(CUT)
         try:
             if answered.response.choices:
-                rows = rows or self._rows(answered)
+                rows = rows or self._make_rows(answered)
                 with contextlib.suppress(asyncio.CancelledError):
                     await threads.uncancelled(self._store_rows(rows))
-        except UpstreamError as error:
-            self._call.fail(error.message)
-        except RefusedError:
-            pass  # the attempt has lost its lease, and this call with it
+        except (NotStoredError, RefusedError):
+            pass  # the call has failed, or the attempt has lost its lease, and this call with it
         else:
-            self._active.call_succeeded(self._call.asked)
+            self._active.call_succeeded(self._call.counted)
 
 
-def _known(answered: AnsweredCall) -> dict[str, Any]:
+def _common_fields(answered: AnsweredCall) -> dict[str, Any]:
     """Return what a response's rows have in common."""
-    sent, asked, headers = answered.sent, answered.sent.call.request, answered.headers
+    sent, request, headers = answered.sent, answered.sent.call.request, answered.headers
     version = headers.get("x-policy-version", "")
-    known: dict[str, Any] = {"role": sent.call.role, "policy": sent.policy}
-    known |= {"started": sent.started, "seconds": time.monotonic() - sent.at}
-    known |= {"version": int(version) if version.isdecimal() else sent.route.version}
-    known |= {"messages": asked.messages, "tools": asked.tools, "ignored": asked.ignored}
+    common: dict[str, Any] = {"role": sent.call.role, "policy": sent.policy}
+    common |= {"started": sent.started, "seconds": time.monotonic() - sent.at}
+    common |= {"version": int(version) if version.isdecimal() else sent.route.version}
+    common |= {"messages": request.messages, "tools": request.tools, "ignored": request.ignored}
     if headers.get("x-processors") != "none":
-        known["processors"] = asked.processors
-    return known | {"sampling": sent.sampling}
+        common["processors"] = request.processors
+    return common | {"sampling": sent.sampling}

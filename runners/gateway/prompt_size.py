@@ -55,23 +55,23 @@ async def prompt_size(
             raise LookupError(why) from None
 
 
-async def find_fitting(upstream: Upstream, route: Route, chat: Fields, asked: int | None) -> int:
+async def find_fitting(upstream: Upstream, route: Route, chat: Fields, wanted: int | None) -> int:
     """Return the number of tokens that fit after the prompt if the call asks for more, else 0.
     vLLM refuses such a call, but the agent cannot know the prompt's length."""
-    if "messages" not in chat or not asked:
+    if "messages" not in chat or not wanted:
         return 0
     try:
         size = await prompt_size(upstream, route, chat)
     except LookupError:
         return 0
     fitting = (size.max_model_len or 0) - size.count
-    if size.max_model_len is None or not 0 < fitting < asked:
+    if size.max_model_len is None or not 0 < fitting < wanted:
         return 0
     upstream.max_lengths[route.base_url] = size.max_model_len
     upstream.warn_once(
         "policy %s: an answer has at most the %d tokens that its prompt leaves, and the agent"
         " asks for %d",
-        *(route.policy, fitting, asked),
+        *(route.policy, fitting, wanted),
     )
     return fitting
 

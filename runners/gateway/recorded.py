@@ -69,8 +69,8 @@ def question_of(call: ModelRequest, role: str) -> bytes:
 def question(role: str, messages: list[dict[str, Json]], tools: Json, prompt: Json) -> bytes:
     """Return a key that is equal for equivalent requests. A prompt of token ids replaces missing
     messages; ids of tool calls are ignored, because agents may choose them freely."""
-    asked = [role, [_without_ids(message) for message in messages] or prompt, tools]
-    return msgspec.json.encode(asked, order="deterministic")
+    parts = [role, [_without_ids(message) for message in messages] or prompt, tools]
+    return msgspec.json.encode(parts, order="deterministic")
 
 
 def _without_ids(message: dict[str, Json]) -> dict[str, Json]:

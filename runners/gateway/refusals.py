@@ -7,7 +7,7 @@ proxies answer every error so. Such an error is treated as the status that it me
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from aiohttp import web
@@ -56,12 +56,21 @@ class RefusedError(Exception):
 class UpstreamError(Exception):
     """The policy server failed a call."""
 
+    code: ClassVar[str] = "model_unavailable"
     message: str
     status: int | None = None  # of the response, if there is one
     body: bytes = b""
     retry_after: float = 0.0  # seconds
     transient: bool = True  # a later retry may succeed
     final: bool = False  # the call must not be retried
+
+
+@dataclass(eq=False)
+class NotStoredError(UpstreamError):
+    """The store failed a call that the policy server has answered."""
+
+    code: ClassVar[str] = "call_not_stored"
+    unknown: bool = False  # it may be stored all the same
 
 
 @dataclass(eq=False)
@@ -169,7 +178,7 @@ def _meaning(request: web.Request, error: BaseException) -> tuple[int, str, str]
         case RefusedError() | UntranslatableError():
             return error.status, error.code, error.message
         case UpstreamError():
-            return error.status or 502, "model_unavailable", error.message
+            return error.status or 502, error.code, error.message
         case msgspec.DecodeError() | UnicodeDecodeError() | RecursionError():
             return 400, "invalid_json", f"the request body is not a JSON object: {error}"
         case web.RequestPayloadError():

@@ -91,7 +91,7 @@ class ModelRequest(Struct, frozen=True):
     dialect: Dialect
     fields: Fields  # body for the policy server; `model` as the agent named it
     translation: Translation | None
-    index: int  # within its attempt
+    index: int  # its number within its attempt, in the order of arrival
     model: str
     stream: bool
     asks_token_ids: bool  # the agent asked for token ids itself
@@ -182,7 +182,7 @@ def _dicts(found: Json) -> list[dict[str, Json]]:
 def _fill_sampling(body: Fields, defaults: Sampling | None) -> Sampling:
     """Set the parameters that the agent does not set, or that are forced, if there are `defaults`;
     return the effective ones."""
-    asked = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    chosen = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
     limit = value(body, "max_completion_tokens")
     limit = value(body, "max_tokens") if limit is None else limit
     if defaults is not None:
@@ -193,17 +193,17 @@ def _fill_sampling(body: Fields, defaults: Sampling | None) -> Sampling:
         if defaults.force:
             for name in ("temperature", "top_p", "top_k"):
                 body.pop(name, None)
-                asked[name] = None
+                chosen[name] = None
         filling |= {"seed": defaults.seed} if defaults.seed is not None else {}
         for name, default in filling.items():
-            if asked[name] is None:
-                asked[name] = body[name] = default
+            if chosen[name] is None:
+                chosen[name] = body[name] = default
     return Sampling(  # the policy server refuses values that are not numbers
-        temperature=_number(asked["temperature"], float, 1.0),
-        top_p=_number(asked["top_p"], float, 1.0),
-        top_k=_number(asked["top_k"], int, 0),
+        temperature=_number(chosen["temperature"], float, 1.0),
+        top_p=_number(chosen["top_p"], float, 1.0),
+        top_k=_number(chosen["top_k"], int, 0),
         max_tokens=_number(limit, int, None),
-        seed=_number(asked["seed"], int, None),
+        seed=_number(chosen["seed"], int, None),
     )
 
 
@@ -335,7 +335,7 @@ def _text(value: str) -> str:
 
 def warn_of_name(upstream: Upstream, route: Route, caller: CallOrigin, model: str) -> None:
     """Say that a policy answers for a model that the run file does not name, once for each name."""
-    role, active = caller.role_of(model), caller.attempt
+    role, active = caller.role_of(model), caller.active
     if model in active.roles or upstream.router.is_chosen(model, role, active.seats):
         return
     name = repr(model[:80]).replace("%", "%%")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from agentrl.runners.gateway.upstream import Route, SentCall
 
 Headers = Mapping[str, str]
+# A translation reads more of a completion than parsing checks, so it may fail at either's fault.
+NO_TRANSLATION = "cannot be translated; if it is a valid completion, this is a bug of agentrl"
 LONGEST_REFUSAL = 500  # bytes kept of a refusal
 SPANS = "agentrl_spans"  # choice field: (first token, version), if several versions sampled it
 LARGEST_ANSWER = 64 * 2**20  # bytes of a response that is not streamed, or of one event
@@ -93,7 +95,7 @@ class SampledChoice:
     prompt: array[int] = field(default_factory=int32)
     tokens: array[int] = field(default_factory=int32)
     logprobs: array[float] = field(default_factory=float32)
-    known: bool = False  # the server returned token ids
+    has_token_ids: bool = False  # the server returned them
     message: dict[str, Json] = field(default_factory=dict)
     finish: str | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -104,7 +106,7 @@ class SampledChoice:
     def exact(self) -> bool:
         """Whether the prompt and each sampled token with its log-prob are known."""
         counted = len(self.tokens) == len(self.logprobs)
-        return self.known and bool(self.prompt) and counted and not self.doubt
+        return self.has_token_ids and bool(self.prompt) and counted and not self.doubt
 
     @property
     def has_content(self) -> bool:
@@ -116,7 +118,7 @@ class SampledChoice:
         self.prompt = int32(ids) if ids else prompt or self.prompt
         ids = _ids.decode(data.get("token_ids", b"null"))
         if ids is not None:
-            self.known = True
+            self.has_token_ids = True
             self.tokens.extend(ids)
         self.spans = _spans.decode(data.get(SPANS, b"null")) or self.spans
         try:
@@ -141,12 +143,12 @@ class SampledChoice:
                 for part in more or ():
                     self.calls.add(part)
                 message[key] = self.calls.all
-            elif key != "role" and isinstance(known := message.get(key), str | dict):
-                message[key] = _joined(known, more)
+            elif key != "role" and isinstance(so_far := message.get(key), str | dict):
+                message[key] = _joined(so_far, more)
             elif more is not None or key not in message:
                 message[key] = more
 
-    def transition(self, version: int | None = None, **known: Any) -> Transition:
+    def transition(self, version: int | None = None, **common: Any) -> Transition:
         """Convert to the stored record, marked inexact without exact token ids. `version`: sampled
         the first token, unless the choice has version spans."""
         return Transition(
@@ -158,17 +160,17 @@ class SampledChoice:
             answer=storable(self.message),
             version=self.spans[0][1] if self.spans else version,
             spans=self.spans if self.exact and len(self.spans) > 1 else [],
-            **known,
+            **common,
         )
 
 
-def _joined(known: Json, more: Json) -> Json:
+def _joined(so_far: Json, more: Json) -> Json:
     """A value of a streamed message with what a delta adds to it, such as to a `function_call`."""
-    if isinstance(known, str) and isinstance(more, str):
-        return known + more
-    if isinstance(known, dict) and isinstance(more, dict):
-        return known | {key: _joined(known.get(key), value) for key, value in more.items()}
-    return known if more is None else more
+    if isinstance(so_far, str) and isinstance(more, str):
+        return so_far + more
+    if isinstance(so_far, dict) and isinstance(more, dict):
+        return so_far | {key: _joined(so_far.get(key), value) for key, value in more.items()}
+    return so_far if more is None else more
 
 
 @dataclass(slots=True)
@@ -218,7 +220,8 @@ class ModelResponse:
         begun = {i: c for i, c in self.choices.items() if c.finish or c.tokens or c.has_content}
         for choice in begun.values():
             choice.finish = choice.finish or finish
-            choice.known = choice.known and bool(choice.tokens)  # text may arrive before its tokens
+            if not choice.tokens:  # text may arrive before its tokens
+                choice.has_token_ids = False
         self.choices = begun
 
     @property
@@ -227,13 +230,13 @@ class ModelResponse:
 
 
 @contextlib.contextmanager
-def parsing(route: Route, raw: bytes) -> Iterator[None]:
-    """Convert parse errors of the server's response to UpstreamError."""
+def parsing(route: Route, raw: bytes, what: str = "is not a completion") -> Iterator[None]:
+    """Convert the errors of parsing the server's response to UpstreamError."""
     try:
         yield
     except MALFORMED as error:
         said = raw[:200].decode(errors="replace")
-        raise malformed(route, f"what is not a completion ({error}): {said}") from None
+        raise malformed(route, f"what {what} ({type(error).__name__}: {error}): {said}") from None
 
 
 async def read(answer: aiohttp.ClientResponse) -> bytes:
@@ -312,8 +315,9 @@ class DisconnectedError(Exception):
 
 
 class Delivery:
-    """The way of a response to the agent. Without a byte sent (`begun`), the agent can still get
-    another response; what it has read of the model's words (`shown`) has to be stored."""
+    """The way of a response to the agent. `begun`: a byte was sent, if only of a comment, so status
+    and headers are decided. `shown`: a byte of the model's words was sent, so the call is not tried
+    again, and what the agent has of it has to be stored."""
 
     def __init__(self, http: web.Request) -> None:
         self._http, self.response = http, web.StreamResponse()
@@ -361,8 +365,9 @@ class Delivery:
                     raise error
                 final = response.add(part, begun=self.shown)
                 body = part.encode_for(request)
-                shown = head + b"data: " + body + b"\n\n"
-                if translation is not None:
+            shown = head + b"data: " + body + b"\n\n"
+            if translation is not None:
+                with parsing(route, data, NO_TRANSLATION):
                     shown = translation.part(msgspec.json.decode(body), len(response.prompt))
             self.shown = self.shown or (response.begun and not final)
             if final:

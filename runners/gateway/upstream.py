@@ -2,8 +2,8 @@
 
 The rollout's seats, then the run file's table of roles map a role to a policy; for a role in
 neither, the requested model name decides. Seats can also replace one policy by another. A call is
-retried on connection errors, 429 and 5xx until the first byte of its response reaches the agent,
-each time on the current route: the policy server may be restarting elsewhere.
+retried on connection errors, 429 and 5xx until the agent is sent the first byte of the model's
+words, each time on the current route: the policy server may be restarting elsewhere.
 
 Owns: a copy of the policies table, at most `MIN_READ_INTERVAL` seconds behind the store's change
 feed; the connections, and whether each server returns token ids.
@@ -38,7 +38,7 @@ from agentrl.store.base import Store
 from agentrl.types import AUXILIARY_ROLE, PolicyVersion, Sampling, Transition
 
 if TYPE_CHECKING:
-    from agentrl.runners.gateway.attribution import CallOrigin, ModelCall, ReceivedCall
+    from agentrl.runners.gateway.attribution import CallOrigin, CountedCall, ReceivedCall
 
 log = logging.getLogger("agentrl.runner")
 T = TypeVar("T")
@@ -82,7 +82,9 @@ class SentCall(Struct, frozen=True):
     body: bytes = b""
     sampling: Sampling = Sampling()  # effective
     capture: bool = False  # it asks for token ids
-    fitting: int | None = None  # tokens that fit after the prompt; 0: all that are asked for
+    # Tokens that fit after the prompt, as counted by the server, if the agent asks for more; 0: all
+    # that are asked for fit, or it cannot count them; None: it was not asked.
+    fitting: int | None = None
     rows: Sequence[Transition] = ()  # of a recorded answer; empty: they are made of the response
 
 
@@ -266,14 +268,14 @@ class Upstream:
         self,
         caller: CallOrigin,
         model: str,
-        asked: ModelCall,
+        call: CountedCall,
         once: Callable[[Route], Awaitable[T]],
     ) -> T:
         """Call `once` until it succeeds; meanwhile the attempt records the call's failure.
 
         Raises the last UpstreamError if a retry is useless or the attempt has no time left, and
         RefusedError for a verifier's call to a policy or for a role without a policy."""
-        active, role = caller.attempt, caller.role_of(model)
+        active, role = caller.active, caller.role_of(model)
         if active.scoring:
             route = self.router.find(model, role)
             if route is None or not route.frozen:
@@ -286,18 +288,18 @@ class Upstream:
                 )
         seats = active.seats
         if why := self.router.why_unmapped(model, role, seats, caller.inside):
-            active.failures[asked.number] = why  # even if the agent ignores the error
+            active.failures[call.number] = why  # even if the agent ignores the error
             raise RefusedError(404, "role_unplayed", why)
         wait, tries = FIRST_RETRY_PAUSE, 0
         while True:
             tries += 1
             if (route := self.router.find(model, role, seats)) is None:
-                active.failures[asked.number] = self.router.why_not_served(role, seats)
+                active.failures[call.number] = self.router.why_not_served(role, seats)
                 route = await self.router.route(model, role, seats)
             try:
                 value = await once(route)
             except UpstreamError as error:
-                active.failures[asked.number] = error.message
+                active.failures[call.number] = error.message
                 pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))
                 useless = tries >= MAX_TRIES and not error.transient
                 if error.final or useless or pause >= active.left:
@@ -305,7 +307,7 @@ class Upstream:
                 wait = min(2 * wait, LONGEST_RETRY_PAUSE)
                 await asyncio.sleep(pause)
             else:
-                active.call_succeeded(asked)
+                active.call_succeeded(call)
                 return value
 
     @asynccontextmanager

@@ -82,7 +82,7 @@ async def count_tokens(
     """Count a request's prompt tokens as rendered by the policy server. `prompt_of` converts it to
     a chat completion request; `field`: name of the count in the response."""
     raw, upstream = await read_body(request), endpoints.upstream
-    chat = prompt_of(msgspec.json.decode(raw, type=Body), caller.attempt.memory)
+    chat = prompt_of(msgspec.json.decode(raw, type=Body), caller.active.memory)
 
     async def once(route: Route) -> web.StreamResponse:
         asked = chat | {"messages": await upstream.adapt(route, chat["messages"])}

@@ -44,39 +44,45 @@ def prepare(call: types.Transition) -> PreparedTransition:
 
 
 def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> list[bool]:
+    """Add calls; return for each whether it counts, that is, is not late. For a call that is stored
+    already nothing is added, and the answer is that of the first time."""
     attempts = sorted({call.attempt for call in calls})
-    cached, ids = tx.known.take(attempts), [call.columns["id"] for call in calls]
-    unknown = [attempt for attempt in attempts if attempt not in cached]
-    locked = _locked(tx, attempts) if unknown or tx.conn.shared else None
-    tree = TokenTree(tx.conn, attempts, ids, cached, tx.time_if_known)
-    found = {attempt: (cached[attempt].run, False) for attempt in cached}
-    if unknown and locked is not None:
-        found |= _live_or_late(tx, unknown, locked)
-    kept, changed = [], set()
+    remembered, ids = tx.known.take(attempts), [call.columns["id"] for call in calls]
+    unknown = [attempt for attempt in attempts if attempt not in remembered]
+    asked = _ask_for(tx, attempts) if unknown or tx.conn.shared else None
+    tree = TokenTree(tx.conn, attempts, ids, remembered, tx.time_if_known)
+    found = {attempt: (remembered[attempt].run, False) for attempt in remembered}
+    if unknown and asked is not None:
+        found |= _live_or_late(tx, unknown, asked)
+    changed = set()
     for call in calls:
         run, late = found[call.attempt]
-        if (known := tree.known_late(call)) is None:
+        if not tree.has(call):
             tree.add(call, late=late)
             changed.add(call.attempt)
             if not late:
-                sampled = call.columns["repeats"] is None
-                tokens = sampled * len(call.columns["completion"]) // 4
-                tx.add_counts(run, transitions=1, inexact=not call.columns["exact"], tokens=tokens)
-        kept.append(not (late if known is None else known))
+                _count(tx, run, call)
     tree.write()
     for attempt in attempts:
         run, late = found[attempt]
         if attempt in changed:
             tx.add_event(run, "attempt", attempt)
-        if not late:
+        if not late:  # remembered once the transaction has committed
             tree.calls[attempt].run = run
             tx.seen[attempt] = tree.calls[attempt]
-    return kept
+    return [not tree.is_late(call) for call in calls]
+
+
+def _count(tx: Transaction, run: str, call: PreparedTransition) -> None:
+    """Add a call to the counters of its run; one that repeats another has no tokens of its own."""
+    columns = call.columns
+    tokens = 0 if columns["repeats"] is not None else len(columns["completion"]) // 4  # of int32
+    tx.add_counts(run, transitions=1, inexact=int(not columns["exact"]), tokens=tokens)
 
 
 def add_spans(tx: Transaction, spans: Sequence[types.Span]) -> None:
     attempts = sorted({span.attempt for span in spans})
-    found = _live_or_late(tx, attempts, _locked(tx, attempts))
+    found = _live_or_late(tx, attempts, _ask_for(tx, attempts))
     for attempt, (run, _) in found.items():
         tx.add_event(run, "attempt", attempt)
     columns = [rows.span_columns(span, late=found[span.attempt][1]) for span in spans]
@@ -214,18 +220,23 @@ def spans(conn: Connection, attempt: str) -> list[types.Span]:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _locked(tx: Transaction, attempts: Sequence[str]) -> Cursor:
+def _ask_for(tx: Transaction, attempts: Sequence[str]) -> Cursor:
+    """Ask for the rows of attempts. On PostgreSQL this also locks them until the transaction ends;
+    on SQLite the whole file is locked since its `begin immediate`."""
     return tx.conn.ask(SQL["attempts"], {"attempts": rows.to_json(attempts, "Attempts")})
 
 
 def _live_or_late(
-    tx: Transaction, attempts: Sequence[str], locked: Cursor
+    tx: Transaction, attempts: Sequence[str], asked: Cursor
 ) -> dict[str, tuple[str, bool]]:
-    """Map each attempt to its run and whether writes to it are late now."""
-    known, now = {row["id"]: row for row in locked.fetchall()}, tx.now
-    if lost := [id for id in attempts if id not in known]:
+    """Map each attempt to its run and whether writes to it are late now.
+
+    A write names no fence, as the id of an attempt stands for it: each claim makes a new attempt,
+    with the next fence, after the one before it was ended or its lease had expired."""
+    stored, now = {row["id"]: row for row in asked.fetchall()}, tx.now
+    if lost := [id for id in attempts if id not in stored]:
         raise NotFound(f"There is no attempt {lost[0]!r} in this store.")
-    found = ((id, known[id]) for id in attempts)  # the order of their events
+    found = ((id, stored[id]) for id in attempts)  # the order of their events
     return {
         id: (row["run_id"], row["state"] != RUNNING or row["lease_until"] <= now)
         for id, row in found

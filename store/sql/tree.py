@@ -1,10 +1,13 @@
 """The token tree: every call stores only tokens and messages that no earlier call of its attempt
 has.
 
-Invariant: the creator of a `TokenTree` has locked its attempts, so nobody else adds to them. The
-stored calls of an attempt are either remembered, which the database checks, or asked for at the
-start and awaited at the first use. Late calls have only late parents, regular calls only regular
-ones: these may move to another attempt without the late.
+Invariant: while a `TokenTree` is used, nobody else adds to its attempts: on SQLite a transaction
+has the file for itself, on PostgreSQL its creator has locked their rows. The stored calls of an
+attempt are asked for at the start and awaited at the first use, or they are remembered. Whether
+these are still all, the database checks in the same transaction (`check_known` in `traces.sql`): if
+not, it raises an error on purpose, and the writer runs each verb alone, without what is remembered.
+Late calls have only late parents, regular calls only regular ones: these may move to another
+attempt without the late.
 """
 
 from __future__ import annotations
@@ -115,8 +118,10 @@ class AttemptCalls:
     """All calls of an attempt of a run."""
 
     run: str = ""
-    late: dict[str, bool] = field(default_factory=dict)  # id -> whether the call is late
-    added: list[str] = field(default_factory=list)  # ids of added calls, with `seq` -1, -2, ...
+    late: dict[str, bool] = field(default_factory=dict)  # id of every call -> whether it is late
+    # Ids of calls that this process added. Their nodes have the `seq` -1, -2, ..., since the
+    # database numbers a call when it is written, and does not tell its number: see `_link`.
+    added: list[str] = field(default_factory=list)
     trees: tuple[CallTree, CallTree] = field(default_factory=lambda: (CallTree(), CallTree()))
 
 
@@ -168,9 +173,8 @@ class TokenTree:
             columns = {"attempts": rows.to_json(unknown, "Attempts")}
             self._asked = conn.ask(SQL["tree"], {**columns, "ids": rows.to_json(ids, "Ids")})
 
-    def known_late(self, call: PreparedTransition) -> bool | None:
-        """Whether a stored call is late; None if it is not stored. Raises Conflict if its id is
-        another attempt's."""
+    def has(self, call: PreparedTransition) -> bool:
+        """Whether a call is stored already. Raises Conflict if its id is another attempt's."""
         if self._asked is not None:
             self._read(self._asked)
             self._asked = None
@@ -180,7 +184,11 @@ class TokenTree:
                 f"Call {id} belongs to attempt {self._others[id]}, not to {call.attempt}: "
                 "give each call an id of its own."
             )
-        return self.calls[call.attempt].late.get(id)
+        return id in self.calls[call.attempt].late
+
+    def is_late(self, call: PreparedTransition) -> bool:
+        """Whether a call that the tree has is late."""
+        return self.calls[call.attempt].late[call.columns["id"]]
 
     def add(self, call: PreparedTransition, *, late: bool) -> None:
         """Add a new call below its longest stored prefix."""
@@ -207,7 +215,8 @@ class TokenTree:
         tree.add(-len(calls.added), columns)
 
     def write(self) -> None:
-        """Store added calls. A call and its parent must not be in the same statement."""
+        """Store added calls. A call and its parent are never in the same statement: it finds the
+        number of its parent by a query, which does not see rows of its own statement."""
         self._conn.executemany(SQL["add_transition"], self._rows.values())
         self._rows = {}
 
@@ -221,6 +230,8 @@ class TokenTree:
 
 
 def _link(calls: AttemptCalls, name: str, seq: int | None) -> dict[str, Any]:
+    """Return the columns that name an earlier call, by its number if that is known, else (a `seq`
+    below 0) by its id, which the statement resolves."""
     if seq is None or seq >= 0:
         return {name: seq, f"{name}_id": None}
     return {name: None, f"{name}_id": calls.added[-1 - seq]}

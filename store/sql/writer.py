@@ -192,8 +192,10 @@ class Writer:
         self._thread.start()
 
     def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
-        """Queue a verb, from any running loop. The future resolves, on that loop, after the
-        commit."""
+        """Queue a verb, from any running loop. The future resolves, on that loop, after the commit.
+
+        A caller that is cancelled while it waits does not take the verb back: it is committed all
+        the same, and nobody learns of it. The gateway rests on this (`ActiveAttempt.unread`)."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._closed:
@@ -269,15 +271,21 @@ class Writer:
     # -- one transaction ---------------------------------------------------------------------------
 
     def _commit(self, jobs: list[_Job]) -> int:
-        """Execute one transaction and return its topics. Errors are stored in the jobs."""
+        """Execute one transaction and return its topics. Errors are stored in the jobs.
+
+        After any error of a transaction that has begun, each verb is run alone, in another one: the
+        error may be a single verb's, or say that what is remembered of an attempt is no longer true
+        (`check_known` in `traces.sql`)."""
         since = time.monotonic()
         while True:
             try:
+                begun = self._session.begin()  # waits for locks; if it fails, no verb is to blame
                 try:
-                    return self._transact(jobs, self._run, since)
+                    return self._transact(jobs, self._run, begun, since)
                 except Exception:  # noqa: BLE001 - raised again below, only for its verb
                     self._session.rollback()
-                    return self._transact(jobs, self._run_each_alone, since)
+                    begun = self._session.begin()
+                    return self._transact(jobs, self._run_each_alone, begun, since)
             except self._session.errors as error:
                 self._session.rollback()
                 if self._session.can_retry(error, since):
@@ -287,9 +295,15 @@ class Writer:
                 return 0
 
     def _transact(
-        self, jobs: list[_Job], run: Callable[[list[_Job], Transaction], None], since: float
+        self,
+        jobs: list[_Job],
+        run: Callable[[list[_Job], Transaction], None],
+        begun: float | Callable[[], float],
+        since: float,
     ) -> int:
-        group = Transaction(self._session.conn, self._session.begin(), self._known)
+        """Run verbs in a transaction that has begun, and commit it. begun: its time, as returned by
+        `begin`; since: when its group was taken, by the monotonic clock."""
+        group = Transaction(self._session.conn, begun, self._known)
         if self._stalled or time.monotonic() - since > STALL:
             group.extend_leases()
         run(jobs, group)

@@ -171,3 +171,43 @@ async def test_the_verb_of_an_event_loop_that_ended_is_executed(url):
         await asyncio.to_thread(end)
         await store._writer.post(lambda tx: None)
         assert done == [1]
+
+
+async def test_a_transaction_that_cannot_begin_is_tried_once(url, monkeypatch):
+    """On SQLite `begin` has already waited for the lock as long as anybody should."""
+    async with open_store(url) as store, asyncio.timeout(SOON):
+        await store.open_run("run", {})
+        session, tries, ran = store._writer._session, [], []
+
+        def locked(*_: object) -> None:
+            tries.append(1)
+            raise session.errors[0]("the file is locked")
+
+        monkeypatch.setattr(session, "can_retry", lambda error, since: False)
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "begin", locked)
+            with pytest.raises(Unavailable):
+                await store._writer.post(lambda tx: ran.append(1))
+        assert (len(tries), ran) == (1, [])
+        await store.log("run", 0, {})
+
+
+async def test_a_verb_is_stored_though_its_caller_was_cancelled(url):
+    async with open_store(url) as store, asyncio.timeout(SOON):
+        held, go = threading.Event(), threading.Event()
+
+        def hold(tx):
+            held.set()
+            go.wait(SOON)
+
+        store._writer.post(hold)
+        await asyncio.to_thread(held.wait, SOON)
+        cancelled = asyncio.create_task(store.open_run("run", {}))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        last = store._writer.post(lambda tx: None)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        await last
+        assert await store.runs() == ["run"]

@@ -49,7 +49,7 @@ def test_path_before_traceparent_before_key(attempts: AttemptRegistry) -> None:
 def test_a_foreign_trace_does_not_hide_the_key(attempts: AttemptRegistry) -> None:
     active = start(attempts)
     headers = parent(secrets.token_hex(16)) | key(active.id)
-    assert attempts.caller(headers, {}).attempt is active
+    assert attempts.caller(headers, {}).active is active
 
 
 def test_role_by_path_or_baggage(attempts: AttemptRegistry) -> None:

@@ -16,8 +16,9 @@ import openai
 import pytest
 from aiohttp import web
 
-from agentrl.errors import ConfigError, StoreError
+from agentrl.errors import ConfigError, Invalid, StoreError, Unavailable
 from agentrl.runners.gateway import upstream
+from agentrl.runners.gateway.refusals import RefusedError
 from agentrl.runners.gateway.server import Gateway
 from agentrl.types import Sampling
 
@@ -666,3 +667,143 @@ async def test_the_seed_of_the_agent_comes_first(bench: Any, http: httpx.AsyncCl
     active = bench.gateway.register(await bench.attempt(sampling=Sampling(seed=5)))
     await ask(http, active, seed=3)
     assert bench.model.requests[-1]["seed"] == 3
+
+
+async def test_a_request_that_is_not_json_uses_up_no_call(
+    bench: Any, active: Any, http: httpx.AsyncClient
+) -> None:
+    active.most_calls = 1
+    for content in (b"{", b"[]", b"\xff", b'{"messages": [], "stream": "yes"}'):
+        refused = await http.post("/chat/completions", content=content, headers=key(active))
+        assert refused.status_code == 400
+    assert active.calls == 0
+    assert (await ask(http, active)).status_code == 200
+    assert (await ask(http, active)).status_code == 403
+    (row,) = await rows(bench, active)
+    assert row.index == 0
+
+
+async def test_a_call_that_a_feature_refuses_fails_until_an_equal_one_succeeds(
+    active: Any, http: httpx.AsyncClient
+) -> None:
+    """Such as one that lacks the text which a candidate replaces."""
+    refusals = ["first", "second"]
+
+    def refuse(call: Any) -> Any:
+        if refusals:
+            call.fail(why := refusals.pop(0))
+            raise RefusedError(400, "prompt_not_found", why)
+        return call
+
+    active.changes.append(refuse)
+    for _ in range(2):
+        assert (await ask(http, active)).status_code == 400
+    assert active.failures == {0: "first", 1: "second"}
+    assert (await ask(http, active, messages=[*MESSAGES, *MESSAGES])).status_code == 200
+    assert active.failures == {0: "first", 1: "second"}
+    assert (await ask(http, active)).status_code == 200
+    assert active.failures == {}
+
+
+async def test_each_of_two_equal_calls_that_nobody_read_answers_a_retry(
+    bench: Any, active: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, stored = bench.store.add_transitions, asyncio.Semaphore(0)
+    home, release = asyncio.get_running_loop(), asyncio.Event()
+
+    async def slow(rows: Any) -> Any:
+        found = await add(rows)
+        if not release.is_set():
+            home.call_soon_threadsafe(stored.release)
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(release.wait(), home))
+        return found
+
+    numbers = iter(range(9))
+    bench.model.answer = lambda body: {"role": "assistant", "content": f"answer {next(numbers)}"}
+    monkeypatch.setattr(bench.store, "add_transitions", slow)
+    given_up = []
+    for _ in range(2):
+        given_up.append(asyncio.create_task(ask(http, active)))
+        await asyncio.wait_for(stored.acquire(), 10)
+    for call in given_up:
+        call.cancel()
+        await asyncio.wait([call])
+    await asyncio.wrap_future(bench.gateway.spawn(calls_end(active)))
+    release.set()
+    said = [(await ask(http, active)).json()["choices"][0]["message"]["content"] for _ in range(3)]
+    assert said[:2] == ["answer 0", "answer 1"]
+    assert said == [row.answer["content"] for row in await rows(bench, active)]
+
+
+@pytest.mark.parametrize(("stream", "times"), [(False, 1), (False, 2), (True, 1)])
+async def test_a_retry_gets_an_answer_of_which_the_store_did_not_say_whether_it_has_it(
+    bench: Any,
+    active: Any,
+    http: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    times: int,
+    stream: bool,
+) -> None:
+    add, errors = bench.store.add_transitions, [Unavailable("the connection broke")] * times
+
+    async def broken(rows: Any) -> Any:
+        found = await add(rows)
+        if errors:
+            raise errors.pop()
+        return found
+
+    numbers = iter(range(9))
+    bench.model.answer = lambda body: {"role": "assistant", "content": f"answer {next(numbers)}"}
+    monkeypatch.setattr(bench.store, "add_transitions", broken)
+    if stream:
+        bench.model.then(pinged)
+    for number in range(times):
+        if stream:
+            with pytest.raises(httpx.RemoteProtocolError):  # it has had a comment
+                await ask(http, active, stream=True)
+        else:
+            error = (await ask(http, active, stream=False)).json()["error"]
+            assert error["code"] == "call_not_stored"
+        assert "the connection broke" in active.failures[number]
+    assert "answer 0" in (await ask(http, active, stream=stream)).text
+    assert [row.answer["content"] for row in await rows(bench, active)] == ["answer 0"]
+    assert active.failures == {}
+
+
+async def test_a_retry_is_sampled_if_the_store_refused_the_first_answer(
+    bench: Any, active: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, errors = bench.store.add_transitions, [Invalid("not to be stored")]
+
+    async def refusing(rows: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return await add(rows)
+
+    numbers = iter(range(9))
+    bench.model.answer = lambda body: {"role": "assistant", "content": f"answer {next(numbers)}"}
+    monkeypatch.setattr(bench.store, "add_transitions", refusing)
+    assert (await ask(http, active)).status_code == 502
+    assert "answer 1" in (await ask(http, active)).text
+
+
+async def test_a_retry_gets_the_answer_whose_end_could_not_be_sent(
+    bench: Any, active: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent had a comment only when its connection broke, which no cancellation tells."""
+    write, broken = web.StreamResponse.write, []
+
+    async def once_broken(response: web.StreamResponse, data: bytes) -> None:
+        if b"answer 0" in data and asyncio.get_running_loop() is bench.gateway._loop and not broken:
+            broken.append(data)
+            raise ConnectionResetError
+        await write(response, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", once_broken)
+    bench.model.then(pinged, pinged)
+    with pytest.raises(httpx.RemoteProtocolError):
+        await ask(http, active, stream=True)
+    assert len(await rows(bench, active)) == 1
+    assert "answer 0" in (await ask(http, active, stream=True)).text
+    assert broken
+    assert len(await rows(bench, active)) == 1

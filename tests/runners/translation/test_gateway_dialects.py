@@ -631,3 +631,19 @@ async def test_both_on_the_embedded_server(store: Any, tiny_llama_dir: Path) -> 
     finally:
         gateway.close()
         await server.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failed_translation_is_not_called_the_servers_fault(
+    bench: Any, active: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def fail(*_: Any) -> bytes:
+        raise KeyError("of a bug")
+
+    monkeypatch.setattr(messages.MessagesTranslation, "part", fail)
+    body = {"model": "m", "max_tokens": 5, "messages": [USER], "stream": stream}
+    async with httpx.AsyncClient(base_url=bench.gateway.base_url, timeout=20) as http:
+        answer = await http.post("/messages", json=body, headers={"x-api-key": active.key})
+    assert answer.status_code == 502
+    assert "a bug of agentrl (KeyError: 'of a bug')" in answer.json()["error"]["message"]
+    assert "is not a completion" not in answer.text
