@@ -14,7 +14,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo rlhf demo-codex demo-pi test test-slow test-engines test-harnesses test-frameworks check clean
+.PHONY: demo rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks check clean
 .PHONY: docs gallery constraints licenses release
 .DEFAULT_GOAL := help
 
@@ -35,8 +35,16 @@ demo-codex demo-pi: demo-%: $(STAMP) .harnesses/bin/% ## Train a tiny policy ins
 	$(BIN)/agentrl train examples/harness/run.toml name=$* workspace.sandbox=$(SANDBOX) \
 		agent.harness=$* agent.command=$(CURDIR)/.harnesses/bin/$* policy.build=policy.py:$*
 
+PYTEST := $(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP) ## Run the tests
-	$(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@failed=0; for some in spine parts; do $(MAKE) --no-print-directory test-$$some || failed=1; done; exit $$failed
+
+test-spine: $(STAMP) ## Run the tests of the spine, with all parts taken out
+	WITHOUT_PARTS=all PYTHONPATH=tests/without $(PYTEST) -m "not part and not slow"
+
+test-parts: $(STAMP) ## Run the other tests: of parts, documents and examples
+	$(PYTEST) -m "part and not slow"
 
 test-slow: $(STAMP) ## Run the tests that take minutes: long faults, whole recipes
 	$(BIN)/python -m pytest -rs -m slow -n 2 --dist loadfile || [ $$? = 5 ]
@@ -122,7 +130,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 ENGINE_TESTS := tests/parity tests/engines tests/algorithms/engines/test_contract.py \
-	tests/algorithms/learners/verl tests/system/test_vllm.py tests/system/test_verl.py
+	tests/algorithms/learners/verl tests/algorithms/engines/vllm/test_run.py tests/system/test_verl.py
 
 # vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
 UNUSABLE := torchvision torchaudio torchcodec triton

@@ -28,13 +28,15 @@ from transformers import (
 from agentrl.store import open_store
 from agentrl.store.sqlite import migrations
 from agentrl.store.sqlite.connection import Location
+from tests import spine
 from tests.store import postgres_server
+from tests.system.conftest import run_folder as run_folder
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("no clock", deadline=None)  # a busy machine fails no example
 hypothesis.settings.load_profile("no clock")
 
-LONG = ("tests/system/", "tests/examples/")
+LONG = ("tests/test_parts.py", "tests/system/", "tests/examples/")
 VOCABULARY = 512
 CORPUS = [
     "You are a helpful assistant. Answer with one word after calling a tool.",
@@ -116,10 +118,28 @@ SHAPE = {
 }
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without parts their tests cannot be imported; where only these run, others need not be."""
+    if spine.WITHOUT_PARTS:
+        return not spine.tests(collection_path) or None
+    only_parts = config.option.markexpr.startswith("part ") and collection_path.is_file()
+    return (only_parts and spine.needs_none(collection_path)) or None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several workers the longest come first: none waits for another at the end."""
+    for item in items:
+        if not spine.tests(item.path) or "postgres" in getattr(item, "fixturenames", ()):
+            item.add_marker("part")
+        if item.get_closest_marker("part"):
+            assert not spine.needs_none(item.path), f"{item.nodeid} would not run: see spine.py"
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+        items.sort(key=lambda item: not (item.nodeid.startswith(LONG) or runs_processes(item)))
+
+
+def runs_processes(item: pytest.Item) -> bool:
+    return hasattr(getattr(item, "module", None), "warm")
 
 
 @pytest.hookimpl(wrapper=True)

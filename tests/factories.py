@@ -6,7 +6,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from agentrl.types import Purpose, Reward, Rollout, RolloutState, Transition
+from agentrl.config import RunConfig, resolve
+from agentrl.types import (
+    Group,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Transition,
+    float32,
+    int32,
+)
 
 RUN_FILE = """
 [agent]
@@ -44,3 +54,26 @@ def rollout(
         "failure": None, "rewards": list(rewards), "transitions": list(calls),
     }  # fmt: skip
     return Rollout(id=id, **known | fields)
+
+
+def call(
+    id: str = "t",
+    prompt: Iterable[int] = (1,),
+    completion: Iterable[int] = (2,),
+    *,
+    logprob: float = -1.0,
+    **fields: Any,
+) -> Transition:
+    """The first call of the attempt `a`, each of whose tokens has this log-prob."""
+    said = int32(completion)
+    known: dict[str, Any] = {"attempt": "a", "index": 0, "logprobs": float32([logprob] * len(said))}
+    return Transition(id=id, prompt=int32(prompt), completion=said, **known | fields)
+
+
+def group(*rollouts: Rollout, id: str = "g", run: str = "run") -> Group:
+    return Group(id=id, run=run, step=0, rollouts=list(rollouts))
+
+
+def config(source: str = "run.toml", **tables: Any) -> RunConfig:
+    """A run file with these tables."""
+    return resolve(tables, source=source)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import grimp
 import pytest
@@ -82,41 +82,51 @@ def test_a_record_imports_nothing_of_its_part() -> None:
     assert done.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize(
-    "target", [one for part in OWN for one in (*part.tables.values(), *part.kinds.values())]
-)
-def test_a_table_may_be_imported_before_the_settings(target: str) -> None:
-    module, _, name = target.partition(":")
-    code = (
-        f"from {module} import {name}; from agentrl.config import AlgorithmConfig, RunConfig;"
-        "from agentrl.config.base import structs_of; import msgspec;"
-        "tables = (RunConfig, AlgorithmConfig);"
-        "every = [f.type for table in tables for f in msgspec.structs.fields(table)];"
-        f"own = structs_of({name});"
-        "assert any(set(own) <= set(structs_of(kind)) for kind in every)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+TABLES = sorted({one for part in OWN for one in (*part.tables.values(), *part.kinds.values())})
+NAMES = {point.name: point.load() for point in entry_points(group="agentrl.parts")}
 
 
-@pytest.mark.parametrize("name", [point.name for point in entry_points(group="agentrl.parts")])
-def test_without_a_part_the_others_import_and_what_needs_it_says_so(name: str) -> None:
-    (point,) = entry_points(group="agentrl.parts", name=name)
-    own = point.load()
+def things_of(part: Part) -> list[list[str]]:
+    """What it contributes that somebody without it may ask for."""
     fields = {"runner": "executor", "selfplay": "opponents"}
-    settings = [f"{table}.x=1" for table in own.tables]
-    for kind in own.kinds:
+    settings = [f"{table}.x=1" for table in part.tables]
+    for kind in part.kinds:
         table, _, tag = kind.rpartition(".")
         settings.append(f"{table}.{fields.get(table, 'kind')}={tag}")
         settings.append(f"{kind}.x=1")
-    settings += [f"{setting}=x" for setting in own.runner]
-    posts = [*own.dialects, *own.spans]
-    contributed = own.commands, settings, own.kinds, own.libraries, own.stores, posts
-    asked = json.dumps([list(names) for names in contributed])
-    env = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "without"), "WITHOUT_PARTS": name}
-    command = [sys.executable, str(ROOT / "tests" / "without" / "look.py"), asked]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["parts"] == len(parts()) - 1
-    for sentence in found["sentences"]:
-        assert f"it belongs to the part {own.name!r}" in sentence
+    settings += [f"{setting}=x" for setting in part.runner]
+    posts = [*part.dialects, *part.spans]
+    contributed = part.commands, settings, part.kinds, part.libraries, part.stores, posts
+    return [list(names) for names in contributed]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
+    """What was found without each part."""
+    folder = tmp_path_factory.mktemp("without")
+    asked = {name: things_of(part) for name, part in NAMES.items()} | {"all": [[]] * 6}
+    command = [str(ROOT / "tests/without/each.py"), str(tiny_model_dir), str(folder)]
+    subprocess.run(
+        [sys.executable, *command, " ".join(TABLES)],
+        input=json.dumps(asked), text=True, cwd=ROOT, check=True,
+    )  # fmt: skip
+    return {file.stem: json.loads(file.read_bytes()) for file in folder.glob("*.json")}
+
+
+@pytest.mark.timeout(600)  # the first of these tests waits for all
+@pytest.mark.parametrize("target", TABLES)
+def test_a_table_may_be_imported_before_the_settings(found: dict[str, Any], target: str) -> None:
+    assert found[target] is True
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [*NAMES, "all"])
+def test_without_a_part_the_others_import_train_and_what_needs_it_says_so(
+    found: dict[str, Any], name: str
+) -> None:
+    there = found[name]
+    assert "error" not in there, there["error"]
+    assert there["parts"] == (0 if name == "all" else len(parts()) - 1)
+    for sentence in there["sentences"]:
+        assert f"it belongs to the part {NAMES[name].name!r}" in sentence
+    assert there["steps"] == 2

@@ -101,8 +101,9 @@ def migrations() -> Migrations:
 
 def _check_header(conn: sqlite3.Connection, location: Location) -> None:
     """Raise StoreError for a database that is not a store."""
-    (mark,) = conn.execute("pragma application_id").fetchone()
+    # In this order: another process may create the store between the two.
     (tables,) = conn.execute("select count(*) from sqlite_master").fetchone()
+    (mark,) = conn.execute("pragma application_id").fetchone()
     if tables and mark != APPLICATION_ID:
         raise StoreError(
             f"{location.path} is a database but no agentrl store: choose another path."

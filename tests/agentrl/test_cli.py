@@ -13,6 +13,7 @@ from agentrl.errors import StoreError
 from agentrl.store import open_store
 from tests import warm
 from tests.factories import run_folder
+from tests.spine import of_part
 
 
 def agentrl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -128,9 +129,12 @@ def test_an_extra_that_is_not_installed_is_named(
         ("train run.toml", "Stopped. The same command continues after the last committed step."),
         ("train run.toml --fresh", "Stopped. The same command without --fresh continues after"),
         ("train --from=4 run.toml", "Stopped. The same command without --from continues after"),
-        ("crossplay run.toml", "Stopped. The same command continues with the games that are left."),
+        of_part(
+            "crossplay run.toml",
+            "Stopped. The same command continues with the games that are left.",
+        ),
         ("eval run.toml", "Stopped.\n"),
-        ("data import d f.jsonl", "Stopped.\n"),
+        of_part("data import d f.jsonl", "Stopped.\n"),
     ],
 )
 def test_ctrl_c_says_what_continues(
@@ -148,6 +152,7 @@ def test_ctrl_c_says_what_continues(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.part
 def test_a_folder_is_no_store_and_view_finds_the_one_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 from agentrl.config import RunConfig, differences, from_store, load, resolve, to_toml
 from agentrl.config.base import say_renamed
 from agentrl.errors import ConfigError
+from tests.spine import of_part
 
 
 def run_file(folder: Path, text: str) -> Path:
@@ -52,7 +53,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[algorithm]\nlr = -1.0", [], r"algorithm\.lr"),
         ("[learner]\npacking = 'tree'", [], r"learner\.packing = 'tree'; did you mean 'trie'\?"),
         ("[policy]\ndtype = 'half'", [], r"policy\.dtype = 'half'; valid: bfloat16, float32"),
-        (
+        of_part(
             "[reward_models.judge]\nmodel = 'x'\nkind = 'scalr'",
             [],
             r"reward_models\.judge\.kind = 'scalr'; did you mean 'scalar'\?",
@@ -63,7 +64,9 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[sampling]\ntop_p = 2.0", [], r"sampling\.top_p = 2\.0; it must be above 0"),
         ("[sampling]\ntop_p = 0.0", [], r"sampling\.top_p = 0\.0; it must be above 0"),
         ("[sampling]\ntop_k = -1", [], r"sampling\.top_k = -1; it must be 0 \(no limit\)"),
-        ("[metrics]\nsinks = ['mlflow', 'mlflow']", [], r"metrics\.sinks names 'mlflow' twice"),
+        of_part(
+            "[metrics]\nsinks = ['mlflow', 'mlflow']", [], r"metrics\.sinks names 'mlflow' twice"
+        ),
         ("[sampling]\nmax_tokens = 0", [], r"sampling\.max_tokens = 0; it must be 1 or above"),
         ("[algorithm]\nmin_group = 9", [], r"min_group = 9 drops every group of .*group_size = 8"),
         ("[algorithm]\nmax_staleness = -1", [], r"algorithm\.max_staleness"),
@@ -81,7 +84,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             [],
             r"engine\.kv_on_update = 'keep' has no effect .* remove it",
         ),
-        (
+        of_part(
             "[algorithm]\noverlap = 'in_flight'\nmax_staleness = 1\n"
             "[engine]\nkind = 'vllm'\nkv_on_update = 'keep'",
             [],
@@ -94,7 +97,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ),
         ("[algorithm]\nclose_at = 9", [], r"close_at = 9: .*group_size = 8"),
         ("[algorithm]\nclose_at = 1", [], r"close_at = 1: .*min_group = 2"),
-        (
+        of_part(
             "[algorithm]\nclose_at = 5\nbranching = {kind = 'mc'}",
             [],
             r"close_at: rollouts join a group when all of its own have ended",
@@ -135,6 +138,7 @@ def test_printed_settings_read_back_the_same(tmp_path: Path) -> None:
     assert again == config
 
 
+@pytest.mark.part
 def test_settings_of_vllm_are_refused_without_it() -> None:
     tables = {"kind": "vllm", "vllm": {"timeout": 5.0, "arguments": ["--seed", "1"]}}
     assert resolve({"engine": tables}, source="test").engine.vllm.timeout == 5.0
@@ -142,6 +146,7 @@ def test_settings_of_vllm_are_refused_without_it() -> None:
         resolve({"engine": tables | {"kind": "embedded"}}, source="test")
 
 
+@pytest.mark.part
 def test_settings_of_a_vllm_child_are_refused_for_servers_that_run_already() -> None:
     vllm = {"urls": ["http://127.0.0.1:8000"], "start_timeout": 5.0}
     resolve({"engine": {"kind": "vllm", "vllm": vllm}}, source="test")
@@ -202,7 +207,7 @@ def test_settings_of_a_schedule_that_mean_nothing_are_refused(case: str, tmp_pat
 @pytest.mark.parametrize(
     ("section", "field", "message"),
     [
-        ("engine", "kind", r"engine\.kind = 'vlm'; did you mean 'vllm'\?"),
+        of_part("engine", "kind", r"engine\.kind = 'vlm'; did you mean 'vllm'\?"),
         ("learner", "kind", r"learner\.kind = 'vlm'; valid: torch, verl"),
         ("runner", "executor", r"runner\.executor = 'vlm'; valid: async, auto, command,"),
     ],
@@ -237,6 +242,7 @@ def test_a_kind_that_a_package_registers(monkeypatch: pytest.MonkeyPatch) -> Non
         resolve({"learner": {"kind": "mine"}}, source="test")
 
 
+@pytest.mark.part
 def test_settings_of_other_kinds_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     """As a run file has them that `--dry-run` of an earlier version printed."""
     text = "[engine]\nkind = 'embedded'\n[engine.vllm]\nmax_adapters = 8\nurls = []\n"
@@ -248,6 +254,7 @@ def test_settings_of_other_kinds_that_change_nothing_are_accepted(tmp_path: Path
         load(run_file(tmp_path, text), ["runner.pool.processes=2"])
 
 
+@pytest.mark.part
 def test_settings_that_an_earlier_version_stored_are_read() -> None:
     stored = msgspec.to_builtins(resolve({"seed": 4}, source="test"))
     stored["engine"] |= {"vllm": {"urls": [], "sync": "auto"}}
@@ -266,11 +273,13 @@ def test_settings_that_an_earlier_version_stored_are_read() -> None:
         from_store(stored | {"sead": 1})
 
 
+@pytest.mark.part
 def test_what_a_kind_needs_is_named() -> None:
     with pytest.raises(ConfigError, match=r"test: selfplay\.seats is missing"):
         resolve({"selfplay": {"opponents": "latest"}}, source="test")
 
 
+@pytest.mark.part
 def test_sinks_from_outside_are_named_by_file() -> None:
     metrics = {"sinks": ["mine.py:write"], "options": {"every": 2}}
     assert resolve({"metrics": metrics}, source="test").metrics.options == {"every": 2}
@@ -278,6 +287,7 @@ def test_sinks_from_outside_are_named_by_file() -> None:
         resolve({"metrics": {"sinks": ["mlflo"]}}, source="test")
 
 
+@pytest.mark.part
 def test_pairs_of_numbers_and_any_text_survive_the_dry_run(tmp_path: Path) -> None:
     judge = {"upstream": "big", "max_usd": 2.0, "prices": [0.5, 1.5], "calibration": [[0, 0.5]]}
     tables: dict[str, Any] = {"judges": {"good": judge}, "agent": {"env": {"A\x7f": "b\x7f\u2028"}}}
@@ -291,6 +301,7 @@ def test_a_rule_of_roles_is_named_as_in_the_run_file() -> None:
         resolve({"roles": {"match": [{"model": "x"}]}}, source="test")
 
 
+@pytest.mark.part
 @pytest.mark.parametrize(
     "table",
     [

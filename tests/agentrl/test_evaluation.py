@@ -14,6 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.plans import play
 from agentrl.store import open_store
+from tests.spine import of_part
 
 
 def adapter(directory: Path) -> Path:
@@ -85,7 +86,7 @@ def test_what_is_scored_is_named_by_its_step(tmp_path: Path) -> None:
     [
         ("", "sqlite:///{folder}/store.db"),
         ("sqlite:///other.db", "sqlite:///other.db"),
-        ("postgresql://me:hush@host/db", "postgresql://me@host/db"),
+        of_part("postgresql://me:hush@host/db", "postgresql://me@host/db"),
     ],
 )
 def test_a_store_that_is_named_is_used_and_its_password_is_not_told(

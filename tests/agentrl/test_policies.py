@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from agentrl.config import LoraConfig, differences, resolve, to_toml
 from agentrl.config.policies import policy_by_role, view
 from agentrl.errors import ConfigError
+from tests.spine import of_part
 
 
 def team(**changes: Any) -> dict[str, Any]:
@@ -50,7 +51,9 @@ def team(**changes: Any) -> dict[str, Any]:
             team(frozen=True, model="m", lora={}, critic={"model": "copy"}),
             r"policies.solver.critic: a frozen policy does not learn",
         ),
-        (team() | {"reward_models": {"r": {"model": "m"}}}, r"\[reward_models\] score the calls"),
+        of_part(
+            team() | {"reward_models": {"r": {"model": "m"}}}, r"\[reward_models\] score the calls"
+        ),
         (team() | {"team": {"every": 2}}, r"team.every has no effect for team.schedule = 'togeth"),
         (
             team() | {"steps": 3, "team": {"schedule": "sequence", "every": 3}},

@@ -15,8 +15,6 @@ from agentrl.types import (
     Span,
     Trace,
     Transition,
-    float32,
-    int32,
 )
 from tests import factories
 
@@ -29,17 +27,8 @@ OPENING = [{"role": "system", "content": "Be exact."}, {"role": "user", "content
 
 
 def transition(index: int, messages: list[dict], answer: dict) -> Transition:
-    return Transition(
-        id=f"t{index}",
-        attempt="a" * 32,
-        index=index,
-        prompt=int32([1, 2, 3]),
-        completion=int32([4, 5]),
-        logprobs=float32([-0.5, -0.5]),
-        version=3,
-        messages=messages,
-        answer=answer,
-    )
+    about = {"attempt": "a" * 32, "index": index, "messages": messages, "answer": answer}
+    return factories.call(f"t{index}", (1, 2, 3), (4, 5), logprob=-0.5, version=3, **about)
 
 
 def printed(

@@ -20,6 +20,7 @@ from agentrl.algorithms.train.serving import policy_server
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
 from tests.algorithms.learners.test_learner import make_batch
+from tests.spine import of_part
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 
@@ -122,7 +123,7 @@ def test_the_front_checks_a_run_without_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(("table", "kind"), [("engine", "vlm"), ("learner", "verrl")])
+@pytest.mark.parametrize(("table", "kind"), [of_part("engine", "vlm"), ("learner", "verrl")])
 def test_an_unknown_kind_is_refused_with_the_nearest(table: str, kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"run\.toml: {table}\.kind = '{kind}'; did you mean"):
         resolve({table: {"kind": kind}}, source="run.toml")

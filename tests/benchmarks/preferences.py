@@ -48,8 +48,9 @@ from agentrl.algorithms.preferences.completions import (
 )
 from agentrl.algorithms.preferences.pairing import choose_pairs
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.types import Group, Reward, Transition, float32, int32
+from agentrl.types import Group, Reward
 from tests import factories
+from tests.factories import call
 
 PARTS = ("parity", "speed", "memory", "learning", "staff", "rlhf", "rft", "mining")
 NAMES = ("outcome", WEIGHT, MISMATCHED)
@@ -74,13 +75,6 @@ def word_tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 
 # -- rows ------------------------------------------------------------------------------------------
-
-
-def call(name: str, prompt: list[int], said: list[int]) -> Transition:
-    return Transition(
-        id=name, attempt="a", index=0, prompt=int32(prompt), completion=int32(said),
-        logprobs=float32([-1.0] * len(said)),
-    )  # fmt: skip
 
 
 def pairs(

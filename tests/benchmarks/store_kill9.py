@@ -32,7 +32,8 @@ from typing import Any
 
 from agentrl.errors import Fenced
 from agentrl.store import Store, open_store
-from agentrl.types import NewRollout, Outcome, Reward, StepCommit, Transition, float32, int32
+from agentrl.types import NewRollout, Outcome, Reward, StepCommit, Transition
+from tests import factories
 from tests.benchmarks import store_load as load
 from tests.benchmarks.store import Figures
 
@@ -193,15 +194,8 @@ def rollout(run: str, group: str, i: int) -> NewRollout:
 
 
 def call(attempt: str, index: int, **more: Any) -> Transition:
-    base: dict[str, Any] = {"id": f"{attempt}-{index}", **more}
-    return Transition(
-        attempt=attempt,
-        index=index,
-        prompt=int32(range(64)),
-        completion=int32(range(16)),
-        logprobs=float32([-1.0] * 16),
-        **base,
-    )
+    about = {"id": f"{attempt}-{index}", "attempt": attempt, "index": index}
+    return factories.call(prompt=range(64), completion=range(16), **about | more)
 
 
 def commit(epoch: int, step: int, groups: list[str]) -> StepCommit:

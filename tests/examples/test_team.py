@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from agentrl.store import open_store
-from agentrl.types import Float32, Int32, RolloutState, Transition
+from agentrl.types import RolloutState, Transition
+from tests import factories
 from tests.examples.parts import modules, train_once
 
 Parts = dict[str, ModuleType]
@@ -25,11 +26,8 @@ def team() -> Iterator[Parts]:
 
 
 def call(role: str, asked: str, said: str) -> Transition:
-    return Transition(
-        id="t", attempt="a", index=0, prompt=Int32("i"), completion=Int32("i"),
-        logprobs=Float32("f"), role=role, messages=[{"role": "user", "content": asked}],
-        answer={"role": "assistant", "content": said},
-    )  # fmt: skip
+    answer, messages = {"role": "assistant", "content": said}, [{"role": "user", "content": asked}]
+    return factories.call(prompt=(), completion=(), role=role, messages=messages, answer=answer)
 
 
 def test_plans_lead_to_answers(team: Parts) -> None:

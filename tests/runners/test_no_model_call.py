@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from aiohttp import web
 from agentrl.config import AgentConfig, PoolRunnerConfig
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.pool import PoolExecutor
-from agentrl.runners.games import GameAgent, verify
 from agentrl.types import ErrorKind, Rollout, RolloutState
 
 TASK = {"input": "question"}
@@ -83,35 +81,6 @@ async def test_calls_that_were_all_refused_are_none(bench: Any) -> None:
     message = failed(rollout)
     assert "1 model calls" in message
     assert "the prompt is too long" in message
-
-
-async def test_a_game_that_no_model_had_a_part_in_is_no_failure(bench: Any) -> None:
-    pytest.importorskip("pyspiel")
-    players = {"player_0": "random", "player_1": "random"}
-    game = {"input": {"game": "kuhn_poker", "seed": 3, "players": players}}
-    late = {"input": {"game": "kuhn_poker", "seed": 3, "move_timeout": 0.05}}
-
-    async def never(request: web.Request, body: Any) -> None:
-        await asyncio.Event().wait()
-
-    agent = GameAgent()
-    (rollout,) = await bench.run(agent, game, verifier=verify, calls_optional=False)
-    assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
-    bench.model.then(never)
-    (rollout,) = await bench.run(agent, late, verifier=verify, calls_optional=False)
-    assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
-    assert rollout.result["ended"] == "forfeit"
-    await agent.aclose()
-
-
-async def test_a_game_against_another_model_has_failed(bench: Any) -> None:
-    pytest.importorskip("pyspiel")
-    with environment(bench.model.base_url):
-        elsewhere = GameAgent()
-    game = {"input": {"game": "kuhn_poker", "seed": 3, "invalid": "penalty"}}
-    (rollout,) = await bench.run(elsewhere, game, verifier=verify, calls_optional=False)
-    failed(rollout)
-    await elsewhere.aclose()
 
 
 CLIENT = """

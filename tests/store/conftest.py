@@ -94,6 +94,8 @@ class Kit:
 
 
 Opener = Callable[..., Store]
+DATABASES = ["sqlite", pytest.param("postgres", marks=pytest.mark.part)]
+BACKENDS = [*DATABASES, pytest.param("http", marks=pytest.mark.part)]
 
 
 @pytest.fixture
@@ -178,7 +180,7 @@ def empty_database(one_database: str) -> Iterator[str]:
         conn.execute(EMPTY)
 
 
-@pytest.fixture(params=["sqlite", "postgres", "http"])
+@pytest.fixture(params=BACKENDS)
 def url(request: pytest.FixtureRequest, tmp_path: Path, server_clock: ServerClock) -> Iterator[str]:
     """Where an empty store of each backend is, or is made."""
     file = f"sqlite:///{tmp_path / 'store.db'}"

@@ -9,8 +9,9 @@ import pytest
 from agentrl.store.sql import tree
 from agentrl.store.sql.tree import AttemptCalls, KnownAttempts
 from agentrl.types import int32
+from tests.store.conftest import DATABASES
 
-pytestmark = pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
+pytestmark = pytest.mark.parametrize("url", DATABASES, indirect=True)
 
 
 def stored(conn) -> list[tuple[str, str | None, bytes]]:

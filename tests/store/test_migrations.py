@@ -11,36 +11,42 @@ import pytest
 from sqlite_utils import Database
 
 from agentrl.store import open_store
-from agentrl.store.postgres import migrations as postgres_migrations
-from agentrl.store.postgres.connection import PostgresServer
 from agentrl.store.sqlite import migrations
 from agentrl.store.sqlite.connection import Location
 from agentrl.types import Counts, ErrorKind, RolloutState, float32, int32
+from tests.store.conftest import DATABASES
 
 SCHEMAS = Path(__file__).with_name("schemas")
 NAMES = list(migrations.SCRIPTS)
 
 
-@pytest.fixture(params=[f"{kind} {name}" for kind in ("sqlite", "postgres") for name in NAMES])
-def path(request: pytest.FixtureRequest, tmp_path: str) -> str:
+@pytest.fixture(params=NAMES)
+def schema(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=DATABASES)
+def path(request: pytest.FixtureRequest, schema: str, tmp_path: Path) -> str:
     """A store of that schema, grown out of one of the first in which everything has happened."""
-    kind, name = request.param.split()
     rows = (SCHEMAS / "0001.sql").read_text(encoding="utf-8")
-    if kind == "postgres":
-        return postgres_of(request.getfixturevalue("server").make(), name, rows)
+    if request.param == "postgres":
+        return postgres_of(request.getfixturevalue("server").make(), schema, rows)
     path = tmp_path / "store.db"
     conn = Location(path).connect()
     conn.execute("pragma journal_mode = wal")
     conn.execute(f"pragma application_id = {migrations.APPLICATION_ID}")
     upto(conn, NAMES[0])
     conn.executescript(rows)
-    upto(conn, name)
-    assert migrations.pending(conn, Location(path)) == NAMES[NAMES.index(name) + 1 :]
+    upto(conn, schema)
+    assert migrations.pending(conn, Location(path)) == NAMES[NAMES.index(schema) + 1 :]
     conn.close()
     return str(path)
 
 
 def postgres_of(url: str, name: str, rows: str) -> str:
+    from agentrl.store.postgres import migrations as postgres_migrations
+    from agentrl.store.postgres.connection import PostgresServer
+
     server, scripts = PostgresServer.parse(url), dict(postgres_migrations.SCRIPTS)
     with server.connect() as conn, pytest.MonkeyPatch.context() as patch:
         for last in (NAMES[0], name):
@@ -136,9 +142,11 @@ insert into reflections (
 """
 
 
-@pytest.mark.parametrize("path", ["sqlite 0018_owners", "postgres 0018_owners"], indirect=True)
+@pytest.mark.parametrize("schema", ["0018_owners"], indirect=True)
 async def test_prompt_searches_become_documents(path: str) -> None:
     if path.startswith("postgres"):
+        from agentrl.store.postgres.connection import PostgresServer
+
         with PostgresServer.parse(path).connect() as conn:
             conn.execute(SEARCH.encode())
     else:
@@ -154,3 +162,16 @@ async def test_prompt_searches_become_documents(path: str) -> None:
         asked = {"id": "n", "run": "run", "step": 1, "question": 'why "é"?', "answer": "so"}
         spent = {"prompt_tokens": 9, "completion_tokens": 2, "seconds": 0.5}
         assert await store.documents("run", "reflection") == {"n": asked | spent}
+
+
+def test_a_store_may_be_created_while_another_process_looks_at_it(tmp_path: Path) -> None:
+    location = Location(tmp_path / "store.db")
+
+    class Slow(sqlite3.Connection):
+        def execute(self, *statement):  # type: ignore[no-untyped-def]
+            found = super().execute(*statement).fetchall()
+            migrations.prepare(location)
+            return self.cursor().execute("values (?)", found[0])
+
+    with contextlib.closing(sqlite3.connect(location.path, factory=Slow)) as conn:
+        migrations._check_header(conn, location)  # type: ignore[arg-type]

@@ -11,17 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from agentrl.store import open_store
-from agentrl.store.postgres import notify as postgres_notify
 from agentrl.store.sql import writer
 from agentrl.store.sql.feed import Feed
 from agentrl.store.sqlite import notify as sqlite_notify
 from agentrl.types import RolloutState
+from tests.store.conftest import DATABASES
 
 PEER = Path(__file__).with_name("peer.py")
 Spawn = Callable[[str, str], "subprocess.Popen[str]"]
@@ -50,6 +52,12 @@ def spawn(url: str) -> Iterator[Spawn]:
         yield start
 
 
+def notify_of(url: str) -> ModuleType:
+    """By which those who open a store are told; one over HTTP is in a file."""
+    kind = "postgres" if url.startswith("postgresql") else "sqlite"
+    return import_module(f"agentrl.store.{kind}.notify")
+
+
 async def test_processes_write_at_once_and_nothing_is_lost_or_done_twice(
     url: str, spawn: Spawn
 ) -> None:
@@ -69,8 +77,7 @@ async def test_processes_write_at_once_and_nothing_is_lost_or_done_twice(
 async def test_another_process_wakes_a_waiter_at_once(
     url: str, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for listener in (sqlite_notify, postgres_notify):
-        monkeypatch.setattr(listener, "POLL_PAUSE", 60.0)  # the notification, not the slow look
+    monkeypatch.setattr(notify_of(url), "POLL_PAUSE", 60.0)  # the notification, not the slow look
     async with open_store(url) as store:
         await store.open_run("run", {})
         peer = spawn("enqueue", "g")
@@ -84,14 +91,13 @@ async def test_another_process_wakes_a_waiter_at_once(
             assert await wait > 0
 
 
-@pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
+@pytest.mark.parametrize("url", DATABASES, indirect=True)
 async def test_of_many_commits_others_are_told_at_once_and_of_the_last(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pause, told, steps = 0.4, list[int](), 60
     monkeypatch.setattr(writer, "LEISURE", pause)
-    for listener in (sqlite_notify, postgres_notify):
-        monkeypatch.setattr(listener, "POLL_PAUSE", 60.0)
+    monkeypatch.setattr(notify_of(url), "POLL_PAUSE", 60.0)
 
     async with open_store(url) as one, open_store(url) as other, asyncio.timeout(30):
         session, started = one._writer._session, time.monotonic()
@@ -119,17 +125,15 @@ async def test_of_many_commits_others_are_told_at_once_and_of_the_last(
         assert sum(map(bool, told)) <= 3 + (time.monotonic() - started) / pause
 
 
-@pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
+@pytest.mark.parametrize("url", DATABASES, indirect=True)
 async def test_an_error_while_listening_is_a_ring_and_not_the_end(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for listener in (sqlite_notify, postgres_notify):
-        monkeypatch.setattr(listener, "POLL_PAUSE", 0.05)
-    names = {
-        "sqlite": (sqlite_notify.ChangeNotifier, "_receive"),
-        "postgresql": (postgres_notify.ChangeListener, "_heard"),
-    }
+    notify = notify_of(url)
+    monkeypatch.setattr(notify, "POLL_PAUSE", 0.05)
+    names = {"sqlite": ("ChangeNotifier", "_receive"), "postgresql": ("ChangeListener", "_heard")}
     kind, name = names[url.partition(":")[0]]
+    kind = getattr(notify, kind)
     look, failed = getattr(kind, name), []
 
     def fail(*given: object) -> int:

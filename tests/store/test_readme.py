@@ -1,4 +1,4 @@
-"""The worked example of the token tree is what the store does, and the scopes are the server's."""
+"""The worked example of the token tree is what the store does."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import sqlite3
 from pathlib import Path
 
 from agentrl.store import open_store
-from agentrl.store.http.wire import READERS, VERBS, KeyScope
 from agentrl.store.rows import from_blob
 from agentrl.store.sql import database
 
 FOLDER = database.SQL_FOLDER.parent
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
-SERVING = (FOLDER / "http" / "README.md").read_text(encoding="utf-8")
 ROWS = re.findall(
     r"^\| (\d)[^|]*\| `([\d ]+)` \| `([\d ]+)` \| (none|\d) \| `([\d ]+)` \|$", PAGE, re.MULTILINE
 )
@@ -40,11 +38,3 @@ async def test_the_token_tree(tmp_path: Path, kit) -> None:
         (int(seq), None if parent == "none" else int(parent), [int(word) for word in new.split()])
         for seq, _, _, parent, new in ROWS
     ]
-
-
-def test_the_scopes() -> None:
-    (row,) = re.findall(r"^\| `runner` \| (.+), and", SERVING, re.MULTILINE)
-    allowed = {name for name, verb in VERBS.items() if KeyScope.RUNNER in verb.scopes}
-    assert set(re.findall(r"`(\w+)`", row)) == allowed
-    (row,) = re.findall(r"^\| `reader` \| (.+) \|$", SERVING, re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", row)) == READERS

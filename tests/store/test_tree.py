@@ -20,6 +20,7 @@ from agentrl.store import open_store
 from agentrl.store.rows import digest
 from agentrl.store.sql.tree import TreeNode, deepest_prefix, prefix_digests
 from agentrl.types import NewRollout, Transition, float32, int32
+from tests.store.conftest import BACKENDS
 
 few = st.lists(st.integers(0, 2), max_size=3)
 message = st.builds(
@@ -103,7 +104,7 @@ def conversations(draw: st.DrawFn, shapes: tuple[Callable[..., State], ...]) -> 
     return calls[1:]
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgres", "http"])
+@pytest.fixture(scope="module", params=BACKENDS)
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, serving: Any
 ) -> Iterator[Bench]:

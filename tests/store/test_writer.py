@@ -10,8 +10,9 @@ import pytest
 from agentrl.errors import Unavailable
 from agentrl.store import open_store
 from agentrl.store.sql import writer
+from tests.store.conftest import DATABASES
 
-pytestmark = pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
+pytestmark = pytest.mark.parametrize("url", DATABASES, indirect=True)
 SOON = 10.0  # seconds in which whatever is waited for must have happened
 
 

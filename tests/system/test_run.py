@@ -134,6 +134,7 @@ def test_a_run_over_postgres_is_interrupted_and_continues(
         clear(hide_secrets(config))
 
 
+@pytest.mark.part
 async def test_a_run_over_http_outlives_its_server(run_folder: Path) -> None:
     (run_folder / "keys").write_text("admin:secret-key\n")
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -1,5 +1,6 @@
 """Makes Python behave as if some parts were not installed: the variable WITHOUT_PARTS has the names
-of their entry points, separated by commas. These are gone, and their folders cannot be imported.
+of their entry points, separated by commas, or `all`. These are gone, and their folders cannot be
+imported.
 
 Every process that has this folder in PYTHONPATH does so, and the processes that it starts.
 """
@@ -23,7 +24,7 @@ every = importlib.metadata.entry_points
 FOLDERS = [
     point.module.removesuffix(".part")
     for point in every(group="agentrl.parts")
-    if point.name in NAMES
+    if point.name in NAMES or NAMES == ["all"]
 ]
 
 

@@ -38,6 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duration, "seconds_of", seconds_of)
 
 
+@pytest.mark.part
 def test_time_is_that_of_sampling_and_of_the_update(clock: None, tiny_model_dir: Path) -> None:
     # 10 tokens of 4 calls at once, 0.01 + 4 * 0.005 s each; 6 ms a call; 40 tokens, 3 ms each.
     (found,) = duration.duration(run_config(tiny_model_dir), None)

@@ -16,9 +16,8 @@ from tests import factories
 
 
 def call(index: int, messages: list[dict], tokens: int = 3, **more) -> Transition:
-    base = {"prompt": int32([1]), "completion": int32(range(tokens)), "answer": {"content": "a"}}
-    base["logprobs"] = float32([-0.5] * tokens)
-    return Transition(id=f"t{index}", attempt="a", index=index, messages=messages, **base | more)
+    about = {"index": index, "messages": messages, "answer": {"content": "a"}, "logprob": -0.5}
+    return factories.call(f"t{index}", **{"completion": range(tokens), **about, **more})
 
 
 def user(text: str) -> dict:

@@ -64,6 +64,7 @@ SUPPLY: tuple[LearnerOutput, ...] = (
     "values",
     "top_tokens",
 )
+pytestmark = pytest.mark.part  # of the presets of all parts
 # Those that read nothing but the outcome of rollouts, each for itself.
 PRESETS = [
     name

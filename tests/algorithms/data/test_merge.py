@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.data.merge import build_batch, merge
 from agentrl.types import (
-    Group,
     Purpose,
     Reward,
     Rollout,
@@ -20,18 +19,18 @@ from agentrl.types import (
     Scope,
     Transition,
     float32,
-    int32,
 )
 from tests import factories
+from tests.factories import group
 
 NAN = float("nan")
 
 
 def call(prompt: list[int], completion: list[int], **fields: object) -> Transition:
-    fields.setdefault("id", "call")
-    fields.setdefault("logprobs", float32(-0.5 - k / 8 for k in range(len(completion))))
-    fields.setdefault("index", 0)
-    return Transition(attempt="a", prompt=int32(prompt), completion=int32(completion), **fields)
+    logprobs = float32(-0.5 - k / 8 for k in range(len(completion)))
+    return factories.call(
+        prompt=prompt, completion=completion, **{"id": "call", "logprobs": logprobs, **fields}
+    )
 
 
 def rollout(
@@ -52,10 +51,6 @@ def rollout(
         state=state,
         attempt="a",
     )
-
-
-def group(*rollouts: Rollout, id: str = "g") -> Group:
-    return Group(id=id, run="run", step=0, rollouts=list(rollouts))
 
 
 def shape(rows: list[TokenRow]) -> list[tuple[list[int], list[int], list[int]]]:

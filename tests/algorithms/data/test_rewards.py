@@ -27,7 +27,6 @@ from agentrl.types import (
     Sampling,
     Scope,
     Transition,
-    float32,
     int32,
 )
 from tests import factories
@@ -36,10 +35,7 @@ NAN = math.nan
 
 
 def call(name: str, role: str = "agent", **fields: object) -> Transition:
-    settings = {"prompt": int32([1, 2]), "completion": int32([3, 4])} | fields
-    return Transition(
-        id=name, attempt="a", index=0, logprobs=float32([-1, -1]), role=role, **settings
-    )  # type: ignore[arg-type]
+    return factories.call(name, **{"prompt": (1, 2), "completion": (3, 4), "role": role, **fields})
 
 
 def rollout(

@@ -40,29 +40,18 @@ from agentrl.types import (
     RolloutState,
     Scope,
     Transition,
-    float32,
-    int32,
 )
 from tests import factories
 from tests.algorithms.objective.test_objective import three_rows
 
 
 def call(name: str, tokens: int, **more: Any) -> Transition:
-    fields = {"role": "agent", "version": 0} | more
-    return Transition(
-        id=name,
-        attempt=name,
-        index=0,
-        prompt=int32([1, 2, 3]),
-        completion=int32(range(tokens)),
-        logprobs=float32([-0.5] * tokens),
-        **fields,
-    )
+    known = {"attempt": name, "role": "agent", "version": 0, "logprob": -0.5}
+    return factories.call(name, (1, 2, 3), range(tokens), **known | more)
 
 
 def rollout(name: str, rewards: Sequence[Reward], *calls: Transition, **more: Any) -> Rollout:
-    fields: dict[str, Any] = {"state": RolloutState.SUCCEEDED, "failure": None} | more
-    return factories.rollout(name, calls, rewards, **fields)
+    return factories.rollout(name, calls, rewards, **more)
 
 
 def outcome(value: float) -> Reward:

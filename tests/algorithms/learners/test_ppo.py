@@ -26,7 +26,6 @@ from agentrl.algorithms.objective.kl_control import (
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import LearnerOutput
-from agentrl.algorithms.reward_models.scorers import RewardModel
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
@@ -250,7 +249,10 @@ def test_a_step_without_tokens_says_nothing_about_the_penalty() -> None:
     assert metrics["reference/beta"] == kl.beta == 0.1
 
 
+@pytest.mark.part
 def test_a_reward_model_s_rewards_are_credited() -> None:
+    from agentrl.algorithms.reward_models.scorers import RewardModel
+
     def count(calls: object) -> Tensor:
         return torch.tensor([float(len(call.completion)) for call in calls])  # type: ignore[attr-defined]
 

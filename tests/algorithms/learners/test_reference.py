@@ -20,10 +20,10 @@ from agentrl.algorithms.objective.kl_control import KlController, make_kl_contro
 from agentrl.algorithms.objective.values import value_terms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import LearnerOutput
-from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import POLICY
 from tests.algorithms.learners.test_learner import make_batch, psi_for
+from tests.factories import config
 
 EVERY: tuple[LearnerOutput, ...] = (
     "old",
@@ -33,10 +33,6 @@ EVERY: tuple[LearnerOutput, ...] = (
     "values",
     "top_tokens",
 )
-
-
-def config(**sections: object) -> RunConfig:
-    return resolve(sections, source="run.toml")
 
 
 def learner_with(directory: Path, every: int = 0) -> TorchLearner:
@@ -249,7 +245,12 @@ def test_the_penalty_is_in_the_loss_or_in_the_reward(option: str) -> None:
     assert kl.beta == 0.1
     kl.beta = 0.3
     assert kl.tuned(algo) == catalogue.make("ppo", {option: 0.3}, streams=EVERY)
-    # A penalty that is about something else stays.
+
+
+@pytest.mark.part
+def test_a_penalty_that_is_about_something_else_stays() -> None:
+    kl = make_kl_controller(catalogue.make("ppo", {"kl": 0.1}, streams=EVERY), 0.05, 100)
+    kl.beta = 0.3
     other = catalogue.make("kimi", {})
     assert kl.tuned(other) == other
 

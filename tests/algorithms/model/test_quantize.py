@@ -17,7 +17,6 @@ from agentrl.algorithms.model.proof import tolerance, trie_gap
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config.run_file import resolve
-from agentrl.doctor import proofs
 from agentrl.errors import ConfigError
 
 pytestmark = [
@@ -99,9 +98,12 @@ def test_an_adapter_outlives_its_quantised_base(
     assert (tmp_path / "exported" / "model.safetensors").is_file()
 
 
+@pytest.mark.part
 def test_learner_and_sampler_agree_as_far_as_the_doctor_allows(
     packed: tuple[str, LoadedModel], tmp_path: Path
 ) -> None:
+    from agentrl.doctor import proofs
+
     bits, loaded = packed
     policy = PolicyConfig(quantize=bits, lora=LoraConfig(rank=4))  # type: ignore[arg-type]
     config = RunConfig(policy=policy, output=str(tmp_path))

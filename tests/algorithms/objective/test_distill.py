@@ -155,6 +155,7 @@ def test_updates_bring_the_policy_to_its_teacher(
     assert distance() < 0.95 * before
 
 
+@pytest.mark.part
 def test_it_is_mixed_with_rewards_and_refused_beside_other_tokens() -> None:
     mixed = make(
         "grpo+distill",

@@ -26,17 +26,11 @@ from agentrl.algorithms.preferences.completions import MISMATCHED, WEIGHT, with_
 from agentrl.algorithms.preferences.pairing import choose_pairs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.types import Group, Reward, Transition, float32, int32
+from agentrl.types import Group, Reward
 from tests import factories
+from tests.factories import call
 
 NAMES = ("outcome", WEIGHT, MISMATCHED)
-
-
-def call(name: str, prompt: list[int], said: list[int]) -> Transition:
-    return Transition(
-        id=name, attempt="a", index=0, prompt=int32(prompt), completion=int32(said),
-        logprobs=float32([-1.0] * len(said)),
-    )  # fmt: skip
 
 
 def pairs(count: int = 3, size: int = 2, prompt: int = 9) -> list[Group]:

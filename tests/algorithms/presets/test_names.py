@@ -1,6 +1,7 @@
 """The names of presets and options that the front knows are those that there are."""
 
 import msgspec
+import pytest
 
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import ENTROPY
@@ -15,6 +16,7 @@ def names() -> PresetNames:
     )
 
 
+@pytest.mark.part
 def test_the_front_knows_every_preset_and_option() -> None:
     hint = "run `python -m tests.algorithms.presets.test_names`"
     assert preset_names() == names(), hint

@@ -27,6 +27,7 @@ from agentrl.config.presets import check_presets, preset_names
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.lab.catalogue import catalogue
 from tests.algorithms.worlds import Call, Play, world
+from tests.spine import of_part
 
 HEAD = "from agentrl.algorithms import Algo, GroupRelative, preset\n"
 
@@ -160,6 +161,7 @@ def test_an_installed_package_registers_modifiers(
         make("grpo+thiers", {})
 
 
+@pytest.mark.part
 def test_two_packages_with_one_name_are_refused(points: list[EntryPoint]) -> None:
     points += [EntryPoint("treerl", f"{x}:treerl", "agentrl.presets") for x in ("ours", "theirs")]
     with pytest.raises(ConfigError, match=r"ours:treerl and theirs:treerl .* have one name"):
@@ -194,6 +196,7 @@ def run_with(name: str, **options: object) -> RunConfig:
     return RunConfig(steps=1, algorithm=AlgorithmConfig(preset=name, options=options))
 
 
+@pytest.mark.part
 def test_the_short_list_is_short() -> None:
     assert 20 <= sum(made.usual for made in installed()[0].values()) <= 28
     assert all(issubclass(type(made), declare.AlgoPreset) for made in declare.presets.values())
@@ -238,7 +241,7 @@ def test_without_all_parts_the_other_presets_work(without_parts: None) -> None:
 Named = tuple[str, dict[str, Any]]
 NEW_NAMES: list[tuple[Named, Named, str]] = [
     (("gspo-token", {}), ("gspo", {}), "gspo-token is now called gspo"),
-    (("dro+tis", {}), ("kimi+tis", {}), "dro is now called kimi"),
+    of_part(("dro+tis", {}), ("kimi+tis", {}), "dro is now called kimi"),
     (
         ("grpo+fade", {"fade_gamma": 0.5}),
         ("grpo+call-discount", {"call_discount_gamma": 0.5}),
@@ -273,6 +276,7 @@ def test_an_option_is_not_given_by_two_names() -> None:
         make("grpo+call-discount", twice)
 
 
+@pytest.mark.part
 def test_no_two_presets_are_the_same() -> None:
     streams = SUPPLIES
     names = installed()[0].keys() - {"streams", "coma"}
@@ -280,6 +284,7 @@ def test_no_two_presets_are_the_same() -> None:
     assert len(set(made.values())) == len(made)
 
 
+@pytest.mark.part
 def test_training_needs_no_part() -> None:
     code = """
 import sys

@@ -20,7 +20,6 @@ from agentrl.types import (
     Rollout,
     RolloutState,
     Sampling,
-    Transition,
     float32,
     int32,
 )
@@ -30,12 +29,9 @@ from tests import factories
 def rollout(name: str, *surprises: float, **changed: Any) -> Rollout:
     """A rollout whose calls are of one token each, as surprising as given."""
     calls = [
-        Transition(
-            id=f"{name}{i}", attempt=name, index=i, prompt=int32([1]), completion=int32([2]),
-            logprobs=float32([-surprise]),
-        )
+        factories.call(f"{name}{i}", attempt=name, index=i, logprob=-surprise)
         for i, surprise in enumerate(surprises)
-    ]  # fmt: skip
+    ]
     known = {"task": {"input": "x"}, "step": 3, "rewards": [Reward(value=1.0)]}
     return factories.rollout(name, calls, **known | changed)
 

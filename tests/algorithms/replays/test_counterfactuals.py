@@ -41,9 +41,6 @@ from agentrl.types import (
     Rollout,
     RolloutState,
     Scope,
-    Transition,
-    float32,
-    int32,
 )
 from tests import factories
 from tests.agentrl.test_policies import team as members
@@ -67,12 +64,9 @@ def run_file(names: list[str] = ROLES, **counterfactual: Any) -> RunConfig:
 def rollout(name: str, roles: str = "123", outcome: float = 1.0, **changed: Any) -> Rollout:
     """Every role calls once, in order."""
     calls = [
-        Transition(
-            id=f"{name}{i}", attempt=name, index=i, prompt=int32([1, i]), completion=int32([2]),
-            logprobs=float32([-1.0]), role=role,
-        )
+        factories.call(f"{name}{i}", (1, i), attempt=name, index=i, role=role)
         for i, role in enumerate(roles)
-    ]  # fmt: skip
+    ]
     rewards = [] if isnan(outcome) else [Reward(value=outcome)]
     known = {"task": {"input": "x"}, "step": 3, "rewards": rewards}
     return factories.rollout(name, calls, **known | changed)

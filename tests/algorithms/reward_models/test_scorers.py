@@ -28,10 +28,9 @@ from agentrl.types import (
     RolloutState,
     Scope,
     Transition,
-    float32,
-    int32,
 )
 from tests import factories
+from tests.factories import call
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +43,6 @@ def score_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     model.config.pad_token_id = None
     model.save_pretrained(folder)
     return folder
-
-
-def call(id: str, prompt: list[int], completion: list[int], exact: bool = True) -> Transition:
-    return Transition(
-        id=id, attempt="a", index=0, prompt=int32(prompt), completion=int32(completion),
-        logprobs=float32([-1.0] * len(completion)), exact=exact,
-    )  # fmt: skip
 
 
 def rollout(

@@ -26,13 +26,12 @@ from agentrl.algorithms.reward_models.trainer import (
 from agentrl.cli.main import cli
 from agentrl.store import open_store
 from agentrl.store.records import Item, Side, digest_of
-from agentrl.types import NewRollout, Outcome, Reward, Transition, float32, int32
+from agentrl.types import NewRollout, Outcome, Reward, Transition
+from tests import factories
 
 
 def call(id: str, tokens: list[int], **fields: object) -> Transition:
-    known = {"prompt": int32(tokens[:1]), "completion": int32(tokens[1:])}
-    known["logprobs"] = float32([-1.0] * (len(tokens) - 1))
-    return Transition(**{"id": id, "attempt": "a", "index": 0, **known, **fields})
+    return factories.call(id, tokens[:1], tokens[1:], **fields)
 
 
 def pair(number: int, better: list[int], worse: list[int], **more: float) -> Example:

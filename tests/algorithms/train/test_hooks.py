@@ -174,6 +174,7 @@ async def test_several_parts_are_one() -> None:
 JUDGE = {"kind": "pointwise", "upstream": "u", "rubric": "r"}
 
 
+@pytest.mark.part
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
@@ -16,21 +15,13 @@ from tests import factories
 
 
 def call(id: str, **more: object) -> Transition:
-    made = Transition(
-        id=id,
-        attempt="a",
-        index=int(id),
-        prompt=int32([1, 2, 3, 4 + int(id)]),
-        completion=int32([5, 6]),
-        logprobs=float32([0.0, -9.0]),  # a forced token, and one under a penalty
-        sampling=Sampling(temperature=0.7),
-    )
-    return replace(made, **more)
+    about = {"prompt": (1, 2, 3, 4 + int(id)), "completion": (5, 6), "index": int(id)}
+    about["logprobs"] = float32([0.0, -9.0])  # a forced token, and one under a penalty
+    return factories.call(id, **about | {"sampling": Sampling(temperature=0.7)} | more)
 
 
 def group(*calls: Transition) -> Group:
-    rollout = factories.rollout(attempt="a", calls=calls, rewards=[Reward(value=1.0)])
-    return Group(id="g", run="run", step=0, rollouts=[rollout])
+    return factories.group(factories.rollout(attempt="a", calls=calls, rewards=[Reward(value=1.0)]))
 
 
 @pytest.fixture

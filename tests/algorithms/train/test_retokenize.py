@@ -42,8 +42,7 @@ def inexact(id: str, **more: object) -> Transition:
 
 
 def group(*calls: Transition) -> Group:
-    rollout = factories.rollout(attempt="a", calls=calls, rewards=[Reward(value=1.0)])
-    return Group(id="g", run="run", step=0, rollouts=[rollout])
+    return factories.group(factories.rollout(attempt="a", calls=calls, rewards=[Reward(value=1.0)]))
 
 
 @pytest.fixture

@@ -21,15 +21,13 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.learners.verl.settings import settings as verl_settings
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.preferences.collector import from_dataset
-from agentrl.algorithms.preferences.table import DataConfig
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train import optimize
 from agentrl.algorithms.train.optimize import MAX_KL, measured_rows
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, load, resolve
 from agentrl.errors import ConfigError
-from agentrl.types import Group, Reward, Transition, float32, int32
+from agentrl.types import Group, Reward
 from tests import factories
 
 
@@ -72,13 +70,12 @@ def k3(d: float) -> float:
 def group(name: str, *rewards: float, length: int = 2, logprob: float = -6.0) -> Group:
     rollouts = []
     for index, reward in enumerate(rewards):
-        call = Transition(
-            id=f"{name}/{index}", attempt=f"{name}/{index}", index=0, prompt=int32([1, 2, 3]),
-            completion=int32([4 + index, 5, 6, 7][:length]), logprobs=float32([logprob] * length),
-        )  # fmt: skip
-        own = factories.rollout(call.id, [call], [Reward(value=reward)], group=name, index=index)
-        rollouts.append(own)
-    return Group(id=name, run="r", step=0, rollouts=rollouts)
+        own, said = f"{name}/{index}", [4 + index, 5, 6, 7][:length]
+        call = factories.call(own, (1, 2, 3), said, attempt=own, logprob=logprob)
+        rollouts.append(
+            factories.rollout(own, [call], [Reward(value=reward)], group=name, index=index)
+        )
+    return factories.group(*rollouts, id=name, run="r")
 
 
 def updater(learner: Any, preset: str = "grpo", **settings: Any) -> Updater:
@@ -371,7 +368,11 @@ def test_what_cannot_be_undone_is_refused_where_it_is_asked_for(tmp_path: Path) 
     factory.make_learner(able, algo, *made)
 
 
+@pytest.mark.part
 def test_a_data_set_s_tokens_are_not_the_policy_s() -> None:
+    from agentrl.algorithms.preferences.collector import from_dataset
+    from agentrl.algorithms.preferences.table import DataConfig
+
     settings = {"data": {"name": "pairs"}, "algorithm": {"max_kl": 0.1}, "policy": {"model": "x"}}
     with pytest.raises(ConfigError, match=r"algorithm.max_kl has no effect in a run on \[data\]"):
         resolve(settings, source="run.toml")

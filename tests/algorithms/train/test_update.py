@@ -29,7 +29,6 @@ from agentrl.types import (
     Reward,
     Rollout,
     RolloutState,
-    Transition,
     float32,
     int32,
 )
@@ -100,22 +99,11 @@ def test_an_entropy_bonus_is_refused_where_its_gradient_is_not_to_be_had() -> No
 
 def rollout(group: str, index: int, reward: float | None) -> Rollout:
     name = f"{group}/{index}"
-    call = Transition(
-        id=name,
-        attempt=name,
-        index=0,
-        prompt=int32([1, 2, 3]),
-        completion=int32([4 + index, 5]),
-        logprobs=float32([-0.5, -1.0]),
-    )
-    return factories.rollout(
-        name,
-        [call],
-        [] if reward is None else [Reward(value=reward)],
-        group=group,
-        index=index,
-        state=RolloutState.FAILED if reward is None else RolloutState.SUCCEEDED,
-    )
+    known = {"attempt": name, "logprobs": float32([-0.5, -1.0])}
+    calls = [factories.call(name, (1, 2, 3), (4 + index, 5), **known)]
+    rewards = [] if reward is None else [Reward(value=reward)]
+    state = RolloutState.FAILED if reward is None else RolloutState.SUCCEEDED
+    return factories.rollout(name, calls, rewards, group=group, index=index, state=state)
 
 
 def group(name: str, *rewards: float | None) -> Group:
@@ -129,6 +117,7 @@ def updater(learner: Recorder, seed: int = 0, **settings: object) -> Updater:
     return Updater(config, catalogue.make("grpo", {}), learner)
 
 
+@pytest.mark.part
 def test_pairs_of_each_group_are_what_a_loss_of_pairs_learns_from() -> None:
     learner = Recorder()
     algo = catalogue.make("simpo", {"how": "all"})

@@ -27,6 +27,7 @@ from agentrl.store import open_store
 from agentrl.store.records import Found
 from agentrl.types import EMPTY, ErrorKind, FailureCount, Reward, StepCommit
 from tests.factories import rollout
+from tests.spine import of_part
 
 Agent = Callable[[str], Awaitable[str]]
 LONG = "and so on " * 400
@@ -288,7 +289,7 @@ def test_whether_a_run_improved(columns: dict[str, list[float]], sentence: str) 
 
 
 @pytest.mark.parametrize(
-    "settings", [{"tasks": {"order": "difficulty"}}, {"data": {"name": "d"}, "steps": 1}]
+    "settings", [{"tasks": {"order": "difficulty"}}, of_part({"data": {"name": "d"}, "steps": 1})]
 )
 def test_a_reward_of_chosen_or_recorded_rollouts_is_no_evidence(settings: dict[str, Any]) -> None:
     config = resolve(settings, source="test")

@@ -9,9 +9,7 @@ import pytest
 
 from agentrl.algorithms.presets.catalogue import installed, make
 from agentrl.errors import ConfigError
-from tests.algorithms.credit.test_baselines import CASES as MEMORY_CASES
 from tests.algorithms.multiagent.test_critics import CASES as CRITIC_CASES
-from tests.algorithms.objective.test_symbols import CASES as SYMBOL_CASES
 from tests.algorithms.preferences.test_completions import PUBLISHED as SIDE_CASES
 from tests.algorithms.preferences.test_losses import PUBLISHED as PREFERENCES
 from tests.algorithms.presets.test_catalogue import CASES, refuses_rewards_of_more_than_rollouts
@@ -20,10 +18,12 @@ from tests.algorithms.replays.test_preset_credit import CASES as TREES
 from tests.algorithms.zoo.baselines.test_losses import CASES as BASELINES
 from tests.algorithms.zoo.critics.test_credit import CASES as CRITICS
 from tests.algorithms.zoo.gates.test_losses import CASES as GATES
+from tests.algorithms.zoo.gates.test_symbols import CASES as SYMBOL_CASES
 from tests.algorithms.zoo.hindsight.test_credit import CASES as HINDSIGHT
 from tests.algorithms.zoo.process.test_credit import CASES as PROCESS
 from tests.algorithms.zoo.states.test_credit import CASES as STATES
 from tests.algorithms.zoo.teams.test_credit import CASES as TEAMS
+from tests.algorithms.zoo.test_baselines import CASES as MEMORY_CASES
 
 presets, modifiers = installed()
 

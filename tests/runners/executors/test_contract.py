@@ -12,20 +12,24 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from agentrl.base.parts import installed_plugins
 from agentrl.runners.executors import contract
 from agentrl.runners.gateway import upstream
 from agentrl.types import ErrorKind, RolloutState
 from tests.runners.executors.conftest import PYTHON, settings
 
-PARTS = sorted(installed_plugins("executors").names & {"container", "kubernetes"})
+PARTS = ("container", "kubernetes")
 KINDS = ("async", "threads", "pool", "command", *PARTS)
 OUTSIDE = ("pool", "command", *PARTS)  # of the runner's own process
 KEPT = ("pool", "command", "container")  # what a pod leaves behind is Kubernetes' business
 MB = 2**20
 
-each = pytest.mark.parametrize("kind", KINDS)
-outside = pytest.mark.parametrize("kind", OUTSIDE)
+
+def marked(kind: str, *marks: Any) -> Any:
+    return pytest.param(kind, marks=[*marks, *[pytest.mark.part] * (kind in PARTS)])
+
+
+each = pytest.mark.parametrize("kind", list(map(marked, KINDS)))
+outside = pytest.mark.parametrize("kind", list(map(marked, OUTSIDE)))
 
 
 def said(failure: Any) -> str:
@@ -240,10 +244,7 @@ async def processes(store: Any) -> AsyncIterator[Any]:
 
 @pytest.mark.parametrize(
     "kind",  # threads are of the runner's process as async agents are, and containers are commands
-    [
-        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("threads", "container")))
-        for kind in KINDS
-    ],
+    [marked(kind, *[pytest.mark.slow] * (kind in ("threads", "container"))) for kind in KINDS],
 )
 async def test_a_killed_runner_loses_no_rollout_and_leaves_nothing(
     bench: Any, docker: Any, kubernetes: Any, hanging: Any, processes: Any, kind: str

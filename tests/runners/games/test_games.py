@@ -7,11 +7,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from agentrl.errors import ConfigError, PolicyError
+from agentrl.runners.executors.contract import environment
 from agentrl.runners.games import Game, GameAgent, View, ask_for_move, verify
 from agentrl.runners.games.match import Match, read_task
 from agentrl.types import RolloutState, Scope
+from tests.runners.test_no_model_call import failed
 
 pytest.importorskip("pyspiel")
 
@@ -415,3 +418,28 @@ async def test_a_refused_call_fails_the_rollout_in_the_servers_words(
     (rollout,) = await bench.run(agent, {"input": KUHN}, verifier=verify)
     assert rollout.state is RolloutState.FAILED
     assert "too long" in rollout.failure.message
+
+
+async def test_a_game_that_no_model_had_a_part_in_is_no_failure(bench: Any, agent: Any) -> None:
+    players = {"player_0": "random", "player_1": "random"}
+    game = {"input": {"game": "kuhn_poker", "seed": 3, "players": players}}
+    late = {"input": {"game": "kuhn_poker", "seed": 3, "move_timeout": 0.05}}
+
+    async def never(request: web.Request, body: Any) -> None:
+        await asyncio.Event().wait()
+
+    (rollout,) = await bench.run(agent, game, verifier=verify, calls_optional=False)
+    assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
+    bench.model.then(never)
+    (rollout,) = await bench.run(agent, late, verifier=verify, calls_optional=False)
+    assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
+    assert rollout.result["ended"] == "forfeit"
+
+
+async def test_a_game_against_another_model_has_failed(bench: Any) -> None:
+    with environment(bench.model.base_url):
+        elsewhere = GameAgent()
+    game = {"input": {"game": "kuhn_poker", "seed": 3, "invalid": "penalty"}}
+    (rollout,) = await bench.run(elsewhere, game, verifier=verify, calls_optional=False)
+    failed(rollout)
+    await elsewhere.aclose()

@@ -143,6 +143,7 @@ async def test_a_call_that_is_parsed_again_is_changed_again(bench: Any) -> None:
         first.raw = b""  # type: ignore[misc]
 
 
+@pytest.mark.part
 async def test_a_record_that_cannot_be_read_fails_the_attempt(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +208,7 @@ async def test_a_prompt_is_counted_as_it_is_sent(bench: Any) -> None:
     assert row.messages == [SYSTEM, USER]  # as the agent said it
 
 
+@pytest.mark.part
 def test_the_features_of_a_run(bench: Any) -> None:
     names = [type(one).__name__ for one in run_features(bench.store)]
     assert names == ["RoleRules", "CandidatePrompts", "Replays", "ChatTemplates"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 
 from agentrl.errors import ConfigError, Forbidden
 from agentrl.store import Store, open_store
-from agentrl.store.http import keys
+from agentrl.store.http import keys, wire
 from agentrl.store.http.keys import KEYS_LOOK_PAUSE, KeyFile, Keys
 from agentrl.store.http.wire import CLAIM_SECRET, READERS, VERBS, KeyScope
 
@@ -240,3 +241,12 @@ def test_what_is_no_key_is_refused_without_telling_it(line: str) -> None:
     with pytest.raises(ConfigError, match="line 1: write runner:KEY") as caught:
         Keys.parse(line, "keys")
     assert "long-enough" not in str(caught.value)
+
+
+def test_the_page_says_what_each_scope_opens() -> None:
+    page = Path(wire.__file__).with_name("README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `runner` \| (.+), and", page, re.MULTILINE)
+    allowed = {name for name, verb in VERBS.items() if KeyScope.RUNNER in verb.scopes}
+    assert set(re.findall(r"`(\w+)`", row)) == allowed
+    (row,) = re.findall(r"^\| `reader` \| (.+) \|$", page, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == READERS

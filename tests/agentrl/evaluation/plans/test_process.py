@@ -14,7 +14,6 @@ from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.evaluation.plans.process import play_plan
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
-from agentrl.teams import ablation
 
 
 def team_of_two() -> Any:
@@ -48,7 +47,7 @@ async def test_lineups_are_played_once(tmp_path: Path, tiny_model_dir: Path) -> 
     seats = {"first": "policy", "second": "policy@000000"}
     plan = EvaluationPlan(
         players={"policy@000000": first},
-        lineups={ablation.TEAM: {}, "second=policy@000000": seats},
+        lineups={"team": {}, "second=policy@000000": seats},
         tasks=[{"input": "Oslo"}, {"input": "Lima"}],
         temperature=1.0,
         steps=7,

@@ -25,7 +25,7 @@ from agentrl.errors import AgentRLError, NotFound, Unavailable
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.tracing import langchain as steps
 from agentrl.telemetry.otlp import export, genai
-from agentrl.types import Span, Trace, Transition, float32, int32
+from agentrl.types import Span, Trace, Transition
 from tests import factories
 
 
@@ -235,17 +235,8 @@ ATTEMPT = "ab" * 16
 
 
 def call(index: int, span: str | None, start: float = 1.0, seconds: float = 1.0) -> Transition:
-    return Transition(
-        id=f"{ATTEMPT}-{index}",
-        attempt=ATTEMPT,
-        index=index,
-        prompt=int32([1]),
-        completion=int32([2]),
-        logprobs=float32([-1.0]),
-        span=span,
-        started=start,
-        seconds=seconds,
-    )
+    about = {"attempt": ATTEMPT, "index": index, "span": span, "started": start}
+    return factories.call(f"{ATTEMPT}-{index}", seconds=seconds, **about)
 
 
 def span(id: str, parent: str | None, kind: str, *times: float, **attributes: Any) -> Span:

@@ -1,7 +1,7 @@
 """A run against a pool that is killed and started again meets the same opponents, with the same
 ratings, and ends with bitwise the same weights.
 
-python -m tests.system.test_selfplay FOLDER MODEL POINT:NUMBER   strikes as `steady` does
+python -m tests.algorithms.selfplay.test_run FOLDER MODEL POINT:NUMBER   strikes as `steady` does
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_killed_anywhere_a_run_meets_the_same_opponents(
     for folder in (whole, broken):
         folder.mkdir()
     run(config(whole, tiny_model_dir))
-    command = ["-m", "tests.system.test_selfplay", str(broken), str(tiny_model_dir)]
+    command = ["-m", "tests.algorithms.selfplay.test_run", str(broken), str(tiny_model_dir)]
     # With a snapshot written and nothing committed, and with one committed and not yet served.
     for where in ("checkpoint:2", "commit:2"):
         killed = warm.run(*command, where)

@@ -263,7 +263,7 @@ class Broken:
 
 # -- sinks from outside the library ----------------------------------------------------------------
 
-CSV = (Path(__file__).parents[3] / "examples" / "plugins" / "sink.py").read_text()
+CSV = (Path(__file__).parents[4] / "examples" / "plugins" / "sink.py").read_text()
 BROKEN = """
 import time
 
