@@ -24,6 +24,8 @@ from agentrl.errors import PolicyError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
+# What runs on data sets wrote up to 0.1, and nothing reads.
+UNREAD = ("step_size",)
 CLASS = re.compile(r"\b[A-Z]\w*(?=\()")
 
 
@@ -198,7 +200,7 @@ class AlgorithmState:
         initial state, with a warning. Raises PolicyError for a part of another algorithm."""
         data = self._with_current_names(data)
         for name in data:
-            if name not in self.parts:
+            if name not in self.parts and name not in UNREAD:
                 hint = nearest(name, self.parts) if self.parts else "this algorithm has no state"
                 raise PolicyError(
                     f"the checkpoint has state {name!r} of another algorithm; {hint}. Continue "

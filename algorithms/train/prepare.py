@@ -59,8 +59,10 @@ class Preprocessor:
     step_rewards: list[StepReward] = field(default_factory=list)  # added, to be committed
     tokenizer: Tokenizer | None = None  # None: unseen tools are not counted
 
-    def prepare(self, groups: list[Group], algo: Algo, trained: TrainedPolicy) -> PreparedGroups:
-        """The groups ready for the algorithm's credit. Raises TrainingError for a reward that it
+    def prepare(
+        self, groups: list[Group], algo: Algo, trained: TrainedPolicy, step: int
+    ) -> PreparedGroups:
+        """The groups ready for the algorithm's credit. step: counted from 1, for errors. Raises TrainingError for a reward that it
         reads and no rollout has."""
         stored = {row.id: len(row.rewards) for group in groups for row in group.rollouts}
         groups, metrics = self.process(groups)
@@ -73,7 +75,7 @@ class Preprocessor:
             if row.id in stored
             for reward in row.rewards[stored[row.id] :]
         ]
-        check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
+        check_rewards(groups, [name for name in algo.rewards if name not in algo.optional], step)
         return PreparedGroups(groups, metrics)
 
     def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:

@@ -27,10 +27,10 @@ from agentrl.algorithms.diagnostics.metrics import (
     ratio_metrics,
     throughput,
 )
-from agentrl.algorithms.diagnostics.report import staleness
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Gate, loss_terms
 from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Ratio, Truncate
+from agentrl.algorithms.objective.staleness import staleness_metrics
 from agentrl.types import (
     ErrorKind,
     Failure,
@@ -111,7 +111,7 @@ def test_a_call_that_a_branch_repeats_is_counted_where_it_was_sampled() -> None:
     own = Group(id="g", run="r", step=2, rollouts=rollouts[:1])
     both = Group(id="g", run="r", step=2, rollouts=rollouts)
     alone, together = (
-        {**batch_metrics([g], build_batch([g])), **staleness(2, [g])} for g in (own, both)
+        {**batch_metrics([g], build_batch([g])), **staleness_metrics(2, [g])} for g in (own, both)
     )
     same = ("calls", "tokens/completion", "tokens/prompt", "completion/length_mean")
     assert all(alone[name] == together[name] for name in (*same, "staleness/version_mean"))
@@ -179,7 +179,7 @@ def test_nothing_collected_is_no_numbers() -> None:
     metrics = batch_metrics([group], build_batch([group]))
     assert not [name for name in metrics if name.startswith(("reward", "completion"))]
     assert completions([]) == {}
-    assert staleness(0, []) == {}
+    assert staleness_metrics(0, []) == {}
 
 
 def test_groups_that_teach_nothing() -> None:
@@ -205,7 +205,7 @@ def test_staleness_counts_sampled_tokens() -> None:
         for step, part in ((3, calls[:1]), (5, calls[1:]))
     )
     lags = [5 - 2, 5 - 4, 5 - 4, 5 - 5]
-    assert staleness(5, [old, new]) == {
+    assert staleness_metrics(5, [old, new]) == {
         "staleness/steps_mean": 1,
         "staleness/steps_max": 2,
         "staleness/version_mean": fmean(lags),

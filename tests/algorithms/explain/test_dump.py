@@ -65,7 +65,7 @@ def test_a_dump_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> N
     steps = BadSteps(limit=2, keep=partial(keep_in, tmp_path / "dumps"))
     with pytest.warns(RuntimeWarning, match=r"could not be written to .*File exists"):
         steps.bad(3, 0, make_dump())
-    with pytest.raises(TrainingError, match="step 4: 52 of 52 log-probs"):
+    with pytest.raises(TrainingError, match="step 5: 52 of 52 log-probs"):
         steps.bad(4, 0, make_dump())
 
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.learners.auxiliary import ValueModel
 from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
@@ -81,7 +82,10 @@ def group(name: str, *rewards: float, length: int = 2, logprob: float = -6.0) ->
 def updater(learner: Any, preset: str = "grpo", **settings: Any) -> Updater:
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(**{"lr": 1.0, **settings}))
     streams = frozenset({"old", "sampler", "values"})
-    return Updater(config, catalogue.make(preset, {}, streams=streams), learner)
+    limit = optimize.KlLimit(learner, optimize.largest_kl(config.algorithm), config.seed)
+    state = AlgorithmState(parts={optimize.STEP_SIZE: limit})
+    algo = catalogue.make(preset, {}, streams=streams)
+    return Updater(config, algo, learner, state=state, limit=limit)
 
 
 def test_an_update_that_goes_too_far_is_made_again_with_half_the_rate(

@@ -322,7 +322,7 @@ def test_a_reward_that_no_rollout_carries_stops_the_run() -> None:
     learner = Recorder()
     step = updater(learner)
     algo = catalogue.make("grpo", {"reward": "transition:quality"})
-    with pytest.raises(TrainingError, match=r"2 rollouts of step 0.*'transition:quality'"):
+    with pytest.raises(TrainingError, match=r"2 rollouts of step 1.*'transition:quality'"):
         dataclasses.replace(step, algo=algo).update(0, [group("a", 1.0, 0.0)])
     assert learner.batches == []
 
