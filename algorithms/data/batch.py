@@ -53,8 +53,8 @@ class Batch:
     groups: list[str]  # ids [M]
     rollouts: list[str]  # ids [U]
     transitions: list[str]  # ids [S]
-    # The training step that trains it, from 1 as the console counts. Outside of a training step: the
-    # one that its last group was planned for, from 0.
+    # The training step that trains it, from 1 as the console counts. Outside of a training step:
+    # the one that its last group was planned for, from 0.
     step: int = 0
     transition_state: Tensor = field(default_factory=_unknown)  # int64 [S], id of its state
     transition_action: Tensor = field(default_factory=_unknown)  # int64 [S], id of its answer
@@ -72,7 +72,7 @@ class Batch:
     # int64 [R], ids: psi needs the log-probs of all rows of one id at once. Empty: rows are
     # independent.
     row_unit: Tensor = field(default_factory=_unknown)
-    # Values of each `RememberedColumn`, by its name (state.py).
+    # Values of each `RememberedColumn`, by its name (state.py): float64, one per unit of its level.
     memory: Mapping[str, Tensor] = field(default_factory=dict)
     token_version: Tensor = field(default_factory=_unknown)  # int64 [N], sampling policy; -1: ?
 

@@ -157,7 +157,8 @@ def settings(value: object) -> str:
 class Recalled:
     """The remembered columns of a batch, and the state after the batch is trained, by name."""
 
-    columns: dict[str, Tensor]  # for `Batch.memory`
+    # For `Batch.memory`: float64, one per unit of the column's level.
+    columns: dict[str, Tensor]
     after: dict[str, StatePart]
 
 

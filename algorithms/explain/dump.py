@@ -23,8 +23,9 @@ from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.errors import TrainingError
 
 OLD_NAMES = {  # of log-probs, in files of earlier versions
-    "o": "old", "b": "sampler", "q": "reference", "t": "teacher", "share": "weight_of_current", "current_in_old": "weight_of_current",
-    "o_K": "old_candidates", "t_K": "teacher_candidates",
+    "o": "old", "b": "sampler", "q": "reference", "t": "teacher", "o_K": "old_candidates",
+    "t_K": "teacher_candidates", "share": "weight_of_current",
+    "current_in_old": "weight_of_current",
 }  # fmt: skip
 ROW = [field.name for field in dataclasses.fields(TokenRow)]
 

@@ -93,7 +93,8 @@ class GivenLogProbs:
     old: Tensor | None = None
     reference: Tensor | None = None
     teacher: Tensor | None = None
-    # [N], with which the old policy is interpolated instead: old = sampler + weight * (current - sampler).
+    # [N], with which the old policy is interpolated instead: old = sampler + weight * (current -
+    # sampler).
     weight_of_current: Tensor | None = None
     old_candidates: Tensor | None = None  # [N, K] of the batch's candidates
     teacher_candidates: Tensor | None = None  # [N, K]

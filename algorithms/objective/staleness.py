@@ -42,7 +42,8 @@ def withhold(algo: Algo, batch: Batch, oldest: int) -> Algo:
 
 def old_policy_share(lag: Tensor) -> Tensor:
     """The fraction s = (lag - 1) / lag in the interpolated old policy, whose log-probs are
-    sampler + s (current - sampler), float64 [N]; 1 at lag 0, where the sampler is the policy itself. A-3PO, arXiv 2512.06547."""
+    sampler + s (current - sampler), float64 [N]; 1 at lag 0, where the sampler is the policy
+    itself. A-3PO, arXiv 2512.06547."""
     return torch.where(lag > 0, (lag - 1).double() / lag.clamp(min=1), 1.0)
 
 

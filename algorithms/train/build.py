@@ -58,7 +58,7 @@ def group_requirements(
 
     Raises ConfigError if they disagree, or do not fit what the run has by hooks."""
     required = {
-        name: (algo.greedy, resampling_reward(view(config, name).algorithm, algo))
+        name: (algo.needs_greedy, resampling_reward(view(config, name).algorithm, algo))
         for name, algo in algos.items()
     }
     (first, wanted), *others = required.items()

@@ -207,11 +207,10 @@ class OptimizerSteps:
 def iterate_minibatches(
     step: TrainingStep, config: RunConfig, learner: Learner
 ) -> Iterator[Minibatch]:
-    """Yield the minibatch of each optimizer step with its loss terms: whole groups, shuffled anew in
-    every epoch. Credit and the critic's targets are those of the whole batch, from before the split.
+    """Yield the minibatch of each optimizer step with its loss terms: whole groups, shuffled anew
+    in every epoch. Credit and the critic's targets are those of the whole batch.
 
-    Computed when the first one is asked for, before any optimizer step: the log-probs of the old
-    policy, if there are several steps."""
+    If there are several, the old policy's log-probs are computed when the first is asked for."""
     settings, algo, batch, values = config.algorithm, step.algo, step.batch, step.values
     advantage, given = step.advantage, step.given
     count = min(settings.minibatches, len(step.groups))
@@ -281,8 +280,8 @@ class KlLimit:
             self.limit = 0.0
 
     def begin(self, step: int, batch: Batch, weight: Tensor, minibatches: int) -> Movement:
-        """Before training step number `step`. weight [N]: of the batch's tokens in the loss. minibatches:
-        optimizer steps per pass over the batch."""
+        """Before training step number `step`. weight [N]: of the batch's tokens in the loss.
+        minibatches: optimizer steps per pass over the batch."""
         rows = measured_rows(batch, f"{self.seed}/{step}", minibatches)
         part, tokens = (batch, torch.arange(batch.n_tokens)) if rows is None else batch.cut(rows)
         return Movement(self, step, part, tokens, weight[tokens].double(), share=self.rate)

@@ -62,8 +62,8 @@ class Preprocessor:
     def prepare(
         self, groups: list[Group], algo: Algo, trained: TrainedPolicy, step: int
     ) -> PreparedGroups:
-        """The groups ready for the algorithm's credit. step: counted from 1, for errors. Raises TrainingError for a reward that it
-        reads and no rollout has."""
+        """The groups ready for the algorithm's credit. step: counted from 1, for errors.
+        Raises TrainingError for a reward that it reads and no rollout has."""
         stored = {row.id: len(row.rewards) for group in groups for row in group.rollouts}
         groups, metrics = self.process(groups)
         for change in algo.prepare:

@@ -109,7 +109,7 @@ class Updater:
         built = self.build(algo, prepared.groups, step, version)
         scored = self.score(built.algo, built.batch, version)
         clip = self.config.critic.clip
-        values = critic_terms(built.algo, scored.batch, clip=clip) if algo.critic else None
+        values = critic_terms(built.algo, scored.batch, clip=clip) if algo.reads_critic else None
         advantage = compute_advantages(built.algo, scored.batch)
         training = TrainingStep(
             number=step,
@@ -166,7 +166,7 @@ class Updater:
                 teacher.top(batch)[1][:, 0] if teacher else learner.logprobs(batch, "teacher")
             )
             given = replace(given, teacher=of_teacher.double())
-        if algo.critic:
+        if algo.reads_critic:
             batch = replace(batch, values=learner.values(batch))
         if version is not None and algo.old_from_versions:
             given = replace(given, weight_of_current=old_policy_share(batch.lag(version)))

@@ -18,8 +18,8 @@ from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import KLPenalty
 from agentrl.algorithms.objective.kl_control import (
     KlController,
-    make_kl_controller,
     kl_to_reference,
+    make_kl_controller,
 )
 from agentrl.algorithms.objective.values import value_terms
 from agentrl.algorithms.presets import catalogue
