@@ -107,6 +107,8 @@ class Updater:
         algo = kl.tuned(self.algo) if kl else self.algo
         prepared = self.preprocessor.prepare(groups, algo, self.trained, step + 1)
         built = self.build(algo, prepared.groups, step, version)
+        # A step without a usable rollout has no checkpoint, so nothing may learn from it.
+        learned = self.preprocessor.learn(prepared.complete) if built.batch.rollouts else {}
         scored = self.score(built.algo, built.batch, version)
         clip = self.config.critic.clip
         values = critic_terms(built.algo, scored.batch, clip=clip) if algo.reads_critic else None
@@ -129,6 +131,7 @@ class Updater:
         reference = scored.batch if scored.given.reference is not None else None
         return {
             **prepared.metrics,
+            **learned,
             **batch_metrics(prepared.groups, scored.batch, self.policy),
             **staleness_metrics(step, prepared.groups, self.policy, version=version),
             **(value_metrics(values) if values else {}),

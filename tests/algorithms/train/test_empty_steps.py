@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from agentrl.algorithms.train.empty_steps import check_empty_steps, failure_coun
 from agentrl.algorithms.train.hooks import Hooks, ServedRun, hooks_of
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.policy_set import PolicySet
-from agentrl.algorithms.train.prepare import count_unseen_tools
+from agentrl.algorithms.train.prepare import Preprocessor, count_unseen_tools
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import TrainingError
 from agentrl.store import open_store
@@ -95,14 +95,21 @@ async def trained(
     checkpoints, the steps after which references were asked to follow, and the state at its end."""
     settings: dict[str, Any] = {"name": "r", "steps": len(groups), "output": str(tmp_path)}
     config = resolve(settings | {"tasks": {"order": "difficulty"}}, source="test")
-    hooks, followed = hooks_of(config), list[int]()
+    hooks, followed, taught = hooks_of(config), list[int](), list[str]()
 
     class Follows:
         def finish(self, step: int) -> None:
             followed.append(step)
 
+    class Learns:
+        def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+            taught.extend(each.id for each in groups)
+            return {}
+
     made = dataclasses.replace(
-        updater(Recorder()), reference_control=ReferenceControl(reference=Follows())
+        updater(Recorder()),
+        reference_control=ReferenceControl(reference=Follows()),
+        preprocessor=Preprocessor(trainers=(Learns(),)),
     )
     made.state.parts |= hooks.state()
     policies = PolicySet(config, {"policy": made}, made.state)
@@ -114,6 +121,7 @@ async def trained(
         policies=policies, serving=run,
     )  # fmt: skip
     await TrainingLoop(live, run, run, hooks).run()
+    assert set(taught) == {"a"}
     names = [Path(commit.checkpoint or "").name for commit in run.committed]
     return names, followed, json.loads(json.dumps(policies.dump()))
 
