@@ -31,6 +31,8 @@ from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Gate, loss_terms
 from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Ratio, Truncate
 from agentrl.algorithms.objective.staleness import staleness_metrics
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
+from agentrl.config import resolve
 from agentrl.types import (
     ErrorKind,
     Failure,
@@ -192,6 +194,20 @@ def test_groups_that_teach_nothing() -> None:
     assert shares((0.7, 0.7)) == [0, 1, 0]
     assert shares((0.7, math.nan)) == [1, 0, 0.5]
     assert shares((0.7, 0.7), (0, 1)) == [1, 0, 0]
+
+
+def test_the_steps_of_a_group_count_from_the_one_that_it_was_planned_for() -> None:
+    """Requested ahead or not: in their order groups are trained in that step, and with order =
+    "ready" before or after it."""
+    config = resolve({"name": "r", "algorithm": {"groups": 2, "group_size": 1}}, source="test")
+    asked = TaskSampler(config, [{"id": "t"}]).groups(
+        6, 4
+    )  # of steps 3 and 4, from any step before
+    groups = [Group(id=row.group, run="r", step=row.step, rollouts=[]) for row in asked]
+    for step, mean, most in ((3, -0.5, 0), (4, 0.5, 1), (2, -1.5, -1)):
+        found = staleness_metrics(step, groups)
+        assert (found["staleness/steps_mean"], found["staleness/steps_max"]) == (mean, most)
+    assert set(staleness_metrics(3, groups[:2]).values()) == {0}
 
 
 def test_staleness_counts_sampled_tokens() -> None:
