@@ -199,11 +199,10 @@ def test_groups_that_teach_nothing() -> None:
 def test_the_steps_of_a_group_count_from_the_one_that_it_was_planned_for() -> None:
     """Requested ahead or not: in their order groups are trained in that step, and with order =
     "ready" before or after it."""
-    config = resolve({"name": "r", "algorithm": {"groups": 2, "group_size": 1}}, source="test")
-    asked = TaskSampler(config, [{"id": "t"}]).groups(
-        6, 4
-    )  # of steps 3 and 4, from any step before
-    groups = [Group(id=row.group, run="r", step=row.step, rollouts=[]) for row in asked]
+    config = resolve({"name": "r", "algorithm": {"groups": 2}}, source="test")
+    asked = TaskSampler(config, [{"id": "t"}]).groups(6, 4)  # of steps 3 and 4
+    planned = {row.group: row.step for row in asked}
+    groups = [Group(id=id, run="r", step=step, rollouts=[]) for id, step in planned.items()]
     for step, mean, most in ((3, -0.5, 0), (4, 0.5, 1), (2, -1.5, -1)):
         found = staleness_metrics(step, groups)
         assert (found["staleness/steps_mean"], found["staleness/steps_max"]) == (mean, most)
