@@ -133,7 +133,7 @@ class NewRollout(Record, frozen=True):
     task: dict[str, Json]
     purpose: Purpose = Purpose.TRAIN
     sampling: Sampling = Sampling()
-    step: int = 0  # the training step that requested it
+    step: int = 0  # the training step, from 0, that it is planned for, and requested by or before
     max_attempts: int = 3
     timeout: float = 60.0  # seconds for one attempt
     priority: int = 0  # larger is claimed first

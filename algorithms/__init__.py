@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from agentrl.algorithms.objective.ratios import Truncate as Truncate
     from agentrl.algorithms.objective.ratios import TrustRegion as TrustRegion
     from agentrl.algorithms.presets.catalogue import make as make
+    from agentrl.algorithms.presets.declare import Discount as Discount
+    from agentrl.algorithms.presets.declare import Num as Num
     from agentrl.algorithms.presets.declare import modifier as modifier
     from agentrl.algorithms.presets.declare import preset as preset
 
@@ -50,7 +52,7 @@ LATE = {
     "objective.core": "Algo Average Gate KLPenalty",
     "objective.ratios": "Clip InRange Ratio RatioInRange Truncate TrustRegion",
     "presets.catalogue": "make",
-    "presets.declare": "modifier preset",
+    "presets.declare": "Discount Num modifier preset",
 }
 HOME = {name: module for module, names in LATE.items() for name in names.split()}
 

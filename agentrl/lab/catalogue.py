@@ -32,7 +32,9 @@ def _presets_first(word: str) -> tuple[bool, str]:
 def record(name: str) -> list[str]:
     """The components of an algorithm, and its options with their defaults."""
     algo = _built(name)
-    supply = sorted(algo.needs) + ["values"] * algo.critic + ["top_tokens"] * bool(algo.symbols)
+    supply = (
+        sorted(algo.needs) + ["values"] * algo.reads_critic + ["top_tokens"] * bool(algo.symbols)
+    )
     answers = {
         "credit": format_record(algo.credit),
         "gates": ", ".join(map(format_record, algo.gates)),

@@ -360,8 +360,9 @@ class AllFilters:
 
 @dataclass(frozen=True, slots=True)
 class TokenKLPenalty:
-    """KL penalty to the reference per token, in rewards: beta * (b - q), float64 [N]. Its sum over
-    a rollout is an unbiased estimate of beta * KL, as tokens come from b. arXiv 1909.08593."""
+    """KL penalty to the reference per token, in rewards: beta * (sampler - reference), float64 [N].
+    Its sum over a rollout is an unbiased estimate of beta * KL, as the sampler chose the tokens.
+    arXiv 1909.08593."""
 
     beta: float
 

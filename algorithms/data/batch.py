@@ -53,7 +53,9 @@ class Batch:
     groups: list[str]  # ids [M]
     rollouts: list[str]  # ids [U]
     transitions: list[str]  # ids [S]
-    step: int = 0  # the training step that requested the groups
+    # The training step that trains it, from 1 as the console counts. Outside of a training step:
+    # the one that its last group was planned for, from 0.
+    step: int = 0
     transition_state: Tensor = field(default_factory=_unknown)  # int64 [S], id of its state
     transition_action: Tensor = field(default_factory=_unknown)  # int64 [S], id of its answer
     transition_prompt: Tensor = field(default_factory=_unknown)  # int64 [S], id of prompt tokens
@@ -67,9 +69,10 @@ class Batch:
     reference: Tensor = field(default_factory=_unknown)  # float64 [N], reference log-probs
     # int64 [N, K], tokens whose log-probs psi reads, the sampled one first: see `LossCoefficients`.
     symbols: Tensor = field(default_factory=_unknown)
-    # int64 [R]: psi needs the log-probs of all rows of one id at once. Empty: rows are independent.
+    # int64 [R], ids: psi needs the log-probs of all rows of one id at once. Empty: rows are
+    # independent.
     row_unit: Tensor = field(default_factory=_unknown)
-    # Values of each `RememberedColumn`, by its name (state.py).
+    # Values of each `RememberedColumn`, by its name (state.py): float64, one per unit of its level.
     remembered: Mapping[str, Tensor] = field(default_factory=dict)
     token_version: Tensor = field(default_factory=_unknown)  # int64 [N], sampling policy; -1: ?
 
@@ -89,6 +92,10 @@ class Batch:
         """Number of updates from the version of each token to `version`, int64 [N]; 0 if its
         version is unknown."""
         return torch.where(self.token_version < 0, 0, version - self.token_version)
+
+    def too_old(self, oldest: int) -> Tensor:
+        """Tokens of versions before `oldest`, bool [N]; not those of an unknown version."""
+        return self.lag(oldest) > 0
 
     @property
     def transition_turn(self) -> Tensor:

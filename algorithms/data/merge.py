@@ -335,12 +335,15 @@ def roles_of_others(rollout: Rollout, policy: str) -> set[str]:
     return seated.union(call.role for call in rollout.transitions) - own
 
 
-def check_rewards(groups: Sequence[Group], references: Iterable[str]) -> None:
+def check_rewards(
+    groups: Sequence[Group], references: Iterable[str], step: int | None = None
+) -> None:
     """Raise TrainingError for a reward that no rollout has although some succeeded, and for rows
-    with an unknown role or call as target. A reward that only some rollouts have is no error."""
+    with an unknown role or call as target. A reward that only some rollouts have is no error. step:
+    counted from 1, to be named."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     done = sum(rollout.state is RolloutState.SUCCEEDED for rollout in rollouts)
-    where = f"of the {len(rollouts)} rollouts of step {groups[0].step}" if groups else ""
+    where = f"of the {len(rollouts)} rollouts{'' if step is None else f' of step {step}'}"
     present = {reward_reference(row) for rollout in rollouts for row in rollout.rewards}
     for name in references:
         if name not in present and done:

@@ -24,6 +24,8 @@ from agentrl.errors import PolicyError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
+# What runs on data sets wrote up to 0.1, and nothing reads.
+UNREAD = ("step_size",)
 CLASS = re.compile(r"\b[A-Z]\w*(?=\()")
 
 
@@ -155,7 +157,8 @@ def settings(value: object) -> str:
 class Recalled:
     """The remembered columns of a batch, and the state after the batch is trained, by name."""
 
-    columns: dict[str, Tensor]  # for `Batch.remembered`
+    # For `Batch.remembered`: float64, one per unit of the column's level.
+    columns: dict[str, Tensor]
     after: dict[str, StatePart]
 
 
@@ -198,7 +201,7 @@ class AlgorithmState:
         initial state, with a warning. Raises PolicyError for a part of another algorithm."""
         data = self._with_current_names(data)
         for name in data:
-            if name not in self.parts:
+            if name not in self.parts and name not in UNREAD:
                 hint = nearest(name, self.parts) if self.parts else "this algorithm has no state"
                 raise PolicyError(
                     f"the checkpoint has state {name!r} of another algorithm; {hint}. Continue "

@@ -49,13 +49,13 @@ class BadSteps:
     streak: int = 0
 
     def bad(self, step: int, number: int, dump: Dump) -> None:
-        """Keep optimizer step `number` of a training step and warn. Raises TrainingError after
-        `limit` in a row."""
+        """Keep optimizer step `number` of training step `step`, both from 0, and warn.
+        Raises TrainingError after `limit` in a row."""
         self.streak += 1
         unknown = int((~dump.logprobs.isfinite()).sum())
         what = (
-            f"step {step}: {unknown} of {dump.logprobs.numel()} log-probs of the policy are not "
-            f"finite, the loss is {dump.loss:.3g}, the gradient norm {dump.grad_norm:.3g}"
+            f"step {step + 1}: {unknown} of {dump.logprobs.numel()} log-probs of the policy are "
+            f"not finite, the loss is {dump.loss:.3g}, the gradient norm {dump.grad_norm:.3g}"
         )
         where = self.keep(f"{step:06d}.{number}", dump) if self.keep else ""
         if self.streak >= self.limit:

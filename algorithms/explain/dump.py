@@ -23,8 +23,9 @@ from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.errors import TrainingError
 
 OLD_NAMES = {  # of log-probs, in files of earlier versions
-    "o": "old", "b": "sampler", "q": "reference", "t": "teacher", "share": "current_in_old",
-    "o_K": "old_candidates", "t_K": "teacher_candidates",
+    "o": "old", "b": "sampler", "q": "reference", "t": "teacher", "o_K": "old_candidates",
+    "t_K": "teacher_candidates", "share": "weight_of_current",
+    "current_in_old": "weight_of_current",
 }  # fmt: skip
 ROW = [field.name for field in dataclasses.fields(TokenRow)]
 
@@ -87,8 +88,8 @@ def load_dump(path: Path) -> Dump:
     parts = [torch.split(flat[name], lengths if name == "tokens" else actions) for name in ROW]
     rows = [TokenRow(*row) for row in zip(*parts, strict=True)]
     batch = Batch(rows=rows, rewards=table("reward"), remembered=table("memory"), **columns)
-    letters = {OLD_NAMES[letter]: column for letter, column in table("stream").items()}
-    known = letters | table("logprobs")
+    written = table("stream") | table("logprobs")
+    known = {OLD_NAMES.get(name, name): column for name, column in written.items()}
     sampler, given = known.pop("sampler"), GivenLogProbs(**known)
     credit = tensors["advantage"], tensors["weight"]
     terms = Terms(*credit, sampler, given, table("ids"), skip=None)

@@ -26,7 +26,7 @@ class Records(Hooks):
             folder = Path(self.config.output, "dumps", name if self.config.policies else "")
             updater.bad_steps.keep = partial(keep_in, folder)
         # What no policy sampled, such as a data set, is in no store.
-        stores = updater.sampled and updater.config.algorithm.store_credit
+        stores = updater.limit is not None and updater.config.algorithm.store_credit
         return replace(updater, recorder=CreditRecorder(name)) if stores else updater
 
 

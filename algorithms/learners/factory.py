@@ -165,7 +165,7 @@ def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]
     """Settings without effect, each with the reason."""
     preset = f"and algorithm.preset = {algo.name!r}"
     critic, reference = config.critic, config.reference
-    if critic.model and not algo.critic:
+    if critic.model and not algo.reads_critic:
         yield "critic.model", f"{preset} reads no values of a critic"
     if not critic.model:
         for key in _changed_keys(critic):
@@ -201,7 +201,7 @@ def _check_fit(config: RunConfig, algo: Algo, learner: Learner) -> None:
     """Raise ConfigError if the algorithm reads a stream that the learner does not supply and that
     does not come with the groups, or if the run would undo its steps and cannot."""
     kind = f"learner.kind = {config.learner.kind!r}"
-    optional = {"values": algo.critic, "top_tokens": algo.symbols, "entropy": algo.entropy}
+    optional = {"values": algo.reads_critic, "top_tokens": algo.symbols, "entropy": algo.entropy}
     given = {"teacher": config.teacher.upstream, "reference": caches_reference(config, algo)}
     needed = algo.needs | {stream for stream, is_read in optional.items() if is_read}
     needed -= {stream for stream, is_given in given.items() if is_given}

@@ -16,11 +16,12 @@ class AddedTerms(Protocol):
     def count(self) -> int:
         """The number of its examples; 0: it has no gradient."""
 
-    def coefficients(self, p: Tensor, index: Tensor) -> Tensor:
-        """psi float64 [n] of a micro-batch of whole units; p [n]: log-probs of tokens `index`."""
+    def coefficients(self, current: Tensor, index: Tensor) -> Tensor:
+        """psi float64 [n] of a micro-batch of whole units. current [n]: log-probs of the
+        tokens `index`."""
 
-    def metrics(self, p: Tensor) -> dict[str, float]:
-        """Metrics of the step. p [N]: log-probs before the update."""
+    def metrics(self, current: Tensor) -> dict[str, float]:
+        """Metrics of the step. current [N]: log-probs before the update."""
 
 
 class AddedLoss(Protocol):
@@ -34,8 +35,8 @@ class AddedLoss(Protocol):
     def columns(self) -> tuple[str, ...]:
         """Further rewards that it reads, which rollouts may lack."""
 
-    def terms(self, batch: Batch, q: Tensor | None) -> AddedTerms:
-        """q: reference log-probs [N], if it reads them."""
+    def terms(self, batch: Batch, reference: Tensor | None) -> AddedTerms:
+        """reference: its log-probs [N], if it reads them."""
 
     def row_unit(self, batch: Batch) -> Tensor:
         """Ids of the rows, int64 [R]; rows with one id must be in one micro-batch."""

@@ -1,13 +1,14 @@
 """The objective shared by all algorithms: an `Algo` record defines psi, the weight of each token.
 
-    c_t   = prod_g fn_g(pool(s_num - s_den))
-    psi_t = u_t * (c_t * A_t - sum_r beta_r * kappa_r(p_t - s_r))
+    c_t   = prod_g fn_g(pool(logprob_num - logprob_den))
+    psi_t = u_t * (c_t * A_t - sum_r beta_r * k'_r(current_t - logprob_r))
     loss  = - sum_t sg[psi_t] * log pi_t - sum_t eta_t * H_t,  eta_t = entropy * u_t
 
-H is the entropy of the current policy's distribution at token t, with its exact gradient. A loss of
-whole rollouts (see `added_loss`) adds its own psi. p are the current log-probs, s those of any
-model (see `ratios`). `Terms` holds the constants of one optimizer step, normalised over the whole
-step, so the gradient does not depend on how the step is cut into micro-batches.
+H is the entropy of the current policy's distribution at token t, with its exact gradient. `ratios`
+names the models whose log-probs are compared, and k' is the derivative of a penalty (see
+`kl_gradient`). A loss of whole rollouts (see `added_loss`) adds its own psi. `Terms` holds the
+constants of one optimizer step, normalised over the whole step, so the gradient does not depend on
+how the step is cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class KLPenalty:
-    """A penalty beta * k(p - den) on the divergence from a model, in the loss."""
+    """A penalty beta * k(current - den) on the divergence from a model, in the loss."""
 
     kind: KLEstimator
     beta: float
@@ -85,7 +86,7 @@ class Average:
 
     unit: tuple[Unit, ...] = ("row",)
     inner: Inner = "mean"
-    const: float = 1.0  # tokens, for inner = "const"
+    const: float = 1.0  # the number of tokens to divide by, for inner = "const"
     parts: tuple[Unit, ...] = ()
 
 
@@ -138,12 +139,12 @@ class Algo:
         return of_gates if self.distill is None else self.distill.k
 
     @property
-    def group(self) -> int:
+    def min_group_size(self) -> int:
         """The smallest group size that it can learn from."""
         return max(getattr(part, "min_group", 1) for part in (None, *nested_records(self.credit)))
 
     @cached_property
-    def critic(self) -> bool:
+    def reads_critic(self) -> bool:
         """Whether it reads the values of a critic."""
         return any(isinstance(part, CriticValues) for part in nested_records(self.credit))
 
@@ -154,7 +155,7 @@ class Algo:
         return tuple(dict.fromkeys(p for p in parts if isinstance(p, RememberedColumn)))
 
     @property
-    def greedy(self) -> bool:
+    def needs_greedy(self) -> bool:
         """Whether each group must contain a greedy rollout."""
         return any(getattr(part, "needs_greedy", False) for part in nested_records(self.credit))
 
@@ -359,7 +360,7 @@ def _skip(
     if not live.any():
         return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"
     # A critic learns from every known return, even if all advantages are 0.
-    learns_without_credit = algo.penalties or algo.distill or algo.critic or algo.entropy
+    learns_without_credit = algo.penalties or algo.distill or algo.reads_critic or algo.entropy
     if not (learns_without_credit or credit.any()):
         return f"no rollout of {len(batch.groups)} groups did better or worse than the others"
     return None

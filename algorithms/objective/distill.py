@@ -22,11 +22,12 @@ class TopKDistillation:
     beta: float
     of: Literal["teacher", "policy"]
 
-    def pull(self, p_K: Tensor, t_K: Tensor) -> Tensor:
-        """psi = -d beta KL / d p_K, float64. p_K, t_K: log-probs of policy and teacher, [n, K]."""
+    def pull(self, current_K: Tensor, teacher_K: Tensor) -> Tensor:
+        """psi = -d beta KL / d current_K, float64. current_K, teacher_K: log-probs of policy and
+        teacher, [n, K]."""
         with torch.enable_grad():
-            leaf_K = p_K.detach().double().requires_grad_()
-            policy, teacher = with_rest(leaf_K), with_rest(t_K.double())
+            leaf_K = current_K.detach().double().requires_grad_()
+            policy, teacher = with_rest(leaf_K), with_rest(teacher_K.double())
             first, second = (teacher, policy) if self.of == "teacher" else (policy, teacher)
             loss = self.beta * (first.exp() * (first - second)).sum()
         return -torch.autograd.grad(loss, leaf_K)[0]

@@ -80,23 +80,27 @@ class ReferenceControl:
     reference: UpdatableReference | None = None  # None: not read, or the model without its adapter
     kl: KlController | None = None  # None: constant coefficient
 
-    def finish(self, step: int, batch: Batch | None, rollouts: int) -> dict[str, float]:
-        """Update coefficient and reference after training step `step` on `rollouts` rollouts.
+    def observe(self, batch: Batch | None, rollouts: int) -> dict[str, float]:
+        """Update the coefficient after a training step on `rollouts` rollouts.
 
         batch: with reference log-probs; None if the algorithm reads none. Returns the metrics
         reference/drift (if the batch has tokens) and reference/beta (before the update)."""
         metrics = {}
         if batch is not None and batch.n_tokens:
-            metrics["reference/drift"] = mean_kl(batch)
+            metrics["reference/drift"] = kl_to_reference(batch)
         if self.kl is not None:
             metrics["reference/beta"] = self.kl.beta
             if "reference/drift" in metrics:
                 self.kl.observe(metrics["reference/drift"], rollouts)
-        if self.reference is not None:
-            self.reference.finish(step)
         return metrics
 
+    def finish(self, step: int) -> None:
+        """Called after the policy's training step `step`, before its checkpoint: updates the
+        reference."""
+        if self.reference is not None:
+            self.reference.finish(step)
 
-def mean_kl(batch: Batch) -> float:
-    """Mean of b - q over the tokens of a nonempty batch, in nats."""
+
+def kl_to_reference(batch: Batch) -> float:
+    """Mean of sampler - reference over the tokens of a nonempty batch, in nats."""
     return float((batch.behaviour.double() - batch.reference.double()).mean())

@@ -18,7 +18,8 @@ from agentrl.types import POLICY, Group
 
 @dataclass(frozen=True)
 class TrainedPolicy:
-    """The policy that a step trains, before its update. context: most tokens that it can read."""
+    """The policy that a step trains, before its update. context: most tokens that a call may
+    have, prompt and completion; None: any number."""
 
     logprobs: Callable[[Batch], Tensor]  # of every action token, float32 [N]
     tokenizer: Tokenizer | None = None

@@ -87,14 +87,15 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class GivenLogProbs:
-    """The log-probs of a batch that do not change during its optimizer steps, [N]; None: not
-    computed. Those of the sampler are in the batch."""
+    """The log-probs of a batch that do not change during its optimizer steps, [N], and a weight of
+    those that do; None: not computed. Those of the sampler are in the batch."""
 
     old: Tensor | None = None
     reference: Tensor | None = None
     teacher: Tensor | None = None
-    # The weight of the current policy, which makes old = sampler + weight * (current - sampler).
-    current_in_old: Tensor | None = None
+    # [N], with which the old policy is interpolated instead: old = sampler + weight * (current -
+    # sampler).
+    weight_of_current: Tensor | None = None
     old_candidates: Tensor | None = None  # [N, K] of the batch's candidates
     teacher_candidates: Tensor | None = None  # [N, K]
 
@@ -116,8 +117,8 @@ class GivenLogProbs:
         """With the current log-probs [n] of the tokens, or those of their candidates [n, K]."""
         several = now.dim() == 2
         current = now[:, 0] if several else now
-        if self.current_in_old is not None:
-            old = sampler + self.current_in_old * (current - sampler)
+        if self.weight_of_current is not None:
+            old = sampler + self.weight_of_current * (current - sampler)
         else:
             old = current if self.old is None else self.old
         candidates = Candidates(

@@ -89,7 +89,7 @@ def from_dataset(updater: Updater, reference: ReferenceElsewhere) -> Updater:
         config=replace(config, algorithm=settings),
         recorder=None,
         reference=reference if caches_reference(config, algo) else None,
-        sampled=False,
+        limit=None,
     )
 
 

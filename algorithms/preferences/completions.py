@@ -74,8 +74,8 @@ class CompletionLoss:
     def columns(self) -> tuple[str, ...]:
         return WEIGHT, MISMATCHED
 
-    def terms(self, batch: Batch, q: Tensor | None) -> CompletionTerms:
-        return completion_terms(self, batch, q)
+    def terms(self, batch: Batch, reference: Tensor | None) -> CompletionTerms:
+        return completion_terms(self, batch, reference)
 
     def row_unit(self, batch: Batch) -> Tensor:
         """Pairs, which are in one group, stay together."""
@@ -106,16 +106,16 @@ class CompletionTerms:
         """Number of pairs, or of labels."""
         return len(self.better) or int((~self.label.isnan()).sum())
 
-    def coefficients(self, p: Tensor, index: Tensor) -> Tensor:
+    def coefficients(self, current: Tensor, index: Tensor) -> Tensor:
         of = self.completion[index]
-        sums = reduce_by(p, of, len(self.tokens)).requires_grad_()
+        sums = reduce_by(current, of, len(self.tokens)).requires_grad_()
         present = (self.tokens == 0).index_fill(0, of, True)
         (gradient,) = torch.autograd.grad(loss_value(self.loss, self, sums, present), sums)
         return -self.loss.share * gradient[of]
 
-    def metrics(self, p: Tensor) -> dict[str, float]:
+    def metrics(self, current: Tensor) -> dict[str, float]:
         """The metrics in `algorithms/PREFERENCES.md`."""
-        return completion_metrics(self.loss, self, p)
+        return completion_metrics(self.loss, self, current)
 
 
 def completion_terms(loss: CompletionLoss, batch: Batch, q: Tensor | None) -> CompletionTerms:

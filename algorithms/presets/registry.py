@@ -185,11 +185,12 @@ def check_supplies(algo: Algo, supplies: Collection[str]) -> None:
 def check_group(config: AlgorithmConfig, algo: Algo) -> None:
     """Raise ConfigError for a group size that the algorithm cannot learn from. Not checked if
     further rollouts join a group, which make it larger than `group_size`."""
-    if config.group_size < algo.group and not config.trains_joined:
+    least = algo.min_group_size
+    if config.group_size < least and not config.trains_joined:
         raise ConfigError(
             f"algorithm.group_size = {config.group_size}: {algo.name!r} with these options learns "
-            f"nothing from groups of fewer than {algo.group} rollouts, because the baseline of a "
-            f"rollout needs k others; set algorithm.group_size = {algo.group} or more, or a "
+            f"nothing from groups of fewer than {least} rollouts, because the baseline of a "
+            f"rollout needs k others; set algorithm.group_size = {least} or more, or a "
             "smaller algorithm.options.k"
         )
 
@@ -198,7 +199,7 @@ def check_staleness(config: AlgorithmConfig, algo: Algo) -> None:
     """Raise ConfigError if the run trains tokens of older versions and the algorithm would treat
     them as on-policy or uses a critic, whose values belong to the current version."""
     ahead = f"algorithm.max_staleness = {config.max_staleness:g}"
-    if config.max_staleness and algo.critic:
+    if config.max_staleness and algo.reads_critic:
         raise ConfigError(
             f"{ahead}: {algo.name!r} compares returns of older versions with critic values of "
             "the current one; set it to 0, or choose a preset without a critic"
@@ -217,7 +218,7 @@ def check_staleness(config: AlgorithmConfig, algo: Algo) -> None:
 
 
 def _checked(algo: Algo, streams: Collection[str]) -> Algo:
-    if algo.critic and "values" not in streams:
+    if algo.reads_critic and "values" not in streams:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the values of a critic, which this "
             "run does not have; set critic.model, choose another preset, or name rewards that hold "

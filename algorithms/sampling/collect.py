@@ -6,8 +6,8 @@ claimed again. So a step trains the same groups however often it is started, unl
 `algorithm.order = "ready"` lets it take groups of later steps that ended first.
 
 The store's counts limit the number of requested groups (see `free_groups`): at most
-(max_staleness + 1) x groups of them are neither trained nor discarded, whoever was killed.
-Replacements do not count.
+(max_staleness + 1) x groups of them are neither trained nor discarded, even if a process was
+killed. Replacements do not count.
 """
 
 from __future__ import annotations

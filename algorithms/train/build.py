@@ -1,4 +1,4 @@
-"""Builds the parts of a run: algorithm, updater and state of every trained policy."""
+"""Builds what a run trains with: algorithm, updater and state of every trained policy."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from agentrl.algorithms.presets.registry import check_group, check_staleness
 from agentrl.algorithms.sampling.collect import resampling_reward
 from agentrl.algorithms.train.hooks import Hooks, hooks_of
 from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.algorithms.train.optimize import STEP_SIZE, KlLimit, largest_kl
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.prepare import Completer, Preprocessor, ProcessedScorer, Retokenizer
 from agentrl.algorithms.train.step import Updater
@@ -36,13 +37,13 @@ from agentrl.types import POLICY
 log = logging.getLogger("agentrl.algorithm")
 
 
-def load_algorithms(config: RunConfig, parts: Hooks | None = None) -> dict[str, Algo]:
-    """Build the algorithm of each trained policy. parts: default, those of the run. Raises
+def load_algorithms(config: RunConfig, hooks: Hooks | None = None) -> dict[str, Algo]:
+    """Build the algorithm of each trained policy. hooks: default, those of the run. Raises
     ConfigError for invalid settings."""
-    algos, parts = {}, parts or hooks_of(config)
+    algos, hooks = {}, hooks or hooks_of(config)
     for name in trained_policies(config):
         try:
-            algos[name] = load_algorithm(view(config, name), parts)
+            algos[name] = load_algorithm(view(config, name), hooks)
         except ConfigError as error:
             where = f"policies.{name}: " if config.policies else ""
             raise ConfigError(f"{where}{error}") from None
@@ -50,14 +51,14 @@ def load_algorithms(config: RunConfig, parts: Hooks | None = None) -> dict[str, 
 
 
 def group_requirements(
-    config: RunConfig, algos: Mapping[str, Algo], parts: Hooks | None = None
+    config: RunConfig, algos: Mapping[str, Algo], hooks: Hooks | None = None
 ) -> tuple[bool, str | None]:
     """The algorithms' requirements on groups, which all policies share: whether the first rollout
     is greedy, and the reward that must differ within a group, or None.
 
-    Raises ConfigError if they disagree, or do not fit the parts of the run."""
+    Raises ConfigError if they disagree, or do not fit what the run has by hooks."""
     required = {
-        name: (algo.greedy, resampling_reward(view(config, name).algorithm, algo))
+        name: (algo.needs_greedy, resampling_reward(view(config, name).algorithm, algo))
         for name, algo in algos.items()
     }
     (first, wanted), *others = required.items()
@@ -69,18 +70,18 @@ def group_requirements(
                 "greedy rollout, or dynamic sampling); choose presets that agree, or set "
                 "algorithm.dynamic_sampling = false"
             )
-    (parts or hooks_of(config)).check(algos, wanted[1])
+    (hooks or hooks_of(config)).check(algos, wanted[1])
     return wanted
 
 
-def load_algorithm(config: RunConfig, parts: Hooks | None = None) -> Algo:
+def load_algorithm(config: RunConfig, hooks: Hooks | None = None) -> Algo:
     """Build the algorithm of the run file. Raises ConfigError for settings that do not fit it."""
     streams = factory.available_streams(config)
     settings = config.algorithm
     algo = catalogue.make(
         settings.preset, settings.options, streams=streams, root=Path(config.root)
     )
-    algo = (parts or hooks_of(config)).algorithm(config, algo)
+    algo = (hooks or hooks_of(config)).algorithm(config, algo)
     check_group(settings, algo)
     check_staleness(settings, algo)
     factory.refuse_unused_settings(config, algo)
@@ -92,17 +93,19 @@ def make_policies(
     algos: Mapping[str, Algo],
     models: Sequence[LoadedModel],
     stack: AsyncExitStack,
-    parts: Hooks | None = None,
+    hooks: Hooks | None = None,
 ) -> PolicySet:
     """Build the trained policies, with the state of the run. `stack` closes their learners."""
-    updaters, parts = {}, parts or hooks_of(config)
+    updaters, hooks = {}, hooks or hooks_of(config)
     for name, algo in algos.items():
         model = next(model for model in models if name in model.policies)
         made = make_updater(view(config, name), name, algo, model)
         stack.callback(made.learner.close)
-        updaters[name] = parts.updater(made, model)
+        updaters[name] = updater = hooks.updater(made, model)
+        if updater.limit is not None:
+            updater.state.parts[STEP_SIZE] = updater.limit
     state = AlgorithmState() if config.policies else updaters[POLICY].state
-    state.parts |= parts.state()
+    state.parts |= hooks.state()
     return PolicySet(config, updaters, state)
 
 
@@ -144,6 +147,7 @@ def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -
         reference_control=reference_control,
         bad_steps=BadSteps(settings.max_bad_steps),
         policy=name,
+        limit=KlLimit(learner, largest_kl(settings), config.seed, name),
     )
 
 

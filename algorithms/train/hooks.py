@@ -103,7 +103,8 @@ class Hooks:
         part may wait for them to end, and request more that join their groups."""
 
     def claimed(self, groups: Sequence[Group]) -> Metrics:
-        """Learn from all readable groups that a step has claimed, also those that it replaces."""
+        """Learn from all readable groups that a step has claimed, also those that it replaces.
+        What changes in `state` is taken back if the step turns out to be empty."""
         return {}
 
     async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:

@@ -2,12 +2,13 @@
 
 All of its state is in the store or the last checkpoint, so it may be killed at any moment: the next
 start continues after the last committed step. It does not know which algorithm it runs, nor which
-parts the run has (see `parts`).
+parts the run has: they join by `hooks.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,12 @@ from agentrl.algorithms.diagnostics.metrics import Metrics, throughput
 from agentrl.algorithms.sampling.collect import Collected, GroupSource
 from agentrl.algorithms.sampling.evaluate import check_verifier, evaluate_functions
 from agentrl.algorithms.sampling.stragglers import settle_groups_ahead
-from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
+from agentrl.algorithms.train.checkpoint import (
+    checkpoint_name,
+    parse_name,
+    prune,
+    save_checkpoint,
+)
 from agentrl.algorithms.train.empty_steps import check_empty_steps, empty_commit, is_empty
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
 from agentrl.algorithms.train.hooks import Hooks, ServedRun
@@ -30,21 +36,23 @@ class TrainingLoop:
     live: ServedRun
     source: GroupSource
     heldout: HeldoutEvaluator
-    parts: Hooks
+    hooks: Hooks
 
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""
         live, first = self.live, self.live.state.step
         await live.serving.announce(live.store, live.config.name, live.state.epoch)
         stalled = await self.evaluate(first)
+        saved = self.saved_steps()
         updated = time.monotonic()
         for step in range(first, live.config.steps):
             if stalled:
                 break
-            await self.parts.before_step(step)
+            await self.hooks.before_step(step)
+            before = json.dumps(live.policies.dump())
             started = time.monotonic()
             collected = await self.source.collect(step)  # claims the groups of the step
-            groups, added = await self.parts.complete(collected.groups)
+            groups, added = await self.hooks.complete(collected.groups)
             collected = replace(collected, groups=groups)
             claimed = time.monotonic()
             async with live.serving.updating():
@@ -56,12 +64,16 @@ class TrainingLoop:
                 metrics |= {"time/rollouts": claimed - started, "time/update": updated - claimed}
                 metrics |= throughput(metrics)
                 if empty := is_empty(live.policies, step, metrics, collected):
+                    # What no checkpoint has, a restarted process would not know.
+                    live.policies.restore(json.loads(before))
                     commit = empty_commit(live.state, live.policies, step, collected, metrics)
                     await live.store.commit_step(commit)
                 else:
+                    await asyncio.to_thread(live.policies.update_references, saved, step + 1)
+                    saved = step + 1
                     await self.commit(step, collected, metrics)
                 await live.serving.publish(live.policies.versions(step + 1))
-                await self.parts.published()
+                await self.hooks.published()
             if empty:
                 if step == 0:
                     found = [*collected.groups, *collected.discarded]
@@ -74,13 +86,18 @@ class TrainingLoop:
         await self.heldout.finish()
         await check_empty_steps(live.store, live.config)  # also if no step was left to train
 
+    def saved_steps(self) -> int:
+        """The number of steps of the last checkpoint; later ones were empty."""
+        named = self.live.state.checkpoint and parse_name(Path(self.live.state.checkpoint))
+        return named[0] if named else 0
+
     async def commit(self, step: int, collected: Collected, metrics: Metrics) -> None:
         """Write the checkpoint, commit the step that names it, and delete old checkpoints."""
         live, policies = self.live, self.live.policies
         await settle_groups_ahead(live.store, live.config)
         live.lock.check()
         path = Path(live.config.output, "checkpoints", checkpoint_name(step + 1, live.state.epoch))
-        rewards = await self.parts.before_commit(step + 1)  # may change the state
+        rewards = await self.hooks.before_commit(step + 1)  # may change the state
         save_checkpoint(path, policies, policies.dump(), live.state.identity)
         await live.store.commit_step(
             StepCommit(
@@ -104,6 +121,6 @@ class TrainingLoop:
         outer = step in (0, live.config.steps)
         if not (outer or (settings.every and step % settings.every == 0)):
             return False
-        await self.parts.evaluate(step, settings.tasks if outer else settings.curve_tasks)
+        await self.hooks.evaluate(step, settings.tasks if outer else settings.curve_tasks)
         await evaluate_functions(live.store, live.config, live.state.epoch, step)
         return await self.heldout.score(step)

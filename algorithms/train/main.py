@@ -40,23 +40,23 @@ def main(config: RunConfig) -> None:
 async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) -> None:
     """Open the run, load the policies of its last committed step, and train to the last step.
     ready: called when everything is loaded."""
-    parts = hooks_of(config)
-    algos = build.load_algorithms(config, parts)
-    greedy, resample = build.group_requirements(config, algos, parts)
+    hooks = hooks_of(config)
+    algos = build.load_algorithms(config, hooks)
+    greedy, resample = build.group_requirements(config, algos, hooks)
     log.log(PHASE, "reading the tasks")
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     prepare_process(config.seed)
     async with AsyncExitStack() as closing:
-        loaded = await load_run(await open_run(config, closing), algos, parts)
+        loaded = await load_run(await open_run(config, closing), algos, hooks)
         config, state = loaded.config, loaded.state
-        tasks = parts.sampling(TaskSampler(config, train, greedy, prompts=loaded.candidate))
-        source, models = parts.source(loaded), loaded.models
+        tasks = hooks.sampling(TaskSampler(config, train, greedy, prompts=loaded.candidate))
+        source, models = hooks.source(loaded), loaded.models
         live = await serve_run(loaded, models if source is None else [])
-        await parts.start(live)
+        await hooks.start(live)
         if source is None:
             source = Collector(
                 config, live.store, state.epoch, tasks, resample, vocabulary_sizes(models),
-                observer=parts.claimed, requested=parts.requested,
+                observer=hooks.claimed, requested=hooks.requested,
             )  # fmt: skip
         evaluator = HeldoutEvaluator(
             config, live.store, state.epoch, state.identity, live.policies, live.serving, heldout,
@@ -64,7 +64,7 @@ async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) ->
         )  # fmt: skip
         await evaluator.start(state.step)
         ready()
-        await live.serving.during(TrainingLoop(live, source, evaluator, parts).run())
+        await live.serving.during(TrainingLoop(live, source, evaluator, hooks).run())
         await live.store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
 
 

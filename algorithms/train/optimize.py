@@ -64,15 +64,15 @@ MEASURED_SHARE, FEWEST_MEASURED = 1 / 8, 2048
 class TrainingStep:
     """The inputs of a training step, which its optimizer steps share."""
 
-    number: int
+    number: int  # from 0
     version: int  # number of earlier steps in which the policy learned
     algo: Algo
-    groups: list[Group]
-    batch: Batch  # of all groups
-    given: GivenLogProbs  # [N]
+    groups: list[Group]  # of the batch
+    batch: Batch
+    given: GivenLogProbs  # of the N tokens of the batch
     values: ValueTerms | None  # targets of the critic, if there is one
     advantage: Tensor  # float64 [N]
-    cut: Callable[[list[Group]], Batch]  # the batch of some of the groups
+    batch_of: Callable[[list[Group]], Batch]  # of some of the groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ class Minibatch:
     batch: Batch
     terms: Terms
     values: ValueTerms | None
+    only: bool = False  # whether it is the only one on the step's batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,33 +97,29 @@ class OptimizerSteps:
     unchanged: Iterator[int]
     policy: str
 
-    def run(self, step: TrainingStep, parts: Iterable[Minibatch]) -> Metrics:
+    def run(self, step: TrainingStep, minibatches: Iterable[Minibatch]) -> Metrics:
         """Make the optimizer steps of a training step, and stop if the KL divergence exceeds
         target_kl; returns their metrics. Raises TrainingError if too many in a row fail."""
         lr, moved = self.lr(step), self.movement(step)
         planned: list[Terms] = []
         measured: list[Metrics] = []
         bad, early_stop = 0, False
-        for number, part in enumerate(parts):
-            planned.append(part.terms)
-            if part.terms.skip:
+        for number, minibatch in enumerate(minibatches):
+            planned.append(minibatch.terms)
+            if minibatch.terms.skip:
                 continue
             if moved is not None:
-                moved.start(only=part.batch is step.batch)
-            report = self.step(step.algo, part, lr * moved.share if moved else lr)
-            if not self.applied(step.number, number, part, report):
+                moved.start(only=minibatch.only)
+            report = self.step(step.algo, minibatch, lr * moved.share if moved else lr)
+            if not self.applied(step.number, number, minibatch, report):
                 bad += 1
                 continue
             if self.recorder is not None:
                 if not measured:
                     self.recorder.open(step.algo, step.batch)
-                self.recorder.record(step.algo, part.batch, part.terms, report.current)
-            sizes = metrics.call_tokens(step.groups, self.policy)
-            lag = part.batch.lag(step.version)
-            measured.append(
-                metrics.optimizer_step(step.algo, part.batch, part.terms, report, sizes, lag)
-            )
-            early_stop = self.beyond_target(part.terms, report)
+                self.recorder.record(step.algo, minibatch.batch, minibatch.terms, report.current)
+            measured.append(self.measure(step, minibatch, report))
+            early_stop = self.beyond_target(minibatch.terms, report)
             if moved is not None and not moved.finish(report.logprobs):
                 early_stop = True
             if early_stop:
@@ -138,29 +135,35 @@ class OptimizerSteps:
             **metrics.advantages(planned),
             **metrics.merge_optimizer_steps(measured),
             **(moved.metrics() if moved else {}),
-            "lr": lr * moved.share if moved and moved.share else lr,
+            "lr": lr * moved.share if moved else lr,
             "update/steps": len(planned),
             "update/skipped": len(planned) - len(measured),
             "update/bad": bad,
             "update/early_stop": float(early_stop),
         }
 
-    def step(self, algo: Algo, part: Minibatch, lr: float) -> StepReport:
+    def measure(self, step: TrainingStep, minibatch: Minibatch, report: StepReport) -> Metrics:
+        """The metrics of one optimizer step."""
+        batch, sizes = minibatch.batch, metrics.call_tokens(step.groups, self.policy)
+        lag = batch.lag(step.version)
+        return metrics.optimizer_step(step.algo, batch, minibatch.terms, report, sizes, lag)
+
+    def step(self, algo: Algo, minibatch: Minibatch, lr: float) -> StepReport:
         """One optimizer step. Coefficients are picklable: a learner may send them to processes."""
         return self.learner.step(
-            part.batch,
-            partial(objective.loss_coefficients, algo, part.terms),
+            minibatch.batch,
+            partial(objective.loss_coefficients, algo, minibatch.terms),
             lr=lr,
-            critic=part.values,
-            entropy_weights=objective.entropy_weights(algo, part.terms),
+            critic=minibatch.values,
+            entropy_weights=objective.entropy_weights(algo, minibatch.terms),
         )
 
-    def applied(self, step: int, number: int, part: Minibatch, report: StepReport) -> bool:
+    def applied(self, step: int, number: int, tried: Minibatch, report: StepReport) -> bool:
         """Whether the weights changed; if not, the batch is written to a file."""
         if self.bad_steps is not None and report.applied:
             self.bad_steps.streak = 0
         elif self.bad_steps is not None:
-            dump = Dump(part.batch, part.terms, report.logprobs, report.loss, report.grad_norm)
+            dump = Dump(tried.batch, tried.terms, report.logprobs, report.loss, report.grad_norm)
             self.bad_steps.bad(step, number, dump)
         return report.applied
 
@@ -190,7 +193,7 @@ class OptimizerSteps:
             live &= step.algo.side.sampled(batch)
         weight = objective.loss_weights(step.algo, batch, live)
         count = min(self.config.algorithm.minibatches, len(step.groups))
-        return self.limit.begin(batch, weight, count)
+        return self.limit.begin(step.number, batch, weight, count)
 
     def _note_unchanged(self, step: int, why: str) -> None:
         """Log a step that changes no weight: of this process the first, the 10th, the 100th, ..."""
@@ -201,35 +204,39 @@ class OptimizerSteps:
             log.warning("%d steps changed no weight; step %d: %s", number, step + 1, why)
 
 
-def with_loss_terms(step: TrainingStep, config: RunConfig, learner: Learner) -> Iterator[Minibatch]:
-    """The minibatch of each optimizer step: whole groups, shuffled anew in every epoch. Credit and
-    the critic's targets are computed on the whole batch before the split."""
+def iterate_minibatches(
+    step: TrainingStep, config: RunConfig, learner: Learner
+) -> Iterator[Minibatch]:
+    """Yield the minibatch of each optimizer step with its loss terms: whole groups, shuffled anew
+    in every epoch. Credit and the critic's targets are those of the whole batch.
+
+    If there are several, the old policy's log-probs are computed when the first is asked for."""
     settings, algo, batch, values = config.algorithm, step.algo, step.batch, step.values
     advantage, given = step.advantage, step.given
     count = min(settings.minibatches, len(step.groups))
     if count * settings.epochs == 1 or not batch.n_tokens:
         terms = objective.loss_terms(algo, batch, given, fresh=True, advantage=advantage)
-        yield Minibatch(batch, terms, values)
+        yield Minibatch(batch, terms, values, only=True)
         return
     symbols = None if given.teacher_candidates is None else batch.symbols
     if algo.symbols and symbols is None:
         symbols, old_NK = learner.top(batch, algo.symbols)
         old_N = old_NK[:, 0] if given.old is None else given.old
         given = replace(given, old=old_N, old_candidates=old_NK)
-    elif given.old is None and given.current_in_old is None:
+    elif given.old is None and given.weight_of_current is None:
         given = replace(given, old=learner.logprobs(batch))
     counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
     ranges = torch.split(torch.arange(batch.n_tokens), counts)
     tokens_of = dict(zip(batch.groups, ranges, strict=True))
     for epoch in range(settings.epochs):
-        order = f"{config.seed}/{batch.step}/{epoch}"
+        order = f"{config.seed}/{step.number}/{epoch}"
         for groups in minibatches(step.groups, count, order):
-            part = step.cut(groups)
+            part = replace(step.batch_of(groups), step=batch.step)
             # Within a group, part and whole batch have the same order of tokens.
             tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
             if symbols is not None:
                 part = replace(part, symbols=symbols[tokens])
-            interpolated = given.current_in_old is not None
+            interpolated = given.weight_of_current is not None
             terms = objective.loss_terms(
                 algo, part, given.at(tokens), fresh=interpolated, advantage=advantage[tokens]
             )
@@ -272,12 +279,12 @@ class KlLimit:
         if not self.learner.undoable:
             self.limit = 0.0
 
-    def begin(self, batch: Batch, weight: Tensor, minibatches: int) -> Movement:
-        """Before a training step. weight [N]: of the batch's tokens in the loss. minibatches:
-        optimizer steps per pass over the batch."""
-        rows = measured_rows(batch, f"{self.seed}/{batch.step}", minibatches)
+    def begin(self, step: int, batch: Batch, weight: Tensor, minibatches: int) -> Movement:
+        """Before training step number `step`. weight [N]: of the batch's tokens in the loss.
+        minibatches: optimizer steps per pass over the batch."""
+        rows = measured_rows(batch, f"{self.seed}/{step}", minibatches)
         part, tokens = (batch, torch.arange(batch.n_tokens)) if rows is None else batch.cut(rows)
-        return Movement(self, part, tokens, weight[tokens].double(), share=self.rate)
+        return Movement(self, step, part, tokens, weight[tokens].double(), share=self.rate)
 
     def end(self, kl: float) -> None:
         """After a training step: lower the rate if recent ones went far, else raise it again. The
@@ -313,6 +320,7 @@ class Movement:
     """The way of the policy in one training step."""
 
     owner: KlLimit
+    step: int  # from 0
     batch: Batch  # what is measured
     tokens: Tensor  # int64 [n], its tokens in the batch of the step
     weight: Tensor  # [n]
@@ -333,8 +341,8 @@ class Movement:
         the policy is within the limit. Returns whether anything of it is left."""
         if self.before is None:
             self.before = logprobs[self.tokens]
-        earlier, moved = self.kl or 0.0, self.measure()
-        self.kl = moved
+        earlier, halved = self.kl or 0.0, self.undone
+        self.kl = moved = self.measure()
         while self.owner.limit and not self.kl <= self.owner.limit:  # NaN is beyond it, too
             self.undone += 1
             kept = 0.5 if self.undone <= MOST_HALVINGS else 0.0
@@ -343,8 +351,8 @@ class Movement:
             self.kl = self.measure() if kept else earlier
             if not kept:
                 break
-        if self.kl is not moved:
-            self.owner.tell(self.batch.step, moved, self.share)
+        if self.undone > halved:
+            self.owner.tell(self.step, moved, self.share)
         return self.share > 0
 
     def measure(self) -> float:

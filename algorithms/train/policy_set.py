@@ -48,6 +48,14 @@ class PolicySet:
             return next(iter(measured.values()))
         return metrics.merge_policies(metrics.group_metrics(groups), measured)
 
+    def update_references(self, since: int, steps: int) -> None:
+        """Called before the checkpoint after `steps` steps, of which all from `since` on but the
+        last were empty: a reference that was due in one of these follows its policy now."""
+        before, after = self.versions(since), self.versions(steps)
+        for name, updater in self.updaters.items():
+            for step in range(before[name], after[name]):
+                updater.reference_control.finish(step)
+
     def learning(self, step: int) -> Iterator[tuple[str, Updater]]:
         """The policies that learn in a step."""
         for name, updater in self.updaters.items():

@@ -45,6 +45,7 @@ class PreparedGroups:
     """Groups ready for credit."""
 
     groups: list[Group]
+    complete: list[Group]  # those of which `Preprocessor.learn` learns: with the calls left out
     metrics: Metrics
 
 
@@ -59,13 +60,16 @@ class Preprocessor:
     step_rewards: list[StepReward] = field(default_factory=list)  # added, to be committed
     tokenizer: Tokenizer | None = None  # None: unseen tools are not counted
 
-    def prepare(self, groups: list[Group], algo: Algo, trained: TrainedPolicy) -> PreparedGroups:
-        """The groups ready for the algorithm's credit. Raises TrainingError for a reward that it
-        reads and no rollout has."""
+    def prepare(
+        self, groups: list[Group], algo: Algo, trained: TrainedPolicy, step: int
+    ) -> PreparedGroups:
+        """The groups ready for the algorithm's credit. step: counted from 1, for errors.
+        Raises TrainingError for a reward that it reads and no rollout has."""
         stored = {
             rollout.id: len(rollout.rewards) for group in groups for rollout in group.rollouts
         }
-        groups, metrics = self.process(groups)
+        complete, metrics = self.process(groups)
+        groups, metrics["calls/too_long"] = without_long_calls(complete, self.context, self.policy)
         for change in algo.prepare:
             groups = change(groups, trained)
         self.step_rewards[:] = [
@@ -75,12 +79,12 @@ class Preprocessor:
             if rollout.id in stored
             for reward in rollout.rewards[stored[rollout.id] :]
         ]
-        check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
-        return PreparedGroups(groups, metrics)
+        check_rewards(groups, [name for name in algo.rewards if name not in algo.optional], step)
+        return PreparedGroups(groups, complete, metrics)
 
     def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
-        """The groups ready for any algorithm, and metrics: calls/inexact (before completion),
-        calls/too_long, calls/tools_unseen, calls/processed."""
+        """The complete groups, and metrics: calls/inexact (before completion), calls/tools_unseen,
+        calls/processed."""
         calls, tokenizer = own_calls(groups, self.policy), self.tokenizer
         metrics: Metrics = {
             "calls/inexact": sum(not call.exact for call in calls),
@@ -89,10 +93,11 @@ class Preprocessor:
         }
         for completer in self.completers:
             groups = completer.complete(groups)
-        for trainer in self.trainers:
-            metrics |= trainer.learn(groups)
-        groups, metrics["calls/too_long"] = without_long_calls(groups, self.context, self.policy)
         return groups, metrics
+
+    def learn(self, groups: list[Group]) -> Metrics:
+        """Let what is trained beside the policy learn from the complete groups of a step."""
+        return {name: x for each in self.trainers for name, x in each.learn(groups).items()}
 
 
 def count_unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], str]) -> int:

@@ -1,4 +1,4 @@
-"""A run in stages: opened, with its policies in memory, with their servers. See `parts`."""
+"""A run in stages: opened, with its policies in memory, with their servers. See `hooks.py`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def open_run(config: RunConfig, closing: AsyncExitStack) -> OpenRun:
     return OpenRun(config=config, store=store, state=state, lock=lock, closing=closing)
 
 
-async def load_run(opened: OpenRun, algos: Mapping[str, Algo], parts: Hooks) -> LoadedRun:
+async def load_run(opened: OpenRun, algos: Mapping[str, Algo], hooks: Hooks) -> LoadedRun:
     """With the policies of the last committed step in memory."""
     config, started = opened.config, time.monotonic()
     models = load_policies(config)
@@ -53,10 +53,10 @@ async def load_run(opened: OpenRun, algos: Mapping[str, Algo], parts: Hooks) -> 
         await opened.store.log(config.name, 0, took)
     announce(config, models)
     config = build.with_proven_packing(config, models)
-    policies = build.make_policies(config, algos, models, opened.closing, parts)
+    policies = build.make_policies(config, algos, models, opened.closing, hooks)
     now = {**vars(opened), "config": config}
     loaded = LoadedRun(**now, models=models, policies=policies)
-    await parts.prepare(loaded)
+    await hooks.prepare(loaded)
     state = await resume_run(loaded.store, config, loaded.state, policies)
     return dataclasses.replace(loaded, state=state)
 

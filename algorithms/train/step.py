@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from math import ceil
 from typing import NamedTuple
@@ -18,24 +19,21 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState, Recalled
 from agentrl.algorithms.diagnostics.bad_steps import BadSteps, StepRecorder
-from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.diagnostics.report import report
+from agentrl.algorithms.diagnostics.metrics import Metrics, batch_metrics
 from agentrl.algorithms.learners.base import Learner, ReferenceElsewhere, Teacher
 from agentrl.algorithms.objective.core import Algo, compute_advantages
 from agentrl.algorithms.objective.distill import TopKDistillation
 from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.objective.ratios import GivenLogProbs
-from agentrl.algorithms.objective.staleness import old_policy_share, withhold
-from agentrl.algorithms.objective.values import critic_terms
+from agentrl.algorithms.objective.staleness import old_policy_share, staleness_metrics, withhold
+from agentrl.algorithms.objective.values import critic_terms, value_metrics
 from agentrl.algorithms.presets.registry import check_supplies
 from agentrl.algorithms.train.optimize import (
-    STEP_SIZE,
     KlLimit,
     OptimizerSteps,
     TrainingStep,
-    largest_kl,
-    with_loss_terms,
+    iterate_minibatches,
 )
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.config import RunConfig
@@ -46,13 +44,13 @@ from agentrl.types import POLICY, Group
 class Built:
     """The batch of a step, not scored yet."""
 
-    algo: Algo  # without tokens that are too old
+    algo: Algo  # with a filter for tokens that are too old, if the batch has any
     batch: Batch
     recalled: Recalled  # the state between steps, before and after this one
     withheld: int  # tokens that are too old
 
 
-class Scored(NamedTuple):
+class ScoredBatch(NamedTuple):
     """A batch with `values`, `reference` and the `symbols` of a distillation over several tokens;
     and the log-probs of other models, float64."""
 
@@ -60,9 +58,10 @@ class Scored(NamedTuple):
     given: GivenLogProbs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Updater:
-    """Trains one policy, on its calls in the claimed groups."""
+    """Trains one policy, on its calls in the claimed groups. `build.make_updater` makes that of a
+    run."""
 
     config: RunConfig
     algo: Algo
@@ -75,24 +74,26 @@ class Updater:
     policy: str = POLICY
     reference: ReferenceElsewhere | None = None  # None: the learner's
     teacher: Teacher | None = None  # None: the learner's
-    sampled: bool = True  # whether policies sampled what it trains on, so that it limits the KL
+    # None: how far steps move the policy is not measured, because no policy sampled what it trains
+    # on.
+    limit: KlLimit | None = None
     unchanged: Iterator[int] = field(default_factory=lambda: count(1))  # steps without a change
-    trained: TrainedPolicy = field(init=False)  # the learner, as preparation sees it
-    optimizer: OptimizerSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        config, learner, policy = self.config, self.learner, self.policy
-        check_supplies(self.algo, learner.supplies)
+        check_supplies(self.algo, self.learner.supplies)
+
+    @cached_property
+    def trained(self) -> TrainedPolicy:
+        """The learner, as preparation sees it."""
         tokenizer, context = self.preprocessor.tokenizer, self.preprocessor.context
-        trained = TrainedPolicy(learner.logprobs, tokenizer, context, policy)
-        limit = KlLimit(learner, largest_kl(config.algorithm), config.seed, policy)
-        if self.sampled:
-            self.state.parts[STEP_SIZE] = limit
-        recorded = self.recorder, self.bad_steps, self.unchanged
-        measured = limit if self.sampled else None
-        optimizer = OptimizerSteps(config, learner, measured, *recorded, policy)
-        object.__setattr__(self, "trained", trained)
-        object.__setattr__(self, "optimizer", optimizer)
+        return TrainedPolicy(self.learner.logprobs, tokenizer, context, self.policy)
+
+    @cached_property
+    def optimizer(self) -> OptimizerSteps:
+        return OptimizerSteps(
+            self.config, self.learner, self.limit, self.recorder, self.bad_steps, self.unchanged,
+            self.policy,
+        )  # fmt: skip
 
     def update(self, step: int, groups: list[Group], version: int | None = None) -> Metrics:
         """Train on the groups of one step; returns its metrics. version: number of earlier steps in
@@ -101,43 +102,55 @@ class Updater:
         If there is no learning signal (every reward is missing, or all are equal and there is no
         critic) no weight changes, `update/skipped` counts it and the log has the reason.
         Raises TrainingError for a reward that no rollout has."""
-        now = step if version is None else version
+        version = step if version is None else version
         kl = self.reference_control.kl
         algo = kl.tuned(self.algo) if kl else self.algo
-        prepared = self.preprocessor.prepare(groups, algo, self.trained)
-        built = self.build(algo, prepared.groups, now)
-        scored = self.score(built.algo, built.batch, now)
+        prepared = self.preprocessor.prepare(groups, algo, self.trained, step + 1)
+        built = self.build(algo, prepared.groups, step, version)
+        # A step without a usable rollout has no checkpoint, so nothing may learn from it.
+        learned = self.preprocessor.learn(prepared.complete) if built.batch.rollouts else {}
+        scored = self.score(built.algo, built.batch, version)
         clip = self.config.critic.clip
-        values = critic_terms(built.algo, scored.batch, clip=clip) if algo.critic else None
-        credit = compute_advantages(built.algo, scored.batch)
+        values = critic_terms(built.algo, scored.batch, clip=clip) if algo.reads_critic else None
+        advantage = compute_advantages(built.algo, scored.batch)
         training = TrainingStep(
-            step, now, built.algo, prepared.groups, *scored, values, credit, self.batch
+            number=step,
+            version=version,
+            algo=built.algo,
+            groups=[group for group in prepared.groups if group.id in scored.batch.groups],
+            batch=scored.batch,
+            given=scored.given,
+            values=values,
+            advantage=advantage,
+            batch_of=self.batch,
         )
-        minibatches = with_loss_terms(training, self.config, self.learner)
+        minibatches = iterate_minibatches(training, self.config, self.learner)
         optimized = self.optimizer.run(training, minibatches)
         self.state.adopt(built.recalled)
         rollouts = sum(len(group.rollouts) for group in prepared.groups)
         reference = scored.batch if scored.given.reference is not None else None
-        controlled = self.reference_control.finish(now, reference, rollouts)
         return {
             **prepared.metrics,
-            **report(step, now, prepared.groups, scored.batch, values, self.policy),
+            **learned,
+            **batch_metrics(prepared.groups, scored.batch, self.policy),
+            **staleness_metrics(step, prepared.groups, self.policy, version=version),
+            **(value_metrics(values) if values else {}),
             "staleness/withheld": float(built.withheld),
             **optimized,
-            **controlled,
+            **self.reference_control.observe(reference, rollouts),
         }
 
-    def build(self, algo: Algo, groups: list[Group], version: int) -> Built:
+    def build(self, algo: Algo, groups: list[Group], step: int, version: int) -> Built:
         """The batch of prepared groups, with what the algorithm remembers of earlier steps."""
-        batch = self.batch(groups)
+        batch = replace(self.batch(groups), step=step + 1)
         recalled = self.state.recall(batch, groups) if self.state.remembered else Recalled({}, {})
         oldest = version - ceil(self.config.algorithm.max_staleness)
-        withheld = int((batch.lag(oldest) > 0).sum())
+        withheld = int(batch.too_old(oldest).sum())
         batch = replace(batch, remembered=recalled.columns)
         algo = withhold(algo, batch, oldest) if withheld else algo
         return Built(algo, batch, recalled, withheld)
 
-    def score(self, algo: Algo, batch: Batch, version: int | None = None) -> Scored:
+    def score(self, algo: Algo, batch: Batch, version: int | None = None) -> ScoredBatch:
         """The critic's values and the log-probs of other models that the algorithm reads. version:
         the policy's, if it is about to be trained."""
         learner, teacher, given = self.learner, self.teacher, GivenLogProbs()
@@ -156,13 +169,13 @@ class Updater:
                 teacher.top(batch)[1][:, 0] if teacher else learner.logprobs(batch, "teacher")
             )
             given = replace(given, teacher=of_teacher.double())
-        if algo.critic:
+        if algo.reads_critic:
             batch = replace(batch, values=learner.values(batch))
         if version is not None and algo.old_from_versions:
-            given = replace(given, current_in_old=old_policy_share(batch.lag(version)))
+            given = replace(given, weight_of_current=old_policy_share(batch.lag(version)))
         if version is not None and self.config.algorithm.lr_ess is not None and batch.n_tokens:
             given = replace(given, old=learner.logprobs(batch))
-        return Scored(batch, given)
+        return ScoredBatch(batch, given)
 
     def batch(self, groups: list[Group], min_group: int | None = None) -> Batch:
         """The trainable tokens of the groups, with the rewards that the algorithm reads. min_group:

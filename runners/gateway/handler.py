@@ -218,8 +218,7 @@ class CallHandler:
                 call = replace(call, request=request)
         body, sampling = request.encode(route, call.defaults, capture=capture, fitting=fitting)
         limit = self._upstream.max_lengths.get(route.base_url)
-        # The body has at least as many bytes as the prompt has tokens, so what fits by bytes fits.
-        # For other calls the server counts the tokens, at the cost of a request.
+        # A body has at least as many bytes as tokens; if it is too long, the server counts them.
         if limit and len(body) + (sampling.max_tokens or 0) > limit and not fitting:
             fitting = await find_fitting(self._upstream, route, request.fields, sampling.max_tokens)
             body, sampling = request.encode(route, call.defaults, capture=capture, fitting=fitting)
@@ -227,9 +226,8 @@ class CallHandler:
             warn_of_sampling(self._upstream, route, sampling, call.defaults)
         # A role outside the agent's work is excluded from training by the name of its policy.
         suffix = f"@{AUXILIARY_ROLE}" if auxiliary and not route.frozen else ""
-        return SentCall(
-            call, route, route.policy + suffix, started, at, body, sampling, capture, fitting
-        )
+        policy = route.policy + suffix
+        return SentCall(call, route, policy, started, at, body, sampling, capture, fitting)
 
     async def _post(self, sent: SentCall) -> web.StreamResponse | ServerRefusal:
         call = sent.call

@@ -50,7 +50,7 @@ def test_a_training_step_is_one_page_and_its_files_are_counted(tmp_path: Path) -
     assert len(passed) == found["step_files"] <= MOST_FILES
     names = {code.co_qualname for code in to_gradient}
     assert {"Updater.update", "build_batch", "loss_coefficients"} <= names
-    assert "report" not in names  # it is behind the gradient
+    assert "batch_metrics" not in names  # it is behind the gradient
     assert not any(".venv" in file or file.startswith("tests") for file in passed)
 
 

@@ -85,7 +85,7 @@ def theirs(name: str, data: Rollouts, **options: Any) -> Tensor:
 
 def ours(name: str, data: Rollouts, **options: Any) -> Tensor:
     algo = make(name, options, streams=("old", "sampler", "reference", "values"))
-    return algo.credit(data.flat(GREEDY if algo.greedy else ()))
+    return algo.credit(data.flat(GREEDY if algo.needs_greedy else ()))
 
 
 @pytest.mark.parametrize(("theirs_name", "given", "name", "options", "tolerance"), CASES)

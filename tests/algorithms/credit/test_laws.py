@@ -70,7 +70,7 @@ PRESETS = [
     name
     for name in sorted(installed()[0].keys() - {"streams", "coma"})
     if (algo := make(name, {}, streams=SUPPLY)).rewards == ("outcome",)
-    and not (algo.critic or algo.greedy or algo.side)
+    and not (algo.reads_critic or algo.needs_greedy or algo.side)
 ]
 RELATIVE = ["mean", "std", "loo", "batch"]
 

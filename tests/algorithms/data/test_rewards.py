@@ -188,7 +188,7 @@ def test_what_only_some_miss_is_not_refused() -> None:
 def test_a_reward_that_nobody_has_is_refused() -> None:
     message = r"none of the 2 rollouts of step 7, 2 of .*'qualty'; valid: outcome, "
     with pytest.raises(TrainingError, match=message):
-        check_rewards(team(), ["qualty"])
+        check_rewards(team(), ["qualty"], 7)
     with pytest.raises(TrainingError, match=r"'transition:qualty'; did you mean 'transition:qual"):
         check_rewards(team(), ["transition:qualty"])
     with pytest.raises(TrainingError, match="they have no reward at all"):

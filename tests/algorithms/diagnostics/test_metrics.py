@@ -27,10 +27,12 @@ from agentrl.algorithms.diagnostics.metrics import (
     ratio_metrics,
     throughput,
 )
-from agentrl.algorithms.diagnostics.report import staleness
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Gate, loss_terms
 from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Ratio, Truncate
+from agentrl.algorithms.objective.staleness import staleness_metrics
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
+from agentrl.config import resolve
 from agentrl.types import (
     ErrorKind,
     Failure,
@@ -111,7 +113,7 @@ def test_a_call_that_a_branch_repeats_is_counted_where_it_was_sampled() -> None:
     own = Group(id="g", run="r", step=2, rollouts=rollouts[:1])
     both = Group(id="g", run="r", step=2, rollouts=rollouts)
     alone, together = (
-        {**batch_metrics([g], build_batch([g])), **staleness(2, [g])} for g in (own, both)
+        {**batch_metrics([g], build_batch([g])), **staleness_metrics(2, [g])} for g in (own, both)
     )
     same = ("calls", "tokens/completion", "tokens/prompt", "completion/length_mean")
     assert all(alone[name] == together[name] for name in (*same, "staleness/version_mean"))
@@ -179,7 +181,7 @@ def test_nothing_collected_is_no_numbers() -> None:
     metrics = batch_metrics([group], build_batch([group]))
     assert not [name for name in metrics if name.startswith(("reward", "completion"))]
     assert completions([]) == {}
-    assert staleness(0, []) == {}
+    assert staleness_metrics(0, []) == {}
 
 
 def test_groups_that_teach_nothing() -> None:
@@ -194,6 +196,19 @@ def test_groups_that_teach_nothing() -> None:
     assert shares((0.7, 0.7), (0, 1)) == [1, 0, 0]
 
 
+def test_the_steps_of_a_group_count_from_the_one_that_it_was_planned_for() -> None:
+    """Requested ahead or not: in their order groups are trained in that step, and with order =
+    "ready" before or after it."""
+    config = resolve({"name": "r", "algorithm": {"groups": 2}}, source="test")
+    asked = TaskSampler(config, [{"id": "t"}]).groups(6, 4)  # of steps 3 and 4
+    planned = {row.group: row.step for row in asked}
+    groups = [Group(id=id, run="r", step=step, rollouts=[]) for id, step in planned.items()]
+    for step, mean, most in ((3, -0.5, 0), (4, 0.5, 1), (2, -1.5, -1)):
+        found = staleness_metrics(step, groups)
+        assert (found["staleness/steps_mean"], found["staleness/steps_max"]) == (mean, most)
+    assert set(staleness_metrics(3, groups[:2]).values()) == {0}
+
+
 def test_staleness_counts_sampled_tokens() -> None:
     calls = [
         call("a", 3, version=2, spans=[(0, 2), (1, 4)]),
@@ -205,7 +220,7 @@ def test_staleness_counts_sampled_tokens() -> None:
         for step, part in ((3, calls[:1]), (5, calls[1:]))
     )
     lags = [5 - 2, 5 - 4, 5 - 4, 5 - 5]
-    assert staleness(5, [old, new]) == {
+    assert staleness_metrics(5, [old, new]) == {
         "staleness/steps_mean": 1,
         "staleness/steps_max": 2,
         "staleness/version_mean": fmean(lags),

@@ -65,16 +65,22 @@ def test_a_dump_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> N
     steps = BadSteps(limit=2, keep=partial(keep_in, tmp_path / "dumps"))
     with pytest.warns(RuntimeWarning, match=r"could not be written to .*File exists"):
         steps.bad(3, 0, make_dump())
-    with pytest.raises(TrainingError, match="step 4: 52 of 52 log-probs"):
+    with pytest.raises(TrainingError, match="step 5: 52 of 52 log-probs"):
         steps.bad(4, 0, make_dump())
 
 
 def test_a_dump_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     """It named log-probs by letters."""
     made = make_dump()
-    old = dataclasses.replace(made.terms.given, old=made.terms.sampler + 1)
+    old = dataclasses.replace(
+        made.terms.given, old=made.terms.sampler + 1, weight_of_current=made.terms.sampler + 2
+    )
     save_dump(tmp_path / "new", dataclasses.replace(made, terms=replace(made.terms, given=old)))
-    letters = {"logprobs/sampler": "stream/b", "logprobs/old": "stream/o"}
+    letters = {
+        "logprobs/sampler": "stream/b",
+        "logprobs/old": "stream/o",
+        "logprobs/weight_of_current": "logprobs/current_in_old",
+    }
     with safe_open(tmp_path / "new", framework="pt") as file:
         tensors = {letters.get(key, key): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         metadata = file.metadata()
@@ -82,5 +88,5 @@ def test_a_dump_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "old", metadata)
     terms = load_dump(tmp_path / "old").terms
     assert torch.equal(terms.sampler, made.terms.sampler)
-    assert terms.given.computed().keys() == {"old"}
+    assert terms.given.computed().keys() == {"old", "weight_of_current"}
     torch.testing.assert_close(terms.given.old, made.terms.sampler + 1)

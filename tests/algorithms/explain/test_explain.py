@@ -119,7 +119,7 @@ def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
             options,
             streams=("old", "sampler", "reference", "teacher", "values", "top_tokens"),
         )
-        if algo.critic or algo.greedy or algo.remembered:
+        if algo.reads_critic or algo.needs_greedy or algo.remembered:
             continue
         batch = build_batch([group()], reward_names=algo.rewards)
         for column in batch.rewards.values():

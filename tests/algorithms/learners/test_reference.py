@@ -16,7 +16,11 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import KLPenalty
-from agentrl.algorithms.objective.kl_control import KlController, make_kl_controller, mean_kl
+from agentrl.algorithms.objective.kl_control import (
+    KlController,
+    kl_to_reference,
+    make_kl_controller,
+)
 from agentrl.algorithms.objective.values import value_terms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import LearnerOutput
@@ -270,4 +274,4 @@ def test_the_divergence_is_the_mean_of_sampler_minus_reference() -> None:
     batch = make_batch()
     reference = batch.behaviour.double() - torch.linspace(0, 1, batch.n_tokens).double()
     batch = dataclasses.replace(batch, reference=reference)
-    assert mean_kl(batch) == pytest.approx(0.5)
+    assert kl_to_reference(batch) == pytest.approx(0.5)

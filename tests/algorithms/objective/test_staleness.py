@@ -116,7 +116,7 @@ def test_the_old_policy_lies_between_sampler_and_present_one_by_versions() -> No
     share = old_policy_share(batch.lag(4))
     assert share.tolist() == pytest.approx([1, 1, 2 / 3, 0])
     algo = make("grpo+decoupled", {"decoupled_old": "versions"})
-    terms = objective.loss_terms(algo, batch, GivenLogProbs(current_in_old=share), fresh=True)
+    terms = objective.loss_terms(algo, batch, GivenLogProbs(weight_of_current=share), fresh=True)
     p = batch.behaviour.double() + 0.3
     o = objective.logprobs_at(terms, p, torch.arange(4)).old
     assert (o - batch.behaviour).tolist() == pytest.approx([0.3, 0.3, 0.2, 0.0])

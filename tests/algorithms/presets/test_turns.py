@@ -280,6 +280,6 @@ def test_a_stream_may_be_one_that_a_step_lacks() -> None:
 
 
 def test_what_an_algorithm_needs_of_a_run_is_read_off_its_record() -> None:
-    assert not make("grpo", {}).greedy
-    assert make("ppo", {}, streams=("old", "sampler", "values")).critic
-    assert not make("turn-ppo", {"value": "transition:v"}).critic
+    assert not make("grpo", {}).needs_greedy
+    assert make("ppo", {}, streams=("old", "sampler", "values")).reads_critic
+    assert not make("turn-ppo", {"value": "transition:v"}).reads_critic

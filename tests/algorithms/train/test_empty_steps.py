@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.sampling.collect import Collected
+from agentrl.algorithms.train import loop
 from agentrl.algorithms.train.empty_steps import check_empty_steps, failure_counts, is_empty
+from agentrl.algorithms.train.hooks import Hooks, ServedRun, hooks_of
+from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.policy_set import PolicySet
-from agentrl.algorithms.train.prepare import count_unseen_tools
+from agentrl.algorithms.train.prepare import Preprocessor, count_unseen_tools
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import TrainingError
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import EMPTY, Group, RolloutState, StepCommit
+from agentrl.types import EMPTY, Group, Json, RolloutState, RunState, StepCommit
+from tests.algorithms.train.test_hooks import Run
 from tests.algorithms.train.test_policy_set import config as team_config
 from tests.algorithms.train.test_policy_set import recording, shared
 from tests.algorithms.train.test_update import Recorder, group, updater
@@ -61,6 +70,89 @@ def test_of_several_policies_one_that_could_learn_is_enough() -> None:
     )  # the planner's turn
     failed = [broken(both, state=RolloutState.FAILED, rewards=[])]
     assert is_empty(whole, 0, whole.update(0, failed), Collected(failed, [], {}))
+
+
+class Steps(Run):
+    """Gives a loop these groups, one a step, with what it needs beside policies."""
+
+    def __init__(self, hooks: Hooks, groups: list[Group]) -> None:
+        super().__init__([])
+        self.hooks, self.groups = hooks, groups
+        self.committed: list[StepCommit] = []
+
+    async def collect(self, step: int) -> Collected:
+        groups = [self.groups[step]]
+        return Collected(groups, [], dict(self.hooks.claimed(groups)))
+
+    async def commit_step(self, commit: StepCommit) -> None:
+        self.committed.append(commit)
+
+
+async def trained(
+    tmp_path: Path, groups: list[Group], state: dict[str, Json], step: int = 0, checkpoint: str = ""
+) -> tuple[list[str], list[int], dict[str, Json]]:
+    """What a process commits that trains from `step` on, with the state of `checkpoint`: names of
+    checkpoints, the steps after which references were asked to follow, and the state at its end."""
+    settings: dict[str, Any] = {"name": "r", "steps": len(groups), "output": str(tmp_path)}
+    config = resolve(settings | {"tasks": {"order": "difficulty"}}, source="test")
+    hooks, followed, taught = hooks_of(config), list[int](), list[str]()
+
+    class Follows:
+        def finish(self, step: int) -> None:
+            followed.append(step)
+
+    class Learns:
+        def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+            taught.extend(each.id for each in groups)
+            return {}
+
+    made = dataclasses.replace(
+        updater(Recorder()),
+        reference_control=ReferenceControl(reference=Follows()),
+        preprocessor=Preprocessor(trainers=(Learns(),)),
+    )
+    made.state.parts |= hooks.state()
+    policies = PolicySet(config, {"policy": made}, made.state)
+    policies.restore(state or policies.dump())
+    run: Any = Steps(hooks, groups)
+    begun = RunState(run="r", epoch=1, step=step, checkpoint=checkpoint or None, config={})
+    live = ServedRun(
+        config=config, store=run, state=begun, lock=run, closing=AsyncExitStack(), models=[],
+        policies=policies, serving=run,
+    )  # fmt: skip
+    await TrainingLoop(live, run, run, hooks).run()
+    assert set(taught) == {"a"}
+    names = [Path(commit.checkpoint or "").name for commit in run.committed]
+    return names, followed, json.loads(json.dumps(policies.dump()))
+
+
+async def test_an_empty_step_changes_nothing_that_a_killed_process_would_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outcomes of calls that cannot be trained teach a curriculum nothing, and a reference that is
+    due follows its policy after the next step that trains."""
+    monkeypatch.setattr(loop, "settle_groups_ahead", lambda *given: asyncio.sleep(0))
+    monkeypatch.setattr(loop, "check_empty_steps", lambda *given: asyncio.sleep(0))
+    good, other = group("a", 1.0, 0.0), group("b", 1.0, 1.0)
+    calls = [replace(call, exact=False) for call in other.rollouts[0].transitions]
+    empty = broken(other, transitions=calls, task={"id": "b"})
+    for count in (1, 2):
+        groups = [good, *[empty] * count, good]
+        whole = await trained(tmp_path / f"{count}", groups, {})
+        last = f"{count + 2:06d}"
+        assert whole[:2] == (["000001", *[""] * count, last], [*range(count + 2)])
+        folder = tmp_path / f"{count}" / "checkpoints"
+        kept = {
+            name: json.loads((folder / name / "state.json").read_text())
+            for name in whole[0]
+            if name
+        }
+        assert not any("b" in entry["state"]["difficulty"] for entry in kept.values())
+        killed = await trained(
+            tmp_path / f"{count}-killed", groups, kept["000001"]["state"], count + 1,
+            "checkpoints/000001",
+        )  # fmt: skip
+        assert killed == ([last], [*range(1, count + 2)], whole[2])
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ class Noted(Hooks):
 class Run:
     """Stands in for all that a loop calls but its parts."""
 
-    epoch, step, identity = 1, 0, ("r", 1)
+    epoch, step, identity, checkpoint = 1, 0, ("r", 1), ""
 
     def __init__(self, seen: list[str]) -> None:
         self.seen = seen
@@ -103,6 +103,9 @@ class Run:
     def update(self, step: int, groups: list[Any]) -> Metrics:
         self.seen.append("update " + " ".join(group.id for group in groups))
         return {"rollouts/usable": 1.0, "rollouts": 1.0, "tokens": 1.0, "tokens/action": 1.0}
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+    def update_references(self, since: int, steps: int) -> None: ...
 
     def versions(self, steps: int) -> dict[str, int]:
         return {"policy": steps}

@@ -43,6 +43,9 @@ class Parts:
         assert self.loop_lives.wait(10), "the update kept the event loop from running"
         return {"rollouts/usable": 1.0, "rollouts": 1.0, "tokens": 1.0, "tokens/action": 1.0}
 
+    def restore(self, state: dict[str, Any]) -> None: ...
+    def update_references(self, since: int, steps: int) -> None: ...
+
     def versions(self, steps: int) -> dict[str, int]:
         return {"policy": steps}
 
@@ -93,7 +96,7 @@ class Parts:
     def check(self) -> None:
         self.call()
 
-    epoch, step, identity = 1, 0, ("r", 1)
+    epoch, step, identity, checkpoint = 1, 0, ("r", 1), None
 
 
 @pytest.mark.parametrize("last", range(3 * 8))

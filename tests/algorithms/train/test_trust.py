@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.learners import factory
 from agentrl.algorithms.learners.auxiliary import ValueModel
 from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
@@ -22,11 +25,12 @@ from agentrl.algorithms.learners.verl.settings import settings as verl_settings
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.train import optimize
+from agentrl.algorithms.train import build, optimize
+from agentrl.algorithms.train.hooks import Hooks
 from agentrl.algorithms.train.optimize import MAX_KL, measured_rows
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, load, resolve
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import Group, Reward
 from tests import factories
 
@@ -81,7 +85,10 @@ def group(name: str, *rewards: float, length: int = 2, logprob: float = -6.0) ->
 def updater(learner: Any, preset: str = "grpo", **settings: Any) -> Updater:
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(**{"lr": 1.0, **settings}))
     streams = frozenset({"old", "sampler", "values"})
-    return Updater(config, catalogue.make(preset, {}, streams=streams), learner)
+    limit = optimize.KlLimit(learner, optimize.largest_kl(config.algorithm), config.seed)
+    state = AlgorithmState(parts={optimize.STEP_SIZE: limit})
+    algo = catalogue.make(preset, {}, streams=streams)
+    return Updater(config, algo, learner, state=state, limit=limit)
 
 
 def test_an_update_that_goes_too_far_is_made_again_with_half_the_rate(
@@ -195,7 +202,16 @@ def test_of_a_hopeless_update_nothing_is_left_and_the_batch_ends(
     assert metrics["update/early_stop"] == 1
     assert metrics["update/kl"] == 0
     assert metrics["update/undone"] == optimize.MOST_HALVINGS + 1
+    assert metrics["lr"] == 0  # the rate of what is left
     assert "it was undone and not made" in caplog.text
+
+
+def test_an_undone_step_is_named_by_its_own_number(caplog: pytest.LogCaptureFixture) -> None:
+    for planned in (0, 9):
+        groups = [replace(group("a", 1.0, 0.0), step=planned)]
+        updater(Line(), max_kl=0.1).update(3, groups)
+        assert caplog.messages.pop().startswith("step 4 would have moved")
+        caplog.clear()
 
 
 def test_target_kl_raises_the_default_limit_and_max_kl_is_the_user_s() -> None:
@@ -383,3 +399,31 @@ def test_a_data_set_s_tokens_are_not_the_policy_s() -> None:
     metrics = made.update(0, [group("a", 1.0, 0.0)])
     assert learner.place == 1.0
     assert "update/kl" not in metrics
+
+
+def test_only_what_limits_steps_is_in_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a part makes of an updater; checkpoints that have it without need are still read."""
+
+    class Unmeasured(Hooks):
+        def updater(self, updater: Updater, model: Any) -> Updater:
+            return dataclasses.replace(updater, limit=None)
+
+    class Copied(Hooks):
+        def updater(self, updater: Updater, model: Any) -> Updater:
+            return dataclasses.replace(updater, recorder=None)
+
+    saved = {}
+    for hooks in (Unmeasured(), Copied()):
+        made = dataclasses.replace(updater(Line(), max_kl=0.1), state=AlgorithmState())
+        monkeypatch.setattr(build, "make_updater", lambda *given, made=made: made)
+        model: Any = SimpleNamespace(policies=["policy"])
+        with ExitStack() as closing:
+            stack: Any = closing
+            policies = build.make_policies(
+                made.config, {"policy": made.algo}, [model], stack, hooks
+            )
+        saved[type(hooks)] = policies.dump()
+    assert saved == {Unmeasured: {}, Copied: {"step_size": {"recent": 0.0, "rate": 1.0}}}
+    AlgorithmState().restore(saved[Copied])
+    with pytest.raises(PolicyError, match="state 'kl' of another algorithm"):
+        AlgorithmState().restore({"kl": 0.1})

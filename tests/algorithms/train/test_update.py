@@ -289,6 +289,49 @@ def test_a_step_that_is_not_finite_is_dumped_and_the_run_goes_on(tmp_path: Path)
     assert math.isnan(dump.loss)
 
 
+def test_one_number_names_a_step_whatever_its_groups_were_planned_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the console counts, from 1: with order = "ready" a step trains groups of other steps."""
+
+    def of_steps(*planned: int) -> list[Group]:
+        named = zip("abcd", planned, strict=False)
+        return [replace(group(name, 1.0, 0.0), step=step) for name, step in named]
+
+    def infinite(batch: Batch) -> Tensor:
+        return torch.full((batch.n_tokens,), math.inf)
+
+    for planned in ((0, 9), (9, 0)):
+        made = updater(Recorder(broken={0}))
+        with pytest.warns(RuntimeWarning, match="step 5: 8 of 8 log-probs"):
+            dataclasses.replace(made, bad_steps=BadSteps(limit=2)).update(4, of_steps(*planned))
+        algo = dataclasses.replace(made.algo, credit=infinite)
+        with pytest.raises(TrainingError, match="step 5: 8 of 8 advantages are infinite"):
+            dataclasses.replace(made, algo=algo).update(4, of_steps(*planned))
+        algo = catalogue.make("grpo", {"reward": "quality"})
+        with pytest.raises(TrainingError, match="4 rollouts of step 5, 4 of which"):
+            dataclasses.replace(made, algo=algo).update(4, of_steps(*planned))
+    orders = []
+    for planned in ((4, 4, 4, 4), (1, 2, 9, 3)):
+        learner = Recorder()
+        updater(learner, minibatches=4).update(4, of_steps(*planned))
+        assert {batch.step for batch in learner.batches} == {5}
+        orders.append([batch.groups for batch in learner.batches])
+    assert orders[0] == orders[1]
+
+
+def test_minibatches_split_the_groups_that_are_trained() -> None:
+    """Of a group with fewer than `min_group` scored rollouts nothing is in the batch."""
+    poor = [group(name, 1.0) for name in "wxyz"]
+    for kept, sizes in (("ab", [1, 1]), ("abcd", [2, 2]), ("a", [1])):
+        learner = Recorder()
+        groups = [*poor, *(group(name, 1.0, 0.0) for name in kept)]
+        metrics = updater(learner, minibatches=2).update(3, groups)
+        assert [len(batch.groups) for batch in learner.batches] == sizes
+        assert metrics["update/steps"] == len(sizes)
+        assert metrics["groups/dropped"] == 4
+
+
 def test_calls_longer_than_the_context_are_left_out_and_counted() -> None:
     ours = group("a", 1.0, 0.0)
     (call,) = ours.rollouts[0].transitions
@@ -322,7 +365,7 @@ def test_a_reward_that_no_rollout_carries_stops_the_run() -> None:
     learner = Recorder()
     step = updater(learner)
     algo = catalogue.make("grpo", {"reward": "transition:quality"})
-    with pytest.raises(TrainingError, match=r"2 rollouts of step 0.*'transition:quality'"):
+    with pytest.raises(TrainingError, match=r"2 rollouts of step 1.*'transition:quality'"):
         dataclasses.replace(step, algo=algo).update(0, [group("a", 1.0, 0.0)])
     assert learner.batches == []
 

@@ -104,5 +104,5 @@ def test_rewards_of_roles_and_calls_are_not_taken_for_those_of_rollouts(
 
 
 def test_what_an_algorithm_needs_of_a_run_is_read_off_its_record() -> None:
-    assert make("remax", {}).greedy
-    assert not make("agent-r1", {"value": "transition:v"}).critic
+    assert make("remax", {}).needs_greedy
+    assert not make("agent-r1", {"value": "transition:v"}).reads_critic

@@ -138,7 +138,7 @@ def test_a_missing_reward_is_no_target() -> None:
 def test_values_that_are_rewards_teach_no_critic() -> None:
     batch = world(Play([Call(rewards={"v": 0.5})], outcome=1.0))
     algo = catalogue.make("agent-r1", {"value": "transition:v"})
-    assert not algo.critic
+    assert not algo.reads_critic
     assert targets.returns(algo, batch).isnan().all()
 
 
