@@ -20,6 +20,7 @@ def config(tmp_path: Path, **env: str) -> RunConfig:
     return resolve(data, source="test")
 
 
+@pytest.mark.part
 def test_hidden_values_are_found_by_processes_of_the_run(tmp_path: Path) -> None:
     given = config(tmp_path, SECRET_KEY="hush", EMPTY="")
     hidden = agent_env.without_values(agent_env.without_values(given))
@@ -27,6 +28,7 @@ def test_hidden_values_are_found_by_processes_of_the_run(tmp_path: Path) -> None
     assert agent_env.with_values(hidden) == given
 
 
+@pytest.mark.part
 def test_a_runner_elsewhere_has_its_own_or_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

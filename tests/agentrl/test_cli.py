@@ -86,6 +86,7 @@ def test_user_errors_are_one_sentence_and_exit_code_two(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.part
 def test_what_endpoints_answer_alone_has_no_checkpoint(folder: Path) -> None:
     refused = agentrl("eval", "run.toml", "policy.model=", FAR, ".", cwd=folder)
     assert refused.returncode == 2
@@ -123,6 +124,7 @@ def test_an_extra_that_is_not_installed_is_named(
         main.main()
 
 
+@pytest.mark.part
 @pytest.mark.parametrize(
     ("command", "said"),
     [

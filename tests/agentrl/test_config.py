@@ -166,6 +166,7 @@ def test_differences_name_what_changes_learning_only() -> None:
     assert differences(old, old) == []
 
 
+@pytest.mark.part
 def test_a_run_may_go_on_with_another_learner() -> None:
     learner = {"kind": "verl", "verl": {"nodes": 2}}
     old, new = resolve({}, source="test"), resolve({"learner": learner}, source="test")
@@ -204,6 +205,7 @@ def test_settings_of_a_schedule_that_mean_nothing_are_refused(case: str, tmp_pat
     load(tmp_path / "run.toml", [*fine, "algorithm.target_kl=0.1"])
 
 
+@pytest.mark.part
 @pytest.mark.parametrize(
     ("section", "field", "message"),
     [
@@ -314,6 +316,7 @@ def test_a_run_on_data_refuses_what_is_about_rollouts(table: dict[str, Any]) -> 
         resolve({"data": {"name": "likes"}, **table}, source="test")
 
 
+@pytest.mark.part
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -103,6 +103,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Who
     return trained
 
 
+@pytest.mark.part
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_interrupted_at_every_step_a_run_ends_bitwise_the_same(
     whole: Whole, tmp_path: Path, tiny_model_dir: Path, dtype: str

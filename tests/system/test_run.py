@@ -51,6 +51,7 @@ def measured(folder: Path) -> list[dict[str, float]]:
     return [row.metrics for row in read(folder, lambda store: store.steps("tiny")) if row.committed]
 
 
+@pytest.mark.part
 def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     trained = agentrl(run_folder, "train", "run.toml", *SMALL)
     assert trained.returncode == 0, trained.stderr
@@ -200,6 +201,7 @@ def test_agent_that_cannot_be_imported(run_folder: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.part
 def test_an_adapter_is_trained_evaluated_and_merged(run_folder: Path, tiny_model_dir: Path) -> None:
     lora = ["policy.lora.rank=4", 'policy.lora.targets=["q_proj", "v_proj"]']
     trained = agentrl(run_folder, "train", "run.toml", *SMALL, *lora)
@@ -254,6 +256,7 @@ def far() -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.part
 async def test_a_run_without_a_model_of_its_own_is_evaluated(run_folder: Path, far: str) -> None:
     """No policy is ever published, and nobody waits for one."""
     own = ["policy.model=", f"upstreams.far.base_url={far}"]

@@ -15,6 +15,7 @@ from agentrl.errors import TrainingError
 from tests.algorithms.learners.test_learner import make_batch
 
 
+@pytest.mark.part
 def test_without_a_part_failed_steps_are_counted_and_end_the_run() -> None:
     batch = make_batch()
     terms = loss_terms(catalogue.make("sft", {}), batch, GivenLogProbs(), fresh=True)

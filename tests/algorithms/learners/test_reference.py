@@ -111,6 +111,7 @@ def test_a_frozen_model_needs_no_chat_template(tiny_model_dir: Path, tmp_path: P
     load_auxiliary("reference.model", str(plain), model, tokenizer)
 
 
+@pytest.mark.part
 def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> None:
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     start = str(tiny_model_dir)

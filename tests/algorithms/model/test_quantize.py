@@ -116,6 +116,7 @@ def test_learner_and_sampler_agree_as_far_as_the_doctor_allows(
     assert f", {tolerance(policy):g} is allowed" in sentence
 
 
+@pytest.mark.part
 def test_weights_that_nobody_could_train_are_refused() -> None:
     for settings in ({}, {"lora": {"rank": 4}}):
         policy = {"model": "m", "quantize": "4bit", **settings}

@@ -18,7 +18,7 @@ from agentrl.config import load, to_toml
 from agentrl.errors import ConfigError
 from agentrl.run_files.command import FILES
 
-RUN_FILES = sorted((Path(__file__).parents[2] / "examples").glob("*/run.toml"))
+RUN_FILES = sorted((Path(__file__).parents[3] / "examples").glob("*/run.toml"))
 
 
 @pytest.fixture(scope="module")
