@@ -27,6 +27,7 @@ import msgspec
 
 from agentrl.config import AgentConfig
 from agentrl.errors import ConfigError
+from agentrl.runners import executors
 from agentrl.runners.containers.table import KubernetesRunnerConfig
 from agentrl.runners.executors import input_of, out_of_time
 from agentrl.runners.executors.environment import matching
@@ -211,7 +212,7 @@ class KubernetesExecutor(SandboxExecutor):
             raise FailedAttemptError(ErrorKind.AGENT, message, written)
         contract.check_exit(ended["exitCode"], written)
         result = written or await self._log(pod)
-        if len(result.encode()) > contract.LARGEST_RESULT:
+        if len(result.encode()) > executors.LARGEST_RESULT:
             raise contract.too_large("its log")
         return contract.parse_result(result)
 
@@ -237,7 +238,7 @@ class KubernetesExecutor(SandboxExecutor):
             pod["metadata"]["name"],
             self.config.namespace,
             container=pod["status"]["containerStatuses"][0]["name"],
-            limit_bytes=contract.LARGEST_RESULT + 1,
+            limit_bytes=executors.LARGEST_RESULT + 1,
             _preload_content=False,  # else the client converts a JSON log to a Python repr
         )
         async with answer:

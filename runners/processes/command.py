@@ -14,6 +14,7 @@ import msgspec
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError
+from agentrl.runners import executors
 from agentrl.runners.executors import input_of, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.processes import contract
@@ -95,7 +96,7 @@ class CommandExecutor(SandboxExecutor):
 
         Raises FailedAttemptError if the process had to be killed."""
         spec["remove"] = str(folder)
-        stdout = OutputPipe(contract.LARGEST_RESULT)
+        stdout = OutputPipe(executors.LARGEST_RESULT)
         stderr = OutputPipe(LONGEST_TRACEBACK, tail=True)
         # A harness has its prompt as an argument, and would append its stdin to it.
         stdin = os.devnull if self.agent.harness else folder / contract.TASK
@@ -131,7 +132,7 @@ class CommandExecutor(SandboxExecutor):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             with open(folder / contract.RESULT, errors="replace", opener=_open_no_link) as file:
                 size = os.fstat(file.fileno()).st_size
-                if size > contract.LARGEST_RESULT:
+                if size > executors.LARGEST_RESULT:
                     raise contract.too_large("its result file")
                 if size:
                     stdout = file.read()

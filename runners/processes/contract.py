@@ -30,7 +30,6 @@ from agentrl.base.jsonvalues import NotJsonError, as_json
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners import executors
-from agentrl.runners.executors import LARGEST_RESULT as LARGEST_RESULT
 from agentrl.runners.executors import ExecutionResult
 from agentrl.runners.executors.environment import KEYS, NO_TELEMETRY, matching, model_variables
 from agentrl.runners.gateway.attribution import ActiveAttempt, AgentPlace

@@ -60,6 +60,6 @@ def test_the_files_of_a_model_call_are_counted() -> None:
     asked = subprocess.run(trace, capture_output=True, text=True, check=True)
     passed, names = json.loads(asked.stdout)
     assert len(passed) <= MOST_CALL_FILES, passed
-    stages = {"receive", "CallHandler._prepare", "CallHandler._whole", "CallHandler._rows"}
+    stages = {"receive", "CallHandler._prepare", "CallHandler._whole", "CallHandler._make_rows"}
     assert {*stages, "Upstream.post", "SqlStore.add_transitions", "Writer._commit"} <= set(names)
     assert {Path(file).parts[0] for file in passed} <= {"agentrl", "runners", "store"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agentrl.cli.algorithms import explain_rollout
+from agentrl.algorithms.explain.rollouts import explain_rollout
 from agentrl.config import RunConfig, resolve
 from agentrl.store import open_store
 from tests.system.steady import config, run, strike_at

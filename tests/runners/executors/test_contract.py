@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from agentrl.runners import executors
 from agentrl.runners.gateway import upstream
 from agentrl.runners.processes import contract
 from agentrl.types import ErrorKind, RolloutState
@@ -141,10 +142,10 @@ async def test_timeout(bench: Any, make: Any, hanging: Any, kind: str) -> None:
 @each
 async def test_a_result_has_a_largest_size(bench: Any, make: Any, kind: str) -> None:
     executor = await make(kind)
-    tasks = [{"input": {"do": "enlarge", "bytes": size}} for size in (contract.LARGEST_RESULT, 9)]
+    tasks = [{"input": {"do": "enlarge", "bytes": size}} for size in (executors.LARGEST_RESULT, 9)]
     large, small = await bench.run(executor, *tasks)
     assert large.failure.kind is ErrorKind.AGENT
-    assert f"more than {contract.LARGEST_RESULT} bytes" in large.failure.message
+    assert f"more than {executors.LARGEST_RESULT} bytes" in large.failure.message
     assert (large.result, small.result) == (None, "x" * 9)
 
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from agentrl.errors import ConfigError, PolicyError
-from agentrl.runners.executors.contract import environment
+from agentrl.runners.executors.environment import environment
 from agentrl.runners.games import Game, GameAgent, View, ask_for_move, verify
 from agentrl.runners.games.match import Match, read_task
 from agentrl.types import RolloutState, Scope

@@ -14,7 +14,8 @@ import pytest
 from agentrl.config import AgentConfig, RoleRule, RunConfig, load, resolve, to_toml
 from agentrl.errors import ConfigError
 from agentrl.runners.features import run_features
-from agentrl.runners.harnesses.executor import HarnessExecutor, join
+from agentrl.runners.harnesses.executor import HarnessExecutor
+from agentrl.runners.harnesses.hooks import join
 from agentrl.runners.harnesses.preset import HARNESSES, Preset, load_preset
 from agentrl.runners.hooks import role_rules, runner_hooks
 from agentrl.types import ErrorKind
