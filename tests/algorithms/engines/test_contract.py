@@ -325,7 +325,8 @@ async def test_in_flight_every_token_has_the_version_it_names(served: Served) ->
     weights = {served.version: [weight.detach().clone() for weight in served.trained]}
     url = f"{server.base_url}/chat/completions"
     body = {"model": server.model, "messages": HELLO, "logprobs": True, "return_token_ids": True}
-    server.in_flight = True
+    changes = getattr(server, "delivery", server)  # what knows how weights change
+    changes.in_flight = True
     async with always_called(url, **body) as callers:
         for update in range(UPDATES):
             if update >= 3 and (callers.crossed or served.adapters):
@@ -342,7 +343,7 @@ async def test_in_flight_every_token_has_the_version_it_names(served: Served) ->
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         told = Answer(version, answer["prompt_token_ids"], choice["token_ids"], logprobs)
         answers.append((told, choice.get("agentrl_spans") or [(0, version)]))
-    server.in_flight = False
+    changes.in_flight = False
     crossed = [spans for _, spans in answers if len(spans) > 1]
     assert len({spans[0][1] for _, spans in answers}) > 1
     assert bool(crossed) == (served.adapters is None)

@@ -258,7 +258,7 @@ async def test_calls_go_on_over_an_update_with_keys_of_the_new_weights(
     server, model = started
     newest = int(await version(server))
     policies = {newest: copy.deepcopy(model)}
-    monkeypatch.setattr(server, "in_flight", True)
+    monkeypatch.setattr(server.delivery, "in_flight", True)
     async with always_called(f"{server.base_url}/completions", **asked(server)) as callers:
         while not callers.crossed and len(policies) <= UPDATES:
             await callers.more(1)
@@ -303,7 +303,7 @@ async def test_a_child_killed_between_update_and_resume_is_back_with_the_update(
         return await request(method, path, body, server)
 
     monkeypatch.setattr(server.host, "request", dies)
-    monkeypatch.setattr(server, "in_flight", True)
+    monkeypatch.setattr(server.delivery, "in_flight", True)
     async with always_called(f"{server.base_url}/completions", **asked(server)) as callers:
         await callers.more(1)
         disturb(model)
@@ -368,7 +368,7 @@ async def test_what_vllm_cannot_run_is_a_sentence(
         wide_model_dir, tmp_path / "three", arguments=["--tensor-parallel-size", "3"]
     )
     unknown, _ = server_of(wide_model_dir, tmp_path / "unknown")
-    learned = unknown._learned
+    learned = unknown._weights._learned
 
     def save(directory: Path) -> None:
         learned.save(directory)
@@ -376,7 +376,7 @@ async def test_what_vllm_cannot_run_is_a_sentence(
         text = json.loads(file.read_text())
         file.write_text(json.dumps(text | {"architectures": ["Nobody"], "model_type": "nobody"}))
 
-    unknown._learned = replace(learned, save=save)
+    unknown._weights._learned = replace(learned, save=save)
     told = await asyncio.gather(
         *(server.start() for server in (narrow, three, unknown)), return_exceptions=True
     )
