@@ -1,8 +1,8 @@
 """Reinforcement learning for the agents people already have."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from agentrl.base.late import late
 from agentrl.types import Attempt, Reward, Rollout, Scope, Task, Trace, Transition
 
 if TYPE_CHECKING:
@@ -29,14 +29,9 @@ __all__ = [
 
 # Imported late: `import agentrl` stays fast in every agent process.
 LATE = {
-    "Trainer": "agentrl.trainer",
-    "reward": "agentrl.runners.scoring.rewards",
-    "role": "agentrl.runners.tracing.roles",
-    "show": "agentrl.view.notebook",
+    "Trainer": "trainer",
+    "reward": "runners.scoring.rewards",
+    "role": "runners.tracing.roles",
+    "show": "view.notebook",
 }
-
-
-def __getattr__(name: str) -> object:
-    if name in LATE:
-        return getattr(import_module(LATE[name]), name)
-    raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+__getattr__ = late(__name__, LATE)

@@ -3,8 +3,9 @@
 A preset imports all that it needs from here: `from agentrl.algorithms import Algo, preset`.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from agentrl.base.late import late
 
 if TYPE_CHECKING:
     from agentrl.algorithms.credit.baselines import Ema as Ema
@@ -55,9 +56,4 @@ LATE = {
     "presets.declare": "Discount Num modifier preset",
 }
 HOME = {name: module for module, names in LATE.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> object:
-    if name in HOME:
-        return getattr(import_module(f"{__name__}.{HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = late(__name__, HOME)

@@ -4,9 +4,9 @@
 `run_file` reads the file; other packages import from here.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from agentrl.base.late import late
 from agentrl.config.agents import AgentConfig as AgentConfig
 from agentrl.config.agents import RetriesConfig as RetriesConfig
 from agentrl.config.agents import RoleRule as RoleRule
@@ -46,9 +46,4 @@ LATE = {
     "RunConfig": "schema",
     "UpstreamConfig": "schema",
 }
-
-
-def __getattr__(name: str) -> object:
-    if name in LATE:
-        return getattr(import_module(f"agentrl.config.{LATE[name]}"), name)
-    raise AttributeError(f"module 'agentrl.config' has no attribute {name!r}")
+__getattr__ = late(__name__, LATE)

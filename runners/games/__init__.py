@@ -4,8 +4,9 @@
 `games`: OpenSpiel is imported when the first game is loaded.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from agentrl.base.late import late
 
 if TYPE_CHECKING:
     from agentrl.runners.games.agent import GameAgent as GameAgent
@@ -25,9 +26,4 @@ LATE = {
     "rules": "Game View role_of",
 }
 HOME = {name: module for module, names in LATE.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> object:
-    if name in HOME:
-        return getattr(import_module(f"{__name__}.{HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = late(__name__, HOME)

@@ -225,8 +225,8 @@ class CallHandler:
         if not (route.frozen or fitting):
             warn_of_sampling(self._upstream, route, sampling, call.defaults)
         # A role outside the agent's work is excluded from training by the name of its policy.
-        suffix = f"@{AUXILIARY_ROLE}" if auxiliary and not route.frozen else ""
-        policy = route.policy + suffix
+        untrained = auxiliary and not route.frozen
+        policy = f"{route.policy}@{AUXILIARY_ROLE}" if untrained else route.policy
         return SentCall(call, route, policy, started, at, body, sampling, capture, fitting)
 
     async def _post(self, sent: SentCall) -> web.StreamResponse | ServerRefusal:

@@ -11,8 +11,12 @@ import torch
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import dense_ids
+from agentrl.algorithms.presets.registry import LearnerOutput
 
 NAN = math.nan
+EVERY_OUTPUT: tuple[LearnerOutput, ...] = (
+    "old", "sampler", "reference", "teacher", "values", "top_tokens",
+)  # fmt: skip
 
 
 @dataclass
@@ -40,6 +44,18 @@ class Play:
     rewards: Mapping[str, float] = field(default_factory=dict)
     tact: Mapping[str, float] = field(default_factory=dict)
     greedy: bool = False
+
+
+def calls_without_tokens() -> tuple[Play, Play, Play, list[float]]:
+    """A rollout with a call without tokens; the same, with what that received as the reward of the
+    call before; another rollout; and values of the four calls with tokens or not."""
+    bare = [
+        Call(rewards={"p": 1.0}, tokens=2),
+        Call(rewards={"p": 2.0}, tokens=0),
+        Call(rewards={"p": 4.0}),
+    ]
+    joined = [Call(rewards={"p": 3.0}, tokens=2), Call(rewards={"p": 4.0})]
+    return Play(bare), Play(joined), Play([Call(rewards={"p": -1.0})]), [0.3, 0.9, 0.5, 0.1]
 
 
 def world(*plays: Play, values: Sequence[float] = ()) -> Batch:

@@ -14,26 +14,10 @@ import pytest
 from agentrl.store import open_store
 from agentrl.types import Rollout
 from tests import warm
+from tests.system.debate import written
 from tests.system.test_run import agentrl
 
 RUN = """
-name = "debate"
-output = "out"
-steps = 2
-[agent]
-path = "agent.py:agent"
-[tasks]
-train = "tasks.jsonl"
-[verifier]
-path = "verifier.py:verify"
-[policy]
-model = "{model}"
-[policies.debater]
-roles = ["left", "right"]
-lora.rank = 2
-[policies.judge]
-roles = ["judge"]
-lora.rank = 4
 [selfplay]
 seats = ["left", "right"]
 policy = "debater"
@@ -85,11 +69,7 @@ def verify(task, result):
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model_dir: Path) -> Path:
     """Two debaters and a judge, by two adapters, who are paid for the length of what they say."""
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "verifier.py").write_text(VERIFIER)
-    (tmp_path / "tasks.jsonl").write_text('{"input": "Oslo"}\n{"input": "Lima"}\n')
-    (tmp_path / "run.toml").write_text(RUN.format(model=tiny_model_dir))
-    return tmp_path
+    return written(tmp_path, RUN, AGENT, VERIFIER, tiny_model_dir)
 
 
 def answered(folder: Path, *command: str) -> Any:

@@ -34,7 +34,7 @@ from tests.algorithms.naive import (
     returns,
     rewards_of,
 )
-from tests.algorithms.worlds import NAN, Call, Play, random_plays, world
+from tests.algorithms.worlds import NAN, Call, Play, calls_without_tokens, random_plays, world
 
 SEEDS = range(8)
 
@@ -304,15 +304,8 @@ def test_the_value_of_a_call_is_that_before_its_first_token() -> None:
 
 def test_calls_without_tokens_are_no_decisions_of_a_critic() -> None:
     """What such a call received counts for the one before, and it is in no statistic."""
-    bare = [
-        Call(rewards={"p": 1.0}, tokens=2),
-        Call(rewards={"p": 2.0}, tokens=0),
-        Call(rewards={"p": 4.0}),
-    ]
-    joined = [Call(rewards={"p": 3.0}, tokens=2), Call(rewards={"p": 4.0})]
-    other = Play([Call(rewards={"p": -1.0})])
-    values = [0.3, 0.9, 0.5, 0.1]
-    worlds = world(Play(bare), other, values=values), world(Play(joined), other, values=values)
+    bare, joined, other, values = calls_without_tokens()
+    worlds = world(bare, other, values=values), world(joined, other, values=values)
     for lam in (0.0, 0.8):
         steps = StepGae(FirstTokenValues(CriticValues()), "transition:p", 1.0, lam)
         near(steps(worlds[0])[[0, 2, 3]], steps(worlds[1]).tolist())

@@ -39,7 +39,7 @@ from agentrl.algorithms.objective.ratios import (
     TrustRegion,
 )
 from agentrl.algorithms.presets.catalogue import installed, make
-from agentrl.algorithms.presets.registry import LearnerOutput
+from tests.algorithms.worlds import EVERY_OUTPUT
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -56,20 +56,12 @@ GRPO: dict[str, Advantage] = {
     "batch": lambda x, by, **k: advantages(x, by, norm="std", norm_by=torch.zeros_like(by), **k),
     "maxrl": lambda x, by, **k: advantages(x, by, norm="mean", **k),
 }
-SUPPLY: tuple[LearnerOutput, ...] = (
-    "old",
-    "sampler",
-    "reference",
-    "teacher",
-    "values",
-    "top_tokens",
-)
 pytestmark = pytest.mark.part  # of the presets of all parts
 # Those that read nothing but the outcome of rollouts, each for itself.
 PRESETS = [
     name
     for name in sorted(installed()[0].keys() - {"streams", "coma"})
-    if (algo := make(name, {}, streams=SUPPLY)).rewards == ("outcome",)
+    if (algo := make(name, {}, streams=EVERY_OUTPUT)).rewards == ("outcome",)
     and not (algo.reads_critic or algo.needs_greedy or algo.side)
 ]
 RELATIVE = ["mean", "std", "loo", "batch"]
@@ -383,7 +375,7 @@ def test_psi_does_not_depend_on_how_rows_are_cut(name: str, seed: int, parts: in
     batch = random_batch(seed)
     given, p = random_logprobs(batch, seed)
     opsm = "+opsm" if "opsm" in installed()[1] else ""
-    algo = make(f"{name}{opsm}", {}, streams=SUPPLY)
+    algo = make(f"{name}{opsm}", {}, streams=EVERY_OUTPUT)
     given, p = with_symbols(algo, given, p)
     terms = loss_terms(algo, batch, given)
     whole = loss_coefficients(algo, terms, p, torch.arange(batch.n_tokens))
@@ -403,7 +395,7 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
     """psi of the other tokens, denominators included, is that of the batch without them."""
     batch = random_batch(seed)
     given, p = random_logprobs(batch, seed)
-    algo = make(name, {}, streams=SUPPLY)
+    algo = make(name, {}, streams=EVERY_OUTPUT)
     given, p = with_symbols(algo, given, p)
     every = loss_coefficients(algo, loss_terms(algo, batch, given), p, torch.arange(batch.n_tokens))
     present = ~batch.rewards["outcome"].isnan()[batch.token_rollout]
@@ -452,7 +444,7 @@ def test_psi_is_the_gradient_of_the_surrogate(seed: int) -> None:
 @given(st.sampled_from(PRESETS), Seeds)
 def test_on_policy_all_policy_losses_are_the_same_up_to_the_average(name: str, seed: int) -> None:
     batch = random_batch(seed)
-    algo = make(name, {}, streams=SUPPLY)
+    algo = make(name, {}, streams=EVERY_OUTPUT)
     terms = loss_terms(algo, batch, GivenLogProbs(), fresh=True)
     at_b = loss_coefficients(algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens))
     assert torch.equal(at_b, terms.weight * terms.advantage)

@@ -46,6 +46,7 @@ from agentrl.types import (
 )
 from tests import factories
 from tests.algorithms.train.test_update import Recorder
+from tests.algorithms.worlds import EVERY_OUTPUT
 
 OPTIONS = {
     "streams": {"outcome": {"norm": "std"}, "p": {"scope": "transition", "gate": "agree"}},
@@ -117,7 +118,7 @@ def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
         algo = make(
             name,
             options,
-            streams=("old", "sampler", "reference", "teacher", "values", "top_tokens"),
+            streams=EVERY_OUTPUT,
         )
         if algo.reads_critic or algo.needs_greedy or algo.remembered:
             continue

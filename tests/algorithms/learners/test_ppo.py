@@ -25,7 +25,6 @@ from agentrl.algorithms.objective.kl_control import (
 )
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
@@ -41,15 +40,7 @@ from agentrl.types import (
     int32,
 )
 from tests import factories
-
-EVERY: tuple[LearnerOutput, ...] = (
-    "old",
-    "sampler",
-    "reference",
-    "teacher",
-    "values",
-    "top_tokens",
-)
+from tests.algorithms.worlds import EVERY_OUTPUT
 
 
 @dataclasses.dataclass
@@ -110,7 +101,7 @@ def example() -> list[Group]:
 
 def updater(learner: object, preset: str = "ppo", **settings: object) -> Updater:
     options = {key: settings.pop(key) for key in ("kl", "kl_reward") if key in settings}
-    algo = catalogue.make(preset, options, streams=EVERY)
+    algo = catalogue.make(preset, options, streams=EVERY_OUTPUT)
     beside = {key: settings.pop(key) for key in ("kl_adapts", "scorers") if key in settings}
     config = replace(AlgorithmConfig(min_group=1, lr=1e-2), **settings)
     reference_control, preprocessor = (
@@ -209,7 +200,7 @@ def test_the_reference_reaches_loss_and_reward() -> None:
 
 
 def test_the_penalty_of_the_next_step_is_the_adapted_one() -> None:
-    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
+    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     kl = make_kl_controller(algo, target=0.1, horizon=40)
     learner = Recorder(VALUES)
     steps = updater(learner, kl=0.1, kl_adapts=kl)
@@ -226,7 +217,7 @@ def test_the_penalty_of_the_next_step_is_the_adapted_one() -> None:
 
 
 def test_a_step_without_tokens_says_nothing_of_the_drift() -> None:
-    algo = catalogue.make("grpo", {"kl": 0.1}, streams=EVERY)
+    algo = catalogue.make("grpo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     kl = make_kl_controller(algo, target=0.1, horizon=40)
     steps = updater(Recorder(VALUES), "grpo", kl=0.1, kl_adapts=kl)
     lost = [replace(row, state=RolloutState.FAILED, rewards=[]) for row in example()[0].rollouts]
@@ -237,7 +228,7 @@ def test_a_step_without_tokens_says_nothing_of_the_drift() -> None:
 
 def test_a_step_without_tokens_says_nothing_about_the_penalty() -> None:
     kl = make_kl_controller(
-        catalogue.make("grpo", {"kl": 0.1}, streams=EVERY), target=0.1, horizon=40
+        catalogue.make("grpo", {"kl": 0.1}, streams=EVERY_OUTPUT), target=0.1, horizon=40
     )
     steps = updater(Recorder(VALUES), "grpo", kl=0.1, kl_adapts=kl)
     lost = [

@@ -23,20 +23,11 @@ from agentrl.algorithms.objective.kl_control import (
 )
 from agentrl.algorithms.objective.values import value_terms
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import POLICY
 from tests.algorithms.learners.test_learner import make_batch, psi_for
+from tests.algorithms.worlds import EVERY_OUTPUT
 from tests.factories import config
-
-EVERY: tuple[LearnerOutput, ...] = (
-    "old",
-    "sampler",
-    "reference",
-    "teacher",
-    "values",
-    "top_tokens",
-)
 
 
 def learner_with(directory: Path, every: int = 0) -> TorchLearner:
@@ -116,7 +107,7 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     start = str(tiny_model_dir)
     settings = config(critic={"model": "copy"}, teacher={"model": start})
-    grpo, ppo = catalogue.make("grpo", {}), catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
+    grpo, ppo = catalogue.make("grpo", {}), catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     assert factory.make_frozen_models(settings, grpo, model, tokenizer, start) == {}
     frozen = factory.make_frozen_models(settings, ppo, model, tokenizer, start)
     assert set(frozen) == {"reference"}
@@ -129,7 +120,7 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
     assert shared is not None
     assert (critic.lr, shared.lr) == (1e-5, 0.05 / model.config.hidden_size)
     assert factory.make_critic(config(), model, tokenizer, start) is None
-    distill = catalogue.make("distill", {}, streams=EVERY)
+    distill = catalogue.make("distill", {}, streams=EVERY_OUTPUT)
     assert set(factory.make_frozen_models(settings, distill, model, tokenizer, start)) == {
         "teacher"
     }
@@ -180,7 +171,7 @@ def test_what_could_not_matter_is_refused(
     preset: str, sections: dict[str, object], message: str
 ) -> None:
     options = {"kl": 0.1} if preset == "ppo+kl" else {}
-    algo = catalogue.make(preset.removesuffix("+kl"), options, streams=EVERY)
+    algo = catalogue.make(preset.removesuffix("+kl"), options, streams=EVERY_OUTPUT)
     with pytest.raises(ConfigError, match=message):
         factory.refuse_unused_settings(config(**sections), algo)
 
@@ -192,7 +183,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
     adapters = Adapters(model)
     adapters.add(POLICY, rank=4, alpha=32.0)
     settings = config(policy={"lora": {"rank": 4}})
-    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
+    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     assert factory.make_frozen_models(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
     critic = ValueModel(model, lr=1e-2)
     learner = TorchLearner(model, tokenizer, adapters=adapters, critic=critic, threads=1)
@@ -209,7 +200,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
 
 
 def test_settings_that_matter_pass() -> None:
-    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
+    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     sections = {
         "critic": {"model": "shared", "coefficient": 1.0, "lr": 0.1},
         "reference": {"every": 3, "target": 0.1, "horizon": 5},
@@ -245,16 +236,16 @@ def test_the_penalty_adapts_in_proportion_to_the_rollouts() -> None:
 
 @pytest.mark.parametrize("option", ["kl", "kl_reward"])
 def test_the_penalty_is_in_the_loss_or_in_the_reward(option: str) -> None:
-    algo = catalogue.make("ppo", {option: 0.1}, streams=EVERY)
+    algo = catalogue.make("ppo", {option: 0.1}, streams=EVERY_OUTPUT)
     kl = make_kl_controller(algo, target=0.05, horizon=100)
     assert kl.beta == 0.1
     kl.beta = 0.3
-    assert kl.tuned(algo) == catalogue.make("ppo", {option: 0.3}, streams=EVERY)
+    assert kl.tuned(algo) == catalogue.make("ppo", {option: 0.3}, streams=EVERY_OUTPUT)
 
 
 @pytest.mark.part
 def test_a_penalty_that_is_about_something_else_stays() -> None:
-    kl = make_kl_controller(catalogue.make("ppo", {"kl": 0.1}, streams=EVERY), 0.05, 100)
+    kl = make_kl_controller(catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT), 0.05, 100)
     kl.beta = 0.3
     other = catalogue.make("kimi", {})
     assert kl.tuned(other) == other
@@ -262,10 +253,10 @@ def test_a_penalty_that_is_about_something_else_stays() -> None:
 
 def test_one_penalty_is_adapted() -> None:
     for options, number in (({}, 0), ({"kl": 0.1, "kl_reward": 0.1}, 2)):
-        algo = catalogue.make("ppo", options, streams=EVERY)
+        algo = catalogue.make("ppo", options, streams=EVERY_OUTPUT)
         with pytest.raises(ConfigError, match=rf"reference\.target: .* has {number} KL penalties"):
             make_kl_controller(algo, target=0.05, horizon=100)
-    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
+    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
     assert algo.penalties == (KLPenalty("k3", 0.1),)
 
 

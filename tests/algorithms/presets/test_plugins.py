@@ -19,14 +19,13 @@ from agentrl.algorithms.objective.ratios import Clip
 from agentrl.algorithms.presets import declare
 from agentrl.algorithms.presets.catalogue import installed, make
 from agentrl.algorithms.presets.declare import modifier, preset
-from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.base.parts import known
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.config.base import say_renamed
 from agentrl.config.presets import check_presets, preset_names
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.lab.catalogue import catalogue
-from tests.algorithms.worlds import Call, Play, world
+from tests.algorithms.worlds import EVERY_OUTPUT, Call, Play, world
 from tests.spine import of_part
 
 HEAD = "from agentrl.algorithms import Algo, GroupRelative, preset\n"
@@ -181,9 +180,6 @@ def test_a_decorated_function_stays_a_function() -> None:
 # -- families --------------------------------------------------------------------------------------
 
 NAMES = preset_names()
-SUPPLIES: tuple[LearnerOutput, ...] = (
-    "old", "sampler", "reference", "teacher", "values", "top_tokens",
-)  # fmt: skip
 OF_FAMILIES = known("presets")  # their parts
 
 
@@ -227,7 +223,7 @@ def test_without_all_parts_the_other_presets_work(without_parts: None) -> None:
             make(
                 name,
                 options,
-                streams=SUPPLIES,
+                streams=EVERY_OUTPUT,
             ).name
             == name
         )
@@ -266,7 +262,7 @@ def test_an_old_name_is_read_and_says_the_new_one(
 ) -> None:
     say_renamed.cache_clear()
     check_presets(run_with(old[0], **old[1]))
-    assert make(*old, streams=SUPPLIES) == make(*new, streams=SUPPLIES)
+    assert make(*old, streams=EVERY_OUTPUT) == make(*new, streams=EVERY_OUTPUT)
     assert said in caplog.text
 
 
@@ -278,7 +274,7 @@ def test_an_option_is_not_given_by_two_names() -> None:
 
 @pytest.mark.part
 def test_no_two_presets_are_the_same() -> None:
-    streams = SUPPLIES
+    streams = EVERY_OUTPUT
     names = installed()[0].keys() - {"streams", "coma"}
     made = {name: repr(replace(make(name, {}, streams=streams), name="")) for name in names}
     assert len(set(made.values())) == len(made)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Hashable
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Hashable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,23 +14,12 @@ import pytest
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.diagnostics.metrics import replay_metrics
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
-from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.replays.branching import request_branches
-from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.config import RunConfig, RunnerConfig, resolve
-from agentrl.runners.execution import AttemptRunner
-from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
-from agentrl.runners.features import run_features
-from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.scoring.verifiers import Verifier
-from agentrl.runners.worker import Worker
+from agentrl.config import resolve
 from agentrl.store import open_store
-from agentrl.store.base import Store
-from agentrl.types import Group, PolicyVersion, RolloutState, Transition
+from agentrl.types import RolloutState, Transition
+from tests.algorithms.replays.killed import RunnerSide, sampled
 
 TURNS, SIZE, WIDTH = 3, 3, 2
 SETTINGS = {
@@ -62,61 +48,6 @@ def verify(task: Any, result: list[str]) -> float:
     return sum("".join(result).encode()) % 17 / 16
 
 
-@pytest.fixture
-async def server(tiny_model_dir: Path) -> AsyncIterator[EmbeddedServer]:
-    model, tokenizer = load_model(str(tiny_model_dir), device="cpu")
-    server = EmbeddedServer(model, tokenizer, max_batch=16)
-    await server.start()
-    yield server
-    await server.close()
-
-
-@asynccontextmanager
-async def working(store: Store, server: EmbeddedServer) -> AsyncIterator[None]:
-    """A runner at work, which stops where it is at the end."""
-    await store.publish(
-        PolicyVersion(
-            run="run", policy="policy", version=0, base_url=server.base_url, model=server.model
-        )
-    )
-    gateway, stop = Gateway(store, "run", features=run_features(store)), asyncio.Event()
-    gateway.start()
-    with environment(gateway.base_url):
-        execution = AttemptRunner(
-            store, gateway, InProcessExecutor(as_agent(agent)), Verifier(verify)
-        )
-        worker = Worker("run", execution, RunnerConfig(concurrency=2, drain=0.0), name="test")
-        running = asyncio.create_task(worker.run(stop))
-        try:
-            yield
-        finally:
-            stop.set()
-            await running
-    await asyncio.to_thread(gateway.close)
-
-
-async def until(store: Store, succeeded: int) -> None:
-    while (await store.counts("run")).succeeded < succeeded:
-        await store.wait(await store.cursor(), timeout=1.0)
-
-
-async def sampled(store: Store, server: EmbeddedServer, config: RunConfig) -> Group:
-    """The group of step 0 with its branches; everything is killed while these are made."""
-    tasks = TaskSampler(config, [{"input": "2 + 2"}])
-    for killed in (True, False):
-        state = await store.open_run("run", {})
-        async with working(store, server):
-            grow = partial(request_branches, store, config)
-            collector = Collector(config, store, state.epoch, tasks, requested=grow)
-            collecting = asyncio.create_task(collector.collect(0))
-            if killed:
-                await until(store, SIZE + 2)
-                collecting.cancel()
-            await asyncio.wait((collecting,))
-    (group,) = collecting.result().groups
-    return group
-
-
 def content(call: Transition) -> Hashable:
     return call.prompt.tobytes(), call.completion.tobytes()
 
@@ -124,7 +55,7 @@ def content(call: Transition) -> Hashable:
 async def test_branches_are_made_once_and_credited(server: EmbeddedServer, tmp_path: Path) -> None:
     config = resolve(SETTINGS, source="test")
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
-        group = await sampled(store, server, config)
+        group = await sampled(store, config, RunnerSide(server, agent, verify), killed_at=SIZE + 2)
     rollouts = {rollout.id: rollout for rollout in group.rollouts}
     assert {rollout.state for rollout in group.rollouts} == {RolloutState.SUCCEEDED}
     branches = [rollout for rollout in group.rollouts if rollout.branch]

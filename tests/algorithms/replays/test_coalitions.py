@@ -3,10 +3,6 @@ credit; then a whole run from the command line, which is stopped and continued."
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +13,16 @@ import agentrl
 from agentrl.algorithms.data.merge import build_batch, counterfactual
 from agentrl.algorithms.diagnostics.metrics import replay_metrics
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
-from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.replays.branching import request_branches
 from agentrl.algorithms.replays.counterfactuals import (
     RoleRewards,
     coalition_formula,
 )
-from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.config import RunConfig, RunnerConfig, UpstreamConfig, resolve
-from agentrl.runners.execution import AttemptRunner
-from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
-from agentrl.runners.features import run_features
-from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.scoring.verifiers import Verifier
-from agentrl.runners.worker import Worker
+from agentrl.config import UpstreamConfig, resolve
 from agentrl.store import open_store
-from agentrl.store.base import Store
-from agentrl.types import Group, PolicyVersion, RolloutState, Scope
+from agentrl.types import RolloutState, Scope
+from tests.algorithms.replays.killed import RunnerSide, sampled
 from tests.system import test_run
+from tests.system.debate import written
 
 ROLES, MUTE, SIZE = ("left", "right", "judge"), "no word", 2
 SETTINGS = {
@@ -71,73 +57,13 @@ def verify(task: Any, result: list[str]) -> float:
     return sum(map(worth, result))
 
 
-@pytest.fixture
-async def server(tiny_model_dir: Path) -> AsyncIterator[EmbeddedServer]:
-    model, tokenizer = load_model(str(tiny_model_dir), device="cpu")
-    server = EmbeddedServer(model, tokenizer, max_batch=16)
-    await server.start()
-    yield server
-    await server.close()
-
-
-@asynccontextmanager
-async def working(store: Store, server: EmbeddedServer) -> AsyncIterator[None]:
-    """A runner at work, which stops where it is at the end."""
-    await store.publish(
-        PolicyVersion(
-            run="run", policy="policy", version=0, base_url=server.base_url, model=server.model
-        )
-    )
-    gateway = Gateway(
-        store,
-        "run",
-        upstreams={"mute": UpstreamConfig(text=MUTE)},
-        features=run_features(store),
-    )
-    gateway.start()
-    stop = asyncio.Event()
-    with environment(gateway.base_url):
-        execution = AttemptRunner(
-            store, gateway, InProcessExecutor(as_agent(team)), Verifier(verify)
-        )
-        worker = Worker("run", execution, RunnerConfig(concurrency=2, drain=0.0), name="test")
-        running = asyncio.create_task(worker.run(stop))
-        try:
-            yield
-        finally:
-            stop.set()
-            await running
-    await asyncio.to_thread(gateway.close)
-
-
-async def until(store: Store, succeeded: int) -> None:
-    while (await store.counts("run")).succeeded < succeeded:
-        await store.wait(await store.cursor(), timeout=1.0)
-
-
-async def sampled(store: Store, server: EmbeddedServer, config: RunConfig) -> Group:
-    """The group of step 0 with its replays; everything is killed while these are made."""
-    tasks = TaskSampler(config, [{"input": "2 + 2"}])
-    for killed in (True, False):
-        state = await store.open_run("run", {})
-        async with working(store, server):
-            grow = partial(request_branches, store, config)
-            collector = Collector(config, store, state.epoch, tasks, requested=grow)
-            collecting = asyncio.create_task(collector.collect(0))
-            if killed:
-                await until(store, SIZE + 3)
-                collecting.cancel()
-            await asyncio.wait((collecting,))
-    (group,) = collecting.result().groups
-    return group
-
-
 async def test_what_each_role_adds_is_what_it_said(server: EmbeddedServer, tmp_path: Path) -> None:
     """Nobody hears the others, and the outcome is a sum: the Shapley value of a role is what its
     answer is worth more than that of its substitute, to the last bit of the replay."""
     config = resolve(SETTINGS, source="test")
+    runner = RunnerSide(server, team, verify, {"mute": UpstreamConfig(text=MUTE)})
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
-        group = await sampled(store, server, config)
+        group = await sampled(store, config, runner, killed_at=SIZE + 3)
     assert {row.state for row in group.rollouts} == {RolloutState.SUCCEEDED}
     assert replay_metrics([group]) == {
         "replays": SIZE * 7,
@@ -159,23 +85,6 @@ async def test_what_each_role_adds_is_what_it_said(server: EmbeddedServer, tmp_p
 
 
 RUN = """
-name = "debate"
-output = "out"
-steps = 2
-[agent]
-path = "agent.py:agent"
-[tasks]
-train = "tasks.jsonl"
-[verifier]
-path = "verifier.py:verify"
-[policy]
-model = "{model}"
-[policies.debater]
-roles = ["left", "right"]
-lora.rank = 2
-[policies.judge]
-roles = ["judge"]
-lora.rank = 4
 [upstreams.mute]
 text = "no word"
 [sampling]
@@ -214,11 +123,7 @@ def verify(task, result):
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model_dir: Path) -> Path:
     """Two debaters and a judge, by two adapters, who are paid together."""
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "verifier.py").write_text(VERIFIER)
-    (tmp_path / "tasks.jsonl").write_text('{"input": "Oslo"}\n{"input": "Lima"}\n')
-    (tmp_path / "run.toml").write_text(RUN.format(model=tiny_model_dir))
-    return tmp_path
+    return written(tmp_path, RUN, AGENT, VERIFIER, tiny_model_dir)
 
 
 @pytest.mark.timeout(240)

@@ -15,6 +15,7 @@ from tests.algorithms.preferences.test_losses import PUBLISHED as PREFERENCES
 from tests.algorithms.presets.test_catalogue import CASES, refuses_rewards_of_more_than_rollouts
 from tests.algorithms.presets.test_turns import CASES as AGENT_CASES
 from tests.algorithms.replays.test_preset_credit import CASES as TREES
+from tests.algorithms.worlds import EVERY_OUTPUT
 from tests.algorithms.zoo.baselines.test_losses import CASES as BASELINES
 from tests.algorithms.zoo.critics.test_credit import CASES as CRITICS
 from tests.algorithms.zoo.gates.test_losses import CASES as GATES
@@ -38,7 +39,6 @@ def test_every_preset_and_modifier_has_a_case() -> None:
 
 
 def test_every_preset_builds_with_its_defaults_and_says_where_it_is_from() -> None:
-    streams = ("old", "sampler", "reference", "teacher", "values", "top_tokens")
     needed = {
         "streams": {"streams": {"outcome": {}}},
         "process": {"process_streams": {"p": {"scope": "transition"}}},
@@ -48,13 +48,13 @@ def test_every_preset_builds_with_its_defaults_and_says_where_it_is_from() -> No
         "coma": {"roles": ["agent"], "actions": ["yes"]},
     }
     for name, preset in presets.items():
-        assert make(name, needed.get(name, {}), streams=streams).name == name
+        assert make(name, needed.get(name, {}), streams=EVERY_OUTPUT).name == name
         said = preset.doc
         assert any(source in said for source in ("arXiv", "OpenReview", "Williams"))
     for name in modifiers:
         host = "dpo" if name == "nll" else "grpo"
         options = needed.get(name, {})
-        assert make(f"{host}+{name}", options, streams=streams).name == f"{host}+{name}"
+        assert make(f"{host}+{name}", options, streams=EVERY_OUTPUT).name == f"{host}+{name}"
 
 
 def test_options_of_presets_and_modifiers_never_share_a_name() -> None:

@@ -16,7 +16,7 @@ from tests.algorithms.naive import (
     naive_bi_level,
     naive_hiper,
 )
-from tests.algorithms.worlds import NAN, Call, Play, random_plays, world
+from tests.algorithms.worlds import NAN, Call, Play, calls_without_tokens, random_plays, world
 
 
 def test_bi_level_gae() -> None:
@@ -58,14 +58,7 @@ def test_two_time_scales_against_loops(seed: int) -> None:
 
 def test_calls_without_tokens_are_no_decisions_of_a_critic() -> None:
     """What such a call received counts for the one before, and it is in no statistic."""
-    bare = [
-        Call(rewards={"p": 1.0}, tokens=2),
-        Call(rewards={"p": 2.0}, tokens=0),
-        Call(rewards={"p": 4.0}),
-    ]
-    joined = [Call(rewards={"p": 3.0}, tokens=2), Call(rewards={"p": 4.0})]
-    other = Play([Call(rewards={"p": -1.0})])
-    values = [0.3, 0.9, 0.5, 0.1]
-    worlds = world(Play(bare), other, values=values), world(Play(joined), other, values=values)
+    bare, joined, other, values = calls_without_tokens()
+    worlds = world(bare, other, values=values), world(joined, other, values=values)
     credit = BiLevelGae(CriticValues(), "transition:p", 1.0)
     near(credit(worlds[0]), credit(worlds[1]).tolist())

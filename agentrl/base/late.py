@@ -1,0 +1,17 @@
+"""Names of a package that are imported when they are first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+
+def late(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
+    """The `__getattr__` of a package. homes: name -> its module, relative to the package."""
+
+    def attribute(name: str) -> object:
+        if name in homes:
+            return getattr(import_module(f"{package}.{homes[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return attribute
