@@ -103,11 +103,12 @@ def train(
 @cli.command()
 @click.argument("rollout")
 @click.option("--store", help="Store URL; default: the store of the rollout's run.")
-def show(rollout: str, store: str | None) -> None:
+@click.option("--prompt", is_flag=True, help="Print what the policy read, as its template renders.")
+def show(rollout: str, store: str | None, prompt: bool) -> None:
     """Print the trace of ROLLOUT: every message, tool call, reward and failure."""
     from agentrl.telemetry.show import show_rollout
 
-    asyncio.run(show_rollout(store or store_of(rollout), rollout))
+    asyncio.run(show_rollout(store or store_of(rollout), rollout, prompts=prompt))
 
 
 @cli.group(cls=CommandGroup, path="export")

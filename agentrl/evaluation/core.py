@@ -103,18 +103,21 @@ def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
 
 def last_checkpoint(config: RunConfig) -> Path:
     """The last checkpoint in a run's store. Raises ConfigError if there is none."""
-    untrained = f"run {config.name!r} has not been trained yet; train it first: agentrl train"
+    found = find_checkpoint(config)
+    if found is None:
+        raise ConfigError(f"run {config.name!r} has no checkpoint yet; train it: agentrl train")
+    return found
+
+
+def find_checkpoint(config: RunConfig) -> Path | None:
+    """The last checkpoint in a run's store; None if the run has not been trained."""
     file = Path(config.store.removeprefix("sqlite:///").partition("?")[0])
     if config.store.startswith("sqlite:///") and not file.is_file():
-        raise ConfigError(f"{untrained} (there is no {config.store})")
+        return None
 
     async def read() -> RunState | None:
         async with open_store(config.store, readonly=True) as store:
             return await store.run(config.name)
 
     state = run_blocking(read())
-    if state is None:
-        raise ConfigError(untrained)
-    if state.checkpoint is None:
-        raise ConfigError(f"run {config.name!r} has no checkpoint yet: train it, or name one")
-    return config.checkpoint(state.checkpoint)
+    return config.checkpoint(state.checkpoint) if state and state.checkpoint else None

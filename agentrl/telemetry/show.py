@@ -13,20 +13,39 @@ from rich.text import Text
 from agentrl.base.span_names import DIFF
 from agentrl.errors import StoreError
 from agentrl.store import open_store
-from agentrl.types import POLICY, Trace, Transition
+from agentrl.telemetry.spelling import spelling
+from agentrl.types import POLICY, Json, Trace, Transition
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-async def show_rollout(store_url: str, rollout: str) -> None:
-    """Print a rollout of a store. Raises StoreError for an unknown id."""
+async def show_rollout(store_url: str, rollout: str, *, prompts: bool = False) -> None:
+    """Print a rollout of a store, or the prompts of its calls as the policy read them: rendered by
+    the chat template. Raises StoreError for an unknown id."""
     async with open_store(store_url, readonly=True) as store:
         trace = await store.trace(rollout)
-    if trace is None:
-        raise StoreError(
-            f"there is no rollout {rollout!r} in {store.url}; ids look like run/train/0000000/0000"
-        )
-    Console().print(render_trace(trace))
+        if trace is None:
+            raise StoreError(
+                f"there is no rollout {rollout!r} in {store.url}; ids look like "
+                "run/train/0000000/0000"
+            )
+        state = await store.run(trace.rollout.run)
+    shown = render_prompts(trace, state.config if state else {}) if prompts else render_trace(trace)
+    Console().print(shown)
+
+
+def render_prompts(trace: Trace, config: dict[str, Json]) -> RenderableType:
+    """What the policy read and wrote in each call, with the special tokens. config: the stored
+    settings of the run, which name the tokenizers."""
+    parts: list[RenderableType] = []
+    for at, call in enumerate(trace.transitions):
+        own = spelling(config, call.policy)
+        note = f": token ids, because {own.missing}" if own.missing else ""
+        size = f"{len(call.prompt)} + {len(call.completion)} tokens"
+        parts.append(Text(f"call {at}, {call.role}, {size}{note}", style="bold"))
+        prompt = Text(own.text(call.prompt.tolist()), style="cyan")
+        parts.append(prompt.append(own.text(call.completion.tolist()), style="green"))
+    return Group(*parts or [Text("no model call")])
 
 
 def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:

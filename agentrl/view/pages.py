@@ -13,9 +13,9 @@ from agentrl.errors import AgentRLError, Forbidden, Invalid, NotFound
 from agentrl.store.base import Store
 from agentrl.store.records import Dataset
 from agentrl.telemetry.report import policies_without_calls, untrained_sentences
+from agentrl.telemetry.spelling import Spelling, spelling
 from agentrl.types import Credit, ErrorKind, Json, Purpose, RolloutState, RunState, StepRow, Trace
 from agentrl.view import records
-from agentrl.view.tokens import Spelling, spelling
 
 SHOWN = ["reward/mean", "eval/score", "policy/entropy", "sampler/kl", "grad_norm"]
 SHOWN += ["reward/outcome/frac_zero_std", "completion/length_mean", "time/rollouts"]
@@ -286,16 +286,20 @@ class Pages:
         return Page("numbers.html", f"{id} call {at}", values | {"run": trace.rollout.run})
 
     async def raw(self, id: str, query: Query) -> str:
-        """The uncut text of the task, the result, or a message of a call."""
-        trace = (await self.load(id)).trace
-        if (what := query.get("what")) in ("task", "result"):
+        """The uncut text of the task, the result, the rendered prompt of a call, or a message."""
+        loaded = await self.load(id)
+        trace, what = loaded.trace, query.get("what")
+        if what in ("task", "result"):
             return records.text_of(getattr(trace.rollout, str(what)))
         at, index = _read(query, "call"), _read(query, "message")
         try:
             call = trace.transitions[at]
+            if what == "prompt":
+                return self._speller(loaded)(call.policy).text(call.prompt.tolist())
             return records.text_of(call.answer if index == -1 else call.messages[index])
         except (IndexError, TypeError):
-            raise NotFound(f"rollout {id!r} has no message {index} of call {at}") from None
+            missing = "" if what == "prompt" else f" message {index} of"
+            raise NotFound(f"rollout {id!r} has no{missing} call {at}") from None
 
     async def lanes(self, id: str) -> Page:
         trace = (await self.load(id)).trace

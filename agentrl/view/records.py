@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from agentrl.store.records import Item
+from agentrl.telemetry.spelling import Spelling
 from agentrl.types import Credit, Json, Trace, Transition
-from agentrl.view.tokens import Spelling
 
 # Characters of a message, task or result on a page; another page has all of it.
 LONGEST_TEXT = 2000

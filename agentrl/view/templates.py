@@ -31,6 +31,11 @@ def island(value: Any) -> str:
     return encode(value).decode().replace("<", "\\u003c")
 
 
+def quoted(text: str) -> str:
+    """A text with its white space visible, as a JSON string; the template escapes it."""
+    return encode(text).decode()
+
+
 def heat(logp: float | None) -> str:
     """The CSS class of a token coloured by its probability, as in `view.js`."""
     bin = 0 if logp is None else round((1 - math.exp(logp)) * 8)
@@ -54,7 +59,8 @@ def environment() -> Environment:
     own = {Path(module.origin).parent: None for module in modules if module and module.origin}
     loader = FileSystemLoader([HERE / "templates", *own])
     found = Environment(loader=loader, undefined=StrictUndefined, **options)
-    found.filters |= {"shown": shown, "ago": ago, "text": text_of, "island": island, "heat": heat}
+    found.filters |= {"shown": shown, "ago": ago, "text": text_of, "heat": heat}
+    found.filters |= {"island": island, "quoted": quoted}
     found.globals["cap"] = LONGEST_TEXT
     return found
 

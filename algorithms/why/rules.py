@@ -27,11 +27,16 @@ REPORTED_SHARE, RANKED_SHARE = 0.2, 0.5
 DETERMINISTIC_ENTROPY = 0.02  # nats per token, entropy of a deterministic policy
 # Least sum of learning rates that moves weights; ten times that for an adapter.
 LEAST_RATE_SUM = 2e-5
+RARE_SUCCESS = 0.1  # share of rollouts below which most groups of eight have no success
 ROLLOUTS_READ, SEARCH_SECONDS = 16, 5.0  # number of rollouts to read; seconds to search for a role
 HELD_OUT, SAMPLED, TRAINING = "held-out", "sampled held-out", "training reward"
 # What the embedded server, vLLM, SGLang, OpenAI and Anthropic say of a prompt that is too long.
 TOO_LONG = re.compile(r"context[ _-](length|window|size)|model's context|prompt is too long", re.I)
 AGENT_CURE = "agent.path, agent.command or agent.harness: correct the agent"
+TEACH = (
+    "warmup.data: demonstrations of success (agentrl demonstrate); tasks.train: easier ones, then "
+    'tasks.order: "difficulty"'
+)
 CURES = {
     ErrorKind.TIMEOUT: "agent.timeout: more",
     ErrorKind.LIMIT: "agent.max_calls, agent.max_tokens: more",
@@ -293,7 +298,8 @@ def constant_verifier(run: PolicyRun) -> Reason:
     means, spread = run.values("reward/mean") or [0.0, 1.0], run.values("reward/std")
     text = f"the verifier gives one reward to all: {means[0]:g} in all {len(means)} steps"
     same = min(means) == max(means) and not any(spread) and {*run.scores} <= {*means}
-    return Reason(float(same), text, "verifier.path: its comparison; tasks.train: other tasks")
+    cure = "verifier.path: its comparison; tasks.train: easier ones; warmup.data: demonstrations"
+    return Reason(float(same), text, cure)
 
 
 def flat_groups(run: PolicyRun) -> Reason:
@@ -309,7 +315,24 @@ def flat_groups(run: PolicyRun) -> Reason:
         share = 0.0
     text = f"groups are flat: in {share:.0%} of them all rollouts got the same reward"
     cure = 'tasks.order: "difficulty"; algorithm.dynamic_sampling: true; algorithm.group_size: more'
+    successes = _successes(run)
+    if 0 < successes < RARE_SUCCESS:  # larger groups would be as flat
+        text += f", for success is rare: {successes:.1%} of the rollouts"
+        cure = TEACH
     return Reason(share, text, cure)
+
+
+def _successes(run: PolicyRun) -> float:
+    """The share of rollouts with the better of two rewards. For two values, of which the worse is
+    `low`, it follows from mean and standard deviation: p / (1 - p) = ((mean - low) / std)**2. For
+    other rewards it says how far their mean is above the lowest."""
+    low = min((x for row in run.newest if math.isfinite(x := row.reward(run.outcome))), default=0.0)
+    key = "reward" if run.outcome == "outcome" else f"reward/{run.outcome}"
+    shares = []
+    for step in run.steps:
+        above, spread = max(step.get(f"{key}/mean", low) - low, 0.0), step.get(f"{key}/std", 0.0)
+        shares.append(above**2 / (above**2 + spread**2) if above else 0.0)
+    return fmean(shares or [0.0])
 
 
 def lag(run: PolicyRun) -> Reason:

@@ -68,16 +68,20 @@ def test_of_several_policies_those_that_learned_are_the_checkpoints(tmp_path: Pa
     assert found["judge"] == config.policies["judge"]
 
 
-def test_a_run_that_never_was_is_to_be_trained_first(tmp_path: Path) -> None:
-    config = resolve({"name": "never", "output": str(tmp_path / "never")}, source="test")
-    with pytest.raises(ConfigError, match="'never' has not been trained yet; train it first"):
-        score.evaluate(config, None, None)
-    assert not (tmp_path / "never").exists()
-
-
 def test_what_is_scored_is_named_by_its_step(tmp_path: Path) -> None:
-    assert score.scored_line(tmp_path / "000020.3").startswith("scoring the policy after step 20: ")
-    assert score.scored_line(tmp_path / "mine") == f"scoring the policy: {tmp_path / 'mine'}"
+    config = RunConfig(policy=PolicyConfig(model="base"))
+    after = score.scored_line(config, tmp_path / "000020.3")
+    assert after.startswith("scoring the policy after step 20: ")
+    named = score.scored_line(config, tmp_path / "mine")
+    assert named == f"scoring the policy: {tmp_path / 'mine'}"
+    assert score.scored_line(config, None) == "scoring the policy before training: base"
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+    config = resolve({"name": "never", "output": str(tmp_path / "never")}, source="test")
+    with pytest.raises(ConfigError, match="'never' has no checkpoint yet; train it"):
+        evaluation.last_checkpoint(config)
+    assert not (tmp_path / "never").exists()
 
 
 @pytest.mark.parametrize(

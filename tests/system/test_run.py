@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 import sqlite3
@@ -53,6 +54,13 @@ def measured(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.part
 def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
+    untrained = agentrl(run_folder, "eval", "run.toml")
+    assert untrained.returncode == 0, untrained.stderr
+    assert "scoring the policy before training: " in untrained.stdout
+    assert "held-out tasks" in untrained.stdout
+    (first,) = run_folder.glob("*-eval-*")
+    shutil.rmtree(first)
+
     trained = agentrl(run_folder, "train", "run.toml", *SMALL)
     assert trained.returncode == 0, trained.stderr
     assert "held-out tasks" in trained.stdout
@@ -74,6 +82,11 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     shown = agentrl(run_folder, "show", "tiny/train/0000000/0000", "--store", "out/store.db")
     assert shown.returncode == 0, shown.stderr
     assert "What is" in shown.stdout
+    prompts = agentrl(
+        run_folder, "show", "tiny/train/0000000/0000", "--prompt", "--store", "out/store.db"
+    )
+    assert "call 0, agent, " in prompts.stdout
+    assert "<|im_start|>user" in prompts.stdout
 
     again = agentrl(run_folder, "train", "run.toml", *SMALL)
     assert again.returncode == 0, again.stderr

@@ -34,6 +34,8 @@ def evaluate(
 ) -> None:
     """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE.
 
+    Before training it scores the model that the run starts from, without its warm-up.
+
     For a RUN_FILE without a model of its own, score its [upstreams]."""
     from agentrl.evaluation.checkpoint import score
 

@@ -14,8 +14,9 @@ from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.config.base import tables
+from agentrl.config.schema import WarmupConfig
 from agentrl.errors import ConfigError
-from agentrl.evaluation.core import STEPS, check_any_succeeded, evaluation_run, last_checkpoint
+from agentrl.evaluation.core import STEPS, check_any_succeeded, evaluation_run, find_checkpoint
 from agentrl.store import open_store
 from agentrl.types import Purpose
 
@@ -27,8 +28,9 @@ def evaluate(
     *,
     level: int = PHASE,
 ) -> trainer.TrainingResult:
-    """Score a checkpoint, by default the run's last one, or `[upstreams]` if the run has no model
-    of its own. Writes to the store that the run file names, if any."""
+    """Score a checkpoint, by default the run's last one, before training the model that the run
+    starts from, or `[upstreams]` if the run has no model of its own. Writes to the store that the
+    run file names, if any."""
     config = trainer.hide_secrets(config)
     if team.has_no_own_policy(config):
         if checkpoint:
@@ -37,15 +39,15 @@ def evaluate(
                 "remove it, or set policy.model"
             )
     else:
-        checkpoint = checkpoint or last_checkpoint(config)
-        if not checkpoint.is_dir():
+        checkpoint = checkpoint or find_checkpoint(config)
+        if checkpoint and not checkpoint.is_dir():
             raise ConfigError(f"{checkpoint}: no such checkpoint directory")
     replace = msgspec.structs.replace
     name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
     own = evaluation_run(config, name, checkpoint and checkpoint.resolve())
     evaluated = {key: one.evaluated(config) for key, one in tables(own) if "." not in key}
-    own = replace(own, **evaluated)
+    own = replace(own, **evaluated | {"warmup": WarmupConfig()})
     config = replace(
         own,
         store=own.store if trainer.has_own_store(config) else config.store,
@@ -53,8 +55,8 @@ def evaluate(
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
     )
     trainer.check(config)
-    if checkpoint:
-        Console().print(scored_line(checkpoint), highlight=False, markup=False, soft_wrap=True)
+    if scored := scored_line(config, checkpoint):
+        Console().print(scored, highlight=False, markup=False, soft_wrap=True)
     return run_blocking(_score(config, level))
 
 
@@ -65,8 +67,17 @@ async def _score(config: RunConfig, level: int) -> trainer.TrainingResult:
     return result
 
 
-def scored_line(checkpoint: Path) -> str:
-    """A line for the console that names the scored weights."""
-    named = STEPS.match(checkpoint.name)
-    after = f" after step {int(named[1])}" if named else ""
-    return f"scoring the policy{after}: {checkpoint}"
+def scored_line(config: RunConfig, checkpoint: Path | None) -> str:
+    """A line for the console that names the scored weights, if they are the run's own."""
+    if checkpoint:
+        named = STEPS.match(checkpoint.name)
+        after = f" after step {int(named[1])}" if named else ""
+        return f"scoring the policy{after}: {checkpoint}"
+    if team.has_no_own_policy(config):
+        return ""
+    untrained = {
+        own.model or own.build
+        for name in team.trained_policies(config)
+        for own in [team.view(config, name).policy]
+    }
+    return f"scoring the policy before training: {', '.join(sorted(untrained))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import html
 import math
 import os
 import re
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import click
@@ -22,8 +24,9 @@ from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.types import Credit, Trace, float32
 from agentrl.view import server
-from agentrl.view.pages import Pages
+from agentrl.view.pages import Page, Pages
 from agentrl.view.templates import STATIC, environment, render
+from tests import factories
 from tests.agentrl.view import filled
 from tests.agentrl.view.filled import start, stop
 
@@ -86,6 +89,23 @@ def test_numbers_equal_the_store(filled_store: str, client: httpx.Client) -> Non
     table = client.get(f"/call/0/{ROLLOUT}").text
     assert f"{credits[0].psi[5]:.6g}" in table
     assert f"{trace.transitions[0].logprobs[4]:.6g}" in table
+
+
+def test_a_token_is_shown_as_it_was_written() -> None:
+    nothing: dict[str, Any] = {name: [] for name in ("logp", "advantage", "psi", "weight", "gate")}
+    tokens = nothing | {"ids": [1, 2], "text": ["<tool_call>", "\n"], "baseline": []}
+    values = {"id": "r", "at": 0, "tokens": tokens, "call": factories.call()}
+    page = render(Page("numbers.html", "r call 0", values))
+    assert [html.unescape(x) for x in re.findall(r"<td>(.*?)</td>", page)] == [
+        '"<tool_call>"', '"\\n"'
+    ]  # fmt: skip
+
+
+def test_the_prompt_of_a_call_is_shown_as_the_policy_read_it(client: httpx.Client) -> None:
+    path = f"/raw/{ROLLOUT}?what=prompt&call=1"
+    assert path in html.unescape(client.get(f"/rollout/{ROLLOUT}").text)
+    assert client.get(path).text == '<|im_start|><|im_end|>!"#'
+    assert client.get(f"/raw/{ROLLOUT}?what=prompt&call=77").status_code == 404
 
 
 def test_missing_is_not_zero(client: httpx.Client) -> None:

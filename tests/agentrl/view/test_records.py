@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.telemetry.spelling import Spelling
 from agentrl.types import Credit, Trace, Transition, float32, int32
 from agentrl.view import records
-from agentrl.view.tokens import Spelling
 from tests import factories
 
 

@@ -411,6 +411,39 @@ def test_only_a_context_that_is_full_makes_a_prompt_too_long(message: str, named
     assert ("the prompt is too long: 50%" in first.text) == named
 
 
+@pytest.mark.parametrize(
+    ("share", "low", "high"), [(0.02, 0.0, 1.0), (0.06, 0.0, 1.0), (0.05, -1.0, 3.0)]
+)
+def test_rare_success_needs_demonstrations_or_easier_tasks_not_larger_groups(
+    share: float, low: float, high: float
+) -> None:
+    newest = [rollout(rewards=[Reward(x)]) for x in [low] * 15 + [high]]
+    step = rewards_of(share, low, high) | {"reward/outcome/frac_zero_std": 0.8}
+    (reason,) = why.reasons(record([step], newest=newest))
+    assert f"success is rare: {share:.1%} of the rollouts" in reason.text
+    assert "demonstrations" in reason.change
+    assert "easier" in reason.change
+    assert "group_size" not in reason.change
+
+
+@pytest.mark.parametrize(("share", "low", "high"), [(0.3, 0.0, 1.0), (0.95, -1.0, 3.0)])
+def test_flat_groups_of_a_policy_with_successes_are_made_larger(
+    share: float, low: float, high: float
+) -> None:
+    newest = [rollout(rewards=[Reward(x)]) for x in [low, high]]
+    step = rewards_of(share, low, high) | {"reward/outcome/frac_zero_std": 0.8}
+    (reason,) = why.reasons(record([step], newest=newest))
+    assert "rare" not in reason.text
+    assert "group_size: more" in reason.change
+
+
+def rewards_of(share: float, low: float, high: float) -> dict[str, float]:
+    """The metrics of rewards of which this share is `high`, the others `low`."""
+    mean = low + share * (high - low)
+    std = (high - low) * math.sqrt(share * (1 - share))
+    return {"reward/mean": mean, "reward/std": std}
+
+
 def test_one_reward_in_training_and_another_held_out_is_no_constant_verifier() -> None:
     steps = [{"reward/mean": 0.0, "reward/std": 0.0}] * 3
     assert "one reward to all" in why.reasons(record(steps, scores=[0.0]))[0].text
