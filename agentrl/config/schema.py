@@ -165,7 +165,7 @@ class AlgorithmConfig(Section, frozen=True):
     store_credit: bool = True  # store advantages, baselines and gates of each step, for `explain`
     minibatches: Count = 1  # optimizer steps per pass over a batch
     epochs: Count = 1  # passes over a batch
-    lr: Positive = 1e-6  # peak learning rate; use about ten times as much for an adapter
+    lr: Positive = 1e-6  # peak learning rate; for an adapter about 2e-4
     # If the effective sample size of the importance weights, as a fraction of the tokens, is below
     # this, lr falls in proportion (VCPO, arXiv 2602.17616); costs a forward pass of the batch.
     lr_ess: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # none: off

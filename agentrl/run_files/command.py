@@ -6,6 +6,7 @@ import inspect
 import re
 import shutil
 from pathlib import Path
+from string import Template
 from typing import Any, get_args, get_origin
 
 import click
@@ -18,7 +19,8 @@ from agentrl.errors import ConfigError
 from agentrl.types import Sampling
 
 STARTER = Path(__file__).with_name("starter")
-FILES = ("run.toml", "agent.py", "tasks.jsonl", "verifier.py", "policy.py")
+SETTINGS = "run.toml"
+FILES = (SETTINGS, "agent.py", "tasks.jsonl", "verifier.py", "policy.py")
 FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?$")
 
 
@@ -35,20 +37,29 @@ def print_schema() -> None:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=".")
-def init(folder: Path) -> None:
+@click.option("--model", help="Hub name or directory of a chat model, instead of a tiny one.")
+def init(folder: Path, model: str | None) -> None:
     """Write a commented run file with agent, tasks, verifier and a tiny model into FOLDER.
 
-    Overwrites no file."""
-    present = [name for name in FILES if (folder / name).exists()]
+    With --model, settings for that model are measured on this machine. Overwrites no file."""
+    files = [name for name in FILES if not (model and name == "policy.py")]
+    present = [name for name in files if (folder / name).exists()]
     if present:
         raise ConfigError(f"{folder} has {', '.join(present)} already; name another folder")
+    text = (STARTER / SETTINGS).read_text(encoding="utf-8")
+    if model:
+        from agentrl.run_files import pretrained
+
+        template = Template((STARTER / "pretrained.toml").read_text(encoding="utf-8"))
+        text = template.substitute(pretrained.settings(model))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
+        for name in files[1:]:
             shutil.copyfile(STARTER / name, folder / name)
+        (folder / SETTINGS).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write into {folder} ({error.strerror})") from None
-    click.echo(f"Wrote {', '.join(FILES)}. Next: agentrl train {folder / 'run.toml'}")
+    click.echo(f"Wrote {', '.join(files)}. Next: agentrl train {folder / SETTINGS}")
 
 
 def run_file_schema() -> dict[str, Any]:

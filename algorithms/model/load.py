@@ -48,7 +48,7 @@ def load_model(
     of the language-model head. quantize: "4bit" or "8bit", for a base with adapters. Raises
     PolicyError if the directory, a weight or a required part is missing or unreadable."""
     name = str(path_or_name)
-    _check_directory(name)
+    check_directory(name)
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -157,7 +157,7 @@ def vocabulary_size(model: Model) -> int:
     return int(network.get_input_embeddings().weight.shape[0])
 
 
-def _check_directory(name: str) -> None:
+def check_directory(name: str) -> None:
     """Raise PolicyError for a missing path, which transformers would look up as a hub name."""
     path = Path(name)
     if path.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -13,9 +14,13 @@ import pytest
 from click.testing import CliRunner
 
 from agentrl import trainer
+from agentrl.algorithms.model.attention import context_length
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.train import estimate
 from agentrl.cli.main import cli
 from agentrl.config import load, to_toml
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, PolicyError
+from agentrl.run_files import pretrained
 from agentrl.run_files.command import FILES
 
 RUN_FILES = sorted((Path(__file__).parents[3] / "examples").glob("*/run.toml"))
@@ -110,6 +115,44 @@ def test_what_init_writes_trains(started: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "runs" / "mine" / "checkpoints").glob("000001*"))
+
+
+def test_init_measures_what_a_pretrained_model_needs(tmp_path: Path, tiny_model_dir: Path) -> None:
+    folder = tmp_path / "mine"
+    result = CliRunner().invoke(cli, ["init", str(folder), "--model", str(tiny_model_dir)])
+    assert result.exit_code == 0, result.exception
+    assert sorted(path.name for path in folder.iterdir()) == sorted({*FILES} - {"policy.py"})
+    config = load(folder / "run.toml")
+    trainer.check(config)
+    assert (config.policy.model, config.policy.build) == (str(tiny_model_dir), "")
+    assert config.policy.lora.rank > 0
+    assert config.engine.threads == os.cpu_count()
+    model, _ = load_model(tiny_model_dir)
+    assert config.engine.max_context <= context_length(model)
+    assert config.sampling.max_tokens < config.engine.max_context
+    assert config.agent.timeout >= 60
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [("missing/model/dir", "missing/model/dir"), (".", "has no config.json")],
+)
+def test_init_of_a_model_that_is_none_writes_nothing(
+    tmp_path: Path, model: str, sentence: str
+) -> None:
+    given = str(tmp_path) if model == "." else model
+    result = CliRunner().invoke(cli, ["init", str(tmp_path / "mine"), "--model", given])
+    assert isinstance(result.exception, PolicyError)
+    assert sentence in str(result.exception)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_init_of_a_model_that_is_too_large_says_what_it_needs(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "available", lambda config: 1_000_000)
+    with pytest.raises(PolicyError, match=r"needs more memory than there is: .* GiB: weights"):
+        pretrained.settings(str(tiny_model_dir))
 
 
 def test_init_overwrites_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""Settings with which this machine trains a model that somebody else has pretrained."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from agentrl.algorithms.model.attention import context_length
+from agentrl.algorithms.model.cpu_threads import computing_with
+from agentrl.algorithms.model.load import DTYPES, check_directory, load_model, no_progress_bars
+from agentrl.algorithms.train import estimate
+from agentrl.config import LoraConfig, RunConfig
+from agentrl.errors import PolicyError
+
+RANK, LEARNING_RATE = 16, 2e-4  # of an adapter; see docs/how-to/pretrained-models.md
+MAX_TOKENS = 128  # of one completion
+MAX_CONTEXT, LEAST_CONTEXT = 4096, 512  # tokens to look for between
+CONCURRENCY = 32  # rollouts whose calls are decoded together
+CALLS, SLACK = 4, 4  # calls of a rollout; how many times as long as measured it may take
+MEASUREMENTS = 3
+
+
+def settings(model: str) -> dict[str, Any]:
+    """Measured settings for a model: dtype, threads, context, time-out and what goes with them.
+
+    Raises PolicyError for a model that cannot be loaded or does not fit into memory."""
+    folder = Path(model).expanduser()
+    source = str(folder.resolve()) if folder.is_dir() else model
+    check_directory(source)
+    try:
+        shape = estimate.shape_of(source)
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"model {model!r}: {str(error).splitlines()[0]}") from None
+    dtype = fastest_dtype(shape.config.get_text_config().hidden_size)
+    chosen = RunConfig()
+    policy = replace(chosen.policy, dtype=dtype, lora=LoraConfig(rank=RANK))
+    context = min(MAX_CONTEXT, context_length(shape) or MAX_CONTEXT)
+    while True:
+        engine = replace(chosen.engine, max_batch=CONCURRENCY, max_context=context)
+        fits, sentence = estimate.memory(replace(chosen, policy=policy, engine=engine), shape)
+        if fits:
+            break
+        if context <= LEAST_CONTEXT:
+            raise PolicyError(f"model {model!r} needs more memory than there is: {sentence}")
+        context = max(LEAST_CONTEXT, context // 2)
+    per_token = seconds_per_token(source, dtype)
+    longest = SLACK * CALLS * MAX_TOKENS * per_token
+    return {
+        "model": source, "dtype": dtype, "rank": RANK, "lr": LEARNING_RATE, "context": context,
+        "threads": os.cpu_count() or 1, "max_tokens": MAX_TOKENS, "concurrency": CONCURRENCY,
+        "timeout": max(60, math.ceil(longest / 10) * 10), "rate": round(CONCURRENCY / per_token),
+    }  # fmt: skip
+
+
+def fastest_dtype(hidden: int) -> str:
+    """The dtype in which this machine multiplies matrices of a model fastest; on a GPU bfloat16."""
+    if torch.cuda.is_available():
+        return "bfloat16"
+    seconds = {}
+    for name, dtype in DTYPES.items():
+        left, right = torch.ones(CONCURRENCY, hidden, dtype=dtype), torch.ones(hidden, 4 * hidden)
+        weight = right.to(dtype)
+        seconds[name] = _fastest(lambda left=left, weight=weight: left @ weight)
+    return min(seconds, key=lambda name: seconds[name])
+
+
+def seconds_per_token(source: str, dtype: str) -> float:
+    """Seconds to decode one token of each of CONCURRENCY calls."""
+    with no_progress_bars():
+        model, _ = load_model(source, dtype)
+    tokens = torch.ones(CONCURRENCY, 1, dtype=torch.long, device=model.device)
+    with torch.inference_mode():
+        return _fastest(lambda: model(input_ids=tokens).logits.cpu())
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """The least seconds of some measurements, after one that warms up: on CPUs those of one core,
+    which other programs on the machine hardly change."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    seconds = []
+    with computing_with(1):
+        for _ in range(1 + MEASUREMENTS):
+            started = clock()
+            work()
+            seconds.append(clock() - started)
+    return min(seconds[1:])
