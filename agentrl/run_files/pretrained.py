@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,9 @@ def fastest_dtype(hidden: int) -> str:
         return "bfloat16"
     seconds = {}
     for name, dtype in DTYPES.items():
-        left, right = torch.ones(CONCURRENCY, hidden, dtype=dtype), torch.ones(hidden, 4 * hidden)
-        weight = right.to(dtype)
-        seconds[name] = _fastest(lambda left=left, weight=weight: left @ weight)
+        tokens = torch.ones((CONCURRENCY, hidden), dtype=dtype)
+        weight = torch.ones((hidden, 4 * hidden), dtype=dtype)
+        seconds[name] = _fastest(partial(torch.matmul, tokens, weight))
     return min(seconds, key=lambda name: seconds[name])
 
 
