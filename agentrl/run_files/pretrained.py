@@ -76,7 +76,7 @@ def seconds_per_token(source: str, dtype: str) -> float:
     """Seconds to decode one token of each of CONCURRENCY calls."""
     with no_progress_bars():
         model, _ = load_model(source, dtype)
-    tokens = torch.ones(CONCURRENCY, 1, dtype=torch.long, device=model.device)
+    tokens = torch.ones((CONCURRENCY, 1), dtype=torch.long, device=str(model.device))
     with torch.inference_mode():
         return _fastest(lambda: model(input_ids=tokens).logits.cpu())
 
