@@ -65,6 +65,13 @@ class TasksConfig(Section, frozen=True):
     # Mean outcome at which a task is dropped (ScaleRL, arXiv 2510.13786).
     solved: Positive | None = None  # none: never
 
+    def problems(self, config: Any) -> Iterator[str]:
+        by_order, why = self.order == "difficulty", missing("training", "tasks.order")
+        if why and (by_order or self.solved is not None):
+            yield f"tasks.{'order' if by_order else 'solved'}: {why}"
+        if by_order and self.solved is not None:
+            yield "tasks.solved leaves out tasks that order = 'difficulty' draws rarely; choose one"
+
 
 class VerifierConfig(Section, frozen=True):
     """The functions that score rollouts."""

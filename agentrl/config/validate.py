@@ -49,8 +49,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _lora(config.policy.lora)
     yield from _schedule(config.algorithm)
     yield from _staleness(config)
-    if config.tasks.solved is not None and config.tasks.order == "difficulty":
-        yield "tasks.solved leaves out tasks that order = 'difficulty' draws rarely; choose one"
     if config.eval.concurrent and not (config.eval.every and config.tasks.heldout):
         yield "eval.concurrent scores copies between steps: set eval.every and tasks.heldout"
     if config.eval.patience and not (config.eval.every and config.tasks.heldout):
