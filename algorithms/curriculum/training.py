@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 
 from agentrl.algorithms.data.state import CountedMeans, StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.sampling.task_sampler import TaskSampler, task_name
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train.hooks import Hooks
 from agentrl.config import RunConfig
 from agentrl.types import Group, Json, Task
@@ -77,6 +79,14 @@ class TaskDifficulty:
 def _key(task: Task, candidate: str | None) -> str:
     """The key of a task's difficulty, which depends on the prompts of the agent."""
     return task_name(task) if candidate is None else f"{candidate}/{task_name(task)}"
+
+
+def task_name(task: Task) -> str:
+    """The task's `id`, or a digest of its content."""
+    if "id" in task:
+        return str(task["id"])
+    whole = msgspec.json.encode(task, order="sorted")
+    return hashlib.blake2b(whole, digest_size=12).hexdigest()
 
 
 class Curriculum(Hooks):

@@ -3,7 +3,6 @@ restart requests the same rollouts. Prefetched rollouts are never drawn again.""
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,25 +10,16 @@ from functools import lru_cache
 from math import ceil
 from typing import Protocol
 
-import msgspec
 from msgspec.structs import replace
 
 from agentrl.algorithms.sampling.rollouts import URGENT, CandidateInUse, new_rollout
 from agentrl.config import RunConfig
-from agentrl.types import Branch, Json, NewRollout, Rollout, Task
+from agentrl.types import Json, NewRollout
 
 
 def group_number(id: str) -> int:
     """The number in a group's id; for a replacement that of its step's last group."""
     return int(id.rpartition("/")[2].partition(".")[0])
-
-
-def task_name(task: Task) -> str:
-    """The task's `id`, or a digest of its content."""
-    if "id" in task:
-        return str(task["id"])
-    whole = msgspec.json.encode(task, order="sorted")
-    return hashlib.blake2b(whole, digest_size=12).hexdigest()
 
 
 class TaskOrder(Protocol):
@@ -140,18 +130,3 @@ def shuffled(seed: str, size: int) -> list[int]:
     order = list(range(size))
     random.Random(seed).shuffle(order)
     return order
-
-
-def joining_rollout(
-    config: RunConfig, source: Rollout, branch: Branch, seats: Mapping[str, str], number: int
-) -> NewRollout:
-    """The request for rollout `number` (from 0) that joins the group of `source`."""
-    index = config.algorithm.group_size + number
-    return replace(
-        new_rollout(config, source.group, index, source.task, source.step, config.sampling),
-        purpose=source.purpose,
-        priority=URGENT,
-        seats=dict(seats),
-        branch=branch,
-        candidate=source.candidate,
-    )

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.curriculum.training import DIFFICULTY, Curriculum, TaskDifficulty
+from agentrl.algorithms.curriculum.training import DIFFICULTY, Curriculum, TaskDifficulty, task_name
 from agentrl.algorithms.data.state import AlgorithmState, CountedMeans
 from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.task_sampler import TaskSampler, task_name
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import resolve
 from agentrl.store import open_store
 from agentrl.types import Branch, Group, Reward, StepCommit

@@ -14,8 +14,9 @@ from agentrl.algorithms.prompts import stored
 from agentrl.algorithms.prompts.records import Candidate, candidates_of, put_candidates
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.prompts.search import candidate_id
+from agentrl.algorithms.replays.counterfactuals import joining_rollout
 from agentrl.algorithms.sampling.rollouts import CandidateInUse
-from agentrl.algorithms.sampling.task_sampler import TaskSampler, joining_rollout
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import Invalid
 from agentrl.store import open_store
