@@ -38,6 +38,7 @@ from agentrl.config.infrastructure import (
     RunnerConfig,
     TorchLearnerConfig,
 )
+from agentrl.errors import nearest
 from agentrl.types import Sampling
 
 MODEL_LR = 1e-5  # default learning rate of a critic that is a model of its own
@@ -233,6 +234,10 @@ class ReferenceConfig(Section, frozen=True):
     target: NonNegative = 0.0  # KL in nats per token to which the penalty adapts; 0: fixed penalty
     horizon: Count = 10_000  # rollouts over which the penalty adapts
 
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.target and (why := missing("training", "reference.target")):
+            yield f"reference.target: {why}"
+
 
 class TeacherConfig(Section, frozen=True):
     """The model that `distill` and `+distill` imitate: in memory or served by vLLM."""
@@ -248,8 +253,15 @@ class TeacherConfig(Section, frozen=True):
             raise ValueError("give a model or an upstream, not both")
 
     def problems(self, config: Any) -> Iterator[str]:
-        if self.upstream and (why := missing("training", "teacher.upstream")):
+        if not self.upstream:
+            return
+        if why := missing("training", "teacher.upstream"):
             yield f"teacher.upstream: {why}"
+        if self.upstream not in config.endpoints:
+            known = nearest(self.upstream, config.endpoints)
+            yield f"teacher.upstream = {self.upstream!r}; {known}"
+        if config.sampling.temperature not in (0, 1):
+            yield "sampling.temperature: teacher.upstream returns log-probs at 1; set it to 1"
 
 
 class UpstreamConfig(Section, frozen=True):

@@ -14,7 +14,6 @@ import msgspec
 from agentrl.base.access import is_loopback
 from agentrl.base.loading import is_installed
 from agentrl.config import policies as team
-from agentrl.config import upstreams
 from agentrl.config.base import EXTERNAL, Section, tables
 from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
@@ -61,7 +60,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _policies(config)
     yield from _warmup(config)
     yield from _rewards(config)
-    yield from upstreams.teacher_problems(config)
     yield from _callers(config.engine)
     yield from _one_gpu(config)
     for table in _sections(config):
@@ -205,7 +203,8 @@ def _view(config: RunConfig, name: str) -> Iterator[str]:
         return
     for check in (_numbers(view), _lora(view.policy.lora), _schedule(view.algorithm)):
         yield from (f": {problem}" for problem in check)
-    yield from (f": {problem}" for problem in upstreams.teacher_problems(view))
+    for table in (view.reference, view.teacher):
+        yield from (f": {problem}" for problem in table.problems(view))
     if not view.policy.lora.rank and not config.policies[name].model:
         yield ": set lora.rank, for an adapter on policy.model, or a model of its own"
     if config.steps and not view.steps:
