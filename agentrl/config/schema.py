@@ -298,6 +298,10 @@ class EvalConfig(Section, frozen=True):
     concurrent: bool = False
     patience: Natural = 0  # evaluations without a better score that end training; 0: off
 
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.functions and (why := missing("training", "eval.functions")):
+            yield f"eval.functions: {why}"
+
 
 class RunConfig(Section, frozen=True):
     """One training job. Paths of input files are relative to `root`, the run file's folder; outputs
