@@ -29,9 +29,9 @@ __all__ = [
 
 # Imported late: `import agentrl` stays fast in every agent process.
 LATE = {
-    "Trainer": "trainer",
-    "reward": "runners.scoring.rewards",
-    "role": "runners.tracing.roles",
-    "show": "view.notebook",
+    "trainer": "Trainer",
+    "runners.scoring.rewards": "reward",
+    "runners.tracing.roles": "role",
+    "view.notebook": "show",
 }
 __getattr__ = late(__name__, LATE)

@@ -55,5 +55,4 @@ LATE = {
     "presets.catalogue": "make",
     "presets.declare": "Discount Num modifier preset",
 }
-HOME = {name: module for module, names in LATE.items() for name in names.split()}
-__getattr__ = late(__name__, HOME)
+__getattr__ = late(__name__, LATE)

@@ -17,7 +17,7 @@ from typing import Any
 import click
 import msgspec
 
-from agentrl.algorithms import HOME
+from agentrl.algorithms import LATE
 from agentrl.algorithms.objective import core
 from agentrl.algorithms.presets import catalogue
 from agentrl.cli.main import cli
@@ -147,7 +147,8 @@ def objective() -> str:
 
 
 def preset_parts() -> str:
-    return "".join(f"::: agentrl.algorithms.{home}.{name}\n" for name, home in HOME.items())
+    found = ((home, name) for home, names in LATE.items() for name in names.split())
+    return "".join(f"::: agentrl.algorithms.{home}.{name}\n" for home, name in found)
 
 
 def family_of(made: Any) -> str:
@@ -206,7 +207,7 @@ def described_classes(made: list[str], modules: Collection[Any]) -> Iterator[tup
     for part in dict.fromkeys(re.findall(r"\b([A-Z]\w+)\(", "\n".join(made))):
         homes = [
             *modules,
-            *(importlib.import_module(f"agentrl.algorithms.{m}") for m in set(HOME.values())),
+            *(importlib.import_module(f"agentrl.algorithms.{m}") for m in LATE),
         ]
         doc = next((inspect.getdoc(vars(m)[part]) for m in homes if part in vars(m)), None)
         if doc:

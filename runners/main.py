@@ -116,8 +116,7 @@ async def attempt_runner(
     features: Sequence[Feature] = (),
 ) -> AsyncIterator[AttemptRunner]:
     """Start the gateway, executor and verifier of a run. `features`: more of the gateway."""
-    hooks, as_sent = runner_hooks(config, root), config.policy.messages == "as_sent"
-    rules = role_rules(config, hooks)
+    hooks = runner_hooks(config, root)
     gateway = Gateway(
         store,
         run,
@@ -128,7 +127,7 @@ async def attempt_runner(
         policies=config.policies,
         remote=has_no_own_policy(config),
         key=config.engine.access.key,
-        features=[*features, *run_features(store, rules=rules, as_sent=as_sent)],
+        features=[*features, *run_features(store, config, role_rules(config, hooks))],
     )
     async with contextlib.AsyncExitStack() as stack:
         await asyncio.to_thread(gateway.start)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def late(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a package. homes: name -> its module, relative to the package."""
+def late(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
+    """The `__getattr__` of a package. names: module, relative to the package -> what it has."""
+    homes = {name: module for module, found in names.items() for name in found.split()}
 
     def attribute(name: str) -> object:
         if name in homes:

@@ -53,7 +53,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     spans: Objects = {}  # that others send, by path: `base.span_names.Receive`
     verdicts: Objects = {}  # on a finished run: (config, its `StepRow`s) -> sentence, or ""
     causes: Objects = {}  # of steps that trained nothing: (store, run, their number) -> sentence
-    gateway: Objects = {}  # of a gateway: store -> `runners.gateway.features.Feature`
+    gateway: Objects = {}  # (store, config) -> `runners.gateway.features.Feature`, or None
     pages: Objects = {}  # of the view, by address: store -> `view.pages.PartPage`
     stores: Objects = {}  # by the scheme of their URLs
     libraries: Objects = {}  # by the name of a module that users import: an object in it

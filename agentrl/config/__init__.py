@@ -33,17 +33,7 @@ if TYPE_CHECKING:
 
 # Imported late: `schema` imports the tables of parts, and these the modules above.
 LATE = {
-    "differences": "run_file",
-    "from_store": "run_file",
-    "load": "run_file",
-    "resolve": "run_file",
-    "store_in": "run_file",
-    "store_of": "run_file",
-    "to_toml": "run_file",
-    "AlgorithmConfig": "schema",
-    "LoraConfig": "schema",
-    "PolicyConfig": "schema",
-    "RunConfig": "schema",
-    "UpstreamConfig": "schema",
+    "run_file": "differences from_store load resolve store_in store_of to_toml",
+    "schema": "AlgorithmConfig LoraConfig PolicyConfig RunConfig UpstreamConfig",
 }
 __getattr__ = late(__name__, LATE)

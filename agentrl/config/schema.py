@@ -38,6 +38,7 @@ from agentrl.config.infrastructure import (
     RunnerConfig,
     TorchLearnerConfig,
 )
+from agentrl.errors import nearest
 from agentrl.types import Sampling
 
 MODEL_LR = 1e-5  # default learning rate of a critic that is a model of its own
@@ -64,6 +65,13 @@ class TasksConfig(Section, frozen=True):
     order: Literal["shuffle", "difficulty"] = "shuffle"
     # Mean outcome at which a task is dropped (ScaleRL, arXiv 2510.13786).
     solved: Positive | None = None  # none: never
+
+    def problems(self, config: Any) -> Iterator[str]:
+        by_order, why = self.order == "difficulty", missing("training", "tasks.order")
+        if why and (by_order or self.solved is not None):
+            yield f"tasks.{'order' if by_order else 'solved'}: {why}"
+        if by_order and self.solved is not None:
+            yield "tasks.solved leaves out tasks that order = 'difficulty' draws rarely; choose one"
 
 
 class VerifierConfig(Section, frozen=True):
@@ -226,6 +234,10 @@ class ReferenceConfig(Section, frozen=True):
     target: NonNegative = 0.0  # KL in nats per token to which the penalty adapts; 0: fixed penalty
     horizon: Count = 10_000  # rollouts over which the penalty adapts
 
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.target and (why := missing("training", "reference.target")):
+            yield f"reference.target: {why}"
+
 
 class TeacherConfig(Section, frozen=True):
     """The model that `distill` and `+distill` imitate: in memory or served by vLLM."""
@@ -241,8 +253,15 @@ class TeacherConfig(Section, frozen=True):
             raise ValueError("give a model or an upstream, not both")
 
     def problems(self, config: Any) -> Iterator[str]:
-        if self.upstream and (why := missing("training", "teacher.upstream")):
+        if not self.upstream:
+            return
+        if why := missing("training", "teacher.upstream"):
             yield f"teacher.upstream: {why}"
+        if self.upstream not in config.endpoints:
+            known = nearest(self.upstream, config.endpoints)
+            yield f"teacher.upstream = {self.upstream!r}; {known}"
+        if config.sampling.temperature not in (0, 1):
+            yield "sampling.temperature: teacher.upstream returns log-probs at 1; set it to 1"
 
 
 class UpstreamConfig(Section, frozen=True):
@@ -278,6 +297,10 @@ class EvalConfig(Section, frozen=True):
     # During training, evaluate copies of the policies, each as large as the model, without waiting.
     concurrent: bool = False
     patience: Natural = 0  # evaluations without a better score that end training; 0: off
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.functions and (why := missing("training", "eval.functions")):
+            yield f"eval.functions: {why}"
 
 
 class RunConfig(Section, frozen=True):

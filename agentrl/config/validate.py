@@ -14,7 +14,6 @@ import msgspec
 from agentrl.base.access import is_loopback
 from agentrl.base.loading import is_installed
 from agentrl.config import policies as team
-from agentrl.config import upstreams
 from agentrl.config.base import EXTERNAL, Section, tables
 from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
@@ -49,8 +48,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _lora(config.policy.lora)
     yield from _schedule(config.algorithm)
     yield from _staleness(config)
-    if config.tasks.solved is not None and config.tasks.order == "difficulty":
-        yield "tasks.solved leaves out tasks that order = 'difficulty' draws rarely; choose one"
     if config.eval.concurrent and not (config.eval.every and config.tasks.heldout):
         yield "eval.concurrent scores copies between steps: set eval.every and tasks.heldout"
     if config.eval.patience and not (config.eval.every and config.tasks.heldout):
@@ -63,7 +60,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _policies(config)
     yield from _warmup(config)
     yield from _rewards(config)
-    yield from upstreams.teacher_problems(config)
     yield from _callers(config.engine)
     yield from _one_gpu(config)
     for table in _sections(config):
@@ -207,7 +203,8 @@ def _view(config: RunConfig, name: str) -> Iterator[str]:
         return
     for check in (_numbers(view), _lora(view.policy.lora), _schedule(view.algorithm)):
         yield from (f": {problem}" for problem in check)
-    yield from (f": {problem}" for problem in upstreams.teacher_problems(view))
+    for table in (view.reference, view.teacher):
+        yield from (f": {problem}" for problem in table.problems(view))
     if not view.policy.lora.rank and not config.policies[name].model:
         yield ": set lora.rank, for an adapter on policy.model, or a model of its own"
     if config.steps and not view.steps:

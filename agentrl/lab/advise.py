@@ -9,8 +9,9 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from agentrl.algorithms.credit.peers import trust_in_states
-from agentrl.algorithms.credit.states import mean_by
+from agentrl.algorithms.credit.call_credit import Returns
+from agentrl.algorithms.credit.peers import LAMBDA, evidence, trust
+from agentrl.algorithms.credit.states import calls_of, mean_by
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import key, known_mean, reduce_by, units
 from agentrl.algorithms.data.merge import build_batch, reward_reference
@@ -115,8 +116,17 @@ def cautions(batch: Batch, states: States) -> Iterator[str]:
 
 def look_at(batch: Batch) -> States:
     calls = len(batch.transitions) / max(len(batch.rollouts), 1)
-    trust = trust_in_states(batch) if "outcome" in batch.rewards else 0.0
-    return States(calls, repeats(batch), returns(batch), trust)
+    trusted = trust_in_states(batch) if "outcome" in batch.rewards else 0.0
+    return States(calls, repeats(batch), returns(batch), trusted)
+
+
+def trust_in_states(batch: Batch) -> float:
+    """Mean over the calls of how far `peers` and `auto` trust in the values of their states: 0 is
+    the credit of `rloo`. 0 without calls that can be compared."""
+    calls, _ = calls_of(batch, "outcome", 1.0, Returns()(batch))
+    if not calls.unit:
+        return 0.0
+    return float(trust(calls, evidence(calls, LAMBDA)[1]).mean())
 
 
 def repeats(batch: Batch) -> float:

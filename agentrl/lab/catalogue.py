@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import msgspec
 
 from agentrl.algorithms.credit.parts import format_record
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import catalogue as presets
 from agentrl.algorithms.presets.declare import EMPTY, AlgoModifier, AlgoPreset
-from agentrl.algorithms.presets.registry import ALL_STREAMS, options_of
+from agentrl.algorithms.presets.registry import ALL_STREAMS, parts_of_name
 from agentrl.base.parts import known
+from agentrl.config.presets import current_name
 
 
 def catalogue() -> list[str]:
@@ -54,6 +58,13 @@ def record(name: str) -> list[str]:
         text = msgspec.json.encode(default).decode() if json else repr(default)
         lines.append(f"  {key} = {'(required)' if default is EMPTY else text}")
     return lines
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """Options of a preset with modifiers, with defaults (`EMPTY`: required). Raises as `make`."""
+    host, added = parts_of_name(current_name(name), Path())
+    accepted = [host.options(), *(modifier.options() for modifier in added)]
+    return {option: default for own in accepted for option, (_, default) in own.items()}
 
 
 def _built(name: str) -> Algo:

@@ -256,15 +256,6 @@ def trust(calls: Calls, judged: Evidence, past: Evidence | None = None) -> Tenso
     return shown * missed_effects(judged.effects)[stages(calls)]
 
 
-def trust_in_states(batch: Batch, reward: str = "outcome") -> float:
-    """Mean over the calls of how far `peers` and `auto` trust in the values of their states: 0 is
-    the credit of `rloo`. 0 without calls that can be compared."""
-    calls, _ = calls_of(batch, reward, 1.0, call_credit.Returns(reward, 1.0)(batch))
-    if not calls.unit:
-        return 0.0
-    return float(trust(calls, evidence(calls, LAMBDA)[1]).mean())
-
-
 @dataclass(frozen=True, slots=True)
 class PeerAdvantages(JudgedColumn):
     """The return of each call, without what later calls did to it as far as values of states can be

@@ -105,12 +105,6 @@ class Batch:
         first = first.scatter_reduce(0, self.transition_rollout, position, "amin")
         return position - first[self.transition_rollout]
 
-    @property
-    def row_offsets(self) -> Tensor:
-        """Bounds of each row's token range, int64 [R + 1]."""
-        sizes = torch.tensor([0, *(row.actions.numel() for row in self.rows)])
-        return sizes.cumsum(0)
-
     def cut(self, rows: Tensor) -> tuple[Batch, Tensor]:
         """The batch with these rows [r] alone, ascending, and the indices [n] of its tokens in this
         one. The levels above rows keep all their units."""

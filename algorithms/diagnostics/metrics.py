@@ -71,7 +71,6 @@ def group_metrics(groups: Sequence[Group]) -> Metrics:
         **rewards(played),
         **agreement(groups),
         **by_role(played),
-        **replay_metrics(groups),
     }
 
 
@@ -170,27 +169,6 @@ def comparisons(batch: Batch) -> Metrics:
         metrics[f"reward/{name}/frac_zero_std"] = _mean(alike & (known > 1))
         if x.numel():
             metrics[f"reward/{name}/frac_missing"] = _mean(x.isnan())
-    return metrics
-
-
-def replay_metrics(groups: Sequence[Group]) -> Metrics:
-    """branches, branches/diverged: rollouts that branch from another, and those whose agent asked
-    something else before the fork, so not all earlier calls were replayed. replays,
-    replays/missing: counterfactual rollouts, and those without an outcome. calls/repeated: calls
-    answered from the record. Empty without branches and counterfactual rollouts."""
-    rows = [row for group in groups for row in group.rollouts if row.branch is not None]
-    repeated = [sum(call.repeats is not None for call in row.transitions) for row in rows]
-    replays = [row for row in rows if counterfactual(row)]
-    metrics: Metrics = {"calls/repeated": sum(repeated)} if rows else {}
-    if replays:
-        missing = sum(isnan(row.reward()) for row in replays)
-        metrics |= {"replays": len(replays), "replays/missing": missing}
-    if len(replays) < len(rows):
-        diverged = sum(
-            not counterfactual(row) and row.branch is not None and count < row.branch.calls
-            for row, count in zip(rows, repeated, strict=True)
-        )
-        metrics |= {"branches": len(rows) - len(replays), "branches/diverged": diverged}
     return metrics
 
 

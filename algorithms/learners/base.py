@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.model.load import Tokenizer, no_progress_bars, read_policy
 from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.objective.reference import FrozenModel
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import LearnerOutput
 from agentrl.errors import PolicyError
@@ -141,13 +142,6 @@ class Teacher(Protocol):
 
     def top(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """As `Learner.top`, for as many tokens as the algorithm reads."""
-
-
-class FrozenModel(Protocol):
-    """A model of a learner that does not learn."""
-
-    def finish(self, step: int) -> None:
-        """Called after training step number `step`: copies the policy if it is time."""
 
 
 class LearnerDefaults:

@@ -13,7 +13,6 @@ how the step is cut into micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -270,12 +269,6 @@ def loss_coefficients(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Ten
 def entropy_weights(algo: Algo, terms: Terms) -> Tensor | None:
     """Coefficient of the entropy at each token, float64 [N]; None without an entropy bonus."""
     return algo.entropy * terms.weight if algo.entropy else None
-
-
-def coefficients_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
-    """psi = -d loss / d p [N], float64, for any scalar function of the log-probs."""
-    leaf = p.detach().double().requires_grad_()
-    return -torch.autograd.grad(loss(leaf), leaf)[0]
 
 
 def pool(lr: Tensor, ids: Tensor | None, how: How = "mean") -> Tensor:

@@ -80,13 +80,6 @@ def make(
     return _checked(replace(algo, rewards=read, prepare=prepare, name=name), streams)
 
 
-def options_of(name: str) -> dict[str, Any]:
-    """Options of a preset with modifiers, with defaults (`EMPTY`: required). Raises as `make`."""
-    host, added = parts_of_name(current_name(name), Path())
-    accepted = [host.options(), *(modifier.options() for modifier in added)]
-    return {option: default for own in accepted for option, (_, default) in own.items()}
-
-
 def parts_of_name(name: str, root: Path) -> tuple[AlgoPreset, list[AlgoModifier]]:
     """The preset and modifiers in a name like "grpo+tis", and `with_entropy`."""
     host, added = find_preset(name, declare.presets, declare.modifiers)

@@ -12,6 +12,7 @@ from typing import AnyStr
 
 import msgspec
 
+from agentrl.config import RunConfig
 from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
 from agentrl.runners.gateway.features import Feature
 from agentrl.runners.gateway.refusals import RefusedError
@@ -38,7 +39,7 @@ class CandidatePrompts(Feature):
             active.changes.append(_with_prompts)
 
 
-def candidate_prompts(store: Store) -> CandidatePrompts:
+def candidate_prompts(store: Store, config: RunConfig) -> CandidatePrompts:
     return CandidatePrompts()
 
 

@@ -18,9 +18,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import trainable, valid_for_any
-from agentrl.algorithms.replays.counterfactuals import counterfactual_rollouts
+from agentrl.algorithms.replays.counterfactuals import counterfactual_rollouts, joining_rollout
 from agentrl.algorithms.replays.table import BranchingConfig, branching_of, counterfactual_of
-from agentrl.algorithms.sampling.task_sampler import joining_rollout
 from agentrl.config import RunConfig
 from agentrl.config.policies import trained_policies
 from agentrl.errors import Conflict

@@ -26,7 +26,7 @@ from agentrl.algorithms.data.merge import counterfactual, valid_for_any
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.replays.coalitions import Coalition, Value, difference, shapley
 from agentrl.algorithms.replays.table import INITIAL, CounterfactualConfig, counterfactual_of
-from agentrl.algorithms.sampling.task_sampler import joining_rollout
+from agentrl.algorithms.sampling.rollouts import URGENT, new_rollout
 from agentrl.config import RunConfig
 from agentrl.config.policies import (
     initial_name,
@@ -85,6 +85,21 @@ def substitutes(config: RunConfig) -> dict[str, str]:
 
 def coalition_formula(config: RunConfig) -> CoalitionFormula:
     return CoalitionFormula(counterfactual_of(config), config.seed)
+
+
+def joining_rollout(
+    config: RunConfig, source: Rollout, branch: Branch, seats: Mapping[str, str], number: int
+) -> NewRollout:
+    """The request for rollout `number` (from 0) that joins the group of `source`."""
+    index = config.algorithm.group_size + number
+    return replace(
+        new_rollout(config, source.group, index, source.task, source.step, config.sampling),
+        purpose=source.purpose,
+        priority=URGENT,
+        seats=dict(seats),
+        branch=branch,
+        candidate=source.candidate,
+    )
 
 
 def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import isnan
 
+from agentrl.algorithms.data.merge import counterfactual
+from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.replays import counterfactuals
 from agentrl.algorithms.replays.branching import request_branches
@@ -15,13 +18,34 @@ from agentrl.algorithms.train.step import Updater
 from agentrl.config import RunConfig
 from agentrl.config.policies import initial_version, policy_of_role
 from agentrl.store.base import Store
-from agentrl.types import NewRollout
+from agentrl.types import Group, NewRollout
 
 
 def join(config: RunConfig) -> Hooks | None:
     if not config.algorithm.joining:
         return None
     return Counterfactuals(config) if counterfactual_of(config).joins else Branches(config)
+
+
+def replay_metrics(groups: Sequence[Group]) -> Metrics:
+    """branches, branches/diverged: rollouts that branch from another, and those whose agent asked
+    something else before the fork, so not all earlier calls were replayed. replays,
+    replays/missing: counterfactual rollouts, and those without an outcome. calls/repeated: calls
+    answered from the record. Empty without branches and counterfactual rollouts."""
+    rows = [row for group in groups for row in group.rollouts if row.branch is not None]
+    repeated = [sum(call.repeats is not None for call in row.transitions) for row in rows]
+    replays = [row for row in rows if counterfactual(row)]
+    metrics: Metrics = {"calls/repeated": sum(repeated)} if rows else {}
+    if replays:
+        missing = sum(isnan(row.reward()) for row in replays)
+        metrics |= {"replays": len(replays), "replays/missing": missing}
+    if len(replays) < len(rows):
+        diverged = sum(
+            not counterfactual(row) and row.branch is not None and count < row.branch.calls
+            for row, count in zip(rows, repeated, strict=True)
+        )
+        metrics |= {"branches": len(rows) - len(replays), "branches/diverged": diverged}
+    return metrics
 
 
 class Branches(Hooks):
@@ -37,6 +61,9 @@ class Branches(Hooks):
 
     async def requested(self, rollouts: Sequence[NewRollout]) -> None:
         await request_branches(self.store, self.config, rollouts)
+
+    async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
+        return groups, replay_metrics(groups)
 
 
 class Counterfactuals(Branches):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from msgspec.structs import replace
 
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.scores import common_score, score_metrics, spread_metrics
-from agentrl.base.loading import import_error, load_attribute
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
 from agentrl.config.policies import has_no_own_policy
-from agentrl.errors import ConfigError, TrainingError
+from agentrl.errors import TrainingError
 from agentrl.store.base import Store
 from agentrl.types import Json, NewRollout, Rollout
 
@@ -82,35 +79,6 @@ def check_verifier(config: RunConfig, rollouts: Sequence[Rollout]) -> None:
             f"all {len(rollouts)} rollouts failed, because of {where}{why}. Example: agentrl show"
             f" {rollouts[0].id}. Correct it, and repeat the command with --fresh"
         )
-
-
-async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: int) -> None:
-    """Log the results of `eval.functions` on the policy after `step` steps, as
-    eval/function/<name>, or <name>/<key> for a mapping. Raises ConfigError if a function raises or
-    returns anything but numbers."""
-    if not config.eval.functions:
-        return
-    metrics: dict[str, float] = {}
-    state = await store.run(config.name)
-    last = state and state.checkpoint and config.checkpoint(state.checkpoint)
-    checkpoint = Path(last or config.model_path())
-    for path in config.eval.functions:
-        function = load_attribute(path, Path(config.root), key="eval.functions")
-        try:
-            result = await asyncio.to_thread(function, checkpoint)
-        except Exception as error:  # the user's function is a boundary
-            raise import_error(f"eval.functions = {path!r}", error) from error
-        name = f"eval/function/{path.rpartition(':')[2]}"
-        numbers = result if isinstance(result, Mapping) else {"": result}
-        try:
-            metrics |= {f"{name}/{key}".rstrip("/"): float(x) for key, x in numbers.items()}
-        except (TypeError, ValueError):
-            raise ConfigError(
-                f"eval.functions = {path!r} returned {result!r:.80}; it must return a number, or a "
-                "mapping of names to numbers"
-            ) from None
-    if metrics:
-        await store.log(config.name, step, metrics, epoch=epoch)
 
 
 async def play(

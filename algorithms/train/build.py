@@ -15,11 +15,7 @@ from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.proof import trie_gap
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.kl_control import (
-    ReferenceControl,
-    UpdatableReference,
-    make_kl_controller,
-)
+from agentrl.algorithms.objective.reference import ReferenceControl
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group, check_staleness
 from agentrl.algorithms.sampling.collect import resampling_reward
@@ -131,7 +127,6 @@ def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -
     """Build the updater of one policy. config: the policy's view of the run."""
     settings, tokenizer = config.algorithm, model.tokenizer
     learner = factory.make_learner(config, algo, model.model, tokenizer, model.adapters, name)
-    state, reference_control = make_state(config, algo, learner.frozen.get("reference"))
     context = context_length(model.model)
     completers: list[Completer] = [ProcessedScorer(learner, context, name, algo.rewards)]
     if settings.inexact == "retokenize":  # before reward models, which need the token ids
@@ -140,24 +135,12 @@ def make_updater(config: RunConfig, name: str, algo: Algo, model: LoadedModel) -
         config,
         algo,
         learner,
-        state=state,
+        state=AlgorithmState(algo.remembered, seed=config.seed),
         preprocessor=Preprocessor(
             tuple(completers), context=context, policy=name, tokenizer=tokenizer
         ),
-        reference_control=reference_control,
+        reference_control=ReferenceControl(learner.frozen.get("reference")),
         bad_steps=BadSteps(settings.max_bad_steps),
         policy=name,
         limit=KlLimit(learner, largest_kl(settings), config.seed, name),
     )
-
-
-def make_state(
-    config: RunConfig, algo: Algo, reference: UpdatableReference | None
-) -> tuple[AlgorithmState, ReferenceControl]:
-    """The state that a policy keeps between steps, and its KL control."""
-    state = AlgorithmState(algo.remembered, seed=config.seed)
-    target, horizon = config.reference.target, config.reference.horizon
-    if not target:
-        return state, ReferenceControl(reference, None)
-    state.parts["kl"] = kl = make_kl_controller(algo, target, horizon)
-    return state, ReferenceControl(reference, kl)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from agentrl.algorithms.data.state import StatePart
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.collect import GroupSource
 from agentrl.algorithms.sampling.rollouts import CandidateInUse
-from agentrl.algorithms.sampling.task_sampler import DIFFICULTY, TaskDifficulty, TaskSampler
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
@@ -195,25 +195,7 @@ class AllHooks(Hooks):
             await part.evaluate(step, limit)
 
 
-class Curriculum(Hooks):
-    """Tasks by difficulty (`tasks.order`, `tasks.solved`)."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.difficulty = TaskDifficulty(solved=config.tasks.solved)
-
-    def state(self) -> Mapping[str, StatePart]:
-        return {DIFFICULTY: self.difficulty.means}
-
-    def sampling(self, tasks: TaskSampler) -> TaskSampler:
-        return replace(tasks, order=self.difficulty)
-
-    def claimed(self, groups: Sequence[Group]) -> Metrics:
-        return self.difficulty.observe(groups)
-
-
 def hooks_of(config: RunConfig) -> AllHooks:
     """What joins a run, new."""
-    by_difficulty = config.tasks.order == "difficulty" or config.tasks.solved is not None
-    own = [Curriculum(config)] if by_difficulty else []
-    made = [point.load()(config) for point in installed_plugins("training")]
-    return AllHooks(*own, *(hooks for hooks in made if hooks is not None))
+    made = (point.load()(config) for point in installed_plugins("training"))
+    return AllHooks(*(hooks for hooks in made if hooks is not None))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agentrl.algorithms.diagnostics.metrics import Metrics, throughput
 from agentrl.algorithms.sampling.collect import Collected, GroupSource
-from agentrl.algorithms.sampling.evaluate import check_verifier, evaluate_functions
+from agentrl.algorithms.sampling.evaluate import check_verifier
 from agentrl.algorithms.sampling.stragglers import settle_groups_ahead
 from agentrl.algorithms.train.checkpoint import (
     checkpoint_name,
@@ -122,5 +122,4 @@ class TrainingLoop:
         if not (outer or (settings.every and step % settings.every == 0)):
             return False
         await self.hooks.evaluate(step, settings.tasks if outer else settings.curve_tasks)
-        await evaluate_functions(live.store, live.config, live.state.epoch, step)
         return await self.heldout.score(step)

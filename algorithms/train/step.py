@@ -23,9 +23,9 @@ from agentrl.algorithms.diagnostics.metrics import Metrics, batch_metrics
 from agentrl.algorithms.learners.base import Learner, ReferenceElsewhere, Teacher
 from agentrl.algorithms.objective.core import Algo, compute_advantages
 from agentrl.algorithms.objective.distill import TopKDistillation
-from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.objective.ratios import GivenLogProbs
+from agentrl.algorithms.objective.reference import ReferenceControl
 from agentrl.algorithms.objective.staleness import old_policy_share, staleness_metrics, withhold
 from agentrl.algorithms.objective.values import critic_terms, value_metrics
 from agentrl.algorithms.presets.registry import check_supplies
@@ -103,8 +103,7 @@ class Updater:
         critic) no weight changes, `update/skipped` counts it and the log has the reason.
         Raises TrainingError for a reward that no rollout has."""
         version = step if version is None else version
-        kl = self.reference_control.kl
-        algo = kl.tuned(self.algo) if kl else self.algo
+        algo = self.reference_control.tuned(self.algo)
         prepared = self.preprocessor.prepare(groups, algo, self.trained, step + 1)
         built = self.build(algo, prepared.groups, step, version)
         # A step without a usable rollout has no checkpoint, so nothing may learn from it.

@@ -25,5 +25,4 @@ LATE = {
     "match": "GameResult GameTask Match verify",
     "rules": "Game View role_of",
 }
-HOME = {name: module for module, names in LATE.items() for name in names.split()}
-__getattr__ = late(__name__, HOME)
+__getattr__ = late(__name__, LATE)

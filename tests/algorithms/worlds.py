@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import dense_ids
@@ -148,3 +149,9 @@ def random_plays(seed: int, *, groups: int = 3, size: int = 4, missing: float = 
         for g in range(groups)
         for _ in range(draw.randint(1, size))
     ]
+
+
+def coefficients_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
+    """psi = -d loss / d p [N], float64, for any scalar function of the log-probs."""
+    leaf = p.detach().double().requires_grad_()
+    return -torch.autograd.grad(loss(leaf), leaf)[0]

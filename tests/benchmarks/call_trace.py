@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from agentrl.config import RunConfig
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from agentrl.store import open_store
@@ -91,7 +92,7 @@ async def _trace_calls(store: Store, tracer: Tracer) -> None:
     url = f"http://127.0.0.1:{server.addresses[0][1]}/v1"
     await store.open_run(RUN, {})
     await store.publish(PolicyVersion(run=RUN, policy="policy", version=1, base_url=url, model=""))
-    gateway = Gateway(store, RUN, features=run_features(store))
+    gateway = Gateway(store, RUN, features=run_features(store, RunConfig()))
     await asyncio.to_thread(gateway.start)
     rollout = NewRollout(id="r", run=RUN, group="g", index=0, task={}, timeout=60.0)
     await store.enqueue([rollout])

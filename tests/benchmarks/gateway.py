@@ -121,6 +121,7 @@ def gateway(pipe: Connection, folder: str, ports: Sequence[int]) -> None:
     "seated" does so with two seats; "end" ends all of them; "memory" sends the resident bytes."""
     import psutil
 
+    from agentrl.config import RunConfig
     from agentrl.runners.features import run_features
     from agentrl.runners.gateway.server import Gateway
     from agentrl.store import open_store
@@ -134,7 +135,7 @@ def gateway(pipe: Connection, folder: str, ports: Sequence[int]) -> None:
                 await store.publish(
                     PolicyVersion(run=RUN, policy=name, version=1, base_url=url, model="tiny")
                 )
-            server = Gateway(store, RUN, features=run_features(store))
+            server = Gateway(store, RUN, features=run_features(store, RunConfig()))
             server.start()
             pipe.send(int(server.base_url.split(":")[2].split("/")[0]))
             made, live = 0, []

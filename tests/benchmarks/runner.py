@@ -53,7 +53,7 @@ async def measure(kind: str, rollouts: int, concurrency: int) -> dict[str, float
         config = settings(kind, folder, concurrency)
         async with open_store(f"sqlite:///{folder / 'store.db'}") as store:
             await prepare(store)
-            gateway = Gateway(store, RUN, features=run_features(store))
+            gateway = Gateway(store, RUN, features=run_features(store, RunConfig()))
             gateway.start()
             try:
                 with environment(gateway.base_url):

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import AgentConfig, RunnerConfig, resolve
+from agentrl.config import AgentConfig, RunConfig, RunnerConfig, resolve
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
@@ -138,7 +138,7 @@ async def throughput(rollouts: int, scale: float, **runner: int) -> float:
             url = "http://127.0.0.1:9/v1"
             served = PolicyVersion(run=RUN, policy="policy", version=0, base_url=url, model="m")
             await store.publish(served)
-            gateway = Gateway(store, RUN, features=run_features(store))
+            gateway = Gateway(store, RUN, features=run_features(store, RunConfig()))
             gateway.start()
             with environment(gateway.base_url):
                 executor, verifier = InProcessExecutor(as_agent(agent)), Verifier(verify)

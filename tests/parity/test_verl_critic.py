@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.objective.kl_control import KlController
+from agentrl.algorithms.kl_target.training import KlController
 from agentrl.algorithms.objective.values import returns, value_loss, value_terms
 from agentrl.algorithms.presets.catalogue import make
 

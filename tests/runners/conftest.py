@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentrl.config import AgentConfig, RetriesConfig, RunnerConfig
+from agentrl.config import AgentConfig, RetriesConfig, RunConfig, RunnerConfig
 from agentrl.runners import worker
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
@@ -291,7 +291,7 @@ async def model() -> AsyncIterator[FakeModel]:
 
 @pytest.fixture
 async def bench(store: Store, model: FakeModel) -> AsyncIterator[Bench]:
-    gateway = Gateway(store, RUN, features=run_features(store))
+    gateway = Gateway(store, RUN, features=run_features(store, RunConfig()))
     bench = Bench(store, model, gateway)
     await bench.move(model)
     gateway.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def shards_of(batch: Batch, ranks: int, token_budget: int) -> list[Shard]:
     """The batch's rows, up to their last actions, on this number of ranks. Raises PolicyError for a
     row that was sampled at several temperatures."""
     budget = max([token_budget, *map(_length, batch.rows)])
-    starts = batch.row_offsets.tolist()
+    starts = [0, *accumulate(row.actions.numel() for row in batch.rows)]
     return [
         _shard([(PADDING, 0) if i < 0 else (batch.rows[i], starts[i]) for i in dealt], budget)
         for dealt in deal_rows(batch.rows, ranks)

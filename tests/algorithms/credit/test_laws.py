@@ -21,7 +21,6 @@ from agentrl.algorithms.objective.core import (
     Gate,
     Inner,
     KLPenalty,
-    coefficients_of,
     kl_gradient,
     loss_coefficients,
     loss_terms,
@@ -39,7 +38,7 @@ from agentrl.algorithms.objective.ratios import (
     TrustRegion,
 )
 from agentrl.algorithms.presets.catalogue import installed, make
-from tests.algorithms.worlds import EVERY_OUTPUT
+from tests.algorithms.worlds import EVERY_OUTPUT, coefficients_of
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
 

@@ -136,14 +136,17 @@ def test_credit_is_that_of_the_loops(
         assert equal(found, expected)
 
 
+@pytest.mark.part
 def test_values_are_trusted_where_states_tell_and_not_where_they_do_not() -> None:
+    from agentrl.lab.advise import trust_in_states
+
     def mean_trust(make_group: Callable[..., Plays]) -> float:
-        return fmean(peers.trust_in_states(world(*make_group(Dice(seed), 16))) for seed in range(8))
+        return fmean(trust_in_states(world(*make_group(Dice(seed), 16))) for seed in range(8))
 
     assert mean_trust(corridor) > 0.6
     assert mean_trust(saved) < 0.1
     assert mean_trust(unique) == mean_trust(single) == 0.0
-    assert peers.trust_in_states(world(*corridor(Dice(0), 1))) == 0.0  # nothing to compare
+    assert trust_in_states(world(*corridor(Dice(0), 1))) == 0.0  # nothing to compare
 
 
 # -- exact properties ------------------------------------------------------------------------------

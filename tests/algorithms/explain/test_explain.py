@@ -21,8 +21,8 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.explain.credit_records import CreditRecorder
 from agentrl.algorithms.explain.explain import explain, links, report
+from agentrl.algorithms.kl_target.training import AdaptiveControl, KlController
 from agentrl.algorithms.objective import core as objective
-from agentrl.algorithms.objective.kl_control import KlController, ReferenceControl
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import installed, make
 from agentrl.algorithms.train.prepare import Completer, Preprocessor
@@ -423,7 +423,7 @@ async def test_the_price_of_leaving_the_reference_is_that_of_the_time(tmp_path: 
     async with run_of(
         url, "reinforce++", options={"kl_reward": 0.01}, learner=Referred(shift=0.5)
     ) as run:
-        run.updater = dataclasses.replace(run.updater, reference_control=ReferenceControl(kl=kl))
+        run.updater = dataclasses.replace(run.updater, reference_control=AdaptiveControl(kl=kl))
         await run.ask("a", 0, (1.0, 0.0))
         await run.train(0)
     lines = await lines_of(url, "a/0")

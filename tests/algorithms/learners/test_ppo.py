@@ -11,18 +11,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, Scored, StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as targets
-from agentrl.algorithms.objective.kl_control import (
-    KlController,
-    ReferenceControl,
-    make_kl_controller,
-)
+from agentrl.algorithms.objective.reference import ReferenceControl
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
@@ -34,7 +29,6 @@ from agentrl.types import (
     Group,
     Reward,
     Rollout,
-    RolloutState,
     Transition,
     float32,
     int32,
@@ -102,12 +96,9 @@ def example() -> list[Group]:
 def updater(learner: object, preset: str = "ppo", **settings: object) -> Updater:
     options = {key: settings.pop(key) for key in ("kl", "kl_reward") if key in settings}
     algo = catalogue.make(preset, options, streams=EVERY_OUTPUT)
-    beside = {key: settings.pop(key) for key in ("kl_adapts", "scorers") if key in settings}
+    reference_control = settings.pop("reference_control", ReferenceControl())
+    preprocessor = Preprocessor(settings.pop("scorers", ()))
     config = replace(AlgorithmConfig(min_group=1, lr=1e-2), **settings)
-    reference_control, preprocessor = (
-        ReferenceControl(kl=beside.get("kl_adapts")),
-        Preprocessor(beside.get("scorers", ())),
-    )
     run = RunConfig(steps=10, algorithm=config)
     return Updater(
         run, algo, learner, reference_control=reference_control, preprocessor=preprocessor
@@ -199,47 +190,6 @@ def test_the_reference_reaches_loss_and_reward() -> None:
     assert reward.critics[0].returns[2].item() == pytest.approx(0.975)
 
 
-def test_the_penalty_of_the_next_step_is_the_adapted_one() -> None:
-    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
-    kl = make_kl_controller(algo, target=0.1, horizon=40)
-    learner = Recorder(VALUES)
-    steps = updater(learner, kl=0.1, kl_adapts=kl)
-    first = steps.update(0, example())
-    second = steps.update(1, example())
-    # A drift of .25 is more than 20 % beyond .1; 4 rollouts of 40.
-    assert first["reference/beta"] == 0.1
-    assert second["reference/beta"] == pytest.approx(0.1 * (1 + 0.2 * 4 / 40))
-    assert kl.beta == pytest.approx(0.1 * (1 + 0.2 * 4 / 40) ** 2)
-    state = AlgorithmState((), {"kl": kl})
-    other = KlController(1.0, 0.1, 40)
-    AlgorithmState((), {"kl": other}).restore(state.dump())
-    assert other.beta == kl.beta
-
-
-def test_a_step_without_tokens_says_nothing_of_the_drift() -> None:
-    algo = catalogue.make("grpo", {"kl": 0.1}, streams=EVERY_OUTPUT)
-    kl = make_kl_controller(algo, target=0.1, horizon=40)
-    steps = updater(Recorder(VALUES), "grpo", kl=0.1, kl_adapts=kl)
-    lost = [replace(row, state=RolloutState.FAILED, rewards=[]) for row in example()[0].rollouts]
-    for groups in ([], [group(*lost)]):
-        assert "reference/drift" not in steps.update(0, groups)
-    assert kl.beta == 0.1
-
-
-def test_a_step_without_tokens_says_nothing_about_the_penalty() -> None:
-    kl = make_kl_controller(
-        catalogue.make("grpo", {"kl": 0.1}, streams=EVERY_OUTPUT), target=0.1, horizon=40
-    )
-    steps = updater(Recorder(VALUES), "grpo", kl=0.1, kl_adapts=kl)
-    lost = [
-        replace(group, rollouts=[replace(row, transitions=[]) for row in group.rollouts])
-        for group in example()
-    ]
-    metrics = steps.update(0, lost)
-    assert "reference/drift" not in metrics
-    assert metrics["reference/beta"] == kl.beta == 0.1
-
-
 @pytest.mark.part
 def test_a_reward_model_s_rewards_are_credited() -> None:
     from agentrl.algorithms.reward_models.scorers import RewardModel
@@ -326,13 +276,18 @@ def test_ppo_learns_a_bandit_and_its_values(tiny_model_dir: Path, critic: str) -
     assert metrics["critic/loss"] < 0.1
 
 
+@pytest.mark.part
 @pytest.mark.parametrize("critic", ["shared", "copy"])
 def test_a_resumed_run_continues_bit_for_bit(
     tiny_model_dir: Path, tmp_path: Path, critic: str
 ) -> None:
+    from agentrl.algorithms.kl_target.training import AdaptiveControl, KlController
+
     def start(learner: TorchLearner) -> Updater:
         kl = KlController(0.1, 0.01, 100)
-        steps = updater(learner, kl=0.1, kl_adapts=kl, minibatches=2, lr=1e-3)
+        steps = updater(
+            learner, kl=0.1, reference_control=AdaptiveControl(kl=kl), minibatches=2, lr=1e-3
+        )
         steps.state.parts["kl"] = kl
         return steps
 

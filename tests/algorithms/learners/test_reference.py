@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -15,12 +14,7 @@ from agentrl.algorithms.learners.auxiliary import REFERENCE, Reference, ValueMod
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.objective.core import KLPenalty
-from agentrl.algorithms.objective.kl_control import (
-    KlController,
-    kl_to_reference,
-    make_kl_controller,
-)
+from agentrl.algorithms.objective.reference import kl_to_reference
 from agentrl.algorithms.objective.values import value_terms
 from agentrl.algorithms.presets import catalogue
 from agentrl.errors import ConfigError, PolicyError
@@ -212,52 +206,6 @@ def test_settings_that_matter_pass() -> None:
 def test_an_unknown_key_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'critic\.modle'.*did you mean 'model'"):
         config(critic={"modle": "shared"})
-
-
-def test_the_penalty_adapts_in_proportion_to_the_rollouts() -> None:
-    # beta *= 1 + clip(KL / target - 1, -.2, .2) * n / horizon
-    kl = KlController(beta=0.1, target=0.05, horizon=100)
-    kl.observe(0.055, rollouts=50)
-    assert kl.beta == pytest.approx(0.1 * (1 + 0.1 * 0.5))
-    kl = KlController(beta=0.1, target=0.05, horizon=100)
-    kl.observe(10.0, rollouts=50)
-    assert kl.beta == pytest.approx(0.1 * 1.1)
-    kl.observe(-1.0, rollouts=100)
-    assert kl.beta == pytest.approx(0.1 * 1.1 * 0.8)
-    # More rollouts than the horizon would make it negative.
-    kl.observe(-1.0, rollouts=1000)
-    assert kl.beta == pytest.approx(0.1 * 1.1 * 0.8 * 0.8)
-    again = KlController(beta=1.0, target=0.05, horizon=100)
-    again.restore(msgspec.json.decode(msgspec.json.encode(kl.dump())))
-    assert again.beta == kl.beta
-    with pytest.raises(msgspec.ValidationError):
-        again.restore("much")
-
-
-@pytest.mark.parametrize("option", ["kl", "kl_reward"])
-def test_the_penalty_is_in_the_loss_or_in_the_reward(option: str) -> None:
-    algo = catalogue.make("ppo", {option: 0.1}, streams=EVERY_OUTPUT)
-    kl = make_kl_controller(algo, target=0.05, horizon=100)
-    assert kl.beta == 0.1
-    kl.beta = 0.3
-    assert kl.tuned(algo) == catalogue.make("ppo", {option: 0.3}, streams=EVERY_OUTPUT)
-
-
-@pytest.mark.part
-def test_a_penalty_that_is_about_something_else_stays() -> None:
-    kl = make_kl_controller(catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT), 0.05, 100)
-    kl.beta = 0.3
-    other = catalogue.make("kimi", {})
-    assert kl.tuned(other) == other
-
-
-def test_one_penalty_is_adapted() -> None:
-    for options, number in (({}, 0), ({"kl": 0.1, "kl_reward": 0.1}, 2)):
-        algo = catalogue.make("ppo", options, streams=EVERY_OUTPUT)
-        with pytest.raises(ConfigError, match=rf"reference\.target: .* has {number} KL penalties"):
-            make_kl_controller(algo, target=0.05, horizon=100)
-    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY_OUTPUT)
-    assert algo.penalties == (KLPenalty("k3", 0.1),)
 
 
 def test_the_divergence_is_the_mean_of_sampler_minus_reference() -> None:

@@ -18,7 +18,6 @@ from agentrl.algorithms.objective.core import (
     Average,
     Gate,
     KLPenalty,
-    coefficients_of,
     kl_gradient,
     kl_value,
     loss_coefficients,
@@ -29,6 +28,7 @@ from agentrl.algorithms.objective.core import (
 from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Ratio, RatioInRange, Truncate
 from agentrl.algorithms.zoo.baselines.grpo import NonzeroVariance
 from agentrl.errors import TrainingError
+from tests.algorithms.worlds import coefficients_of
 
 LOSS = torch.tensor([6.0, 1, 3, 2, 4, 0], dtype=torch.float64)
 ROW = torch.tensor([0, 1, 1, 1, 2, 2])

@@ -14,12 +14,13 @@ from agentrl.algorithms.prompts import stored
 from agentrl.algorithms.prompts.records import Candidate, candidates_of, put_candidates
 from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.prompts.search import candidate_id
+from agentrl.algorithms.replays.counterfactuals import joining_rollout
 from agentrl.algorithms.sampling.rollouts import CandidateInUse
-from agentrl.algorithms.sampling.task_sampler import TaskDifficulty, TaskSampler, joining_rollout
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import Invalid
 from agentrl.store import open_store
-from agentrl.types import Branch, Group, Reward, StepCommit
+from agentrl.types import Branch, StepCommit
 from tests.factories import rollout
 
 
@@ -111,13 +112,6 @@ async def test_a_group_of_two_candidates_is_refused(tmp_path: Path) -> None:
         await put_candidates(store, sampler.config.name, two)
         with pytest.raises(Invalid, match="candidates"):
             await store.enqueue([first, replace(second, candidate="d")])
-
-
-def test_difficulty_is_that_of_a_task_with_a_candidate() -> None:
-    task, difficulty = {"id": "t"}, TaskDifficulty()
-    rows = [rollout(f"r{i}", task=task, candidate="c", rewards=[Reward(value=1.0)]) for i in "01"]
-    difficulty.record_outcomes([Group(id="g", run="run", step=0, rollouts=rows)])
-    assert difficulty.weight(task, "c") < difficulty.weight(task, "d") == difficulty.weight(task)
 
 
 def test_a_running_baseline_is_that_of_a_candidate() -> None:

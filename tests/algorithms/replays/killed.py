@@ -41,7 +41,8 @@ class RunnerSide:
         await store.publish(
             PolicyVersion(run="run", policy="policy", version=0, base_url=url, model=model)
         )
-        gateway = Gateway(store, "run", upstreams=self.upstreams, features=run_features(store))
+        features = run_features(store, RunConfig())
+        gateway = Gateway(store, "run", upstreams=self.upstreams, features=features)
         gateway.start()
         stop = asyncio.Event()
         with environment(gateway.base_url):

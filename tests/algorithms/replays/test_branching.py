@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.diagnostics.metrics import replay_metrics
 from agentrl.algorithms.replays.branching import branch_points, branches, choose_branch_points
 from agentrl.algorithms.replays.table import BranchingConfig
+from agentrl.algorithms.replays.training import replay_metrics
+from agentrl.algorithms.train.hooks import hooks_of
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.types import (
@@ -108,6 +109,16 @@ def test_branches_that_went_astray_are_counted() -> None:
     found = replay_metrics([Group(id="g", run="run", step=0, rollouts=rows)])
     assert found == {"branches": 2, "branches/diverged": 1, "calls/repeated": 3}
     assert replay_metrics([Group(id="g", run="run", step=0, rollouts=rows[:1])]) == {}
+
+
+async def test_a_step_reports_its_branches() -> None:
+    whole = call(call(rollout("b", 1, 1, 1), 0, repeats="a0"), 1, repeats="a1")
+    rows = [rollout("a", 1, 1, 1), replace(whole, branch=Branch(rollout="a", calls=2))]
+    groups = [Group(id="g", run="run", step=0, rollouts=rows)]
+    hooks = hooks_of(resolve({"algorithm": {"branching": {"kind": "mc"}}}, source="test"))
+    kept, metrics = await hooks.complete(groups)
+    assert kept == groups
+    assert metrics == {"branches": 1, "branches/diverged": 0, "calls/repeated": 2}
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 
 import agentrl
 from agentrl.algorithms.data.merge import build_batch, counterfactual
-from agentrl.algorithms.diagnostics.metrics import replay_metrics
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.replays.counterfactuals import (
     RoleRewards,
     coalition_formula,
 )
+from agentrl.algorithms.replays.training import replay_metrics
 from agentrl.config import UpstreamConfig, resolve
 from agentrl.store import open_store
 from agentrl.types import RolloutState, Scope

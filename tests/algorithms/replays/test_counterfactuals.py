@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from agentrl.algorithms.data import merge as columns
 from agentrl.algorithms.data.merge import build_batch, valid
 from agentrl.algorithms.diagnostics import metrics
-from agentrl.algorithms.diagnostics.metrics import replay_metrics
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.objective.prepare import TrainedPolicy
 from agentrl.algorithms.presets.catalogue import make
@@ -25,6 +24,7 @@ from agentrl.algorithms.replays.counterfactuals import (
     uses_counterfactuals,
     with_optional_reward,
 )
+from agentrl.algorithms.replays.training import replay_metrics
 from agentrl.algorithms.sampling import collect
 from agentrl.algorithms.train.build import group_requirements
 from agentrl.algorithms.train.hooks import hooks_of
@@ -222,7 +222,7 @@ def test_nobody_learns_from_a_replay() -> None:
     alone = compute_advantages(make("difference", {"baseline": "none"}), batch).tolist()
     assert alone == pytest.approx([1.0, 0.6, 0.4, 0.5, 0.1, -0.1])
     assert collect.resampling_metrics([whole], [], 0)["reward/sampled_mean"] == 0.75
-    measured = metrics.batch_metrics([whole], batch)
+    measured = metrics.batch_metrics([whole], batch) | replay_metrics([whole])
     assert measured["rollouts"] == 8
     assert measured["reward/mean"] == 0.75
     assert measured["calls"] == 6

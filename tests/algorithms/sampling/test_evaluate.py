@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from agentrl.algorithms.sampling import evaluate
-from agentrl.algorithms.sampling.evaluate import evaluate_functions, evaluate_heldout
+from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.algorithms.sampling.scores import (
     common_score,
     confidence_interval,
@@ -218,28 +218,3 @@ async def test_the_best_checkpoint_is_named_and_kept(store: Store, tmp_path: Pat
     await store.log("r", 3, {"eval/score": 0.6})
     await mark_best(store, config, "")
     assert (folder / "best").resolve().name == "000003"
-
-
-async def test_functions_of_the_run_file_measure_checkpoints(store: Store, tmp_path: Path) -> None:
-    (tmp_path / "own_measure.py").write_text(
-        "def size(path): return len(path.name)\n"
-        "def pair(path): return {'a': 1, 'b': 2.5}\n"
-        "def wrong(path): 1 / 0\n"
-        "def silent(path): return {'a': None}\n"
-    )
-    names = ["own_measure.py:size", "own_measure.py:pair"]
-    config = run_config(tmp_path, eval={"functions": names}, policy={"model": "some/base"})
-    await evaluate_functions(store, config, 1, 0)
-    (row,) = await store.steps("r")
-    named = {"size": 4.0, "pair/a": 1.0, "pair/b": 2.5}
-    assert row.metrics == {f"eval/function/{name}": x for name, x in named.items()}
-    for name, problem in (
-        ("wrong", "raised ZeroDivisionError"),
-        ("silent", r"returned {'a': None}"),
-    ):
-        config = run_config(tmp_path, eval={"functions": [f"own_measure.py:{name}"]})
-        with pytest.raises(ConfigError, match=f"own_measure.py:{name}' {problem}"):
-            await evaluate_functions(store, config, 1, 0)
-    upstream = {"u": {"base_url": "http://u/v1"}}
-    with pytest.raises(ConfigError, match=r"eval.functions are given a checkpoint"):
-        run_config(tmp_path, eval={"functions": names}, upstreams=upstream)

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from msgspec.structs import replace
 
+from agentrl.config import PolicyConfig, RunConfig
 from agentrl.errors import StoreError
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.attribution import ActiveAttempt, ReceivedCall
@@ -210,7 +211,8 @@ async def test_a_prompt_is_counted_as_it_is_sent(bench: Any) -> None:
 
 @pytest.mark.part
 def test_the_features_of_a_run(bench: Any) -> None:
-    names = [type(one).__name__ for one in run_features(bench.store)]
+    names = [type(one).__name__ for one in run_features(bench.store, RunConfig())]
     assert names == ["RoleRules", "CandidatePrompts", "Replays", "ChatTemplates"]
-    sent = [type(one).__name__ for one in run_features(bench.store, as_sent=True)]
+    as_sent = RunConfig(policy=PolicyConfig(messages="as_sent"))
+    sent = [type(one).__name__ for one in run_features(bench.store, as_sent)]
     assert sent == names[:-1]

@@ -15,7 +15,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from agentrl.config import UpstreamConfig
+from agentrl.config import RunConfig, UpstreamConfig
 from agentrl.runners.executors.environment import environment
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
@@ -47,7 +47,7 @@ async def gateway(
         "test",
         upstreams={"judge": config, "mute": UpstreamConfig(text="no comment")},
         roles={"critic": "judge", "me": "policy", "guest": "mute"},
-        features=run_features(bench.store),
+        features=run_features(bench.store, RunConfig()),
     )
     gateway.start()
     yield gateway
@@ -454,7 +454,7 @@ async def team(bench: Any) -> AsyncIterator[Gateway]:
         "test",
         roles=claimed,
         policies=["planner", "solver"],
-        features=run_features(bench.store),
+        features=run_features(bench.store, RunConfig()),
     )
     for name in ("planner", "solver"):
         url = bench.model.base_url
@@ -501,7 +501,7 @@ async def test_a_run_without_a_policy_waits_for_none(bench: Any) -> None:
         upstreams=upstreams,
         roles=roles,
         remote=True,
-        features=run_features(bench.store),
+        features=run_features(bench.store, RunConfig()),
     )
     gateway.start()
     try:

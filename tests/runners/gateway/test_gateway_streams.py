@@ -13,7 +13,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.config import UpstreamConfig
+from agentrl.config import RunConfig, UpstreamConfig
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from tests.runners.conftest import ids
@@ -35,9 +35,8 @@ REFUSED = {"error": {"message": "prompt too long", "type": "BadRequestError", "c
 @pytest.fixture
 async def gateway(bench: Any) -> AsyncIterator[Gateway]:
     judge = UpstreamConfig(base_url=bench.model.base_url, model="big")
-    gateway = Gateway(
-        bench.store, "test", upstreams={"judge": judge}, features=run_features(bench.store)
-    )
+    features = run_features(bench.store, RunConfig())
+    gateway = Gateway(bench.store, "test", upstreams={"judge": judge}, features=features)
     gateway.start()
     yield gateway
     gateway.close()

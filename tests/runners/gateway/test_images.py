@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.config import UpstreamConfig
+from agentrl.config import RunConfig, UpstreamConfig
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 
@@ -84,7 +84,8 @@ async def test_a_frozen_endpoint_gets_it(
     bench: Any, sent: tuple[str, dict[str, Any]], kind: str
 ) -> None:
     upstreams = {"eyes": UpstreamConfig(base_url=bench.model.base_url, model="m")}
-    gateway = Gateway(bench.store, "test", upstreams=upstreams, features=run_features(bench.store))
+    features = run_features(bench.store, RunConfig())
+    gateway = Gateway(bench.store, "test", upstreams=upstreams, features=features)
     gateway.start()
     try:
         active = gateway.register(await bench.attempt())

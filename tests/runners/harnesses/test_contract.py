@@ -13,13 +13,14 @@ import httpx
 import pytest
 
 from agentrl.algorithms.data.merge import merge
+from agentrl.config import RunConfig
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.harnesses.preset import load_preset
 from tests.runners.conftest import Bench, FakeModel, ids
 from tests.runners.harnesses.fillers import PHRASES, SYLLABLES, is_json
 from tests.runners.harnesses.stored import HARNESSES, StoredRequest, as_chat, stored
-from tests.runners.harnesses.templates import text_of
+from tests.runners.templates.templates import text_of
 
 SAID = "It is é done."
 FILLER = re.compile(f"({'|'.join(SYLLABLES)}){{2}}")
@@ -44,7 +45,7 @@ async def test_a_call_is_answered_and_recorded_exactly(
 ) -> None:
     bench.model.answer = lambda body: {"role": "assistant", "content": SAID}
     rules = load_preset(harness, tmp_path).match
-    bench.gateway.attempts.features = run_features(bench.store, rules=rules)
+    bench.gateway.attempts.features = run_features(bench.store, RunConfig(), rules)
     active = bench.gateway.register(await bench.attempt(), sealed=True)
     answer = await send(bench, active, request_)
     assert answer.status_code == 200, answer.text
@@ -67,7 +68,7 @@ async def test_a_side_call_is_learned_from_only_by_a_policy_that_it_is_mapped_to
     """Batches hold the calls of a policy's own name."""
     title = next(one for one in stored("opencode") if one.role == "side")
     rules = load_preset("opencode", tmp_path).match
-    bench.gateway.attempts.features = run_features(bench.store, rules=rules)
+    bench.gateway.attempts.features = run_features(bench.store, RunConfig(), rules)
     for mapped, policy in (({}, "policy@side"), ({"side": "policy"}, "policy")):
         bench.gateway.router.roles = mapped
         active = bench.gateway.register(await bench.attempt(), sealed=True)

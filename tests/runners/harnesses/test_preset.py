@@ -68,7 +68,7 @@ async def test_a_program_finds_prompt_address_and_a_home_of_its_own(
     bench: Bench, odd: Path
 ) -> None:
     rules = load_preset("presets.py:odd", odd).match
-    bench.gateway.attempts.features = run_features(bench.store, rules=rules)
+    bench.gateway.attempts.features = run_features(bench.store, RunConfig(), rules)
     started = executor(bench, odd, args=["--fast"], env={"MINE": "1"}, context=999)
     await started.start()
     one, two = await bench.run(started, {"input": "fix it"}, {"input": {"n": 2}})

@@ -20,6 +20,7 @@ from openai.types.responses.response_create_params import (
 )
 from openai.types.shared_params import Reasoning
 
+from agentrl.config import RunConfig
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.translation import messages, responses
@@ -590,7 +591,7 @@ async def test_both_on_the_embedded_server(store: Any, tiny_llama_dir: Path) -> 
     model, tokenizer = load_model(str(tiny_llama_dir), "float32", "cpu")
     server = EmbeddedServer(model, tokenizer, name="tiny")
     await server.start()
-    gateway = Gateway(store, "test", features=run_features(store))
+    gateway = Gateway(store, "test", features=run_features(store, RunConfig()))
     try:
         async with server.updating():
             await server.publish(4)

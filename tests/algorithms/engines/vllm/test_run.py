@@ -35,7 +35,7 @@ from agentrl.algorithms.model.tiny import word_tokenizer
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.teachers.remote import RemoteTeacher
 from agentrl.algorithms.train.step import Updater
-from agentrl.config import resolve
+from agentrl.config import RunConfig, resolve
 from agentrl.errors import PolicyError
 from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
@@ -140,7 +140,7 @@ async def test_calls_in_flight_when_it_dies_are_answered_after_all(
             ]
         )
         attempts = await store.claim(CALLERS, runner="test", lease=600.0, run="crash")
-        gateway = Gateway(store, "crash", features=run_features(store))
+        gateway = Gateway(store, "crash", features=run_features(store, RunConfig()))
         gateway.start()
         lives = [gateway.register(attempt) for attempt in attempts]
         async with aiohttp.ClientSession() as http:

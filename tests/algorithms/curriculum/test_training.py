@@ -10,19 +10,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from agentrl.algorithms.curriculum.training import DIFFICULTY, Curriculum, TaskDifficulty, task_name
 from agentrl.algorithms.data.state import AlgorithmState, CountedMeans
 from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.task_sampler import (
-    DIFFICULTY,
-    TaskDifficulty,
-    TaskSampler,
-    task_name,
-)
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import resolve
 from agentrl.store import open_store
-from agentrl.types import Branch, StepCommit
+from agentrl.types import Branch, Group, Reward, StepCommit
 from tests.algorithms.sampling.test_collect import asked, ids, running
 from tests.algorithms.train.test_update import group
+from tests.factories import rollout
 
 TASKS = [{"input": word} for word in ("easy", "good", "hard")]
 
@@ -119,14 +116,15 @@ async def test_what_was_asked_for_ahead_stays_what_it_was_after_a_restart(tmp_pa
     for lives in (1, 2):
         url = f"sqlite:///{tmp_path / str(lives)}.db"
         async with open_store(url) as store, running(store):
-            difficulty, checkpoint = TaskDifficulty(), "{}"
+            curriculum, checkpoint = Curriculum(resolve({}, source="test")), "{}"
+            difficulty = curriculum.difficulty
             for step in (0, 1):
                 for _ in range(lives if step else 1):
                     difficulty.means.restore(json.loads(checkpoint))
                     epoch = (await store.open_run("r", {})).epoch
                     tasks = stream(difficulty, max_staleness=2)
                     collector = Collector(
-                        tasks.config, store, epoch, tasks, observer=difficulty.observe
+                        tasks.config, store, epoch, tasks, observer=curriculum.claimed
                     )
                     collected = await collector.collect(step)
                 await store.commit_step(
@@ -140,3 +138,10 @@ async def test_what_was_asked_for_ahead_stays_what_it_was_after_a_restart(tmp_pa
     assert found[0] == found[1]
     assert sum(count for _, count in json.loads(found[0][1]).values()) == 16
     assert not any(math.isnan(mean) for mean, _ in json.loads(found[0][1]).values())
+
+
+def test_difficulty_is_that_of_a_task_with_a_candidate() -> None:
+    task, difficulty = {"id": "t"}, TaskDifficulty()
+    rows = [rollout(f"r{i}", task=task, candidate="c", rewards=[Reward(value=1.0)]) for i in "01"]
+    difficulty.record_outcomes([Group(id="g", run="run", step=0, rollouts=rows)])
+    assert difficulty.weight(task, "c") < difficulty.weight(task, "d") == difficulty.weight(task)

@@ -8,7 +8,7 @@ sampling policy.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -16,6 +16,12 @@ from agentrl.algorithms.credit.core import TokenKLPenalty
 from agentrl.algorithms.credit.parts import map_records, nested_records
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.reference import ReferenceControl
+from agentrl.algorithms.train.hooks import Hooks
+from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.algorithms.train.step import Updater
+from agentrl.config import RunConfig
+from agentrl.config.policies import trained_policies, view
 from agentrl.errors import ConfigError
 from agentrl.types import Json
 
@@ -66,41 +72,35 @@ def make_kl_controller(algo: Algo, target: float, horizon: int) -> KlController:
     return KlController(betas[0], target, horizon)
 
 
-class UpdatableReference(Protocol):
-    """A reference model that can be replaced by a copy of the policy."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveControl(ReferenceControl):
+    """The reference model and its KL coefficient."""
 
-    def finish(self, step: int) -> None:
-        """Called after training step `step`."""
+    kl: KlController
 
-
-@dataclass(frozen=True, slots=True)
-class ReferenceControl:
-    """The reference model and its KL coefficient, both possibly updated during the run."""
-
-    reference: UpdatableReference | None = None  # None: not read, or the model without its adapter
-    kl: KlController | None = None  # None: constant coefficient
+    def tuned(self, algo: Algo) -> Algo:
+        return self.kl.tuned(algo)
 
     def observe(self, batch: Batch | None, rollouts: int) -> dict[str, float]:
-        """Update the coefficient after a training step on `rollouts` rollouts.
-
-        batch: with reference log-probs; None if the algorithm reads none. Returns the metrics
-        reference/drift (if the batch has tokens) and reference/beta (before the update)."""
-        metrics = {}
-        if batch is not None and batch.n_tokens:
-            metrics["reference/drift"] = kl_to_reference(batch)
-        if self.kl is not None:
-            metrics["reference/beta"] = self.kl.beta
-            if "reference/drift" in metrics:
-                self.kl.observe(metrics["reference/drift"], rollouts)
+        """Also adapts the coefficient; reference/beta is that before."""
+        metrics = ReferenceControl.observe(self, batch, rollouts) | {"reference/beta": self.kl.beta}
+        if "reference/drift" in metrics:
+            self.kl.observe(metrics["reference/drift"], rollouts)
         return metrics
 
-    def finish(self, step: int) -> None:
-        """Called after the policy's training step `step`, before its checkpoint: updates the
-        reference."""
-        if self.reference is not None:
-            self.reference.finish(step)
+
+class KlTarget(Hooks):
+    """Penalties with a target."""
+
+    def updater(self, updater: Updater, model: LoadedModel) -> Updater:
+        settings, own = updater.config.reference, updater.reference_control
+        if not settings.target:
+            return updater
+        kl = make_kl_controller(updater.algo, settings.target, settings.horizon)
+        updater.state.parts["kl"] = kl
+        return replace(updater, reference_control=AdaptiveControl(own.reference, kl=kl))
 
 
-def kl_to_reference(batch: Batch) -> float:
-    """Mean of sampler - reference over the tokens of a nonempty batch, in nats."""
-    return float((batch.behaviour.double() - batch.reference.double()).mean())
+def join(config: RunConfig) -> KlTarget | None:
+    views = (view(config, name) for name in trained_policies(config))
+    return KlTarget() if any(own.reference.target for own in views) else None

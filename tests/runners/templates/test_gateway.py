@@ -13,14 +13,16 @@ import pytest
 from aiohttp import web
 
 from agentrl.base.processes import PHASE
+from agentrl.config import PolicyConfig, RunConfig
 from agentrl.runners.dialects import UntranslatableError
 from agentrl.runners.features import run_features
-from agentrl.runners.gateway.prompt_rule import PromptRule, find_rule
 from agentrl.runners.gateway.request import ModelRequest
 from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.templates.gateway import PromptRule, find_rule
 from tests.runners.harnesses.stored import HARNESSES, as_chat, stored
-from tests.runners.harnesses.templates import QWEN25, TEMPLATES, render, text_of
+from tests.runners.templates.templates import QWEN25, TEMPLATES, render, text_of
 
+AS_SENT = RunConfig(policy=PolicyConfig(messages="as_sent"))
 DEVELOPER = {"role": "developer", "content": "be brief"}
 USER = {"role": "user", "content": "hello"}
 SYSTEM = {"role": "system", "content": "be kind"}
@@ -165,7 +167,7 @@ async def test_text_that_would_vanish_is_refused(bench: Any) -> None:
 
 async def test_messages_go_as_they_come_if_the_run_file_says_so(bench: Any) -> None:
     uses(bench, QWEN25)
-    gateway = Gateway(bench.store, "test", features=run_features(bench.store, as_sent=True))
+    gateway = Gateway(bench.store, "test", features=run_features(bench.store, AS_SENT))
     gateway.start()
     try:
         active = gateway.register(await bench.attempt())
@@ -192,7 +194,7 @@ async def test_the_embedded_server_shows_a_developer(store: Any, tiny_llama_dir:
     tokenizer.chat_template = QWEN25
     server = EmbeddedServer(model, tokenizer, name="tiny")
     await server.start()
-    gateway = Gateway(store, "test", features=run_features(store))
+    gateway = Gateway(store, "test", features=run_features(store, RunConfig()))
     try:
         async with server.updating():
             await server.publish(1)

@@ -1,0 +1,1 @@
+"""Tasks by how often they were solved."""

@@ -1,0 +1,1 @@
+"""Functions of the run file that measure checkpoints."""

@@ -1,0 +1,1 @@
+"""A KL penalty that adapts."""

@@ -1,0 +1,1 @@
+"""Adapt messages to what chat templates render."""

@@ -1,0 +1,47 @@
+"""Functions of the run file measure checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.algorithms.eval_functions.training import evaluate_functions, join
+from agentrl.errors import ConfigError
+from agentrl.store import open_store
+from tests.algorithms.sampling.test_evaluate import run_config
+
+
+async def test_functions_of_the_run_file_measure_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "own_measure.py").write_text(
+        "def size(path): return len(path.name)\n"
+        "def pair(path): return {'a': 1, 'b': 2.5}\n"
+        "def wrong(path): 1 / 0\n"
+        "def silent(path): return {'a': None}\n"
+    )
+    names = ["own_measure.py:size", "own_measure.py:pair"]
+    config = run_config(tmp_path, eval={"functions": names}, policy={"model": "some/base"})
+    async with open_store(config.store) as store:
+        await store.open_run("r", {})
+        hooks = join(config)
+        assert hooks is not None
+        live: Any = SimpleNamespace(config=config, store=store, state=await store.run("r"))
+        await hooks.start(live)
+        await hooks.evaluate(0, 5)
+        (row,) = await store.steps("r")
+    named = {"size": 4.0, "pair/a": 1.0, "pair/b": 2.5}
+    assert row.metrics == {f"eval/function/{name}": x for name, x in named.items()}
+    for name, problem in (
+        ("wrong", "raised ZeroDivisionError"),
+        ("silent", r"returned {'a': None}"),
+    ):
+        config = run_config(tmp_path, eval={"functions": [f"own_measure.py:{name}"]})
+        async with open_store(config.store) as store:
+            with pytest.raises(ConfigError, match=f"own_measure.py:{name}' {problem}"):
+                await evaluate_functions(store, config, 1, 0)
+    assert join(run_config(tmp_path)) is None
+    upstream = {"u": {"base_url": "http://u/v1"}}
+    with pytest.raises(ConfigError, match=r"eval.functions are given a checkpoint"):
+        run_config(tmp_path, eval={"functions": names}, upstreams=upstream)
