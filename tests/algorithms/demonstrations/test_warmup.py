@@ -183,7 +183,7 @@ def test_the_initial_version_of_an_adapter_is_the_warmed_one(
     assert own.policy.lora.adapter == directory
     (loaded,) = load_policies(own)
     assert loaded.adapters is not None
-    assert loaded.adapters.references == {}
+    assert loaded.adapters.reference("policy") is None
     assert not Path(own.output, "warmup").exists()
 
 
