@@ -23,10 +23,9 @@ from agentrl.config.schema import (
     MemberConfig,
     RunConfig,
     TeamConfig,
-    WarmupConfig,
 )
 from agentrl.errors import ConfigError, nearest
-from agentrl.types import POLICY
+from agentrl.types import ANY_ROLE, POLICY
 
 
 def check(config: RunConfig, source: str) -> None:
@@ -58,7 +57,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     if config.eval.functions and team.has_no_own_policy(config) and config.plays_rollouts:
         yield "eval.functions are given a checkpoint, and [upstreams] have none: leave them out"
     yield from _policies(config)
-    yield from _warmup(config)
     yield from _rewards(config)
     yield from _callers(config.engine)
     yield from _one_gpu(config)
@@ -131,6 +129,8 @@ def _roles(config: RunConfig) -> Iterator[str]:
             yield f"roles.{role} = {target!r}; {nearest(target, known)}"
     for name in sorted(policies.intersection(config.upstreams)):
         yield f"[upstreams.{name}] has the name of a policy; rename one"
+    if ANY_ROLE in config.roles and not team.has_no_own_policy(config):
+        yield 'roles."*" is for a run without a policy, which plays all other roles; remove it'
     claimed = dict.fromkeys(config.roles, "[roles]")
     for name, member in config.policies.items():
         for role in member.roles:
@@ -142,18 +142,6 @@ def _roles(config: RunConfig) -> Iterator[str]:
             claimed[role] = f"policies.{name}.roles"
     for name in sorted(set(config.policies) - {POLICY, *team.policy_by_role(config).values()}):
         yield f"policies.{name}.roles is empty, so it would get no calls; name the roles it plays"
-
-
-def _warmup(config: RunConfig) -> Iterator[str]:
-    if not config.warmup.data:
-        if config.warmup != WarmupConfig():
-            yield "[warmup] has no effect without `data`, the conversations to imitate"
-        return
-    if config.policies or config.policy.lora.rank:
-        yield (
-            "[warmup] trains all weights of a run's only policy, but this run trains an adapter or "
-            "several policies; do it in another run and use its <output>/warmup as policy.model"
-        )
 
 
 def _member(name: str, member: MemberConfig) -> Iterator[str]:
