@@ -13,8 +13,7 @@ from agentrl.base.processes import PHASE
 from agentrl.base.threads import run_blocking
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
-from agentrl.config.base import tables
-from agentrl.config.schema import WarmupConfig
+from agentrl.config.base import tables, without_making
 from agentrl.errors import ConfigError
 from agentrl.evaluation.core import STEPS, check_any_succeeded, evaluation_run, find_checkpoint
 from agentrl.store import open_store
@@ -45,9 +44,9 @@ def evaluate(
     replace = msgspec.structs.replace
     name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
-    own = evaluation_run(config, name, checkpoint and checkpoint.resolve())
+    own = without_making(evaluation_run(config, name, checkpoint and checkpoint.resolve()))
     evaluated = {key: one.evaluated(config) for key, one in tables(own) if "." not in key}
-    own = replace(own, **evaluated | {"warmup": WarmupConfig()})
+    own = replace(own, **evaluated)
     config = replace(
         own,
         store=own.store if trainer.has_own_store(config) else config.store,
