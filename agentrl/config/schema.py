@@ -120,6 +120,11 @@ class MemberConfig(Section, frozen=True):
     teacher: dict[str, Any] = {}  # overrides of [teacher]
 
 
+if not TYPE_CHECKING:
+    PolicyConfig = with_parts(PolicyConfig, "policy")
+    MemberConfig = with_parts(MemberConfig, "policy")
+
+
 class TeamConfig(Section, frozen=True):
     """Which of several policies learn in a step.
 

@@ -62,7 +62,7 @@ def warm_up(config: RunConfig, start: str) -> bool:
     torch.manual_seed(config.seed)
     data = load_tasks(settings.data, Path(config.root), key="warmup.data", needs="messages")
     lora = config.policy.lora
-    loaded = load_base_model(start, config.policy, adapted=bool(lora.rank))
+    loaded = load_base_model(start, config, adapted=bool(lora.rank))
     loaded.policies.append(POLICY)
     if loaded.adapters:
         add_adapter(loaded.adapters, POLICY, lora, config)
