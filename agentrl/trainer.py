@@ -323,7 +323,7 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> TrainingRe
         before_sampled=before.get("eval/sampled"),
         after_sampled=after.get("eval/sampled"),
         seconds=seconds,
-        checkpoint=str(config.checkpoint(last)) if last else None,
+        checkpoint=str(config.checkpoint_path(last)) if last else None,
         store=config.store,
     )
     await print_report(store, config, steps, result.checkpoint, seconds)
