@@ -119,4 +119,4 @@ def find_checkpoint(config: RunConfig) -> Path | None:
             return await store.run(config.name)
 
     state = run_blocking(read())
-    return config.checkpoint(state.checkpoint) if state and state.checkpoint else None
+    return config.checkpoint_path(state.checkpoint) if state and state.checkpoint else None
