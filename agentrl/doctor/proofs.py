@@ -36,7 +36,7 @@ CALL_TIMEOUT = 60.0  # timeout of a call in seconds
 
 def trie(model: LoadedModel, config: RunConfig) -> tuple[Status, str] | None:
     """Compare log-probs and gradients of branches with a common prefix, packed as trie and rows."""
-    gap = None if config.learner.packed == "rows" else trie_gap(model.model)
+    gap = None if config.learner.packed == "rows" else trie_gap(model.model, model.tokenizer)
     if gap is None or gap.within(config.policy):
         return gap and ("ok", str(gap))
     return "fail", f"{gap}; set learner.packing=rows"

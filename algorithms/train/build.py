@@ -117,7 +117,7 @@ def with_proven_packing(config: RunConfig, models: Sequence[LoadedModel]) -> Run
         return config
     trained = set(trained_policies(config))
     for model in models:
-        gap = trie_gap(model.model) if set(model.policies) & trained else None
+        gap = trie_gap(model.model, model.tokenizer) if set(model.policies) & trained else None
         if gap is None or gap.within(config.policy):
             continue
         if config.learner.packing == "trie":

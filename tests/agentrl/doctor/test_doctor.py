@@ -290,7 +290,7 @@ def sampler_of_other_weights(folder: Path, patch: Patch) -> list[str]:
 
 @broken("trie", "fail", "set learner.packing=rows")
 def trie_that_differs(folder: Path, patch: Patch) -> list[str]:
-    exact, packed = proof.forward_logprobs, proof.PART_TOKENS + proof.BRANCHES * proof.PART_TOKENS
+    exact, packed = proof.forward_logprobs, proof.PROMPT_TOKENS + 4 * proof.ANSWER_TOKENS
 
     def wrong(model: Any, pack: Pack) -> torch.Tensor:
         return exact(model, pack) + 0.1 * (len(pack.tokens) <= packed)

@@ -107,7 +107,7 @@ def test_learner_and_sampler_agree_as_far_as_the_doctor_allows(
     bits, loaded = packed
     policy = PolicyConfig(quantize=bits, lora=LoraConfig(rank=4))  # type: ignore[arg-type]
     config = RunConfig(policy=policy, output=str(tmp_path))
-    gap = trie_gap(loaded.model)
+    gap = trie_gap(loaded.model, loaded.tokenizer)
     assert gap is not None
     assert gap.within(policy), gap
 
