@@ -16,7 +16,9 @@ from agentrl.base.loading import import_error, load_attribute
 from agentrl.base.parts import installed_plugins, missing
 from agentrl.errors import ConfigError, nearest
 
-Kind = Literal["presets", "executors", "engines", "learners", "sinks", "rewards", "harnesses"]
+Kind = Literal[
+    "presets", "executors", "engines", "learners", "sinks", "rewards", "harnesses", "tool_formats"
+]
 
 
 def load_plugin(kind: Kind, name: str, own: Collection[str], root: Path, *, key: str) -> Any:

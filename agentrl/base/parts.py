@@ -28,7 +28,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     summary: str  # what a user gets, in a sentence
     uses: tuple[str, ...] = ()  # names of the other parts that it imports
     outputs: tuple[str, ...] = ()  # names in the folder of a run, which `--fresh` deletes
-    tables: Objects = {}  # of the run file, by path: `config.base.Section`
+    tables: Objects = {}  # of the run file, by path: `config.base.Section`, or type of a text
     kinds: Objects = {}  # of tables with several kinds, as "engine vllm": `config.base.KindSection`
     commands: Objects = {}  # of the command line, as "store serve": `click.Command`
     checks: Objects = {}  # before a run starts: config -> None; raises ConfigError
@@ -49,6 +49,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     candidates: Objects = {}  # without policies: (store, config, state) -> id of its texts, or None
     figures: Objects = {}  # of a step, on the console: its metrics -> {label: text}
     reports: Objects = {}  # of a finished run: its `StepRow`s -> something rich prints, or None
+    tokenizers: Objects = {}  # of a policy, once loaded: (tokenizer, the policy's view) -> None
+    tool_formats: Objects = {}  # of tool calls, by name: `model.tool_parser.ToolParser`
+    cures: Objects = {}  # for a chat template without tools: its tokenizer -> what to do
     dialects: Objects = {}  # of a gateway, by the path of calls: `runners.dialects.ModelApi`
     spans: Objects = {}  # that others send, by path: `base.span_names.Receive`
     verdicts: Objects = {}  # on a finished run: (config, its `StepRow`s) -> sentence, or ""

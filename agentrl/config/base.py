@@ -108,7 +108,8 @@ def with_parts(section: type[S], path: str = "") -> type[S]:
         parent, _, key = point.name.rpartition(".")
         if parent == path:
             kind = point.load()
-            added[key] = (kind, {} if isinstance(kind, GenericAlias) else structs_of(kind)[0]())
+            by_name = isinstance(kind, GenericAlias)
+            added[key] = (kind, {} if by_name else (structs_of(kind) or (str,))[0]())
     if not added:
         return section
     body = {key: default for key, (_, default) in added.items()}

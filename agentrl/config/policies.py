@@ -17,6 +17,8 @@ from agentrl.config.schema import (
     AlgorithmConfig,
     CriticConfig,
     LoraConfig,
+    MemberConfig,
+    PolicyConfig,
     ReferenceConfig,
     RunConfig,
     TeacherConfig,
@@ -106,9 +108,9 @@ def view(config: RunConfig, name: str) -> RunConfig:
     # A frozen adapter's files have its settings.
     inherited = {} if member.frozen else msgspec.to_builtins(config.policy.lora)
     lora = _typed(_merged(inherited, member.lora), LoraConfig, "policy.lora")
-    policy = replace(config.policy, lora=lora)
-    if member.model:
-        policy = replace(policy, model=member.model, build="")
+    differing = (set(field_types(MemberConfig)) & set(field_types(PolicyConfig))) - {"lora"}
+    given = {key: value for key in differing if (value := getattr(member, key))}
+    policy = replace(config.policy, lora=lora, **given, **({"build": ""} if member.model else {}))
     steps = steps_learned(config, name, config.steps)
     return replace(config, policy=policy, steps=steps, policies={}, roles={}, **own)
 

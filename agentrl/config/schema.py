@@ -122,6 +122,11 @@ class MemberConfig(Section, frozen=True):
     teacher: dict[str, Any] = {}  # overrides of [teacher]
 
 
+if not TYPE_CHECKING:
+    PolicyConfig = with_parts(PolicyConfig, "policy")
+    MemberConfig = with_parts(MemberConfig, "policies")
+
+
 class TeamConfig(Section, frozen=True):
     """Which of several policies learn in a step.
 

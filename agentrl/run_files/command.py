@@ -111,6 +111,8 @@ def comments(section: type[msgspec.Struct]) -> dict[str, str]:
     for field in msgspec.structs.fields(section):
         if not found.get(field.name) and (tables := _tables_of(field)):
             found[field.name] = _summary(tables[-1].__base__ if len(tables) > 1 else tables[0])
+        for meta in getattr(field.type, "__metadata__", ()):
+            found[field.name] = found.get(field.name) or meta.description or ""
     return found | ({config.tag_field: _summary(section)} if config.tag_field else {})
 
 

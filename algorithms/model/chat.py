@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 from uuid import uuid4
@@ -12,9 +13,11 @@ import msgspec
 
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
+from agentrl.base.parts import installed_plugins
 from agentrl.types import Json
 
 FIELDS = (TypeError, ValueError, LookupError, AttributeError)  # of a template, on odd messages
+BLIND = "tools_not_rendered"  # the code of an error: the model would not see the tools
 CACHED_PROMPTS = 1024  # cached prompts: the rollouts of a group start with the same request
 
 
@@ -56,6 +59,7 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, codec: Codec) -> None:
         self._tokenizer, self._codec = tokenizer, codec
         self.prompt = lru_cache(CACHED_PROMPTS)(self._prompt)
+        self.blind: Future[str] = Future()  # a sentence, once a request had tools in vain
         self._shown: set[bytes] = set()  # tool definitions that the template is known to render
 
     def encode(
@@ -83,14 +87,14 @@ class Chat:
             # An agent may describe its tools in a message instead: then the text has their names.
             without = self._render(conversation, None, settings)
             if text == without and not any(name in text for name in tool_names(definitions)):
-                raise RequestError(
-                    f"the model's chat template does not render tools, so the model would not see "
-                    f"the {len(definitions)} of this request; choose a model whose template renders"
-                    " them (an instruct model with tool calls), replace its chat_template.jinja, "
-                    "or send no tools",
-                    param="tools",
-                    code="tools_not_rendered",
+                sentence = (
+                    "the model's chat template does not render tools, so the model would not see "
+                    f"the {len(definitions)} of its request; {template_cure(self._tokenizer)}, or "
+                    "send no tools"
                 )
+                if not self.blind.done():
+                    self.blind.set_result(sentence)
+                raise RequestError(sentence, param="tools", code=BLIND)
             self._shown.add(tools)
         text = self._as_written(text, conversation, definitions, settings)
         return tuple(self._codec.encode(text))
@@ -134,6 +138,15 @@ class Chat:
                 f"the model's chat template cannot render these messages: {error}", param="messages"
             ) from None
         return text
+
+
+def template_cure(tokenizer: Tokenizer) -> str:
+    """What to do about a chat template that leaves something out."""
+    known = [point.load() for point in installed_plugins("cures")]
+    return "; ".join(cure(tokenizer) for cure in known) or (
+        "choose a model whose template renders it (an instruct model with tool calls), or replace "
+        "its chat_template.jinja"
+    )
 
 
 def tool_names(tools: list[dict[str, Json]]) -> list[str]:

@@ -24,6 +24,8 @@ from transformers.utils import logging
 
 from agentrl.algorithms.model.quantize import quantization
 from agentrl.base.failures import one_line
+from agentrl.base.parts import installed_plugins
+from agentrl.config import RunConfig
 from agentrl.errors import DamagedError, PolicyError
 
 Model = torch.nn.Module
@@ -41,12 +43,14 @@ def load_model(
     template: bool = True,
     head: bool = True,
     quantize: str = "",
+    config: RunConfig | None = None,
 ) -> tuple[Model, Tokenizer]:
     """Load a checkpoint directory or hub name as (model in eval mode, tokenizer).
 
     device: "auto" is the GPU if there is one. template, head: require a chat template, and weights
-    of the language-model head. quantize: "4bit" or "8bit", for a base with adapters. Raises
-    PolicyError if the directory, a weight or a required part is missing or unreadable."""
+    of the language-model head. quantize: "4bit" or "8bit", for a base with adapters. config: a
+    policy's view of the run, whose settings the tokenizer gets. Raises PolicyError if the
+    directory, a weight or a required part is missing or unreadable."""
     name = str(path_or_name)
     _check_directory(name)
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -62,6 +66,8 @@ def load_model(
     except Exception as error:  # transformers and safetensors document no exception types
         raise PolicyError(f"model {name!r}: cannot be loaded: {one_line(str(error))}") from error
     _check_weights(name, model, loading["missing_keys"], head)
+    for point in installed_plugins("tokenizers") if config else ():
+        point.load()(tokenizer, config)
     if template and not getattr(tokenizer, "chat_template", None):
         raise PolicyError(
             f"model {name!r}: its tokenizer has no chat template; add chat_template.jinja to the "

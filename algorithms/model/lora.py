@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from agentrl.algorithms.model.load import checkpoint_weights, load_model, shape_mismatch
 from agentrl.algorithms.model.quantize import dense_state, is_quantized, save_dense
@@ -349,4 +349,7 @@ def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
     adapters.open("merged", adapter)
     with atomic_directory(directory) as partial:
         adapters.merge("merged", partial)
-        tokenizer.save_pretrained(partial)
+        own = adapter / "tokenizer_config.json"  # a run may have given it another chat template
+        (AutoTokenizer.from_pretrained(adapter) if own.is_file() else tokenizer).save_pretrained(
+            partial
+        )

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from agentrl.algorithms.model.load import Tokenizer
+from agentrl.algorithms.model.tool_parser import parser_of
 
 CACHED_PIECES = 8192  # cached encodings of texts between special tokens
-# Part of the text even if a tokenizer calls them special.
-KEPT_TOKENS = ("<tool_call>", "</tool_call>")
 _SPACE = "\u2581"  # SentencePiece's
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's token of one byte
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2 spells as Latin-1
@@ -25,12 +24,12 @@ class Codec:
     """A tokenizer with caches. Invariant: `encode` equals encoding the whole text at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.parser = tokenizer, parser_of(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._hidden = frozenset(
             number
             for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special and token.content not in KEPT_TOKENS
+            if token.special and token.content not in self.parser.marks
         )
         self._piece = lru_cache(CACHED_PIECES)(self._encode)
         self.token = lru_cache(None)(self._token)

@@ -1,4 +1,4 @@
-"""Parser of tool calls in the format of the Hermes and Qwen models.
+"""Parser of tool calls, in the format of the Hermes and Qwen models unless a part adds another.
 
 <tool_call>
 {"name": "query", "arguments": {"sql": "SELECT 1"}}
@@ -8,11 +8,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 from uuid import uuid4
 
 import msgspec
 
+from agentrl.plugins import load_plugin
+
+if TYPE_CHECKING:
+    from agentrl.algorithms.model.load import Tokenizer
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TOOL_FORMAT = "tool_format"  # the key of a format's name in `tokenizer_config.json`
 THINK, THOUGHT = "<think>", "</think>"
 # A JSON string; group 1 is its closing quote, empty if more text could still close it.
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*+("|\\?\Z)')
@@ -29,20 +38,24 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     function: Function
 
 
-class _Written(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw
-
-
 class ToolParser:
     """Splits streamed text into content and tool calls.
 
     A malformed call is content, including its tags, and so is everything in the reasoning that an
     answer begins with: a model may draft calls there. White space around a call is dropped.
+
+    This class reads the format of Hermes; another format is a subclass with its own `opens`,
+    `marks`, `between` and `read`.
     """
 
-    def __init__(self, *, thinking: bool = False) -> None:
-        """thinking: the prompt has opened the reasoning."""
+    opens: ClassVar[tuple[str, ...]] = (OPEN,)  # what a call begins with
+    # Of a call, which stay part of the text even if a tokenizer calls them special.
+    marks: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
+    between: ClassVar[str] = ""  # what separates calls, besides white space
+
+    def __init__(self, *, thinking: bool = False, tools: bytes = b"null") -> None:
+        """thinking: the prompt has opened the reasoning. tools: those of the request, as JSON."""
+        self.tools = tools
         self._text = ""  # not yet classified
         self._begun = self._thinking = thinking
         self._after_call = False
@@ -57,26 +70,58 @@ class ToolParser:
         """The remaining content and calls. A call may lack its closing tag."""
         return self._take(last=True)
 
+    def whole(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Content and tool calls of a whole answer."""
+        found = self.push(text) + self.finish()
+        content = "".join(part for part in found if isinstance(part, str))
+        return content, [part for part in found if isinstance(part, ToolCall)]
+
+    def read(self, text: str, *, last: bool) -> tuple[int, Sequence[Function]] | None:
+        """Read the calls at the start of a text, which begins with one of `opens`; returns the size
+        of what was read and its calls, or None if more text decides. Without a call it is content,
+        at least the opening. last: there is no more text."""
+        inner = text[len(OPEN) :]
+        if not inner.lstrip().startswith("{"):
+            return (0, ()) if last or inner.strip() else None
+        end = find_tag(inner, CLOSE, last=last)
+        if end is None:
+            return None
+        found = decode_call(inner[:end])
+        return (len(OPEN) + end + len(CLOSE), [found]) if found else (0, ())
+
     def _take(self, *, last: bool) -> list[str | ToolCall]:
         found = self._reasoning(last)
         if not (self._begun or last) or self._thinking:
             return found
-        while OPEN in self._text:
-            before, _, inner = self._text.partition(OPEN)
-            end = _end(inner, last)
-            if end is None:
+        while opening := self._opening():
+            start, tag = opening
+            read = self.read(self._text[start:], last=last)
+            if read is None:
                 break
-            if call := _decode(inner[:end]):
-                found += [*self._content(before.rstrip()), call]
-                self._text = inner[end + len(CLOSE) :]
+            before, end = self._text[:start], start + read[0]
+            if read[1]:
+                found += self._content("" if self._separates(before) else before.rstrip())
+                found += [ToolCall(id=f"call_{uuid4().hex}", function=one) for one in read[1]]
                 self._after_call = True
-                self.count += 1
-            else:  # the tag is content; a call may follow it
-                found += self._content(before + OPEN)
-                self._text = inner
-        text, opened, _ = self._text.partition(OPEN)
-        end = len(text.rstrip()) if opened else _possible_tag_start(text, OPEN)
-        return found + self._content(self._cut(len(text) if last else end))
+                self.count += len(read[1])
+            else:
+                end = max(end, start + len(tag))
+                found += self._content(self._text[:end])
+            self._text = self._text[end:]
+        if last:
+            return found + self._content(self._cut(len(self._text)))
+        text = self._text[: opening[0]] if opening else self._text
+        ends = [len(text.rstrip())] if opening else [tag_start(text, tag) for tag in self.opens]
+        return found + self._content(self._cut(0 if self._separates(text) else min(ends)))
+
+    def _opening(self) -> tuple[int, str] | None:
+        """The first place where a call may begin, and with what."""
+        places = ((self._text.find(tag), -len(tag), tag) for tag in self.opens)
+        first = min((place for place in places if place[0] >= 0), default=None)
+        return first and (first[0], first[2])
+
+    def _separates(self, text: str) -> bool:
+        return self._after_call and text.strip() in ("", self.between)
 
     def _reasoning(self, last: bool) -> list[str | ToolCall]:
         """The text of the reasoning, if the answer begins with it."""
@@ -87,7 +132,7 @@ class ToolParser:
             return []
         thought, closed, _ = self._text.partition(THOUGHT)
         self._thinking = not closed
-        end = len(self._text) if last else _possible_tag_start(self._text, THOUGHT)
+        end = len(self._text) if last else tag_start(self._text, THOUGHT)
         return self._content(self._cut(len(thought) + len(THOUGHT) if closed else end))
 
     def _cut(self, end: int) -> str:
@@ -103,15 +148,16 @@ class ToolParser:
         return [text]
 
 
-def parse(text: str, *, thinking: bool = False) -> tuple[str, list[ToolCall]]:
-    """Content and tool calls of a whole answer. thinking: as in `ToolParser`."""
-    parser = ToolParser(thinking=thinking)
-    found = parser.push(text) + parser.finish()
-    content = "".join(part for part in found if isinstance(part, str))
-    return content, [part for part in found if isinstance(part, ToolCall)]
+def parser_of(tokenizer: Tokenizer) -> type[ToolParser]:
+    """The parser of the format in which a model writes calls, by the name in its tokenizer's files,
+    or "package.module:name"; that of Hermes without a name. Raises ConfigError for an unknown
+    name."""
+    name = tokenizer.init_kwargs.get(TOOL_FORMAT, "hermes")
+    chosen = load_plugin("tool_formats", name, ("hermes",), Path(), key="policy.tool_format")
+    return chosen or ToolParser
 
 
-def _possible_tag_start(text: str, tag: str) -> int:
+def tag_start(text: str, tag: str) -> int:
     """The position of a trailing part that may become a tag, including white space before it."""
     end = len(text)
     for size in range(min(len(tag) - 1, end), 0, -1):
@@ -121,33 +167,30 @@ def _possible_tag_start(text: str, tag: str) -> int:
     return len(text[:end].rstrip())
 
 
-def _end(inner: str, last: bool) -> int | None:
-    """The end of the JSON after an opening tag: its closing tag that is in no string, or the end
-    of the text, which may have cut that tag; 0 for what is no JSON object; None if more text
-    decides."""
-    if not inner.lstrip().startswith("{"):
-        return 0 if last or inner.strip() else None
+def find_tag(text: str, tag: str, *, last: bool) -> int | None:
+    """The first place of a tag that is in no JSON string, or the end of the text, which may have
+    cut it; 0 for what is no JSON; None if more text decides."""
     at = 0
-    while (tag := inner.find(CLOSE, at)) >= 0:
-        quote = inner.find('"', at, tag)
+    while (end := text.find(tag, at)) >= 0:
+        quote = text.find('"', at, end)
         if quote < 0:
-            return tag
-        string = _STRING.match(inner, quote)
+            return end
+        string = _STRING.match(text, quote)
         if string is None:
             return 0
         if not string[1].startswith('"'):
             break
         at = string.end()
-    return _possible_tag_start(inner, CLOSE) if last else None
+    return tag_start(text, tag) if last else None
 
 
-def _decode(inner: str) -> ToolCall | None:
+def decode_call(written: str, keys: Sequence[str] = ("arguments",)) -> Function | None:
+    """A call from a JSON object with its name and, under the first of these keys that it has, its
+    arguments; None if it is none."""
     try:
-        written = msgspec.json.decode(inner.strip(), type=_Written)
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        call = msgspec.json.decode(written.strip(), type=dict[str, msgspec.Raw])
+        name = msgspec.json.decode(call["name"], type=str)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError, KeyError):
         return None
-    arguments = bytes(written.arguments).decode()
-    if not arguments.startswith("{"):
-        return None
-    function = Function(name=written.name, arguments=arguments)
-    return ToolCall(id=f"call_{uuid4().hex}", function=function)
+    arguments = next((bytes(call[key]).decode() for key in keys if key in call), "")
+    return Function(name, arguments) if arguments.startswith("{") else None

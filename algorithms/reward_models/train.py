@@ -129,7 +129,7 @@ def _policy(config: RunConfig) -> tuple[PreTrainedModel, Tokenizer]:
     disable_progress_bar()
     torch.manual_seed(config.seed)
     source = policy_directory(config)[0]
-    return load_model(source, config.policy.dtype, config.policy.device)
+    return load_model(source, config.policy.dtype, config.policy.device, config=config)
 
 
 def load_reward_model(config: RunConfig, name: str) -> tuple[ScalarScorer, Tokenizer]:

@@ -17,7 +17,7 @@ from agentrl.base import digests
 from agentrl.base.files import atomic_directory
 from agentrl.base.loading import load_attribute
 from agentrl.base.processes import PHASE
-from agentrl.config import PolicyConfig, RunConfig
+from agentrl.config import RunConfig
 from agentrl.config.policies import frozen_policies, trained_policies, view
 from agentrl.errors import ConfigError, PolicyError
 
@@ -50,7 +50,7 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
         key = (source, "" if adapted else name)
         try:
             if key not in bases:
-                bases[key] = load_base_model(source, config.policy, adapted=adapted, built=built)
+                bases[key] = load_base_model(source, own, adapted=adapted, built=built)
             bases[key].policies.append(name)
             if adapters := bases[key].adapters:
                 _add_adapter(adapters, name, own)
@@ -61,12 +61,12 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
 
 
 def load_base_model(
-    source: str, policy: PolicyConfig, *, adapted: bool, built: bool = False
+    source: str, config: RunConfig, *, adapted: bool, built: bool = False
 ) -> LoadedModel:
     digests.check(Path(source))
     log.log(PHASE, f"loading the model {source}")
-    bits = policy.quantize if adapted else ""
-    model, tokenizer = load_model(source, policy.dtype, policy.device, quantize=bits)
+    policy, bits = config.policy, config.policy.quantize if adapted else ""
+    model, tokenizer = load_model(source, policy.dtype, policy.device, quantize=bits, config=config)
     adapters = Adapters(model) if adapted else None
     return LoadedModel(source, model, tokenizer, adapters, built=built)
 

@@ -126,7 +126,7 @@ class PolicyServers:
                     "its adapters, and this is another one; train adapters (policy.lora.rank), or "
                     "set engine.kind = 'embedded'"
                 )
-            base = load_base_model(str(directory), self._config.policy, adapted=False)
+            base = load_base_model(str(directory), self._config, adapted=False)
             base.policies.append(name)
             settings = replace(self._config.algorithm, overlap=None)  # these weights never change
             server = _make_server(replace(self._config, algorithm=settings), base, 1)

@@ -49,7 +49,7 @@ def warm_up(config: RunConfig, start: str) -> tuple[str, bool]:
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     data = load_tasks(settings.data, Path(config.root), key="warmup.data", needs="messages")
-    model, tokenizer = load_model(start, config.policy.dtype, config.policy.device)
+    model, tokenizer = load_model(start, config.policy.dtype, config.policy.device, config=config)
     rows = [row for demonstration in data for row in _rows(tokenizer, demonstration)]
     algo = objective.Algo(Imitated(), agg=objective.TOKENS, rewards=(), name="warmup")
     learner = factory.make_learner(replace(config, critic=CriticConfig()), algo, model, tokenizer)

@@ -32,7 +32,7 @@ from msgspec.structs import asdict, replace
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.engines.embedded.server import _end_of_sequence
 from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.model.tool_parser import parse
+from agentrl.algorithms.model.tool_parser import ToolParser
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.load_policies import LoadedModel, load_policies
 from agentrl.base.loading import load_attribute, load_tasks
@@ -82,7 +82,7 @@ class Policy:
                 completion=int32(tokens), logprobs=float32(logprobs), role=model,
             )
         )  # fmt: skip
-        content, calls = parse(self.codec.decode(tokens))
+        content, calls = ToolParser().whole(self.codec.decode(tokens))
         self.asked += 1
         self.good += bool(calls) if tools else content.strip() in self.words
         found = [

@@ -32,7 +32,7 @@ from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, Toke
 from agentrl.algorithms.engines.embedded.server import _end_of_sequence
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.model.tool_parser import parse
+from agentrl.algorithms.model.tool_parser import ToolParser
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.load_policies import load_policies
@@ -203,7 +203,7 @@ class VirtualRun:
 
     def answer(self, play: Play, update: TokenUpdate) -> bool:
         """Look up what was asked for, or score the answer. Returns whether a call follows."""
-        text, calls = parse(self.codec.decode(update.tokens))
+        text, calls = ToolParser().whole(self.codec.decode(update.tokens))
         if update.finish == "stop" and calls and len(play.calls) < CALLS:
             functions = [{"type": "function", "function": asdict(call.function)} for call in calls]
             play.messages.append({"role": "assistant", "content": text, "tool_calls": functions})

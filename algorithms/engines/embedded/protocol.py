@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from agentrl.algorithms.engines.embedded.kv_cache import Spans, TokenUpdate
 from agentrl.algorithms.model.text import Codec, TextStream, text_before_stop
-from agentrl.algorithms.model.tool_parser import ToolCall, ToolParser, parse
+from agentrl.algorithms.model.tool_parser import ToolCall, ToolParser
 from agentrl.types import Json
 
 HIGHEST_TEMPERATURE = 1e30  # temperature: logits are divided by it in float32
@@ -138,7 +138,7 @@ class ResponseFormat:
     model: str
     prompt: tuple[int, ...]
     chat: bool
-    tools: bool  # look for tool calls
+    tools: bytes  # of the request, as JSON; empty: look for no calls
     parallel: bool  # show all of them, not the first only
     thinking: bool  # the prompt has opened the reasoning
     logprobs: bool
@@ -177,6 +177,12 @@ class ResponseFormat:
             prompt_token_ids=self.prompt if first and self.token_ids and self.chat else UNSET,
         )
 
+    def parser(self) -> ToolParser | None:
+        """A new parser of the tool calls in one choice, if there may be any."""
+        if not self.tools:
+            return None
+        return self.codec.parser(thinking=self.thinking, tools=self.tools)
+
     def usage(self, completion_tokens: int) -> Usage:
         size = len(self.prompt)
         return Usage(size, completion_tokens, size + completion_tokens)
@@ -196,7 +202,8 @@ class ResponseFormat:
         if not self.chat:
             choice.text = text
             return choice
-        content, calls = parse(text, thinking=self.thinking) if self.tools else (text, [])
+        parser = self.parser()
+        content, calls = parser.whole(text) if parser else (text, [])
         calls = calls if self.parallel else calls[:1]
         choice.message = ChatMessage(content=content or ("" if not calls else None))
         if calls:
@@ -242,8 +249,7 @@ class StreamedChoice:
         self._spans: list[tuple[int, int]] = []
         self._tokens = self._offset = 0
         self._text = TextStream(form.codec, form.stop)
-        tools = form.chat and form.tools
-        self._tools = ToolParser(thinking=form.thinking) if tools else None
+        self._tools = form.parser()
         self._first = True
 
     def push(self, update: TokenUpdate) -> CompletionChoice | None:

@@ -62,7 +62,7 @@ class Routes:
             raise RequestError("top_logprobs needs logprobs = true", param="top_logprobs")
         prompt = self._prompt(body)
         body.max_tokens = body.max_completion_tokens or body.max_tokens
-        tools = body.tools != b"null" and body.tool_choice != "none"
+        tools = bytes(body.tools) if body.tools != b"null" and body.tool_choice != "none" else b""
         form = self._format(body, prompt, "chatcmpl", tools=tools, logprobs=bool(body.logprobs))
         return await self._answer(request, body, form, body.top_logprobs or 0)
 
@@ -107,7 +107,7 @@ class Routes:
         prompt: tuple[int, ...],
         kind: str,
         *,
-        tools: bool = False,
+        tools: bytes = b"",
         logprobs: bool,
     ) -> ResponseFormat:
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())

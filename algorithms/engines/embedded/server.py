@@ -95,7 +95,8 @@ class EmbeddedServer:
         )
         codec = Codec(tokenizer)
         self._admission = Admission(engine, codec, list(policies))
-        self._routes = Routes(self._admission, Chat(tokenizer, codec), codec, name, defaults)
+        self._chat = Chat(tokenizer, codec)
+        self._routes = Routes(self._admission, self._chat, codec, name, defaults)
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -129,8 +130,13 @@ class EmbeddedServer:
                 await self._http.run(self._admission.publish(version, policy))
 
     async def wait_for_failure(self) -> PolicyError:
-        failure = asyncio.wrap_future(self._admission.engine.failure)
-        error = await asyncio.shield(failure)  # the engine sets it even if this is cancelled
+        blind, failure = self._chat.blind, self._admission.engine.failure
+        both = [asyncio.wrap_future(one) for one in (blind, failure)]
+        # Both may be set even if this is cancelled.
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if blind.done():
+            return PolicyError(f"{blind.result()}. Then repeat the command with --fresh")
+        error = failure.result()
         return PolicyError(f"the embedded engine ended with {type(error).__name__}: {error}")
 
     async def add(self, policy: str, version: int) -> None:

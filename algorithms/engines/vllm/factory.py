@@ -30,6 +30,7 @@ from agentrl.algorithms.model.memory import (
     bytes_of_weight,
 )
 from agentrl.algorithms.model.proof import tolerance
+from agentrl.algorithms.model.tool_parser import TOOL_FORMAT
 from agentrl.base.access import read_sent_key
 from agentrl.config import RunConfig, TorchLearnerConfig
 from agentrl.errors import PolicyError
@@ -67,8 +68,10 @@ def vllm_server(
         )
     else:
         context = min(engine.max_context, context_length(model) or engine.max_context)
+        parser = engine.vllm.tool_parser or tokenizer.init_kwargs.get(TOOL_FORMAT, "hermes")
+        own = msgspec.structs.replace(engine.vllm, tool_parser=parser)
         host = VllmProcess(
-            msgspec.structs.replace(engine, max_context=context),
+            msgspec.structs.replace(engine, max_context=context, vllm=own),
             folder / "vllm.log",
             secrets.token_hex(16),
             dtype=dtype,

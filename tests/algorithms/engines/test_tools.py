@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.model.tool_parser import ToolCall, ToolParser, parse
+from agentrl.algorithms.model.tool_parser import ToolCall, ToolParser
 
 CALL = '<tool_call>\n{"name": "query", "arguments": {"sql": "SELECT 1"}}\n</tool_call>'
 UNQUOTED = '<tool_call>{"name": "a", "arguments": {"b": "c}}</tool_call>'
@@ -51,7 +51,7 @@ STRINGS = [
 
 @pytest.mark.parametrize(("text", "content", "names"), CASES)
 def test_content_and_calls(text: str, content: str, names: list[str]) -> None:
-    found, calls = parse(text)
+    found, calls = ToolParser().whole(text)
     assert found == content
     assert [call.function.name for call in calls] == names
 
@@ -102,7 +102,7 @@ def test_a_call_that_the_token_limit_cuts_is_content(string: str, size: int) -> 
 
 
 def test_reasoning_that_the_prompt_has_opened_has_no_calls() -> None:
-    content, calls = parse(f"I would write {CALL}</think>{CALL}", thinking=True)
+    content, calls = ToolParser(thinking=True).whole(f"I would write {CALL}</think>{CALL}")
     assert content == f"I would write {CALL}</think>"
     assert len(calls) == 1
 
@@ -114,6 +114,7 @@ def test_plain_text_is_not_held_back() -> None:
 
 
 def test_arguments_are_what_the_model_wrote_and_ids_are_unique() -> None:
-    _, calls = parse(CALL + '<tool_call>{"arguments":{"a" :1},"name":"b"}</tool_call>')
+    other = '<tool_call>{"arguments":{"a" :1},"name":"b"}</tool_call>'
+    _, calls = ToolParser().whole(CALL + other)
     assert [call.function.arguments for call in calls] == ['{"sql": "SELECT 1"}', '{"a" :1}']
     assert len({call.id for call in calls}) == 2
