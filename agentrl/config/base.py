@@ -33,6 +33,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     plays: ClassVar[bool] = False  # of a part's table: whether rollouts depend on it
     # Whether it gives rollouts a reward: one of several tables by name, which is the reward's.
     gives_reward: ClassVar[bool] = False
+    makes_weights: ClassVar[bool] = False  # whether a run may begin with others than its policy's
 
     @property
     def replaces_rollouts(self) -> bool:
@@ -42,6 +43,10 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def problems(self, config: Any) -> Iterator[str]:
         """Error messages about this table in a run's settings; each names the key."""
         return iter(())
+
+    def initial(self, config: Any, policy: Any) -> Any:
+        """The `PolicyConfig` of the weights that the first step trains, once they are made."""
+        return policy
 
     def evaluated(self, config: Any) -> Section:
         """The table in an evaluation of the run with these settings."""
@@ -60,6 +65,12 @@ def tables(config: Section) -> Iterator[tuple[str, Section]]:
         elif isinstance(value, dict):
             named = ((f"{key}.{name}", own) for name, own in value.items())
             yield from ((path, own) for path, own in named if isinstance(own, Section))
+
+
+def without_making(config: S) -> S:
+    """The settings of a run that begins with the weights of its policy as they are."""
+    made = {key: type(own)() for key, own in tables(config) if own.makes_weights}
+    return msgspec.structs.replace(config, **made)
 
 
 @cache

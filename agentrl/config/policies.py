@@ -118,7 +118,7 @@ def view(config: RunConfig, name: str) -> RunConfig:
 def initial_version(config: RunConfig, policy: str) -> tuple[str, FrozenPolicy]:
     """The served name and the frozen record of a policy before training."""
     own = view(config, policy)
-    directory, lora = own.model_path(), own.policy.lora
+    directory, lora = own.model_path(), own.initial_policy.lora
     if lora.rank or lora.adapter:
         directory = str(config.path(lora.adapter)) if lora.adapter else ""
     return initial_name(policy), FrozenPolicy(policy=policy, directory=directory, steps=0)

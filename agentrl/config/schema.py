@@ -99,16 +99,6 @@ class PolicyConfig(Section, frozen=True):
     lora: LoraConfig = LoraConfig()
 
 
-class WarmupConfig(Section, frozen=True):
-    """Supervised fine-tuning of all weights of the policy before the run's first step."""
-
-    # "file.jsonl" or "file.py:name" of {"messages": [...], "tools": [...]}; empty: no fine-tuning
-    data: str = ""
-    steps: Count = 100  # optimizer steps
-    batch: Count = 16  # conversations per optimizer step, drawn at random
-    lr: Positive = 1e-5  # peak: linear warm-up over 10 % of the steps, then linear decay to 0
-
-
 class MemberConfig(Section, frozen=True):
     """One of several policies: its roles, its weights, and its overrides of the run's tables."""
 
@@ -303,7 +293,6 @@ class RunConfig(Section, frozen=True):
     tasks: TasksConfig = TasksConfig()
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()
-    warmup: WarmupConfig = WarmupConfig()
     policies: dict[str, MemberConfig] = {}  # by name; none: a single policy, named "policy"
     team: TeamConfig = TeamConfig()
     sampling: Sampling = Sampling()
@@ -331,6 +320,14 @@ class RunConfig(Section, frozen=True):
         """Whether it learns from rollouts of an agent, and not from what a part has instead."""
         return not any(table.replaces_rollouts for _, table in tables(self))
 
+    @property
+    def initial_policy(self) -> PolicyConfig:
+        """[policy] with the weights that the first step trains, which a part may have made."""
+        policy = self.policy
+        for _, table in tables(self):
+            policy = table.initial(self, policy)
+        return policy
+
     def path(self, name: str) -> Path:
         """The path of a file named in the run file, relative to its folder."""
         return Path(self.root, name)
@@ -341,12 +338,10 @@ class RunConfig(Section, frozen=True):
         return str(directory) if directory.is_dir() else name
 
     def model_path(self) -> str:
-        """The policy's model: a hub name or a directory, also of `policy.build` or the warm-up."""
-        warmed = Path(self.output, "warmup")
-        if self.warmup.data and warmed.is_dir():
-            return str(warmed)
-        own = self.path(self.policy.model) if self.policy.model else Path(self.output, "policy")
-        return str(own) if own.is_dir() else self.policy.model
+        """The policy's model: a hub name or a directory, also of `policy.build` or of a part."""
+        name = self.initial_policy.model
+        own = self.path(name) if name else Path(self.output, "policy")
+        return str(own) if own.is_dir() else name
 
     def checkpoint(self, name: str) -> Path:
         """The directory of a checkpoint with this name in the store, which is relative to `output`.

@@ -24,7 +24,6 @@ from agentrl.config.schema import (
     MemberConfig,
     RunConfig,
     TeamConfig,
-    WarmupConfig,
 )
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
@@ -61,7 +60,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     if config.eval.functions and team.has_no_own_policy(config) and config.plays_rollouts:
         yield "eval.functions are given a checkpoint, and [upstreams] have none: leave them out"
     yield from _policies(config)
-    yield from _warmup(config)
     yield from _rewards(config)
     yield from upstreams.teacher_problems(config)
     yield from _callers(config.engine)
@@ -146,18 +144,6 @@ def _roles(config: RunConfig) -> Iterator[str]:
             claimed[role] = f"policies.{name}.roles"
     for name in sorted(set(config.policies) - {POLICY, *team.policy_by_role(config).values()}):
         yield f"policies.{name}.roles is empty, so it would get no calls; name the roles it plays"
-
-
-def _warmup(config: RunConfig) -> Iterator[str]:
-    if not config.warmup.data:
-        if config.warmup != WarmupConfig():
-            yield "[warmup] has no effect without `data`, the conversations to imitate"
-        return
-    if config.policies or config.policy.lora.rank:
-        yield (
-            "[warmup] trains all weights of a run's only policy, but this run trains an adapter or "
-            "several policies; do it in another run and use its <output>/warmup as policy.model"
-        )
 
 
 def _member(name: str, member: MemberConfig) -> Iterator[str]:

@@ -15,8 +15,8 @@ from agentrl.base.failures import commonest_failure
 from agentrl.base.threads import run_blocking
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config import policies as team
+from agentrl.config.base import without_making
 from agentrl.config.run_file import store_in
-from agentrl.config.schema import WarmupConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.store import open_store
 from agentrl.types import Rollout, RunState
@@ -65,8 +65,7 @@ def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> Run
     own = policies_at(config, checkpoint) if checkpoint else {}
     output = Path(config.output).with_name(name)
     own |= {"name": name, "output": str(output), "store": store_in(output), "steps": 0}
-    own |= {"warmup": WarmupConfig()} if checkpoint else {}
-    return msgspec.structs.replace(config, **own)
+    return msgspec.structs.replace(without_making(config) if checkpoint else config, **own)
 
 
 def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:

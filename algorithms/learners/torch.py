@@ -232,10 +232,10 @@ class TorchLearner(PolicyWeights):
         return [self.optimizer, *critic, *self.frozen.values(), *self.more]
 
     def _adapted(self, *, base: bool = False) -> AbstractContextManager[None]:
-        """Context in which the model is the trained policy; base: the model without adapter."""
+        """Context in which the model is the trained policy; base: the reference of its adapter."""
         if self.adapters is None:
             return nullcontext()
-        return self.adapters.using(None if base else self.policy)
+        return self.adapters.using(self.adapters.reference(self.policy) if base else self.policy)
 
     def _scored(self, batch: Batch, of: Scored, score: Score, dtype: torch.dtype) -> Tensor:
         """`score` of every action, computed pack by pack, [N] in token order, no graph."""

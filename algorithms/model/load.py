@@ -163,6 +163,18 @@ def vocabulary_size(model: Model) -> int:
     return int(network.get_input_embeddings().weight.shape[0])
 
 
+def end_tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
+    """Token ids that end a completion: the model's, which may be several, and the tokenizer's."""
+    generation: Any = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    tokens = {ids} if isinstance(ids, int) else set(ids or ())
+    if tokenizer.eos_token_id is not None:
+        tokens.add(tokenizer.eos_token_id)
+    if not tokens:
+        raise PolicyError("the model has no end-of-sequence token; set eos_token in its tokenizer")
+    return sorted(tokens)
+
+
 def _check_directory(name: str) -> None:
     """Raise PolicyError for a missing path, which transformers would look up as a hub name."""
     path = Path(name)

@@ -50,12 +50,14 @@ class Adapters:
         # A quantised base has other weights than the same base without quantisation.
         self.fingerprint = "" if is_quantized(model) else fingerprint(model)
         self._peft: Any = None  # peft's wrapper of `model`, set by the first adapter
+        self._references: dict[str, str] = {}  # adapter -> a frozen one
         self._selection: Selection = ()
         self._lock = threading.RLock()
 
     @property
     def names(self) -> list[str]:
-        return list(self._peft.peft_config) if self._peft is not None else []
+        every = self._peft.peft_config if self._peft is not None else ()
+        return [name for name in every if name not in self._references.values()]
 
     def add(
         self, name: str, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0
@@ -106,6 +108,15 @@ class Adapters:
         """Add a copy of the adapter `original` of `source`."""
         self._add_like(name, source._peft.peft_config[original])
         self.restore(name, source.parameters(original))
+
+    def keep_reference(self, name: str) -> None:
+        """Keep the adapter as it is now, as the reference of the policy that it is."""
+        self._references[name] = kept = f"{name}@reference"
+        self.duplicate(kept, self, name)
+
+    def reference(self, name: str) -> str | None:
+        """The adapter that was kept as its reference; None: the base alone is."""
+        return self._references.get(name)
 
     def close(self, name: str) -> None:
         """Remove an adapter. Raises PolicyError for the first one, which peft's wrapper needs."""
@@ -271,7 +282,7 @@ class Adapters:
                 parameter.requires_grad_(True)
 
     def _check_name(self, name: str) -> None:
-        if name not in self.names:
+        if name not in (*self.names, *self._references.values()):
             raise PolicyError(f"no adapter {name!r}; {nearest(name, self.names)}")
 
     def _check_targets(self, targets: Sequence[str]) -> None:

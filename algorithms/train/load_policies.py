@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_size
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.train.checkpoint import parse_name
-from agentrl.algorithms.train.warmup import warm_up
 from agentrl.base import digests
 from agentrl.base.files import atomic_directory
 from agentrl.base.loading import load_attribute
+from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import PHASE
-from agentrl.config import RunConfig
+from agentrl.config import LoraConfig, RunConfig
 from agentrl.config.policies import frozen_policies, trained_policies, view
 from agentrl.errors import ConfigError, PolicyError
 
@@ -33,7 +33,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     adapters: Adapters | None = None  # named by policy; None: the model is the policy
     policies: list[str] = field(default_factory=list)
-    built: bool = False  # whether policy.build or the warm-up has just built it
+    built: bool = False  # whether policy.build or a part has just made it
 
 
 def load_policies(config: RunConfig) -> list[LoadedModel]:
@@ -44,16 +44,19 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
     for name in (*trained_policies(config), *frozen_policies(config)):
         own = view(config, name)
         source, built = policy_directory(own)
-        if config.warmup.data:
-            source, built = warm_up(own, source)
-        adapted = bool(own.policy.lora.rank or own.policy.lora.adapter)
+        for point in installed_plugins("initial"):
+            built |= point.load()(own, source)
+        source, lora = own.model_path(), own.initial_policy.lora
+        adapted = bool(lora.rank or lora.adapter)
         key = (source, "" if adapted else name)
         try:
             if key not in bases:
                 bases[key] = load_base_model(source, own, adapted=adapted, built=built)
             bases[key].policies.append(name)
             if adapters := bases[key].adapters:
-                _add_adapter(adapters, name, own)
+                add_adapter(adapters, name, lora, own)
+                if lora != own.policy.lora:
+                    adapters.keep_reference(name)
         except PolicyError as error:
             where = f"policies.{name}: " if config.policies else ""
             raise PolicyError(f"{where}{error}") from None
@@ -71,16 +74,15 @@ def load_base_model(
     return LoadedModel(source, model, tokenizer, adapters, built=built)
 
 
-def _add_adapter(adapters: Adapters, name: str, config: RunConfig) -> None:
+def add_adapter(adapters: Adapters, name: str, lora: LoraConfig, config: RunConfig) -> None:
     """Add the adapter of a policy. An adapter directory without a rank is loaded frozen."""
-    settings, seed = config.policy.lora, config.seed
-    if not settings.rank:
-        adapters.open(name, config.path(settings.adapter))
+    if not lora.rank:
+        adapters.open(name, config.path(lora.adapter))
         return
-    rank, alpha, targets = settings.rank, settings.alpha, settings.targets
-    adapters.add(name, rank=rank, alpha=alpha, targets=targets, seed=seed)
-    if settings.adapter:
-        adapters.restore(name, adapters.read(name, config.path(settings.adapter)))
+    rank, alpha, targets = lora.rank, lora.alpha, lora.targets
+    adapters.add(name, rank=rank, alpha=alpha, targets=targets, seed=config.seed)
+    if lora.adapter:
+        adapters.restore(name, adapters.read(name, config.path(lora.adapter)))
 
 
 def policy_directory(config: RunConfig) -> tuple[str, bool]:

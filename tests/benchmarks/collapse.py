@@ -30,7 +30,7 @@ import torch
 from msgspec.structs import asdict, replace
 
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.engines.embedded.server import _end_of_sequence
+from agentrl.algorithms.model.load import end_tokens
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.model.tool_parser import ToolParser
 from agentrl.algorithms.train import build
@@ -53,7 +53,7 @@ class Policy:
     def __init__(self, loaded: LoadedModel, most: int, words: Sequence[str], seed: int) -> None:
         model, tokenizer = loaded.model, loaded.tokenizer
         self.model, self.tokenizer, self.codec = model, tokenizer, Codec(tokenizer)
-        self.ends = set(_end_of_sequence(model, tokenizer))
+        self.ends = set(end_tokens(model, tokenizer))
         self.most, self.words = most, words
         self.dice = torch.Generator().manual_seed(seed)
         self.known: dict[tuple[int, ...], torch.Tensor] = {}  # log-probs of the next token

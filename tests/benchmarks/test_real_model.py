@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,8 +35,22 @@ def test_a_run_is_scored_before_and_after_and_its_steps_are_timed(
         (score,) = found[when]
         assert 0 <= score <= 1
     (seconds,), (step,) = found["seconds"], found["cpu_per_step"]
-    assert 0 < step < seconds * 64
+    assert 0 <= step < seconds * 64
     assert found["peak_mb"][0] > 100
+
+
+def test_cpu_seconds_are_of_a_process_and_of_what_it_started() -> None:
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    code = (
+        f"import subprocess, sys; x = {busy!r}; exec(x)\n"
+        "subprocess.run([sys.executable, '-S', '-c', x]); print('done', flush=True); input()"
+    )
+    command = [sys.executable, "-S", "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert 0.5 <= real_model.cpu_seconds(process.pid) < 2
+        process.kill()
 
 
 def test_trl_gets_the_settings_of_the_run_file(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ from msgspec.structs import asdict
 
 from agentrl.algorithms.engines.embedded.engine import PREFILL_TOKENS, Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
-from agentrl.algorithms.engines.embedded.server import _end_of_sequence
 from agentrl.algorithms.model.chat import Chat
+from agentrl.algorithms.model.load import end_tokens
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.model.tool_parser import ToolParser
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
@@ -109,7 +109,7 @@ class VirtualRun:
         self.chat = Chat(base.tokenizer, self.codec)
         self.engine = Engine(
             self.served,
-            eos=[] if costs.length else _end_of_sequence(base.model, base.tokenizer),
+            eos=[] if costs.length else end_tokens(base.model, base.tokenizer),
             max_batch=64,
             max_context=384 if costs.length is None else costs.length[3] + 192,
             threads=1,

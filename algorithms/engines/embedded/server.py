@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Any, Literal
+from typing import Literal
 
 from aiohttp import web
 
@@ -25,7 +25,7 @@ from agentrl.algorithms.engines.embedded.engine import Engine
 from agentrl.algorithms.engines.embedded.routes import Routes
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.chat import Chat
-from agentrl.algorithms.model.load import Model, Tokenizer
+from agentrl.algorithms.model.load import Model, Tokenizer, end_tokens
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.text import Codec
 from agentrl.base.access import ANYBODY, Access
@@ -84,7 +84,7 @@ class EmbeddedServer:
         policies |= {each: each for each in (adapters.names if adapters else ())}
         engine = Engine(
             model,
-            eos=_end_of_sequence(model, tokenizer),
+            eos=end_tokens(model, tokenizer),
             max_batch=max_batch,
             max_context=min(max_context, context_length(model) or max_context),
             threads=threads,
@@ -199,15 +199,3 @@ class EmbeddedServer:
         if self._runner is not None:
             await self._runner.cleanup()
         await asyncio.get_running_loop().shutdown_default_executor()
-
-
-def _end_of_sequence(model: Model, tokenizer: Tokenizer) -> list[int]:
-    """Token ids that end a completion: the model's, which may be several, and the tokenizer's."""
-    generation: Any = getattr(model, "generation_config", None)
-    ids = getattr(generation, "eos_token_id", None)
-    tokens = {ids} if isinstance(ids, int) else set(ids or ())
-    if tokenizer.eos_token_id is not None:
-        tokens.add(tokenizer.eos_token_id)
-    if not tokens:
-        raise PolicyError("the model has no end-of-sequence token; set eos_token in its tokenizer")
-    return sorted(tokens)

@@ -1,0 +1,1 @@
+"""Demonstrations: a policy imitates them before its first step, and a stronger model makes them."""

@@ -1,0 +1,11 @@
+from agentrl.base.parts import Part
+
+HERE = "agentrl.algorithms.demonstrations"
+
+PART = Part(
+    name="demonstrations",
+    summary="Imitate conversations before the first step, and let a stronger model make them.",
+    outputs=("warmup", "warmup.tmp-*"),
+    tables={"warmup": f"{HERE}.table:WarmupConfig"},
+    initial={"warmup": f"{HERE}.warmup:warm_up"},
+)

@@ -1,0 +1,139 @@
+"""Rows of conversations to imitate: the prompts that the policy would get, and the tokens that it
+would have to sample.
+
+The prompt of a message of the assistant is what the policy server renders of the messages before
+it, and its tokens are those that the chat template writes after this prompt, up to the end of the
+turn. So a template needs no marks, and what it does to earlier messages is in the prompts. Always
+true: a row's actions are exactly such tokens. Messages share a row as long as each prompt begins
+with the tokens before it, which a template that drops earlier thinking ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from agentrl.algorithms.data.batch import TokenRow
+from agentrl.algorithms.model.chat import Chat, RequestError
+from agentrl.algorithms.model.load import Tokenizer
+from agentrl.algorithms.model.text import Codec
+from agentrl.errors import TrainingError
+from agentrl.types import Json
+
+log = logging.getLogger("agentrl.algorithm")
+Message = dict[str, Json]
+Answer = tuple[list[int], list[int]]  # the tokens of a prompt, and those to sample
+
+
+class ConversationReader:
+    """Renders conversations with a policy's chat template. ends: token ids that end a turn."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: Iterable[int]) -> None:
+        self._tokenizer, self._codec = tokenizer, Codec(tokenizer)
+        self._chat, self._ends = Chat(tokenizer, self._codec), set(ends)
+        self._end = min(self._ends)
+        if tokenizer.eos_token_id in self._ends:
+            self._end = tokenizer.eos_token_id
+        self._checked: set[Json] = set()  # roles whose messages the template is known to show
+
+    def rows(self, conversation: Mapping[str, Json]) -> list[TokenRow]:
+        """The rows of {"messages": [...], "tools": [...]}. Raises TrainingError, which names the
+        message, if the template does not tell what the policy would sample."""
+        rows: list[tuple[list[int], list[int]]] = []
+        for prompt, said in self.answers(conversation):
+            if not rows or prompt[: len(rows[-1][0])] != rows[-1][0]:
+                rows.append(([], []))
+            tokens, actions = rows[-1]
+            tokens += [*prompt[len(tokens) :], *said]
+            actions += range(len(prompt), len(tokens))
+        return [_row(tokens, actions) for tokens, actions in rows]
+
+    def answers(self, conversation: Mapping[str, Json]) -> list[Answer]:
+        """The prompt and the tokens of each message of the assistant but a first one, which no
+        policy is asked for."""
+        messages, tools = conversation["messages"], conversation.get("tools")
+        options = conversation.get("chat_template_kwargs") or {}
+        if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+            raise TrainingError("messages is not a list of objects")
+        found = []
+        for index, message in enumerate(messages):
+            if index and message.get("role") == "assistant":
+                try:
+                    found.append(self._answer(messages, index, tools, options))
+                except (RequestError, TrainingError) as error:
+                    raise TrainingError(f"messages[{index}]: {error}") from None
+        if not found:
+            raise TrainingError("no message of the assistant follows another message")
+        self._check_shown(messages, tools, options)
+        return found
+
+    def _answer(
+        self, messages: list[Message], index: int, tools: Json, options: dict[str, Json]
+    ) -> Answer:
+        message = messages[index]
+        if not (message.get("content") or message.get("tool_calls")):
+            raise TrainingError("the assistant says nothing in it")
+        written = str((message.get("content"), message.get("tool_calls")))
+        for text in (self._text([end]) for end in self._ends):
+            if text.strip() and text in written:
+                raise TrainingError(f"the text has {text!r}, which ends a turn; leave it out")
+        prompt = [*self._chat.encode(messages[:index], tools, **options)]
+        ended = options | {"add_generation_prompt": False}
+        whole = [*self._chat.encode(messages[: index + 1], tools, **ended)]
+        begins = whole[: len(prompt)] == prompt
+        said = whole[len(prompt) :] if begins else self._after(prompt, whole)
+        end = next((n for n, token in enumerate(said) if token in self._ends), None)
+        if end is not None:
+            return prompt, said[: end + 1]
+        while said and not self._text(said[-1:]).strip():  # between turns
+            said.pop()
+        return prompt, [*said, self._end]  # otherwise a policy would never learn to end
+
+    def _after(self, prompt: list[int], whole: list[int]) -> list[int]:
+        """The tokens of the text that `whole` has after `prompt`, if a token spans both."""
+        before, text = self._text(prompt), self._text(whole)
+        rest = text.removeprefix(before)
+        # Some tokenizers put a space before what begins a text.
+        for anchor in (self._text([self._end]), "") if text.startswith(before) else ():
+            said = self._codec.encode(anchor + rest)[len(self._codec.encode(anchor)) :]
+            if self._text([*prompt, *said]) == text:
+                return said
+        raise TrainingError(
+            "the chat template writes the messages before it in another way once the answer "
+            "follows, so it does not tell what the policy would sample (does its prompt open the "
+            "thinking, and the answer has none?); change the conversation or the template"
+        )
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _check_shown(self, messages: list[Message], tools: Json, options: dict[str, Json]) -> None:
+        """Warn once of a role whose messages the template drops."""
+        for index, message in enumerate(messages):
+            role = message.get("role")
+            if role == "assistant" or role in self._checked or not message.get("content"):
+                continue
+            self._checked.add(role)
+            blank = [*messages[:index], message | {"content": ""}, *messages[index + 1 :]]
+            try:
+                same = self._chat.encode(blank, tools, **options)
+            except RequestError:  # a template may refuse an empty message
+                continue
+            if same == self._chat.encode(messages, tools, **options):
+                log.warning(
+                    "the chat template does not show messages of the role %r, as in the "
+                    "demonstrations: the policy imitates answers to prompts without them",
+                    role,
+                )
+
+
+def _row(tokens: list[int], actions: list[int]) -> TokenRow:
+    ones = torch.ones(len(actions))
+    index = torch.tensor(actions, dtype=torch.int64)
+    return TokenRow(torch.tensor(tokens), index, 0 * ones, ones, torch.zeros_like(index))

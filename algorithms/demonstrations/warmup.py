@@ -1,0 +1,211 @@
+"""`[warmup]`: supervised fine-tuning of the policy before the run's first step.
+
+Owns `<output>/warmup`, a Hugging Face directory or, for an adapter, peft's: what the run starts
+from. The same settings give the same weights, so a run that is killed during the warm-up starts it
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from msgspec.structs import replace
+
+from agentrl.algorithms.credit.core import Imitated
+from agentrl.algorithms.data.batch import Batch, TokenRow
+from agentrl.algorithms.demonstrations.rows import ConversationReader
+from agentrl.algorithms.demonstrations.table import WarmupConfig, warmed, warmup_of
+from agentrl.algorithms.learners import factory
+from agentrl.algorithms.learners.base import Learner
+from agentrl.algorithms.model.attention import context_length
+from agentrl.algorithms.model.load import end_tokens
+from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.ratios import GivenLogProbs
+from agentrl.algorithms.train.build import with_proven_packing
+from agentrl.algorithms.train.checkpoint import save_policy
+from agentrl.algorithms.train.load_policies import LoadedModel, add_adapter, load_base_model
+from agentrl.algorithms.train.optimize import learning_rate
+from agentrl.base.loading import load_tasks
+from agentrl.base.processes import PHASE
+from agentrl.config import AlgorithmConfig, RunConfig
+from agentrl.config.schema import CriticConfig
+from agentrl.errors import TrainingError
+from agentrl.types import POLICY
+
+log = logging.getLogger("agentrl.algorithm")
+Conversations = list[list[TokenRow]]  # the rows of each conversation
+LINE_EVERY = 10.0  # seconds between lines about the progress
+HELD_OUT = 10  # one of this many conversations is held out
+FEWEST = 40  # conversations of which some are held out
+CHECKS = 10  # of held-out conversations, during all steps
+GAIN, NATS = 0.01, 0.002  # a check's loss is lower if it is by this fraction and these nats
+
+
+def warm_up(config: RunConfig, start: str) -> bool:
+    """Fine-tune the policy `start`, if the run has demonstrations and unless that was done before.
+    Returns whether it has made the weights.
+
+    Raises ConfigError for invalid demonstrations, TrainingError for those that the chat template
+    does not render and if a loss is not finite."""
+    settings, directory = warmup_of(config), warmed(config)
+    if not settings.data or directory.is_dir():
+        return False
+    torch.manual_seed(config.seed)
+    data = load_tasks(settings.data, Path(config.root), key="warmup.data", needs="messages")
+    lora = config.policy.lora
+    loaded = load_base_model(start, config, adapted=bool(lora.rank))
+    loaded.policies.append(POLICY)
+    if loaded.adapters:
+        add_adapter(loaded.adapters, POLICY, lora, config)
+    config = with_proven_packing(config, [loaded])
+    train, heldout = _split(_read(data, loaded), settings)
+    held = f", {len(heldout)} held out" if heldout else ""
+    log.log(PHASE, f"imitating {len(train)} conversations of {settings.data}{held}")
+    algo = objective.Algo(Imitated(), agg=objective.TOKENS, rewards=(), name="warmup")
+    learner = factory.make_learner(
+        replace(config, critic=CriticConfig()), algo, loaded.model, loaded.tokenizer,
+        loaded.adapters,
+    )  # fmt: skip
+    try:
+        WarmUp(learner, algo, settings, Patience(settings, heldout)).run(train, config.seed)
+        save_policy(directory, learner)
+    finally:
+        learner.close()
+    return True
+
+
+def _read(data: Sequence[dict[str, object]], loaded: LoadedModel) -> Conversations:
+    """The rows of each conversation that fits the model's context."""
+    reader = ConversationReader(loaded.tokenizer, end_tokens(loaded.model, loaded.tokenizer))
+    limit, found = context_length(loaded.model) or inf, []
+    for number, one in enumerate(data, start=1):
+        try:
+            rows = reader.rows(one)
+        except TrainingError as error:
+            raise TrainingError(f"warmup.data: conversation {number}: {error}") from None
+        if all(len(row.tokens) <= limit for row in rows):
+            found.append(rows)
+    if not found:
+        raise TrainingError(f"warmup.data: every conversation is longer than {limit} tokens")
+    if left := len(data) - len(found):
+        log.warning("warmup: %d conversations are longer than %s tokens: left out", left, limit)
+    return found
+
+
+def _split(every: Conversations, settings: WarmupConfig) -> tuple[Conversations, Conversations]:
+    """What to imitate, and what is held out: an even sample, no larger than a batch."""
+    if len(every) < FEWEST or not settings.patience:
+        return every, []
+    size = min(len(every) // HELD_OUT, settings.batch)
+    chosen = {index * len(every) // size for index in range(size)}
+    heldout = [rows for index, rows in enumerate(every) if index in chosen]
+    return [rows for index, rows in enumerate(every) if index not in chosen], heldout
+
+
+class Patience:
+    """When to stop: the format is learned once held-out conversations become no likelier.
+
+    Keeps the weights of the best check, where the learner can."""
+
+    def __init__(self, settings: WarmupConfig, heldout: Conversations) -> None:
+        self._batch = as_batch([row for rows in heldout for row in rows]) if heldout else None
+        self._every = max(2, settings.steps // CHECKS)
+        self._patience, self._failed = settings.patience, 0
+        self.best = inf
+
+    def ends(self, learner: Learner, steps: int) -> bool:
+        """Check after `steps` steps, if it is time; returns whether to stop."""
+        if self._batch is None or steps % self._every:
+            return False
+        loss = -float(learner.logprobs(self._batch).double().mean())
+        self._failed = 0 if loss < self.best * (1 - GAIN) - NATS else self._failed + 1
+        if loss < self.best:
+            self.best = loss
+            if learner.undoable:
+                learner.mark()
+        return self._failed >= self._patience
+
+    def restore(self, learner: Learner) -> None:
+        """Go back to the weights of the best check."""
+        if self.best < inf and learner.undoable:
+            learner.shrink(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The optimizer steps."""
+
+    learner: Learner
+    algo: objective.Algo
+    settings: WarmupConfig
+    patience: Patience
+
+    def run(self, conversations: Conversations, seed: int) -> None:
+        """Make the steps, and say how far they are."""
+        drawn, losses = random.Random(seed), list[float]()
+        started = said = time.monotonic()
+        for step in range(self.settings.steps):
+            size = min(self.settings.batch, len(conversations))
+            chosen = drawn.sample(conversations, size)
+            losses.append(self._step(step, as_batch([row for rows in chosen for row in rows])))
+            done, now = step + 1, time.monotonic()
+            if step == 0 or now - said >= LINE_EVERY:
+                said, left = now, (now - started) / done * (self.settings.steps - done)
+                log.log(
+                    PHASE, f"imitation step {done}/{self.settings.steps}  loss {losses[-1]:.3f}  "
+                    f"{left:.0f} s left",
+                )  # fmt: skip
+            if self.patience.ends(self.learner, done):
+                break
+        self.patience.restore(self.learner)
+        first, last = fmean(losses[:10]), fmean(losses[-10:])
+        held = f", held out {self.patience.best:.3f}" if self.patience.best < inf else ""
+        early = "" if len(losses) == self.settings.steps else ", no longer falling"
+        log.log(
+            PHASE,
+            f"imitated for {len(losses)} steps: {first:.3f} to {last:.3f} nats per token"
+            f"{held}{early}",
+        )
+
+    def _step(self, step: int, batch: Batch) -> float:
+        """Returns the loss in nats per token, before the update."""
+        settings = self.settings
+        schedule = AlgorithmConfig(lr=settings.lr, warmup=settings.steps // 10, schedule="linear")
+        terms = objective.loss_terms(self.algo, batch, GivenLogProbs(), fresh=True)
+        coefficients = partial(objective.loss_coefficients, self.algo, terms)
+        lr = learning_rate(schedule, step, settings.steps)
+        report = self.learner.step(batch, coefficients, lr=lr)
+        if not report.applied:
+            raise TrainingError(f"warmup: the loss of step {step} is not finite; lower its lr")
+        return report.loss
+
+
+def as_batch(rows: Sequence[TokenRow]) -> Batch:
+    """A batch without rewards, in which each row is a call, rollout and group of its own."""
+    number = torch.arange(len(rows))
+    token = number.repeat_interleave(torch.tensor([len(row.actions) for row in rows]))
+    names = [str(row) for row in range(len(rows))]
+    return Batch(
+        rows=list(rows),
+        token_row=token,
+        token_transition=token,
+        behaviour=torch.cat([row.logprobs for row in rows]),
+        transition_rollout=number,
+        transition_role=torch.zeros_like(number),
+        row_rollout=number,
+        rollout_group=number,
+        rewards={},
+        roles=["agent"],
+        groups=names,
+        rollouts=names,
+        transitions=names,
+    )
