@@ -11,11 +11,11 @@ class Task(TypedDict):
     id: str
     input: str  # the only field that the agent sees
     answer: int  # for the verifier
-    factors: tuple[int, int]  # for the demonstrations
+    factors: list[int]  # for the demonstrations
 
 
 def task(a: int, b: int) -> Task:
-    return Task(id=f"{a}x{b}", input=f"What is {a} times {b}?", answer=a * b, factors=(a, b))
+    return Task(id=f"{a}x{b}", input=f"What is {a} times {b}?", answer=a * b, factors=[a, b])
 
 
 everything = [task(a, b) for a, b in product(range(11, 100), repeat=2)]
