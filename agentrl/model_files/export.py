@@ -1,4 +1,4 @@
-"""`agentrl export model`."""
+"""`agentrl export model`: a trained model as a Hugging Face folder, and its upload."""
 
 from __future__ import annotations
 

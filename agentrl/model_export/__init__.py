@@ -1,1 +1,0 @@
-"""A trained model as a Hugging Face folder, and its upload."""

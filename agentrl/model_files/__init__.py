@@ -1,0 +1,1 @@
+"""Models as files: those of other tools made trainable, and trained ones made for other tools."""

@@ -1,0 +1,48 @@
+"""`agentrl model import`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+DTYPES = ("bfloat16", "float32")
+
+
+@click.group()
+def model() -> None:
+    """Models of other tools."""
+
+
+@model.command("import")
+@click.argument("source")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
+@click.option(
+    "--chat-template",
+    "template",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A Jinja file in place of the model's own template.",
+)
+def import_model(source: str, directory: Path, dtype: str, template: Path | None) -> None:
+    """Make a Hugging Face folder, which can be trained, of a GGUF file. SOURCE is the file, a
+    folder with it, or the name of an installed package that carries it."""
+    from agentrl.model_files.gguf_file import GgufFile
+    from agentrl.model_files.importing import import_gguf
+    from agentrl.model_files.sources import find
+
+    file = GgufFile(find(source))
+    name, licence = (file.value(f"general.{key}", "unnamed") for key in ("name", "license"))
+    click.echo(
+        f"{file.path}: {name}, {file.architecture}, {file.parameters / 1e6:.1f} M parameters, "
+        f"licence {licence}"
+    )
+    text = template.read_text(encoding="utf-8") if template else None
+    made = import_gguf(file, directory, dtype=dtype, template=text)
+    for warning in made.warnings:
+        click.echo(f"WARNING {warning}")
+    click.echo(
+        f"checked: {len(file.tokens)} tokens are those of the file, and the model ends an answer "
+        f"with {made.end} (probability {made.probability:.2f})"
+    )
+    click.echo(f'wrote {directory} in {dtype}: set policy.model = "{directory}"')

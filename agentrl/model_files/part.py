@@ -1,0 +1,10 @@
+from agentrl.base.parts import Part
+
+HERE = "agentrl.model_files"
+
+PART = Part(
+    name="model files",
+    summary="Models of other tools as Hugging Face folders, and trained ones for other tools.",
+    commands={"export model": f"{HERE}.export:model", "model": f"{HERE}.command:model"},
+    checks={"policy.model": f"{HERE}.sources:check"},
+)
