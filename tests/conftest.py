@@ -1,5 +1,4 @@
-"""Made once per test session: tiny random checkpoints, ordinary Hugging Face directories, and a
-PostgreSQL server."""
+"""Made once per test session: tiny random checkpoints, an empty store and a PostgreSQL server."""
 
 from __future__ import annotations
 
@@ -14,16 +13,6 @@ from pathlib import Path
 import certifi
 import hypothesis
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 from agentrl.store import open_store
 from agentrl.store.sqlite import migrations
@@ -32,90 +21,10 @@ from tests import spine
 from tests.store import postgres_server
 from tests.system.conftest import run_folder as run_folder
 
-torch.set_num_threads(1)
 hypothesis.settings.register_profile("no clock", deadline=None)  # a busy machine fails no example
 hypothesis.settings.load_profile("no clock")
 
 LONG = ("tests/test_parts.py", "tests/system/", "tests/examples/")
-VOCABULARY = 512
-CORPUS = [
-    "You are a helpful assistant. Answer with one word after calling a tool.",
-    'What is the team of Ada Berg? {"name": "query", "arguments": {"sql": "SELECT team"}}',
-    "<tool_response> sales legal finance support </tool_response> Oslo Lima Cairo Delhi Porto",
-    '# Tools You may call one or more functions: {"type": "function", "function": {}}',
-]
-# The Hermes / Qwen2.5 convention: tools in the system turn, calls and results as tagged JSON.
-TEMPLATE = """\
-{%- if tools %}
-{{- '<|im_start|>system\\n' }}
-{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{%- endif %}
-{{- '# Tools\\n<tools>' }}
-{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
-{{- '\\n</tools><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'assistant' %}
-{{- '<|im_start|>assistant\\n' }}{%- generation %}{{- message.content or '' }}
-{%- for call in message.tool_calls or [] %}
-{%- if message.content or not loop.first %}{{- '\\n' }}{%- endif %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-{%- if call.function.arguments is string %}{{- call.function.arguments }}
-{%- else %}{{- call.function.arguments | tojson }}{%- endif %}
-{{- '}\\n</tool_call>' }}
-{%- endfor %}{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}
-{%- elif message.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}
-{{- '\\n</tool_response><|im_end|>\\n' }}
-{%- elif not (message.role == 'system' and loop.first) %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - 2,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=TEMPLATE,
-        model_max_length=512,
-    )
-
-
-def _save(model: PreTrainedModel, directory: Path) -> Path:
-    model.eval().save_pretrained(directory)
-    _tokenizer().save_pretrained(directory)
-    return directory
-
-
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.1,  # large enough that contexts matter and tokens differ
-    "eos_token_id": 2,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -151,6 +60,14 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Imported by who runs tests, and not by the process that only hands them out."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -191,26 +108,26 @@ def new_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random Qwen2 with 512 tokens, 2 layers, grouped-query heads and tied embeddings."""
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
-    return _save(model, tmp_path_factory.mktemp("qwen2"))
+    from tests.tiny_models import qwen2
+
+    return qwen2(tmp_path_factory.mktemp("qwen2"), seed=0)
 
 
 @pytest.fixture(scope="session")
 def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random Llama of the same shape with untied embeddings."""
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
-    return _save(model, tmp_path_factory.mktemp("llama"))
+    from tests.tiny_models import llama
+
+    return llama(tmp_path_factory.mktemp("llama"), seed=1)
 
 
 @pytest.fixture(scope="session")
 def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `tiny_model_dir` with heads of 32, the smallest that vLLM's attention takes on a CPU."""
-    torch.manual_seed(2)
-    shape = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}
-    model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True))
-    return _save(model, tmp_path_factory.mktemp("wide"))
+    from tests.tiny_models import qwen2
+
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return qwen2(tmp_path_factory.mktemp("wide"), seed=2, **shape)
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ for top in FOLDERS - {"system"}:
 IMPORTED = re.compile(r"^(?:from|import) ([\w.]+)(?: import \(?([\w, ]+))?", re.MULTILINE)
 
 
+@cache
 def tests(path: Path) -> bool:
     """Whether the spine's tests are this file, or may be in this folder."""
     if path == TESTS or path in TESTS.parents:
@@ -52,6 +53,7 @@ def imports_a_part(file: Path) -> bool:
     return False
 
 
+@cache
 def needs_none(file: Path) -> bool:
     """Whether no test of this file needs a part; those that do are named by one of these words."""
     if not tests(file) or file.is_relative_to(TESTS / "store"):

@@ -95,8 +95,9 @@ def effect_sums(calls: Calls, missed: Tensor) -> Tensor:
     size = reduce_by(calls.following < 0, calls.group)[calls.group]
     sums = []
     for context in calls.contexts:
-        found, each, groups = (
-            squared_scores(calls, missed, unit, key(context, stage))
+        at_stage = key(context, stage)
+        (found,), (each,), (groups,) = (
+            squared_scores(calls, unit, at_stage, missed)
             for unit in (torch.zeros_like(calls.rollout), calls.rollout, calls.group)
         )
         # Sum of n / (n - 1) times the squared deviations of a group's n rollouts from their mean.
@@ -122,22 +123,27 @@ def fading(found: Tensor, noise: Tensor, bounds: tuple[float, float]) -> Tensor:
     return ((high - ratio) / (high - low)).clamp(0.0, 1.0)
 
 
-def squared_scores(calls: Calls, x: Tensor, unit: Tensor, context: Tensor) -> Tensor:
-    """Squared norm of the sum of x times score over the calls of each pair of unit and context, at
-    one call of the pair, 0 at its others. A score is 1 at the call's action minus the policy, whose
-    probabilities are known for what was said; the sum of their squares is their mean. A call that
-    was certain, or has no tokens, has none."""
+def squared_scores(calls: Calls, unit: Tensor, context: Tensor, *sums: Tensor) -> list[Tensor]:
+    """For each x of `sums`, the squared norm of the sum of x times score over the calls of each
+    pair of unit and context, at one call of the pair, 0 at its others. A score is 1 at the call's
+    action minus the policy, whose probabilities are known for what was said; the sum of their
+    squares is their mean. A call that was certain, or has no tokens, has none."""
     scored = (calls.weight > LEAST_SCORE_NORM).double()
-    x, chance = x * scored, calls.chance * scored
+    chance = calls.chance * scored
     pair = key(unit, context)
     cell = key(pair, calls.action)
     mean = reduce_by(chance, context) / reduce_by(scored, context).clamp(min=1.0)
-    total, expected = reduce_by(x, pair), reduce_by(x * chance, pair)
-    place = torch.arange(len(x))
+    place = torch.arange(len(scored))
     at, of_cell = (reduce_by(place, same, how="amax").long() for same in (pair, cell))
-    square = torch.zeros_like(x).index_add_(0, at[pair[of_cell]], reduce_by(x, cell) ** 2)
-    square[at] += total**2 * mean[context[at]] - 2 * total * expected
-    return square
+    owner, likely = at[pair[of_cell]], mean[context[at]]
+
+    def squared(x: Tensor) -> Tensor:
+        total, expected = reduce_by(x, pair), reduce_by(x * chance, pair)
+        square = torch.zeros_like(x).index_add_(0, owner, reduce_by(x, cell) ** 2)
+        square[at] += total**2 * likely - 2 * total * expected
+        return square
+
+    return [squared(x * scored) for x in sums]
 
 
 @dataclass(slots=True)
@@ -216,19 +222,16 @@ def gain_sums(calls: Calls, missed: Tensor, lam: float, past: Tensor | None) -> 
         found.append((lost, returns, lost + returns))
     whole, halves = found
 
-    def square(x: Tensor, unit: Tensor, context: Tensor) -> Tensor:
-        return squared_scores(calls, x, unit, context).sum()
+    def gains(context: Tensor) -> Tensor:
+        together = squared_scores(calls, everywhere, context, *whole, *halves)
+        separate = squared_scores(calls, half, context, *halves)
+        squares, joined, own = (
+            torch.stack([x.sum() for x in some])
+            for some in (together[: len(whole)], together[len(whole) :], separate)
+        )
+        return torch.stack([squares, 2 * (joined - own)], dim=1)
 
-    return torch.stack([
-        torch.stack([
-            torch.stack([
-                square(x, everywhere, context),
-                2 * (square(y, everywhere, context) - square(y, half, context)),
-            ])
-            for x, y in zip(whole, halves, strict=True)
-        ])
-        for context in calls.contexts
-    ])  # fmt: skip
+    return torch.stack([gains(context) for context in calls.contexts])
 
 
 def earned(past: Evidence) -> float:

@@ -365,13 +365,9 @@ def write_run(folder: Path, model: Path, pause: float) -> None:
 
 
 def tiny_model(folder: Path) -> Path:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from tests.tiny_models import qwen2
 
-    from tests.conftest import SHAPE, _save
-
-    torch.manual_seed(0)
-    return _save(Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)), folder)
+    return qwen2(folder, seed=0)
 
 
 def main() -> None:
