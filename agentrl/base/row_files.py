@@ -1,8 +1,8 @@
-"""Files of rows: JSONL, parquet and Hugging Face data sets."""
+"""Files of rows: JSONL, parquet and Hugging Face data sets are read, the first two are written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +58,17 @@ def _lines(source: str, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str,
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{source}:{number} is not a JSON object: {error}") from None
             yield f"{source}:{number}", row
+
+
+def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write rows as parquet or JSONL, depending on the file's suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix != ".parquet":
+        path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        return
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is missing: pip install 'agentrl[data]'") from None
+    parquet.write_table(pa.Table.from_pylist(list(rows)), path)

@@ -15,10 +15,10 @@ import click
 import msgspec
 
 from agentrl.algorithms.preferences.draft import Draft
-from agentrl.algorithms.preferences.files import export_rows, write_rows
+from agentrl.algorithms.preferences.files import export_rows
 from agentrl.algorithms.preferences.formats import add_row
 from agentrl.algorithms.preferences.mining import MineSpec, mine
-from agentrl.base.row_files import read_rows
+from agentrl.base.row_files import read_rows, write_rows
 from agentrl.errors import ConfigError
 from agentrl.store import Store, open_store
 from agentrl.store.records import Dataset, Item, Side

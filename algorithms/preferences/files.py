@@ -6,13 +6,9 @@ the tokens that the template adds for each answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
-from agentrl.errors import ConfigError
 from agentrl.store.base import Store
 from agentrl.store.records import Item
 
@@ -38,17 +34,3 @@ async def export_rows(store: Store, items: Iterable[Item]) -> list[dict[str, Any
         known = {"label": item.label, "labels": item.steps, "margin": item.margin}
         rows.append(row | {key: value for key, value in known.items() if value not in (None, [])})
     return rows
-
-
-def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write rows as parquet or JSONL, depending on the file's suffix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix != ".parquet":
-        path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-        return
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ConfigError(f"{error.name} is missing: pip install 'agentrl[data]'") from None
-    parquet.write_table(pa.Table.from_pylist(list(rows)), path)
