@@ -83,6 +83,9 @@ def test_a_record_imports_nothing_of_its_part() -> None:
 
 
 TABLES = sorted({one for part in OWN for one in (*part.tables.values(), *part.kinds.values())})
+VALUES = {  # of settings that need another one than "x"
+    "eval.functions": '["f.py:f"]', "reference.target": "0.1", "tasks.order": "difficulty",
+}  # fmt: skip
 NAMES = {point.name: point.load() for point in entry_points(group="agentrl.parts")}
 
 
@@ -94,7 +97,8 @@ def things_of(part: Part) -> list[list[str]]:
         table, _, tag = kind.rpartition(".")
         settings.append(f"{table}.{fields.get(table, 'kind')}={tag}")
         settings.append(f"{kind}.x=1")
-    settings += [f"{setting}=x" for setting in part.runner]
+    named = [*part.runner, *(setting for setting in part.training if "." in setting)]
+    settings += [f"{setting}={VALUES.get(setting, 'x')}" for setting in named]
     posts = [*part.dialects, *part.spans]
     contributed = part.commands, settings, part.kinds, part.libraries, part.stores, posts
     return [list(names) for names in contributed]

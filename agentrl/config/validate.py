@@ -253,12 +253,6 @@ def _staleness(config: RunConfig) -> Iterator[str]:
             f"engine.kv_on_update = {kept!r} has no effect unless algorithm.overlap = 'in_flight', "
             "because no call runs while weights change; remove it"
         )
-    for key in ("order", "close_at", "group_deadline"):
-        if algorithm.joining and getattr(algorithm, key) != getattr(AlgorithmConfig(), key):
-            yield (
-                f"algorithm.{key}: rollouts join a group when all of its own have ended, with "
-                "algorithm.branching or counterfactual; remove one of them"
-            )
     if algorithm.order == "asked" and algorithm.stale != "withhold":
         yield (
             f"algorithm.stale = {algorithm.stale!r}: groups trained in the order requested "

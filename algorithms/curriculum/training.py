@@ -39,7 +39,7 @@ class TaskDifficulty:
         seed: str,
         candidate: str | None,
     ) -> list[dict[str, Json]]:
-        """As `TaskOrder`: draws tasks, or replaces the usual ones that are solved by others."""
+        """As `Order`: draws tasks, or replaces the usual ones that are solved by others."""
         if self.solved is None:
             return self.draw(tasks, seed, len(usual), candidate)
         left = [task for task in tasks if self.mean(task, candidate) < self.solved]
@@ -99,7 +99,7 @@ class Curriculum(Hooks):
         return {DIFFICULTY: self.difficulty.means}
 
     def sampling(self, tasks: TaskSampler) -> TaskSampler:
-        return replace(tasks, order=self.difficulty)
+        return replace(tasks, order=self.difficulty.choose)
 
     def claimed(self, groups: Sequence[Group]) -> Metrics:
         self.difficulty.record_outcomes(groups)

@@ -35,6 +35,9 @@ class BranchingConfig(Joining, frozen=True):
     def joins(self) -> bool:
         return self.kind != "none"
 
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from _problems(self, config)
+
 
 class CounterfactualConfig(Joining, frozen=True):
     """Replays of rollouts with other policies in some roles, queued when the rollouts have ended.
@@ -70,6 +73,7 @@ class CounterfactualConfig(Joining, frozen=True):
         """Stand-ins replace trained policies with known policies or upstreams."""
         from agentrl.config import policies as team
 
+        yield from _problems(self, config)
         given, ahead = self.substitutes, config.algorithm.max_staleness
         if given and branching_of(config).joins:
             yield (
@@ -96,6 +100,17 @@ class CounterfactualConfig(Joining, frozen=True):
                     f"{where} = {player!r} means the role's own policy before training, but "
                     "another player has this name; rename that one"
                 )
+
+
+def _problems(table: Joining, config: Any) -> Iterator[str]:
+    """Settings by which a group ends before all of its rollouts."""
+    settings, usual = config.algorithm, type(config.algorithm)()
+    for key in ("order", "close_at", "group_deadline"):
+        if table.joins and getattr(settings, key) != getattr(usual, key):
+            yield (
+                f"algorithm.{key}: rollouts join a group when all of its own have ended, with "
+                "algorithm.branching or counterfactual; remove one of them"
+            )
 
 
 def branching_of(config: Any) -> BranchingConfig:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -22,21 +21,13 @@ def group_number(id: str) -> int:
     return int(id.rpartition("/")[2].partition(".")[0])
 
 
-class TaskOrder(Protocol):
-    """Another order than the usual one."""
-
-    def choose(
-        self,
-        tasks: Sequence[dict[str, Json]],
-        usual: Sequence[dict[str, Json]],
-        numbers: range,
-        seed: str,
-        candidate: str | None,
-    ) -> list[dict[str, Json]]:
-        """A task for each of the `usual` ones, which have these numbers. tasks: all of them. The
-        choice is a function of the arguments and of what is in checkpoints, and for a larger number
-        begins the same. candidate: of the agent's prompts."""
-
+Order = Callable[
+    [Sequence[dict[str, Json]], Sequence[dict[str, Json]], range, str, str | None],
+    list[dict[str, Json]],
+]
+"""(tasks, usual ones, their numbers, seed, candidate of the agent's prompts) -> a task for each of
+the usual ones. The choice is a function of these and of what is in checkpoints, and for more of
+them begins the same."""
 
 Seats = Callable[[str, int], Mapping[str, str]]
 """(group, index of the rollout) -> the policy in each role that is not its own policy's."""
@@ -52,7 +43,7 @@ class TaskSampler:
     config: RunConfig
     tasks: list[dict[str, Json]]
     greedy: bool = False
-    order: TaskOrder | None = None
+    order: Order | None = None
     seats: Seats | None = None
     prompts: CandidateInUse = field(default_factory=CandidateInUse)
 
@@ -99,7 +90,7 @@ class TaskSampler:
         """The `usual` task of each number, or the order's."""
         if self.order is None:
             return list(usual)
-        return self.order.choose(self.tasks, list(usual), numbers, seed, self.prompts.id)
+        return self.order(self.tasks, list(usual), numbers, seed, self.prompts.id)
 
     def _group(
         self, name: str, task: dict[str, Json], step: int, priority: int = 0

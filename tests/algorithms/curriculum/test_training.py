@@ -27,7 +27,7 @@ TASKS = [{"input": word} for word in ("easy", "good", "hard")]
 def stream(difficulty: TaskDifficulty, **algorithm: object) -> TaskSampler:
     settings = {"groups": 4, "group_size": 2, **algorithm}
     config = resolve({"name": "r", "algorithm": settings, "steps": 9}, source="test")
-    return TaskSampler(config, TASKS, order=difficulty)
+    return TaskSampler(config, TASKS, order=difficulty.choose)
 
 
 def test_a_history_is_the_mean_outcome_of_what_is_known() -> None:
@@ -41,7 +41,7 @@ def test_a_history_is_the_mean_outcome_of_what_is_known() -> None:
 def test_a_solved_task_is_drawn_no_more_while_others_are_left() -> None:
     difficulty = TaskDifficulty(solved=0.9)
     tables = {"algorithm": {"groups": 6}, "tasks": {"solved": 0.9}, "steps": 9}
-    sampler = TaskSampler(resolve(tables, source="test"), TASKS, order=difficulty)
+    sampler = TaskSampler(resolve(tables, source="test"), TASKS, order=difficulty.choose)
 
     def drawn() -> set[str]:
         rows = [*sampler.rollouts(0), *sampler.replacements(0, 0, 6)]
