@@ -41,6 +41,13 @@ def test_output_and_exit_code_are_those_of_a_cold_process(tmp_path: Path) -> Non
     assert (forked.stdout, forked.stderr) == (cold.stdout, cold.stderr)
 
 
+def test_a_program_is_given_as_text(tmp_path: Path) -> None:
+    code = "import sys; print(__name__, sys.argv, sys.path[0]); sys.exit(3)"
+    forked = warm.run("-c", code, "a", "b", cwd=tmp_path)
+    assert forked.stdout == f"__main__ ['-c', 'a', 'b'] {tmp_path}\n"
+    assert (forked.returncode, forked.stderr) == (3, "")
+
+
 def test_what_it_starts_is_forked_and_its_child(tmp_path: Path) -> None:
     (tmp_path / "parent.py").write_text(PARENT)
     ended = warm.run("-m", "parent", cwd=tmp_path)

@@ -83,8 +83,8 @@ def start(
     *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None,
     output: Any = None, errors: Any = None, spare: int = 4,
 ) -> Process:  # fmt: skip
-    """Run `python ARGUMENTS`; what it prints goes to these files, or to the tests' errors. It may
-    start `spare` processes before it starts cold ones."""
+    """Run `python ARGUMENTS`, which begin with -m or -c; what it prints goes to these files, or to
+    the tests' errors. It may start `spare` processes before it starts cold ones."""
     command = {
         "arguments": arguments,
         "cwd": str(cwd or Path.cwd()),
@@ -198,16 +198,20 @@ def become(command: Command, files: list[int], spare: int = 0) -> NoReturn:
     os.environ.clear()
     os.environ.update(command["env"])
     os.chdir(command["cwd"])
-    _, module, *arguments = command["arguments"]
-    sys.argv, sys.path[0] = [module, *arguments], command["cwd"]
+    flag, program, *arguments = command["arguments"]
+    name = program if flag == "-m" else flag
+    sys.argv, sys.path[0] = [name, *arguments], command["cwd"]
     Path("/proc/self/comm").write_text("/".join(arguments[:1]))
     _fork_what_it_starts(spare)
-    _exit(_run(module))
+    _exit(_run(flag, program))
 
 
-def _run(module: str) -> int:
+def _run(flag: str, program: str) -> int:
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if flag == "-c":
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
-from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.types import ErrorKind, Failure, Json, Reward, Span
+
+if TYPE_CHECKING:  # a process of the pool runs agents and has no gateway
+    from agentrl.runners.gateway.attribution import ActiveAttempt
 
 LARGEST_RESULT = 16 * 2**20  # bytes
 

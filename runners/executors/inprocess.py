@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,11 +19,13 @@ from agentrl.base.loading import load_attribute
 from agentrl.errors import AgentError
 from agentrl.runners import executors
 from agentrl.runners.executors import ExecutionResult, input_of, out_of_time
-from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.scoring.results import failure_of, stored_result
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Failure, Json
+
+if TYPE_CHECKING:
+    from agentrl.runners.gateway.attribution import ActiveAttempt
 
 Agent = Callable[[Json], Awaitable[Any]]
 """Maps a task's `input`, and no other field of the task, to the result."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TypeVar
@@ -308,11 +309,11 @@ def test_ctrl_c_in_a_trainer_is_one_traceback_that_says_how_to_go_on(
 ) -> None:
     (run_folder / "train.py").write_text(SCRIPT.format(model=tiny_model_dir))
     with (run_folder / "said").open("wb") as errors:
-        command = [sys.executable, "train.py"]
-        process = subprocess.Popen(command, cwd=run_folder, stdout=errors, stderr=errors)
-    wait_for_progress(process, run_folder / "out" / "store.db", 500)
-    process.send_signal(signal.SIGINT)
-    process.wait(timeout=60)
+        process = warm.start("-m", "train", cwd=run_folder, output=errors, errors=errors)
+    with closing(process):
+        wait_for_progress(process, run_folder / "out" / "store.db", 500)
+        os.kill(process.pid, signal.SIGINT)
+        process.wait(timeout=60)
     said = (run_folder / "said").read_text()
     assert said.count("Traceback") == 1
     assert "KeyboardInterrupt: stopped; fit(), without fresh, continues after the last" in said

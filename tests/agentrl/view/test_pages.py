@@ -26,7 +26,7 @@ from agentrl.types import Credit, Trace, float32
 from agentrl.view import server
 from agentrl.view.pages import Page, Pages
 from agentrl.view.templates import STATIC, environment, render
-from tests import factories
+from tests import factories, warm
 from tests.agentrl.view import filled
 from tests.agentrl.view.filled import start, stop
 
@@ -273,8 +273,8 @@ def test_a_wrong_command_is_a_sentence(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = {"STORE": filled_store, "TAKEN": str(taken.getsockname()[1])}
-        command = [sys.executable, "-m", "agentrl", "view", *(words.get(a, a) for a in arguments)]
-        ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        command = ["-m", "agentrl", "view", *(words.get(a, a) for a in arguments)]
+        ran = warm.run(*command, cwd=tmp_path)
     assert ran.returncode == 2
     assert sentence in ran.stderr
     assert "Traceback" not in ran.stderr

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
 from collections import Counter
 from pathlib import Path
 
 from aiohttp import web
 
 from agentrl.store import open_store
+from tests import warm
 
 CHILD = """
 import asyncio, sys
@@ -42,7 +41,7 @@ async def test_no_answer_is_paid_twice_over_kills(tmp_path: Path) -> None:
         if sum(paid.values()) in kills:  # before it answers: this question costs nothing
             kills.remove(sum(paid.values()))
             assert child is not None
-            child.send_signal(signal.SIGKILL)
+            child.kill()
             await asyncio.sleep(60)
         paid[message["content"]] += 1
         verdict = '{"reason": "", "better": "tie"}'
@@ -58,14 +57,11 @@ async def test_no_answer_is_paid_twice_over_kills(tmp_path: Path) -> None:
     async with open_store(store):
         pass
     for _ in range(3):
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", CHILD, store, url, stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        said, _ = await child.communicate()
-        ends.append(child.returncode)
+        with (tmp_path / "said").open("wb") as said:
+            child = await asyncio.to_thread(warm.start, "-c", CHILD, store, url, output=said)
+            ends.append(await asyncio.to_thread(child.wait))
     await runner.cleanup()
     assert ends == [-signal.SIGKILL, -signal.SIGKILL, 0]
-    assert b"[0.5, 0.5, 0.5]" in said
+    assert "[0.5, 0.5, 0.5]" in (tmp_path / "said").read_text()
     assert set(paid.values()) == {1}
     assert len(paid) == 6  # three pairs in both orders

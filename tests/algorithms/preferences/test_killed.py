@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from agentrl.algorithms.preferences import draft
 from agentrl.store import open_store
+from tests import warm
 from tests.algorithms.preferences.test_mining import play
 
 CHILD = """
@@ -43,11 +43,8 @@ async def test_a_killed_mining_is_repeated_to_the_same_digest(tmp_path: Path, wr
                 await play(store, f"g{k}", sides, prompt=(1, 10 + k))
         mine = ["mine", "pairs", "--run", "run", "--how", "all", "--store", str(url)]
         for left in (kill, 0) if kill else (0,):
-            done = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", CHILD, str(left), *mine, stderr=asyncio.subprocess.PIPE
-            )
-            _, said = await done.communicate()
-            assert done.returncode == (-signal.SIGKILL if left else 0), said
+            done = await asyncio.to_thread(warm.run, "-c", CHILD, str(left), *mine)
+            assert done.returncode == (-signal.SIGKILL if left else 0), done.stderr
         async with open_store(str(url)) as store:
             (found,) = await store.datasets("pairs")
         digests.append((found.version, found.items, found.digest))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 from math import inf
@@ -25,6 +23,7 @@ from agentrl.config.base import say_renamed
 from agentrl.config.presets import check_presets, preset_names
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.lab.catalogue import catalogue
+from tests import warm
 from tests.algorithms.worlds import EVERY_OUTPUT, Call, Play, world
 from tests.spine import of_part
 
@@ -284,6 +283,8 @@ def test_no_two_presets_are_the_same() -> None:
 def test_training_needs_no_part() -> None:
     code = """
 import sys
+for name in [name for name in sys.modules if f"{name}.".startswith("agentrl.")]:
+    del sys.modules[name]
 for part in ("zoo", "multiagent"):
     sys.modules[f"agentrl.algorithms.{part}"] = None  # importing it raises ImportError
 from importlib.metadata import EntryPoints
@@ -293,7 +294,8 @@ import agentrl.algorithms.train.main
 from agentrl.algorithms.presets.catalogue import installed, make
 print(make("auto+peers", {}).name, len(installed()[0]))
 """
-    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    said = warm.run("-c", code)
+    assert said.returncode == 0, said.stderr
     assert said.stdout.split() == ["auto+peers", str(len(NAMES.presets.keys() - OF_FAMILIES))]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,12 @@ def build():  # called once in each process
 
     return agent
 """
+
+
+def test_a_process_imports_no_gateway() -> None:
+    """Two thirds of the time until it is ready were imports of HTTP, which no agent may need."""
+    code = "import sys, agentrl.runners.processes.child; assert 'aiohttp' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.fixture
