@@ -15,10 +15,10 @@ from agentrl.algorithms.sampling.scores import common_score, score_metrics, spre
 from agentrl.base.loading import import_error, load_attribute
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
-from agentrl.config.policies import has_no_own_policy
+from agentrl.config.policies import has_no_own_policy, initial_version
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.store.base import Store
-from agentrl.types import Json, NewRollout, Rollout
+from agentrl.types import POLICY, Json, NewRollout, Rollout
 
 NO_NUMBER = "VerifierError: the verifier returned"  # start of the message of such a failure
 log = logging.getLogger("agentrl.algorithm")
@@ -93,7 +93,8 @@ async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: 
     metrics: dict[str, float] = {}
     state = await store.run(config.name)
     last = state and state.checkpoint and config.checkpoint(state.checkpoint)
-    checkpoint = Path(last or config.model_path())
+    begun = "" if config.policies else initial_version(config, POLICY)[1].directory
+    checkpoint = Path(last or begun or config.model_path())
     for path in config.eval.functions:
         function = load_attribute(path, Path(config.root), key="eval.functions")
         try:

@@ -233,6 +233,11 @@ async def test_functions_of_the_run_file_measure_checkpoints(store: Store, tmp_p
     (row,) = await store.steps("r")
     named = {"size": 4.0, "pair/a": 1.0, "pair/b": 2.5}
     assert row.metrics == {f"eval/function/{name}": x for name, x in named.items()}
+    lora = {"model": "some/base", "lora": {"rank": 2, "adapter": "begun"}}
+    config = run_config(tmp_path, eval={"functions": names[:1]}, policy=lora)
+    await evaluate_functions(store, config, 1, 0)  # the adapter that the run begins with
+    (row,) = await store.steps("r")
+    assert row.metrics["eval/function/size"] == len("begun")
     for name, problem in (
         ("wrong", "raised ZeroDivisionError"),
         ("silent", r"returned {'a': None}"),
