@@ -152,14 +152,15 @@ class WarmUp:
     def run(self, conversations: Conversations, seed: int) -> None:
         """Make the steps, and say how far they are."""
         drawn, losses = random.Random(seed), list[float]()
-        started = said = time.monotonic()
+        said, at = 0, time.monotonic()  # steps at the last line, and its time
         for step in range(self.settings.steps):
             size = min(self.settings.batch, len(conversations))
             chosen = drawn.sample(conversations, size)
             losses.append(self._step(step, as_batch([row for rows in chosen for row in rows])))
             done, now = step + 1, time.monotonic()
-            if step == 0 or now - said >= LINE_EVERY:
-                said, left = now, (now - started) / done * (self.settings.steps - done)
+            if step == 0 or now - at >= LINE_EVERY:
+                left = (now - at) / (done - said) * (self.settings.steps - done)
+                said, at = done, now
                 log.log(
                     PHASE, f"imitation step {done}/{self.settings.steps}  loss {losses[-1]:.3f}  "
                     f"{left:.0f} s left",

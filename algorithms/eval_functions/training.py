@@ -9,8 +9,10 @@ from pathlib import Path
 from agentrl.algorithms.train.hooks import Hooks, ServedRun
 from agentrl.base.loading import import_error, load_attribute
 from agentrl.config import RunConfig
+from agentrl.config.policies import initial_version
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
+from agentrl.types import POLICY
 
 
 class Functions(Hooks):
@@ -37,7 +39,8 @@ async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: 
     metrics: dict[str, float] = {}
     state = await store.run(config.name)
     last = state and state.checkpoint and config.checkpoint_path(state.checkpoint)
-    checkpoint = Path(last or config.model_path())
+    begun = "" if config.policies else initial_version(config, POLICY)[1].directory
+    checkpoint = Path(last or begun or config.model_path())
     for path in config.eval.functions:
         function = load_attribute(path, Path(config.root), key="eval.functions")
         try:

@@ -33,6 +33,12 @@ async def test_functions_of_the_run_file_measure_checkpoints(tmp_path: Path) -> 
         (row,) = await store.steps("r")
     named = {"size": 4.0, "pair/a": 1.0, "pair/b": 2.5}
     assert row.metrics == {f"eval/function/{name}": x for name, x in named.items()}
+    lora = {"model": "some/base", "lora": {"rank": 2, "adapter": "begun"}}
+    config = run_config(tmp_path, eval={"functions": names[:1]}, policy=lora)
+    async with open_store(config.store) as store:
+        await evaluate_functions(store, config, 1, 0)  # the adapter that the run begins with
+        (row,) = await store.steps("r")
+    assert row.metrics["eval/function/size"] == len("begun")
     for name, problem in (
         ("wrong", "raised ZeroDivisionError"),
         ("silent", r"returned {'a': None}"),
