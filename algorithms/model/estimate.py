@@ -1,14 +1,17 @@
-"""Estimates of the memory of a run, from the model's shape and the settings, without fragmentation
-and libraries' own allocations."""
+"""Estimates of a run before it starts: memory, from the shape of its model and the settings, and
+what parts estimate. Agents are not included, nor what fragments."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.algorithms.model.lm_head import MAX_LOGITS
+from agentrl.base import memory as host
+from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
 
 GIB = 2**30
@@ -53,7 +56,47 @@ def bytes_of_token(config: RunConfig, network: Any) -> int:
 
 
 def available(config: RunConfig) -> int:
-    """Total memory of the policy's GPU, or of this machine, in bytes."""
+    """Total memory of the policy's GPU, or of this machine or container, in bytes."""
     if config.policy.device != "cpu" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host.total()
+
+
+def shape_of(source: str, *, local: bool = False) -> Any:
+    """The model of a directory or hub name without its weights. local: do not ask the hub."""
+    with torch.device("meta"):
+        shape = AutoConfig.from_pretrained(source, local_files_only=local)
+        return AutoModelForCausalLM.from_config(shape)
+
+
+def describe(config: RunConfig, source: str) -> Iterator[str]:
+    """The estimates for a model that is not loaded, with weights of 0."""
+    network = shape_of(source, local=True)
+    fits, sentence = memory(config, network)
+    yield f"memory: about {sentence}"
+    if fits:
+        where = config.policy.device
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if where == "auto" else where
+        network = network.to(getattr(torch, config.policy.dtype)).to_empty(device=device).eval()
+        for each in network.parameters():
+            each.detach().zero_()
+        yield from others(config, network)
+
+
+def memory(config: RunConfig, network: Any) -> tuple[bool, str]:
+    """Whether memory suffices, and a sentence with its parts and, if not, the remedy."""
+    usable, parts = USABLE_MEMORY * available(config), bytes_needed(config, network)
+    shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in parts.items())
+    sentence = f"{sum(parts.values()) / GIB:.2g} of {usable / GIB:.2g} GiB: {shown}"
+    if sum(parts.values()) > usable:
+        return False, f"{sentence}; {host.CURE}"
+    total = available(config)
+    if torch.cuda.is_available() and (share := config.engine.gpu_share(config, network, total)):
+        sentence += f", {config.engine.kind} {share * total / GIB:.2g}"
+    return True, sentence
+
+
+def others(config: RunConfig, network: Any) -> Iterator[str]:
+    """What parts estimate for a policy."""
+    for point in installed_plugins("estimates"):
+        yield from point.load()(config, network)
