@@ -53,7 +53,7 @@ def run_of(name: str, model: Path, folder: Path) -> dict[str, Any]:
 def measure(name: str, model: Path) -> dict[str, float]:
     """Estimate and peak of a configuration, in GB, in this process."""
     from agentrl.algorithms.engines.embedded.engine import Engine
-    from agentrl.algorithms.model.estimate import bytes_needed
+    from agentrl.algorithms.model.estimate import process_bytes
     from agentrl.algorithms.train.build import load_algorithm, make_updater
     from agentrl.algorithms.train.load_policies import load_policies
     from agentrl.config import resolve
@@ -61,32 +61,24 @@ def measure(name: str, model: Path) -> dict[str, float]:
     with TemporaryDirectory() as folder:
         config = resolve(run_of(name, model, Path(folder)), source=name)
         (loaded,) = load_policies(config)
-        needed = bytes_needed(config, loaded.model)
+        needed = process_bytes(config, loaded.model)
         updater = make_updater(config, "policy", load_algorithm(config), loaded)
         engine = Engine(
             loaded.model, eos=[0], max_batch=config.engine.max_batch, max_context=CONTEXT,
             threads=1, adapters=loaded.adapters, deliver=_deliver,
             policies=[loaded.adapters and "policy"],
         )  # fmt: skip
-        trace("loaded")
         engine.start()
         groups = config.algorithm.groups
         rollouts = [row for step in range(2) for row in _sample(engine, groups, step)]
-        trace("sampled")
         for step in range(2):
             updater.update(step, _groups(rollouts[step * groups * SIZE :][: groups * SIZE]))
-        trace("updated")
         updater.learner.save(Path(folder, "checkpoint"))
         engine.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     shown = {part: round(size / 1e9, 3) for part, size in needed.items()}
     ratio = sum(needed.values()) / peak
     return {"estimate_over_peak": ratio, "peak_gb": peak / 1e9, **shown}
-
-
-def trace(what):
-    lines = dict(l.split(":") for l in open("/proc/self/status").read().splitlines())
-    print(what, "rss", int(lines["VmRSS"].split()[0]) / 1e6, "peak", int(lines["VmHWM"].split()[0]) / 1e6, file=sys.stderr)
 
 
 def _deliver(updates: Any) -> None:

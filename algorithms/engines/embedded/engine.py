@@ -240,9 +240,7 @@ class Engine:
                 past_key_values=pool,
                 use_cache=True,
                 logits_to_keep=max(n, attention.FEW_ROWS),
-                plan=StepPlan(
-                    chunks, positions_N[-n:], whole_blocks(int(last.max()) + 1), padding
-                ),
+                plan=StepPlan(chunks, positions_N[-n:], whole_blocks(int(last.max()) + 1), padding),
             ).logits[0, -n:]
         rows.length[:n] = last + 1
         return logits

@@ -57,7 +57,7 @@ def test_memory_that_will_not_do_is_a_warning(
     config = run_config(tiny_model_dir)
     models = load_policies(config)
     parameters = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
-    needed = estimate.bytes_needed(config, models[0].model)
+    needed = estimate.process_bytes(config, models[0].model)
     assert needed["weights"] == 4 * parameters
     assert needed["optimizer"] == 3 * 4 * parameters
     for available, level in ((2 * sum(needed.values()), PHASE), (1.0, logging.WARNING)):
