@@ -28,7 +28,7 @@ def show_settings(config: RunConfig) -> None:
 
 
 def _estimates(config: RunConfig) -> list[str]:
-    from agentrl.algorithms.train.estimate import describe
+    from agentrl.algorithms.model.estimate import describe
 
     found: list[str] = []
     views = (view(config, name) for name in trained_policies(config))

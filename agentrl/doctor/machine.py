@@ -13,11 +13,13 @@ from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from importlib.metadata import distributions
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
+import msgspec
 
 from agentrl.base.access import read_sent_key
 from agentrl.config import RunConfig
@@ -35,6 +37,7 @@ GPU_PATHS = (
     "8-bit optimizers, learners other than torch with all of their settings"
 )
 GIB = 2**30
+LARGEST_HEADER = 100 * 2**20  # bytes of a safetensors file, by its format
 STORE_TIMEOUT = 15.0  # seconds for a store to answer
 LARGEST_CLOCK_SKEW = 5.0  # largest difference of two clocks in seconds
 
@@ -96,18 +99,27 @@ def clock(config: RunConfig) -> tuple[Status, str] | None:
 
 
 def disk(config: RunConfig) -> tuple[Status, str]:
-    """Whether the disk has space for the checkpoints to keep and the one being written."""
+    """Whether the disk has space for the checkpoints to keep, the best one and the one being
+    written."""
     folder = Path(config.output or ".").absolute()
     while not folder.exists():
         folder = folder.parent
     free, files = shutil.disk_usage(folder).free, Path(config.model_path() or "?").glob("*.safe*")
     # Weights, two float32 moments and, for bfloat16, float32 master weights.
-    times = 0 if config.policy.lora.rank else 3 if config.policy.dtype == "float32" else 7
-    checkpoint = times * sum(file.stat().st_size for file in files)
-    needed = GIB // 10 + checkpoint * (config.keep_checkpoints + 1)
+    width = 0 if config.policy.lora.rank else 12 if config.policy.dtype == "float32" else 14
+    checkpoint = width * sum(map(_weights, files))
+    needed = GIB // 10 + checkpoint * (config.keep_checkpoints + 2)
     sentence = f"{free / GIB:.1f} GiB free in {folder}, {needed / GIB:.1f} for checkpoints"
     cure = "free some, set another folder with output=, or lower keep_checkpoints"
     return ("ok", sentence) if free >= needed else ("fail", f"{sentence}; {cure}")
+
+
+def _weights(file: Path) -> int:
+    """The number of weights in a safetensors file, by its header."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        tensors = msgspec.json.decode(opened.read(min(size, LARGEST_HEADER)))
+    return sum(prod(each["shape"]) for name, each in tensors.items() if name != "__metadata__")
 
 
 def ports(config: RunConfig) -> tuple[Status, str] | None:

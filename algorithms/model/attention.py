@@ -31,6 +31,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 NAME = "agentrl"
 UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # passed as mask, so that none is computed
 
+KEY_BLOCK = 256  # keys that the policy server attends to in one product
+
 # Adjacent branches of at most this many tokens are one product with a mask, which computes some
 # masked pairs but needs fewer products. Also the side of tiles with a sliding window.
 FLEX_BLOCK = 128
@@ -77,6 +79,11 @@ def context_length(model: torch.nn.Module) -> int | None:
     network: Any = model
     tokens: int | None = getattr(network.config.get_text_config(), "max_position_embeddings", None)
     return tokens
+
+
+def whole_blocks(context: int) -> int:
+    """Keys of this many tokens in whole blocks of KEY_BLOCK."""
+    return -(-context // KEY_BLOCK) * KEY_BLOCK
 
 
 def install(model: torch.nn.Module) -> None:

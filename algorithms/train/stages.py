@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import run_owner
+from agentrl.algorithms.model import estimate
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
-from agentrl.algorithms.train.estimate import announce
 from agentrl.algorithms.train.hooks import Hooks, LoadedRun, OpenRun, ServedRun
 from agentrl.algorithms.train.load_policies import LoadedModel, evaluated_steps, load_policies
 from agentrl.algorithms.train.policy_set import PolicySet
@@ -27,7 +27,7 @@ from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.base import folder_lock
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
-from agentrl.config.policies import FrozenPolicy, trained_policies
+from agentrl.config.policies import FrozenPolicy, trained_policies, view
 from agentrl.errors import DamagedError
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -59,6 +59,17 @@ async def load_run(opened: OpenRun, algos: Mapping[str, Algo], hooks: Hooks) -> 
     await hooks.prepare(loaded)
     state = await resume_run(loaded.store, config, loaded.state, policies)
     return dataclasses.replace(loaded, state=state)
+
+
+def announce(config: RunConfig, models: Sequence[LoadedModel]) -> None:
+    """Log the estimates of a run that is about to train, as a warning if memory is too small."""
+    learning = trained_policies(config) if config.steps and config.learner.kind == "torch" else []
+    for model in (each for each in models if set(each.policies).intersection(learning)):
+        own = view(config, next(name for name in model.policies if name in learning))
+        fits, sentence = estimate.memory(own, model.model)
+        log.log(PHASE if fits else logging.WARNING, f"memory: about {sentence}")
+        for line in estimate.others(own, model.model):
+            log.log(PHASE, line)
 
 
 async def serve_run(loaded: LoadedRun, models: Sequence[LoadedModel]) -> ServedRun:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from agentrl.algorithms.model import attention
+from agentrl.algorithms.model.attention import KEY_BLOCK, whole_blocks
 from agentrl.algorithms.model.load import Model
 from agentrl.errors import PolicyError
 
-KEY_BLOCK = 256  # keys
 FEW_ROWS = 4  # rows of a product that MKL computes in the order of larger ones
 
 
@@ -85,10 +85,6 @@ class StepPlan:
             width = end if query.is_cuda else whole_blocks(end)
             self.masks[key] = _mask(at, width, window, query.dtype)
         return self.masks[key]
-
-
-def whole_blocks(context: int) -> int:
-    return -(-context // KEY_BLOCK) * KEY_BLOCK
 
 
 def _mask(at: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:

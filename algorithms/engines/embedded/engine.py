@@ -32,7 +32,7 @@ from agentrl.algorithms.engines.embedded.kv_cache import (
     TokenUpdate,
 )
 from agentrl.algorithms.engines.embedded.sampler import Ints, likeliest, sample, uniforms
-from agentrl.algorithms.model.attention import UNUSED
+from agentrl.algorithms.model.attention import UNUSED, whole_blocks
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.errors import PolicyError
@@ -72,8 +72,10 @@ class Engine:
         self.versions = dict.fromkeys(self.policies, 0)
         self.retired: set[int] = set()  # policies to drop after their last request
         self.device = next(model.parameters()).device
-        self.rows = RowTable(max_batch, idle=2 * max_batch, context=max_context)
-        self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch + 1)
+        # An idle row for each running one keeps the prefix of the next call of its conversation.
+        self.rows = RowTable(max_batch, idle=max_batch, context=max_context)
+        layers, largest = config.get_text_config().num_hidden_layers, whole_blocks(max_context)
+        self.pool = KVPool(layers, len(self.rows.length) + 1, largest)
         self.eos = np.zeros(config.get_text_config().vocab_size, np.bool_)
         self.eos[list(eos)] = True
         self.waiting: deque[GenerationRequest] = deque()
@@ -205,7 +207,7 @@ class Engine:
         """Run the model on uncached tokens; returns logits [n, V] after each row's last one."""
         rows, pool, n = self.rows, self.pool, self.rows.n
         lengths, order = rows.length[:n], np.arange(n)
-        pool.reserve(int(rows.known[:n].max()))
+        pool.reserve(int(rows.known[:n].max()), np.flatnonzero(rows.length).tolist())
         before = rows.known[:n] - lengths - 1  # tokens to feed before the last one
         chunks: list[PrefillChunk] = []
         fed_rows, fed_positions, start = [], [], 0
@@ -238,9 +240,7 @@ class Engine:
                 past_key_values=pool,
                 use_cache=True,
                 logits_to_keep=max(n, attention.FEW_ROWS),
-                plan=StepPlan(
-                    chunks, positions_N[-n:], attention.whole_blocks(int(last.max()) + 1), padding
-                ),
+                plan=StepPlan(chunks, positions_N[-n:], whole_blocks(int(last.max()) + 1), padding),
             ).logits[0, -n:]
         rows.length[:n] = last + 1
         return logits

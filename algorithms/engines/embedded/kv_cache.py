@@ -5,7 +5,7 @@ Only the engine's thread writes, inside a forward pass (`KVPool.update`) or betw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,12 @@ class GenerationRequest:
 class KVPool(Cache):  # type: ignore[misc]
     """A transformers cache of [layers, rows, key heads, capacity, dim], allocated on first use.
 
-    Always true: entries after a row's length are finite, so masking them is exact."""
+    Always true: entries after a row's length are finite, so masking them is exact. It grows with
+    the longest row, to at most `largest` tokens per row (`model.estimate` counts these)."""
 
-    def __init__(self, layers: int, rows: int) -> None:
-        self.depth, self.rows = layers, rows
-        self.capacity = INITIAL_CAPACITY
+    def __init__(self, layers: int, rows: int, largest: int) -> None:
+        self.depth, self.rows, self.largest = layers, rows, largest
+        self.capacity = min(INITIAL_CAPACITY, largest)
         self.tensors: list[Tensor] = []  # keys, values
         self._target = (torch.empty(0), torch.empty(0))  # row and position of each input token
         self._slots: Tensor | None = None  # the same as indices into a flat layer, by key head
@@ -74,14 +75,16 @@ class KVPool(Cache):  # type: ignore[misc]
         """0, because the model is always called with positions."""
         return 0
 
-    def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` tokens per row."""
+    def reserve(self, capacity: int, used: Iterable[int]) -> None:
+        """Make room for `capacity` tokens per row. used: the rows that have any; a CPU gives no
+        memory to rows that are never written."""
         while self.capacity < capacity:
-            self.capacity *= 2
+            self.capacity = min(2 * self.capacity, self.largest)
         for index, old in enumerate(self.tensors):
-            if old.shape[3] < self.capacity:
+            if (size := old.shape[3]) < self.capacity:
                 new = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
-                new[:, :, :, : old.shape[3]] = old
+                for row in used:
+                    new[:, row, :, :size] = old[:, row]
                 self.tensors[index] = new
 
     def set_write_positions(self, rows: Tensor, positions: Tensor) -> None:

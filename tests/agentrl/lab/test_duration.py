@@ -10,8 +10,9 @@ import pytest
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
-from agentrl.algorithms.train import estimate
+from agentrl.algorithms.model import estimate
 from agentrl.algorithms.train.load_policies import load_policies
+from agentrl.algorithms.train.stages import announce
 from agentrl.base.processes import PHASE
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
@@ -56,13 +57,13 @@ def test_memory_that_will_not_do_is_a_warning(
     config = run_config(tiny_model_dir)
     models = load_policies(config)
     parameters = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
-    needed = estimate.bytes_needed(config, models[0].model)
+    needed = estimate.process_bytes(config, models[0].model)
     assert needed["weights"] == 4 * parameters
     assert needed["optimizer"] == 3 * 4 * parameters
     for available, level in ((2 * sum(needed.values()), PHASE), (1.0, logging.WARNING)):
         monkeypatch.setattr(estimate, "available", lambda config, all=available: all)
         with caplog.at_level(PHASE, "agentrl.algorithm"):
-            estimate.announce(config, models)
+            announce(config, models)
         memory, time = caplog.records[-2:]
         assert (memory.levelno, time.levelno) == (level, PHASE)
         assert memory.message.startswith("memory: about ")

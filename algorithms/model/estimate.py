@@ -1,0 +1,170 @@
+"""Estimates of a run before it starts: memory, from the shape of its model and the settings, and
+what parts estimate. Agents are not included, nor what fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agentrl.algorithms.model.attention import whole_blocks
+from agentrl.algorithms.model.lm_head import MAX_LOGITS
+from agentrl.base import memory as host
+from agentrl.base.parts import installed_plugins
+from agentrl.config import RunConfig
+
+GIB = 2**30
+USABLE_MEMORY = 0.9  # fraction of the memory
+WIDTHS = {"4bit": 0.6, "8bit": 1.1}  # bytes per weight, including embeddings and scales
+SERVING = 1.2  # memory of vLLM without keys and values, as a multiple of its weights
+LIBRARIES = 0.45e9  # bytes of a process that has imported all that training needs
+WIDE = 4  # bytes of adapters, gradients, moments and of what is computed in float32
+
+
+def process_bytes(config: RunConfig, network: Any) -> dict[str, float]:
+    """Bytes by purpose of the whole algorithm process."""
+    return {"libraries": LIBRARIES, **bytes_needed(config, network)}
+
+
+def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
+    """Bytes by purpose, for training a policy and, with the embedded engine, serving it."""
+    shape, learner, engine = network.config.get_text_config(), config.learner, config.engine
+    width, bits = bytes_of_weight(config), config.policy.quantize
+    weights, vocabulary = network.num_parameters(), shape.vocab_size
+    trained = adapter_weights(config, network) or weights
+    auxiliary = sum(bool(own.model) for own in (config.reference, config.teacher, config.critic))
+    copies = auxiliary + (config.algorithm.overlap == "in_flight" and not config.policy.lora.rank)
+    layer, tokens = layer_bytes(config, shape), tokens_of_pack(config, shape)
+    layers, hidden = shape.num_hidden_layers, shape.hidden_size
+    kept = layers * hidden * width + layer if learner.gradient_checkpointing else layers * layer
+    # The engine's rows: running, idle and one of padding.
+    cached = (2 * engine.max_batch + 1) * whole_blocks(_context(config, shape))
+    served = engine.kind == "embedded" and config.plays_rollouts
+    logits = 3 * min(MAX_LOGITS, tokens * vocabulary) + 6 * served * engine.max_batch * vocabulary
+    # The gradient of a head and, if it is tied, of the embeddings.
+    head = 0 if config.policy.lora.rank else vocabulary * hidden * (WIDE + 2 * width)
+    return {
+        "weights": weights * (WIDTHS[bits] if bits else width) + weights * width * copies,
+        # Gradient, two moments and, for bfloat16, a master weight, all in float32.
+        "optimizer": trained * (12 if width == WIDE else 16),
+        "KV cache": served * cached * bytes_of_token(config, network),
+        # A chunk of logits, its softmax and gradient; the sampler's rows.
+        "logits": WIDE * logits + head,
+        "activations": tokens * kept,
+    }
+
+
+def checkpoint_bytes(config: RunConfig, network: Any) -> float:
+    """Bytes of a checkpoint: weights, two moments and, for bfloat16, master weights."""
+    if adapter := adapter_weights(config, network):
+        return 12 * adapter
+    return float((12 if bytes_of_weight(config) == WIDE else 14) * network.num_parameters())
+
+
+def adapter_weights(config: RunConfig, network: Any) -> int:
+    """The number of weights of an adapter; 0: all weights are trained."""
+    head = network.get_output_embeddings()
+    linear = [
+        module
+        for name, module in network.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head and ".lora_" not in name
+    ]
+    return int(config.policy.lora.rank * sum(m.in_features + m.out_features for m in linear))
+
+
+def layer_bytes(config: RunConfig, shape: Any) -> float:
+    """Bytes that a layer saves for the backward pass, per token: of a Llama-like one. Two norms
+    (with their float32 input), queries, keys, values and their result, and the MLP's four."""
+    width, hidden = bytes_of_weight(config), shape.hidden_size
+    inner = getattr(shape, "intermediate_size", None) or 4 * hidden
+    attended = width * (3 * hidden + 2 * _key_size(shape))
+    if not config.policy.lora.rank:
+        return (2 * WIDE + 4 * width) * hidden + attended + 4 * width * inner
+    # Frozen weights need no inputs, but an adapter saves them in float32: each a copy of its own,
+    # unless they are float32 already, when queries, keys and values share one.
+    inputs = WIDE * hidden * (3 if width == WIDE else 6)
+    return 2 * WIDE * hidden + attended + inputs + (3 * width + WIDE) * inner
+
+
+def tokens_of_pack(config: RunConfig, shape: Any) -> int:
+    """Tokens of the largest forward pass of an update, if rollouts of full contexts are one call.
+    A row is never split."""
+    algorithm, context = config.algorithm, _context(config, shape)
+    answer = min(config.sampling.max_tokens or context, context)
+    group = algorithm.group_size * context
+    if config.learner.packed == "trie":  # the prompt is computed once
+        group = context + (algorithm.group_size - 1) * answer
+    batch = algorithm.groups * group / algorithm.minibatches
+    budget = max(config.learner.token_budget, context)
+    return int(min(budget, batch)) if config.plays_rollouts else budget
+
+
+def _context(config: RunConfig, shape: Any) -> int:
+    longest = getattr(shape, "max_position_embeddings", None) or config.engine.max_context
+    return min(config.engine.max_context, longest)
+
+
+def _key_size(shape: Any) -> int:
+    """Elements of the keys, and of the values, of one token in a layer."""
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return int(heads * size)
+
+
+def bytes_of_weight(config: RunConfig) -> int:
+    return 4 if config.policy.dtype == "float32" else 2
+
+
+def bytes_of_token(config: RunConfig, network: Any) -> int:
+    """Bytes of the keys and values of one token."""
+    shape = network.config.get_text_config()
+    return int(shape.num_hidden_layers * 2 * _key_size(shape) * bytes_of_weight(config))
+
+
+def available(config: RunConfig) -> int:
+    """Total memory of the policy's GPU, or of this machine or container, in bytes."""
+    if config.policy.device != "cpu" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return host.total()
+
+
+def shape_of(source: str, *, local: bool = False) -> Any:
+    """The model of a directory or hub name without its weights. local: do not ask the hub."""
+    with torch.device("meta"):
+        shape = AutoConfig.from_pretrained(source, local_files_only=local)
+        return AutoModelForCausalLM.from_config(shape)
+
+
+def describe(config: RunConfig, source: str) -> Iterator[str]:
+    """The estimates for a model that is not loaded, with weights of 0."""
+    network = shape_of(source, local=True)
+    fits, sentence = memory(config, network)
+    yield f"memory: about {sentence}"
+    if fits:
+        where = config.policy.device
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if where == "auto" else where
+        network = network.to(getattr(torch, config.policy.dtype)).to_empty(device=device).eval()
+        for each in network.parameters():
+            each.detach().zero_()
+        yield from others(config, network)
+
+
+def memory(config: RunConfig, network: Any) -> tuple[bool, str]:
+    """Whether memory suffices, and a sentence with its parts and, if not, the remedy."""
+    usable, parts = USABLE_MEMORY * available(config), process_bytes(config, network)
+    shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in parts.items())
+    sentence = f"{sum(parts.values()) / GIB:.2g} of {usable / GIB:.2g} GiB: {shown}"
+    if sum(parts.values()) > usable:
+        return False, f"{sentence}; {host.CURE}"
+    total = available(config)
+    if torch.cuda.is_available() and (share := config.engine.gpu_share(config, network, total)):
+        sentence += f", {config.engine.kind} {share * total / GIB:.2g}"
+    return True, f"{sentence}; a checkpoint {checkpoint_bytes(config, network) / GIB:.2g} of disk"
+
+
+def others(config: RunConfig, network: Any) -> Iterator[str]:
+    """What parts estimate for a policy."""
+    for point in installed_plugins("estimates"):
+        yield from point.load()(config, network)

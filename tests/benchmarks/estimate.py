@@ -1,0 +1,153 @@
+"""How much memory a run is said to need, against what its process takes at most.
+
+python -m tests.benchmarks.estimate --model DIRECTORY [--json] [--only NAME ...]
+
+Each configuration is a child process that does what a step does at its limits: it loads the model,
+samples with full contexts in all rows of the batch, updates twice on these rollouts, and writes a
+checkpoint. Its largest resident set is the peak, imports included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+LORA = {"lora": {"rank": 16}}
+ROWS = {"learner": {"packing": "rows"}}
+# Tables of the run file by name; "groups" x 8 rollouts.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "lora bf16 trie": {"policy": {"dtype": "bfloat16", **LORA}},
+    "lora bf16 rows": {"policy": {"dtype": "bfloat16", **LORA}, **ROWS},
+    "full bf16": {"policy": {"dtype": "bfloat16"}},
+    "full fp32": {"policy": {"dtype": "float32"}},
+    "lora fp32": {"policy": {"dtype": "float32", **LORA}},
+    "8x8 rows": {"policy": {"dtype": "bfloat16"}, **ROWS, "groups": 8},
+}
+SIZE, CONTEXT, ANSWER = 8, 128, 16
+
+
+def run_of(name: str, model: Path, folder: Path) -> dict[str, Any]:
+    """The run file of a configuration."""
+    tables = json.loads(json.dumps(CONFIGURATIONS[name]))
+    groups = tables.pop("groups", 4)
+    tables["policy"] |= {"model": str(model), "device": "cpu"}
+    return {
+        "output": str(folder),
+        "algorithm": {"preset": "grpo", "groups": groups, "group_size": SIZE},
+        "sampling": {"max_tokens": ANSWER},
+        "engine": {"max_batch": groups * SIZE, "max_context": CONTEXT},
+        **tables,
+    }
+
+
+def measure(name: str, model: Path) -> dict[str, float]:
+    """Estimate and peak of a configuration, in GB, in this process."""
+    from agentrl.algorithms.engines.embedded.engine import Engine
+    from agentrl.algorithms.model.estimate import process_bytes
+    from agentrl.algorithms.train.build import load_algorithm, make_updater
+    from agentrl.algorithms.train.load_policies import load_policies
+    from agentrl.config import resolve
+
+    with TemporaryDirectory() as folder:
+        config = resolve(run_of(name, model, Path(folder)), source=name)
+        (loaded,) = load_policies(config)
+        needed = process_bytes(config, loaded.model)
+        updater = make_updater(config, "policy", load_algorithm(config), loaded)
+        engine = Engine(
+            loaded.model, eos=[0], max_batch=config.engine.max_batch, max_context=CONTEXT,
+            threads=1, adapters=loaded.adapters, deliver=_deliver,
+            policies=[loaded.adapters and "policy"],
+        )  # fmt: skip
+        engine.start()
+        groups = config.algorithm.groups
+        rollouts = [row for step in range(2) for row in _sample(engine, groups, step)]
+        for step in range(2):
+            updater.update(step, _groups(rollouts[step * groups * SIZE :][: groups * SIZE]))
+        updater.learner.save(Path(folder, "checkpoint"))
+        engine.close()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    shown = {part: round(size / 1e9, 3) for part, size in needed.items()}
+    ratio = sum(needed.values()) / peak
+    return {"estimate_over_peak": ratio, "peak_gb": peak / 1e9, **shown}
+
+
+def _deliver(updates: Any) -> None:
+    for call, update in updates:
+        call.receive(update)
+
+
+def _sample(engine: Any, groups: int, step: int) -> list[tuple[list[int], list[int], list[float]]]:
+    """Prompt, answer and its log-probs of each rollout, all of them sampled together."""
+    from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest
+    from agentrl.types import Sampling
+
+    dice, size = random.Random(step), len(engine.eos)
+    prompts = [[dice.randrange(size) for _ in range(CONTEXT - ANSWER)] for _ in range(groups)]
+    waiting: list[tuple[list[int], Future[Any]]] = []
+    for prompt in prompts:
+        for _ in range(SIZE):
+            done: Future[Any] = Future()
+            waiting.append((prompt, done))
+            engine.submit(
+                GenerationRequest(
+                    np.array(prompt, np.int32), Sampling(max_tokens=ANSWER), dice.randrange(2**32),
+                    done.set_result, ignore_eos=True,
+                )
+            )  # fmt: skip
+    ended = [(prompt, done.result()) for prompt, done in waiting]
+    return [(prompt, update.tokens, update.logprobs) for prompt, update in ended]
+
+
+def _groups(rollouts: list[tuple[list[int], list[int], list[float]]]) -> list[Any]:
+    from agentrl.types import Reward, float32
+    from tests.factories import call, group, rollout
+
+    made = []
+    for n, (prompt, answer, logprobs) in enumerate(rollouts):
+        fields = {"attempt": f"r{n}", "policy": "policy", "logprobs": float32(logprobs)}
+        said = call(f"{n}", prompt, answer, **fields)
+        made.append(rollout(f"r{n}", [said], [Reward(value=float(n % 3))]))
+    starts = range(0, len(made), SIZE)
+    return [group(*made[start : start + SIZE], id=f"g{start}") for start in starts]
+
+
+def estimate_over_peak(model: Path, names: list[str] | None = None) -> dict[str, dict[str, float]]:
+    """The figures of each configuration, one child process after the other."""
+    found = {}
+    for name in names or list(CONFIGURATIONS):
+        command = [sys.executable, "-m", __spec__.name, "--model", str(model), "--here", name]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="a model's directory")
+    parser.add_argument("--only", nargs="*", choices=list(CONFIGURATIONS))
+    parser.add_argument("--here", choices=list(CONFIGURATIONS), help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.here:
+        print(json.dumps(measure(options.here, options.model)))
+        return
+    found = estimate_over_peak(options.model, options.only)
+    if options.json:
+        print(json.dumps(found))
+        return
+    for name, figures in found.items():
+        print(name, *(f"{key} {value:.3g}" for key, value in figures.items()), sep="  ")
+
+
+if __name__ == "__main__":
+    main()
