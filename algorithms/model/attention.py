@@ -32,6 +32,7 @@ NAME = "agentrl"
 UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # passed as mask, so that none is computed
 
 KEY_BLOCK = 256  # keys that the policy server attends to in one product
+NARROW_BLOCK = 64  # likewise in 16 bits, whose products read whole blocks
 
 # Adjacent branches of at most this many tokens are one product with a mask, which computes some
 # masked pairs but needs fewer products. Also the side of tiles with a sliding window.
@@ -81,9 +82,10 @@ def context_length(model: torch.nn.Module) -> int | None:
     return tokens
 
 
-def whole_blocks(context: int) -> int:
-    """Keys of this many tokens in whole blocks of KEY_BLOCK."""
-    return -(-context // KEY_BLOCK) * KEY_BLOCK
+def whole_blocks(context: int, dtype: torch.dtype) -> int:
+    """Keys of this many tokens in whole blocks."""
+    block = NARROW_BLOCK if dtype.itemsize == 2 else KEY_BLOCK
+    return -(-context // block) * block
 
 
 def install(model: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.algorithms.model.attention import whole_blocks
 from agentrl.algorithms.model.lm_head import MAX_LOGITS
+from agentrl.algorithms.model.load import DTYPES
 from agentrl.base import memory as host
 from agentrl.base.parts import installed_plugins
 from agentrl.config import RunConfig
@@ -40,7 +41,8 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
     layers, hidden = shape.num_hidden_layers, shape.hidden_size
     kept = layers * hidden * width + layer if learner.gradient_checkpointing else layers * layer
     # The engine's rows: running, idle and one of padding.
-    cached = (2 * engine.max_batch + 1) * whole_blocks(_context(config, shape))
+    context = whole_blocks(_context(config, shape), DTYPES[config.policy.dtype])
+    cached = (2 * engine.max_batch + 1) * context
     served = engine.kind == "embedded" and config.plays_rollouts
     logits = 3 * min(MAX_LOGITS, tokens * vocabulary) + 6 * served * engine.max_batch * vocabulary
     # The gradient of a head and, if it is tied, of the embeddings.
