@@ -25,7 +25,7 @@ from rich.console import Console
 
 from agentrl import run_owner
 from agentrl.algorithms.plugins import engine_factory, learner_factory
-from agentrl.base import folder_lock
+from agentrl.base import folder_lock, memory
 from agentrl.base.files import make_folder
 from agentrl.base.loading import load_tasks, task_file
 from agentrl.base.parts import installed_plugins, parts
@@ -323,7 +323,7 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> TrainingRe
         before_sampled=before.get("eval/sampled"),
         after_sampled=after.get("eval/sampled"),
         seconds=seconds,
-        checkpoint=str(config.checkpoint(last)) if last else None,
+        checkpoint=str(config.checkpoint_path(last)) if last else None,
         store=config.store,
     )
     await print_report(store, config, steps, result.checkpoint, seconds)
@@ -337,6 +337,10 @@ async def _algorithm(child: Child) -> None:
         raise AgentRLError(child.last_error() or f"see {child.log}")
     if code:
         ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+        if cause := memory.cause_of(code):
+            needs = child.last_said("memory: ")
+            estimate = f" (the estimate was {needs})" if needs else ""
+            ending += f", {cause}{estimate}: {memory.CURE}"
         raise TrainingError(
             f"the algorithm process ended with {ending}; nothing is lost: the same command"
             f" continues after the last committed step (its output: {child.log})"

@@ -4,8 +4,13 @@ of it. On other kernels than Linux only the size is known."""
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -14,6 +19,13 @@ PROC = Path("/proc")
 LIMITS = ("memory.max", "memory.limit_in_bytes")
 EVENTS = ("memory.events", "memory.oom_control")
 OCCUPIED = ("anon", "total_rss")  # keys of memory.stat: what cannot be dropped like a file's cache
+
+CURE = (
+    "set what is smaller of learner.token_budget, engine.max_batch and engine.max_context, or "
+    "learner.gradient_checkpointing=true, policy.dtype=bfloat16 or policy.lora.rank=16"
+)
+FEWER = "lower runner.processes or runner.concurrency, so that fewer agents run at once"
+LATELY = 10  # seconds from a kill by the kernel to the end of a large process, at most
 
 
 def total() -> int:
@@ -34,13 +46,45 @@ def free() -> int:
 
 
 def kills() -> int | None:
-    """The number of processes of this container, or else of this machine, that the kernel has
-    killed because memory ran out; it counts before it kills. None: not known."""
-    for group in _groups():
-        for name in EVENTS:
-            if (count := _numbers(group / name).get("oom_kill")) is not None:
-                return count
-    return _numbers(PROC / "vmstat").get("oom_kill")
+    """A number that grows when the kernel kills a process of this container or machine because
+    memory ran out; it counts before it kills. None: not known."""
+    files = [group / name for group in _groups() for name in EVENTS]
+    found = [_numbers(file).get("oom_kill") for file in (*files, PROC / "vmstat")]
+    counts = [count for count in found if count is not None]
+    return sum(counts) if counts else None
+
+
+class KillWatch:
+    """Reads `kills` every second. Its thread is the only one that writes."""
+
+    def __init__(self) -> None:
+        self.counts = deque([kills()], maxlen=LATELY)
+        threading.Thread(target=self._read, name="memory", daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            time.sleep(1.0)
+            self.counts.append(kills())
+
+    def killed_lately(self) -> bool | None:
+        """Whether the kernel has killed a process for memory in the last seconds. None: unknown."""
+        before, now = self.counts[0], kills()
+        return None if before is None or now is None else now > before
+
+
+@cache
+def watch() -> KillWatch:
+    """The watch of this process, which starts at the first call: before a child can be killed."""
+    return KillWatch()
+
+
+def cause_of(status: int) -> str:
+    """Why a child with this exit status may have ended: "" unless memory has to do with it, or
+    nobody knows whether it has. status: minus the number of a signal that ended it."""
+    lately = watch().killed_lately() if status == -signal.SIGKILL else False
+    if lately is None:
+        return "perhaps because memory ran out"
+    return "because memory ran out" if lately else ""
 
 
 def _limits() -> Iterator[tuple[Path, int]]:

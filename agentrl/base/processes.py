@@ -16,7 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from agentrl.base import memory
 from agentrl.errors import AgentRLError, TrainingError
+
+log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 FILES = 65_536  # the limit of open files that servers ask the system for
@@ -104,6 +107,7 @@ class Child:
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
+        memory.watch()
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -139,9 +143,16 @@ class Child:
 
     def last_error(self) -> str | None:
         """The last error message for the user in its log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        marked = [line for line in lines if line.startswith(ERROR_MARK)]
+        marked = [line for line in self._lines() if line.startswith(ERROR_MARK)]
         return marked[-1].removeprefix(ERROR_MARK) if marked else None
+
+    def last_said(self, mark: str) -> str | None:
+        """What follows `mark` in the last line of its log that has it."""
+        marked = [line for line in self._lines() if mark in line]
+        return marked[-1].partition(mark)[2] if marked else None
+
+    def _lines(self) -> list[str]:
+        return self.log.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 ERROR_MARK = "agentrl: error: "
@@ -166,17 +177,21 @@ async def keep_alive(child: Child, count_ended: Callable[[], Awaitable[int]]) ->
 
     count_ended: the number of rollouts of the run that have ended. While it grows, deaths are not
     counted: an agent may kill its runner on some tasks."""
-    deaths, ended = 0, await count_ended()
+    deaths, ended, last = 0, await count_ended(), ""
     while deaths < MOST_DEATHS:
         await child.start()
         started = time.monotonic()
         code = await child.wait()
         if code == USER_ERROR:
             raise AgentRLError(child.last_error() or f"see {child.log}")
+        if cause := memory.cause_of(code):
+            log.warning("%s ended with signal 9, %s; %s", child.name, cause, memory.FEWER)
+            last = f", the last time {cause}: {memory.FEWER}"
         before, ended = ended, await count_ended()
         working = ended > before or time.monotonic() - started > STEADY_UPTIME
         deaths = 1 if working else deaths + 1
         await asyncio.sleep(RESTART_PAUSE)
     raise TrainingError(
-        f"{child.name} died {MOST_DEATHS} times in a row; read {child.log}, mend the cause, repeat"
+        f"{child.name} died {MOST_DEATHS} times in a row{last}; read {child.log}, mend the cause, "
+        "repeat"
     )

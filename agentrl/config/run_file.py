@@ -101,7 +101,7 @@ def to_toml(config: RunConfig) -> str:
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
-    ignored |= {"metrics", "max_empty_steps"}
+    ignored |= {"metrics", "max_empty_steps", "checkpoint"}
     # Each learner can resume from the other's checkpoint, wherever it computes.
     moved = {key for config in (old, new) for key in config.learner.placement}
     placement = ("learner.kind", *(f"learner.{key}" for key in moved))

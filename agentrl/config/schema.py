@@ -256,6 +256,14 @@ class UpstreamConfig(Section, frozen=True):
             raise ValueError("model and key_env are of a base_url, not of a text; remove them")
 
 
+class CheckpointConfig(Section, frozen=True):
+    """Checkpoints during training, besides those of evaluations and of the last step."""
+
+    # Steps between checkpoints, which is the most that a killed run trains again. 0: each step, or
+    # if a checkpoint has more than 32 MiB, so seldom that they take 5 % of the time.
+    every: Natural = 0
+
+
 class EvalConfig(Section, frozen=True):
     """Held-out evaluations before, during and after training."""
 
@@ -303,6 +311,7 @@ class RunConfig(Section, frozen=True):
     learner: Learner = TorchLearnerConfig()
     engine: Engine = EmbeddedEngineConfig()
     runner: Runner = RunnerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which agents may use as a model name
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers its calls
@@ -343,7 +352,7 @@ class RunConfig(Section, frozen=True):
         own = self.path(name) if name else Path(self.output, "policy")
         return str(own) if own.is_dir() else name
 
-    def checkpoint(self, name: str) -> Path:
+    def checkpoint_path(self, name: str) -> Path:
         """The directory of a checkpoint with this name in the store, which is relative to `output`.
         Earlier versions stored absolute paths, but the folder may have moved since."""
         own = Path(self.output, "checkpoints", Path(name).name)

@@ -116,4 +116,4 @@ def last_checkpoint(config: RunConfig) -> Path:
         raise ConfigError(untrained)
     if state.checkpoint is None:
         raise ConfigError(f"run {config.name!r} has no checkpoint yet: train it, or name one")
-    return config.checkpoint(state.checkpoint)
+    return config.checkpoint_path(state.checkpoint)

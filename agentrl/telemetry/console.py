@@ -137,7 +137,7 @@ class Progress:
         recent = self.committed[-10:]
         if not recent:
             return None
-        parts = ("time/rollouts", "time/update", "time/eval")
+        parts = ("time/rollouts", "time/update", "time/checkpoint", "time/eval")
         spent = sum(row.metrics.get(part, 0.0) for row in recent for part in parts)
         return spent / len(recent) * (self.config.steps - len(self.committed))
 

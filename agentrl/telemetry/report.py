@@ -265,7 +265,7 @@ def _times(config: RunConfig, steps: list[StepRow], seconds: float) -> str:
 
     names = {"build": "building the model", "rollouts": "rollouts", "update": "updates"}
     spent = {word: total(f"time/{name}") for name, word in names.items()}
-    spent["evaluation"] = total("time/eval")
+    spent |= {"evaluation": total("time/eval"), "checkpoints": total("time/checkpoint")}
     spent = {"start-up": max(seconds - sum(spent.values()), 0.0), **spent}
     parts = [f"{value:.0f} {word}" for word, value in spent.items() if value >= 0.5]
     if config.algorithm.samples_during_update:  # else one always waits for the other

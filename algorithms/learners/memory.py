@@ -62,6 +62,7 @@ def peak(device: torch.device) -> dict[str, float]:
     return {"memory/process_peak_mb": largest * (1 if sys.platform == "darwin" else 1024) / MB}
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out; torch has an error class for GPUs, and only a message on the CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or "DefaultCPUAllocator" in str(error)

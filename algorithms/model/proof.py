@@ -146,7 +146,8 @@ def _distance(
         least, least_gradient = TOLERANCE["float32"], 10 * TOLERANCE["float32"]
     else:
         alone = [_computed(model, [row], "rows") for row in rows]
-        exact = Computed(torch.cat([x.logprobs for x in alone]), sum(x.gradient for x in alone))
+        gradient = torch.stack([x.gradient for x in alone]).sum(0)
+        exact = Computed(torch.cat([x.logprobs for x in alone]), gradient)
         least = least_gradient = TOLERANCE["bfloat16"]
     found, usual = (
         torch.tensor([_spread(each.logprobs - exact.logprobs), _relative(each, exact)])

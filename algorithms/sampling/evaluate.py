@@ -92,7 +92,7 @@ async def evaluate_functions(store: Store, config: RunConfig, epoch: int, step: 
         return
     metrics: dict[str, float] = {}
     state = await store.run(config.name)
-    last = state and state.checkpoint and config.checkpoint(state.checkpoint)
+    last = state and state.checkpoint and config.checkpoint_path(state.checkpoint)
     checkpoint = Path(last or config.model_path())
     for path in config.eval.functions:
         function = load_attribute(path, Path(config.root), key="eval.functions")

@@ -14,8 +14,8 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -65,10 +65,20 @@ def save_checkpoint(
     run: the identity of the run.
 
     Raises TrainingError, with nothing left behind, if it cannot be written."""
+    begin_checkpoint(directory, learner, state, run)()
+
+
+def begin_checkpoint(
+    directory: Path, learner: Checkpointable, state: Mapping[str, Json], run: str = ""
+) -> Callable[[], None]:
+    """Write the files of a checkpoint. Returns a function, for any thread, after which it is whole:
+    only then it has its name. Both raise TrainingError as `save_checkpoint`."""
     content = {"run": run, "state": state, "random": random_state()}
-    with _new_directory(directory) as partial:
+    with ExitStack() as stack:
+        partial = stack.enter_context(_new_directory(directory))
         learner.save(partial)
         (partial / STATE).write_text(json.dumps(content), encoding="utf-8")
+        return stack.pop_all().close
 
 
 @contextmanager

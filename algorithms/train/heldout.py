@@ -100,7 +100,7 @@ class HeldoutEvaluator:
         state = await self.store.run(self.config.name)
         if state is None or state.checkpoint is None:
             return False
-        source = self.config.checkpoint(state.checkpoint)
+        source = self.config.checkpoint_path(state.checkpoint)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_directory(path) as partial:
             for name in self.policies.updaters:

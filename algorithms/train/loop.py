@@ -1,8 +1,8 @@
 """The training loop: claim groups, compute credit, update, commit, publish, evaluate.
 
 All of its state is in the store or the last checkpoint, so it may be killed at any moment: the next
-start continues after the last committed step. It does not know which algorithm it runs, nor which
-parts the run has: they join by `hooks.py`.
+start continues after that checkpoint (`saving.py`). It does not know which algorithm it runs, nor
+which parts the run has: they join by `hooks.py`.
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
+
+from msgspec import structs
 
 from agentrl.algorithms.diagnostics.metrics import Metrics, throughput
 from agentrl.algorithms.sampling.collect import Collected, GroupSource
 from agentrl.algorithms.sampling.evaluate import check_verifier, evaluate_functions
 from agentrl.algorithms.sampling.stragglers import settle_groups_ahead
-from agentrl.algorithms.train.checkpoint import (
-    checkpoint_name,
-    parse_name,
-    prune,
-    save_checkpoint,
-)
 from agentrl.algorithms.train.empty_steps import check_empty_steps, empty_commit, is_empty
 from agentrl.algorithms.train.heldout import HeldoutEvaluator
 from agentrl.algorithms.train.hooks import Hooks, ServedRun
+from agentrl.algorithms.train.saving import Checkpoints
 from agentrl.types import StepCommit
 
 
@@ -43,7 +39,7 @@ class TrainingLoop:
         live, first = self.live, self.live.state.step
         await live.serving.announce(live.store, live.config.name, live.state.epoch)
         stalled = await self.evaluate(first)
-        saved = self.saved_steps()
+        checkpoints = Checkpoints(live)
         updated = time.monotonic()
         for step in range(first, live.config.steps):
             if stalled:
@@ -67,11 +63,13 @@ class TrainingLoop:
                     # What no checkpoint has, a restarted process would not know.
                     live.policies.restore(json.loads(before))
                     commit = empty_commit(live.state, live.policies, step, collected, metrics)
-                    await live.store.commit_step(commit)
+                    saved, _ = await checkpoints.before_commit(step + 1, trained=False)
+                    await live.store.commit_step(structs.replace(commit, checkpoint=saved))
                 else:
-                    await asyncio.to_thread(live.policies.update_references, saved, step + 1)
-                    saved = step + 1
-                    await self.commit(step, collected, metrics)
+                    since = checkpoints.trained
+                    await asyncio.to_thread(live.policies.update_references, since, step + 1)
+                    await self.commit(step, collected, metrics, checkpoints)
+                await checkpoints.after_commit(step + 1)
                 await live.serving.publish(live.policies.versions(step + 1))
                 await self.hooks.published()
             if empty:
@@ -86,19 +84,15 @@ class TrainingLoop:
         await self.heldout.finish()
         await check_empty_steps(live.store, live.config)  # also if no step was left to train
 
-    def saved_steps(self) -> int:
-        """The number of steps of the last checkpoint; later ones were empty."""
-        named = self.live.state.checkpoint and parse_name(Path(self.live.state.checkpoint))
-        return named[0] if named else 0
-
-    async def commit(self, step: int, collected: Collected, metrics: Metrics) -> None:
-        """Write the checkpoint, commit the step that names it, and delete old checkpoints."""
+    async def commit(
+        self, step: int, collected: Collected, metrics: Metrics, checkpoints: Checkpoints
+    ) -> None:
+        """Commit the step, with the name of a checkpoint that is new."""
         live, policies = self.live, self.live.policies
         await settle_groups_ahead(live.store, live.config)
         live.lock.check()
-        path = Path(live.config.output, "checkpoints", checkpoint_name(step + 1, live.state.epoch))
         rewards = await self.hooks.before_commit(step + 1)  # may change the state
-        save_checkpoint(path, policies, policies.dump(), live.state.identity)
+        checkpoint, waited = await checkpoints.before_commit(step + 1)
         await live.store.commit_step(
             StepCommit(
                 run=live.config.name,
@@ -109,11 +103,10 @@ class TrainingLoop:
                 credits=policies.credits(step),
                 rewards=[*rewards, *policies.step_rewards(step)],
                 versions=policies.versions(step + 1),
-                checkpoint=f"checkpoints/{path.name}",
-                metrics=metrics,
+                checkpoint=checkpoint,
+                metrics=metrics | {"time/checkpoint": waited},
             )
         )
-        prune(path.parent, keep=live.config.keep_checkpoints, last=path, run=live.state.identity)
 
     async def evaluate(self, step: int) -> bool:
         """Evaluate after `step` steps, if due; returns whether held-out scores have stalled."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from agentrl.algorithms.learners.memory import is_out_of_memory
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import build
@@ -23,18 +24,28 @@ from agentrl.algorithms.train.load_policies import (
 )
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.stages import load_run, open_run, prepare_process, serve_run
+from agentrl.base import memory
+from agentrl.base.failures import one_line
 from agentrl.base.loading import load_tasks
 from agentrl.base.processes import PHASE, freeze_loaded, log_to_stderr
 from agentrl.config import RunConfig
+from agentrl.errors import TrainingError
 from agentrl.types import ENDED, Json
 
 log = logging.getLogger("agentrl.algorithm")
 
 
 def main(config: RunConfig) -> None:
-    """Train (or, with no steps, evaluate) until the run is complete."""
+    """Train (or, with no steps, evaluate) until the run is complete. Raises TrainingError if memory
+    runs out."""
     log_to_stderr()
-    asyncio.run(run(config, ready=freeze_loaded))
+    try:
+        asyncio.run(run(config, ready=freeze_loaded))
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        why = one_line(str(error)) or type(error).__name__
+        raise TrainingError(f"memory ran out ({why}); {memory.CURE}") from error
 
 
 async def run(config: RunConfig, *, ready: Callable[[], None] = lambda: None) -> None:

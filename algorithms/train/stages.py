@@ -31,7 +31,7 @@ from agentrl.config.policies import FrozenPolicy, trained_policies
 from agentrl.errors import DamagedError
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import RunState
+from agentrl.types import EMPTY, RunState
 
 log = logging.getLogger("agentrl.algorithm")
 
@@ -76,11 +76,11 @@ async def serve_run(loaded: LoadedRun, models: Sequence[LoadedModel]) -> ServedR
 async def resume_run(
     store: Store, config: RunConfig, state: RunState, policies: PolicySet
 ) -> RunState:
-    """Load the newest undamaged checkpoint, then rewind later steps in the store; returns the run's
+    """Load the newest undamaged checkpoint, then rewind later steps that learned; returns the run's
     state. Raises DamagedError if every checkpoint is damaged."""
     if state.checkpoint is None:
-        return state
-    last = config.checkpoint(state.checkpoint)
+        return await _train_again(store, state, None) if await _lost(store, state, 0) else state
+    last = config.checkpoint_path(state.checkpoint)
     folder = Path(config.output, "checkpoints")
     earlier = earlier_checkpoints(folder, last, state.identity)
     damage: DamagedError | None = None
@@ -91,18 +91,35 @@ async def resume_run(
             log.warning("%s", error)
             damage = damage or error
             continue
-        if path is last:
+        if path is last and not await _lost(store, state, _steps(path)):
             return state
-        steps, name = (parse_name(path) or (0, 0))[0], f"checkpoints/{path.name}"
-        log.warning("Going on from %s: %d steps are trained again.", path, state.step - steps)
-        await store.rewind(state.run, state.epoch, steps, name)
-        rewound = {"steps/taken_back": float(state.step - steps)}
-        await store.log(state.run, steps, rewound, epoch=state.epoch)
-        return replace(state, step=steps, checkpoint=name)
+        return await _train_again(store, state, path)
     raise DamagedError(
         f"{damage}. No earlier one is whole: restore a copy, name one with `agentrl train --from "
         "PATH`, or train from the start with --from 0"
     )
+
+
+def _steps(path: Path | None) -> int:
+    """The steps of a checkpoint."""
+    return ((path and parse_name(path)) or (0, 0))[0]
+
+
+async def _lost(store: Store, state: RunState, steps: int) -> bool:
+    """Whether the run has learned in a step after the first `steps` ones; an empty step is whole
+    without a checkpoint."""
+    rows = await store.steps(state.run, after=steps - 1)
+    return any(row.committed and EMPTY not in row.metrics for row in rows)
+
+
+async def _train_again(store: Store, state: RunState, path: Path | None) -> RunState:
+    """Take back the steps after a checkpoint (None: all), whose groups are then trained again."""
+    steps, name = _steps(path), f"checkpoints/{path.name}" if path else None
+    lost, where = state.step - steps, path or "the untrained policy"
+    log.warning("Going on from %s: %d steps are trained again.", where, lost)
+    await store.rewind(state.run, state.epoch, steps, name)
+    await store.log(state.run, steps, {"steps/taken_back": float(lost)}, epoch=state.epoch)
+    return replace(state, step=steps, checkpoint=name)
 
 
 @asynccontextmanager

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from agentrl.base import memory
 from agentrl.base.access import is_loopback
 from agentrl.base.jsonvalues import NotJsonError, as_json
 from agentrl.config import RunnerConfig
@@ -165,7 +166,9 @@ def describe_exit(status: int) -> str:
     if status >= 0:
         return f"ended with exit status {status}"
     known = -status in set(signal.Signals)
-    return f"was killed by {signal.Signals(-status).name if known else f'signal {-status}'}"
+    name = signal.Signals(-status).name if known else f"signal {-status}"
+    cause = memory.cause_of(status)
+    return f"was killed by {name}" + (f", {cause}: {memory.FEWER}" if cause else "")
 
 
 def too_large(where: str) -> FailedAttemptError:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from agentrl.base import memory
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.runners.processes import supervisor
 from agentrl.runners.processes.supervisor import HEADER, ProcessSpec
@@ -72,6 +73,7 @@ class ProcessLauncher:
         """Start the template. Raises ConfigError on systems other than Linux."""
         if not sys.platform.startswith("linux"):
             raise ConfigError("runner.executor: separate processes need Linux; use 'async'")
+        memory.watch()
         self._start_template()
 
     def _start_template(self) -> None:

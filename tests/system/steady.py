@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.train import loop, main, serving
+from agentrl.algorithms.train import main, saving, serving
 from agentrl.config import RunConfig, resolve
 from agentrl.config import policies as team
 from agentrl.errors import PolicyError
@@ -180,7 +180,7 @@ def replaced(strike: Strike) -> Iterator[None]:
         patch.setattr(serving, "policy_server", Silent)
         for learner in learners():
             patch.setattr(learner, "step", striking(learner.step, "optimizer"))
-        patch.setattr(loop, "save_checkpoint", striking(loop.save_checkpoint, "checkpoint"))
+        patch.setattr(saving, "save_checkpoint", striking(saving.save_checkpoint, "checkpoint"))
         yield
 
 

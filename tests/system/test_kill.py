@@ -20,6 +20,12 @@ from tests import warm
 
 VICTIMS = [("runner",), ("algorithm",), ("runner", "algorithm")]
 GROUPS, SIZE = 2, 4
+LARGE = """
+from agentrl.algorithms.train import saving
+
+saving.LARGE = 0  # the algorithm process reads the tasks too
+tasks = [{"input": f"What is {i} plus {i + 1}?", "answer": 2 * i + 1} for i in range(20)]
+"""
 
 
 def children(pid: int) -> dict[str, int]:
@@ -41,12 +47,24 @@ def committed(database: Path) -> int:
 
 
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize(("kills", "steps"), [(2, 16), pytest.param(5, 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kills", "steps", "every"),
+    [
+        (2, 16, []),
+        pytest.param(5, 40, [], marks=pytest.mark.slow),
+        (3, 16, ["checkpoint.every=3"]),
+        # As a large one, written beside training.
+        pytest.param(
+            *(5, 24, ["checkpoint.every=1", "tasks.train=large.py:tasks"]), marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_killed_at_random_moments_the_run_ends_where_it_would_have_ended(
-    run_folder: Path, kills: int, steps: int
+    run_folder: Path, kills: int, steps: int, every: list[str]
 ) -> None:
+    (run_folder / "large.py").write_text(LARGE)
     database = run_folder / "out" / "store.db"
-    command = ["-m", "agentrl", "train", "run.toml", f"steps={steps}"]
+    command = ["-m", "agentrl", "train", "run.toml", f"steps={steps}", *every]
     command += [f"algorithm.groups={GROUPS}", f"algorithm.group_size={SIZE}"]
     start = partial(warm.start, *command, cwd=run_folder, spare=2 + kills)
     chance = random.Random(20261121)

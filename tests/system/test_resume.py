@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from agentrl.algorithms.train import saving
 from agentrl.cli.main import export
+from agentrl.config.schema import CheckpointConfig
 from agentrl.errors import NotFound, PolicyError
 from agentrl.store import open_store
 from agentrl.types import RunState
@@ -205,3 +208,38 @@ def test_killed_in_an_update_and_before_a_commit_a_run_ends_bitwise_the_same(
         assert killed.returncode == -signal.SIGKILL
     asyncio.run(run(KINDS[kind](tmp_path, tiny_model_dir), lambda point: None))
     assert_same(tmp_path, whole(kind))
+
+
+SMALL = [("update", 3), ("optimizer", 11), ("commit", 4), ("update", 2), ("publish", 3)]
+LARGE = [("update", 4), ("optimizer", 3), ("commit", 2), ("update", 3)]
+
+
+@pytest.mark.part
+@pytest.mark.parametrize(("every", "starts"), [(3, SMALL), (1, LARGE)])
+def test_steps_after_the_last_checkpoint_are_trained_again_once(
+    whole: Whole,
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    every: int,
+    starts: list[tuple[str, int]],
+) -> None:
+    """With bitwise the same result; a large one becomes whole while the next step is trained."""
+    monkeypatch.setattr(saving, "LARGE", 0 if starts is LARGE else 2**40)
+    settings = replace(config(tmp_path, tiny_model_dir), checkpoint=CheckpointConfig(every=every))
+    for point, number in starts:
+        with pytest.raises(Interrupted):
+            asyncio.run(run(settings, strike_at(point, number, interrupt)))
+    asyncio.run(run(settings, lambda point: None))
+    assert_same(tmp_path, whole())
+    check_trained_once(tmp_path, every)
+
+
+def check_trained_once(folder: Path, every: int) -> None:
+    """And that no start has lost more than `every` steps."""
+    with closing(sqlite3.connect(folder / "out" / "store.db")) as connection:
+        found = connection.execute("select trained_step, state from groups order by 1").fetchall()
+        query = "select max(value) from metrics where name = 'steps/taken_back'"
+        ((lost,),) = connection.execute(query).fetchall()
+    assert found == [(step, "trained") for step in range(STEPS) for _ in range(2)]
+    assert 0 < lost <= every

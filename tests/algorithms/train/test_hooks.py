@@ -22,7 +22,7 @@ from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
 from agentrl.algorithms.objective.ratios import Candidates, LogProbs, _say_renamed
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.sampling.collect import Collected
-from agentrl.algorithms.train import loop as module
+from agentrl.algorithms.train import saving
 from agentrl.algorithms.train.hooks import AllHooks, Hooks, ServedRun, hooks_of
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.config import RunConfig, resolve
@@ -148,8 +148,8 @@ async def test_the_loop_calls_every_part_in_order(
 ) -> None:
     seen: list[str] = []
     run: Any = Run(seen)
-    monkeypatch.setattr(module, "save_checkpoint", lambda *given: seen.append("saved"))
-    monkeypatch.setattr(module, "prune", lambda *given, **more: None)
+    monkeypatch.setattr(saving, "save_checkpoint", lambda *given: seen.append("saved"))
+    monkeypatch.setattr(saving, "prune", lambda *given, **more: None)
     tables = {"name": "r", "steps": 1, "output": str(tmp_path), "eval": {"tasks": 7}}
     live = ServedRun(
         config=resolve(tables, source="test"), store=run, state=run, lock=run,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.sampling.collect import Collected
-from agentrl.algorithms.train import loop as module
+from agentrl.algorithms.train import saving
 from agentrl.algorithms.train.hooks import Hooks, ServedRun
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.config import resolve
@@ -104,8 +104,8 @@ async def test_no_version_is_served_that_is_not_committed(
     last: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     parts: Any = Parts(last)
-    monkeypatch.setattr(module, "save_checkpoint", lambda *given: parts.call())
-    monkeypatch.setattr(module, "prune", lambda *given, **more: parts.call())
+    monkeypatch.setattr(saving, "save_checkpoint", lambda *given: parts.call())
+    monkeypatch.setattr(saving, "prune", lambda *given, **more: parts.call())
     config = resolve({"name": "r", "steps": STEPS, "output": str(tmp_path)}, source="test")
     live = ServedRun(
         config=config, store=parts, state=parts, lock=parts, closing=AsyncExitStack(), models=[],

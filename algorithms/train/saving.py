@@ -1,0 +1,120 @@
+"""When a run writes checkpoints, and how long training waits for them.
+
+Owns the checkpoint that is being written, if there is one. Always true: the store names only whole
+checkpoints; after the commit of a step the one of an earlier step is whole. So a killed run loses
+at most `checkpoint.every` committed steps, whose groups it trains again (`stages.resume_run`).
+
+The files of a large one are written while no call is in flight, as the weights must not change
+meanwhile. Their digests, and the wait for the disk, go on beside the rollouts of the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.algorithms.train.checkpoint import (
+    begin_checkpoint,
+    checkpoint_name,
+    parse_name,
+    prune,
+    save_checkpoint,
+)
+from agentrl.algorithms.train.hooks import ServedRun
+from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.types import Json
+
+LARGE = 32 * 2**20  # bytes of a checkpoint that is not written at every step, nor at once
+SHARE = 0.05  # of the time, at most, that large ones take if `checkpoint.every` is not set
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    """Writes the checkpoints of a run."""
+
+    live: ServedRun
+    saved: int = 0  # steps of the last one
+    trained: int = 0  # steps up to the last one that was not empty
+    size: int = 0  # bytes of the last one; 0: none is written yet
+    seconds: float = 0.0  # that the last one took, also beside training
+    ended: float = 0.0  # clock when it was whole
+    waited: float = 0.0  # seconds in which training waited since the last commit
+    writing: tuple[Path, asyncio.Task[None]] | None = None
+    named: Path | None = None  # what the commit in progress names
+    started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        last = self.live.state.checkpoint
+        self.saved = self.trained = (parse_name(Path(last)) or (0, 0))[0] if last else 0
+
+    async def before_commit(self, steps: int, *, trained: bool = True) -> tuple[str | None, float]:
+        """Called before the commit of a step, after which the run has `steps` steps. Returns the
+        name of a checkpoint that is new, or None, and the seconds that training waited since the
+        last call. trained: whether the step changed the state of the run."""
+        if self.writing is not None:
+            await self._wait()
+        self.trained = steps if trained else self.trained
+        if self._is_due(steps) and not (trained and self._may_wait(steps)):
+            self.started, path = time.monotonic(), self._path()
+            save_checkpoint(path, *self._content())
+            self._is_whole(path)
+            self.waited += self.seconds
+        waited, self.waited = self.waited, 0.0
+        return (f"checkpoints/{self.named.name}" if self.named else None), waited
+
+    async def after_commit(self, steps: int) -> None:
+        """Called after that commit. Deletes old checkpoints, and begins a large one that is due."""
+        config, identity = self.live.config, self.live.state.identity
+        if self.named is not None:
+            folder, keep = self.named.parent, config.keep_checkpoints
+            prune(folder, keep=keep, last=self.named, run=identity)
+            self.named = None
+        if self._is_due(steps):
+            self.live.lock.check()
+            self.started, path = time.monotonic(), self._path()
+            finish = begin_checkpoint(path, *self._content())
+            self.waited += time.monotonic() - self.started
+            self.writing = path, asyncio.create_task(asyncio.to_thread(finish))
+            self.saved = self.trained
+
+    def _is_due(self, steps: int) -> bool:
+        if self.saved == self.trained:
+            return False
+        if every := self.live.config.checkpoint.every:
+            return steps - self.saved >= every or self._is_needed(steps)
+        pause = self.seconds * (1 / SHARE - 1) if self.size > LARGE else 0.0
+        return self._is_needed(steps) or time.monotonic() - self.ended >= pause
+
+    def _may_wait(self, steps: int) -> bool:
+        """Whether the checkpoint may become whole after the commit."""
+        return self.size > LARGE and not self._is_needed(steps)
+
+    def _is_needed(self, steps: int) -> bool:
+        """Whether an evaluation, or the end of the run, takes the weights from a checkpoint."""
+        every = self.live.config.eval.every
+        return steps == self.live.config.steps or bool(every and steps % every == 0)
+
+    async def _wait(self) -> None:
+        """Until the checkpoint that is being written is whole. Raises TrainingError."""
+        assert self.writing is not None
+        (path, task), started = self.writing, time.monotonic()
+        self.writing = None
+        await task
+        self.waited += time.monotonic() - started
+        self._is_whole(path)
+
+    def _is_whole(self, path: Path) -> None:
+        self.ended = time.monotonic()
+        self.seconds = self.ended - self.started
+        self.size = sum(file.stat().st_size for file in path.rglob("*"))
+        self.named, self.saved = path, self.trained
+
+    def _path(self) -> Path:
+        name = checkpoint_name(self.trained, self.live.state.epoch)
+        return Path(self.live.config.output, "checkpoints", name)
+
+    def _content(self) -> tuple[PolicySet, dict[str, Json], str]:
+        policies = self.live.policies
+        return policies, policies.dump(), self.live.state.identity
