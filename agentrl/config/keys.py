@@ -113,7 +113,8 @@ class _Reader:
             kind = missing("kinds", path + key)  # which is not the one that was chosen
             if kind and self.stored:
                 return
-            hint = missing("tables", path + key) or kind or nearest(key, field_types(section))
+            table = re.sub(r"^policies\.[^.]+", "policy", path) + key
+            hint = missing("tables", table) or kind or nearest(key, field_types(section))
             raise ConfigError(f"{self.source}: unknown key {path + key!r}{where}; {hint}")
         default = flatten({key: _default_of(others[0], key)})
         given = flatten({key: data[key]})

@@ -114,7 +114,7 @@ class MemberConfig(Section, frozen=True):
 
 if not TYPE_CHECKING:
     PolicyConfig = with_parts(PolicyConfig, "policy")
-    MemberConfig = with_parts(MemberConfig, "policies")
+    MemberConfig = with_parts(MemberConfig, "policy")
 
 
 class TeamConfig(Section, frozen=True):

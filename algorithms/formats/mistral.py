@@ -14,7 +14,7 @@ from agentrl.algorithms.model.tool_parser import Function, ToolParser
 
 TAG, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 NAMED = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)")
-NAMED_START = re.compile(r"\[TOOL_CALLS\]\s*[\w.-]+(?:\[(?:[A-Z_]+(?:\]\s*\w*(?:\[[A-Z]*)?)?)?)?")
+NAMED_START = re.compile(r"\[TOOL_CALLS\]\s*[\w.-]+(?:\[[A-Z_]*\]?\w*){0,2}")
 
 
 class Mistral(ToolParser):

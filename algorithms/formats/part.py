@@ -8,8 +8,6 @@ PART = Part(
     tables={
         "policy.chat_template": f"{HERE}.table:Template",
         "policy.tool_format": f"{HERE}.table:ToolFormat",
-        "policies.chat_template": f"{HERE}.table:Template",
-        "policies.tool_format": f"{HERE}.table:ToolFormat",
     },
     checks={"formats": f"{HERE}.templates:check"},
     tokenizers={"formats": f"{HERE}.choose:choose"},
