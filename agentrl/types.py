@@ -17,6 +17,7 @@ Json = Any  # a user's payload: any JSON value
 Task = Mapping[str, Json]
 """JSON object. The agent gets `input`, the verifier the whole object; `id` is optional."""
 AUXILIARY_ROLE = "side"  # of calls outside the agent's own work, such as titles; never trained
+ANY_ROLE = "*"  # in [roles], the roles that it does not name
 POLICY = "policy"  # name of the trained policy in a run with a single one
 EMPTY = "rollouts/empty"  # metric: number of rollouts of a step in which none was usable
 ENDED = "run/ended"  # metric of a run's last step: 1 once no more rollouts will be queued

@@ -314,7 +314,9 @@ class RunConfig(Section, frozen=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which agents may use as a model name
-    roles: dict[str, str] = {}  # role -> the upstream or policy that answers its calls
+    # role -> the upstream or policy that answers its calls; "*": the upstream that answers all
+    # others, in a run without a policy
+    roles: dict[str, str] = {}
     # [[roles.match]] in the run file: rules for the roles of calls without one. The first matching
     # rule counts; the harness's own rules come last.
     role_rules: list[RoleRule] = []

@@ -26,7 +26,7 @@ from agentrl.config.schema import (
     TeamConfig,
 )
 from agentrl.errors import ConfigError, nearest
-from agentrl.types import POLICY
+from agentrl.types import ANY_ROLE, POLICY
 
 
 def check(config: RunConfig, source: str) -> None:
@@ -133,6 +133,8 @@ def _roles(config: RunConfig) -> Iterator[str]:
             yield f"roles.{role} = {target!r}; {nearest(target, known)}"
     for name in sorted(policies.intersection(config.upstreams)):
         yield f"[upstreams.{name}] has the name of a policy; rename one"
+    if ANY_ROLE in config.roles and not team.has_no_own_policy(config):
+        yield 'roles."*" is for a run without a policy, which plays all other roles; remove it'
     claimed = dict.fromkeys(config.roles, "[roles]")
     for name, member in config.policies.items():
         for role in member.roles:

@@ -7,5 +7,9 @@ PART = Part(
     summary="Imitate conversations before the first step, and let a stronger model make them.",
     outputs=("warmup", "warmup.tmp-*"),
     tables={"warmup": f"{HERE}.table:WarmupConfig"},
+    commands={
+        "algorithm demonstrate": f"{HERE}.command:play_demonstrations",
+        "demonstrate": f"{HERE}.command:demonstrate",
+    },
     initial={"warmup": f"{HERE}.warmup:warm_up"},
 )

@@ -52,14 +52,15 @@ class ConversationReader:
 
     def answers(self, conversation: Mapping[str, Json]) -> list[Answer]:
         """The prompt and the tokens of each message of the assistant but a first one, which no
-        policy is asked for."""
+        policy is asked for; of the messages `imitate` alone, if it names them by index."""
         messages, tools = conversation["messages"], conversation.get("tools")
         options = conversation.get("chat_template_kwargs") or {}
         if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
             raise TrainingError("messages is not a list of objects")
         found = []
+        chosen = conversation.get("imitate") or range(len(messages))
         for index, message in enumerate(messages):
-            if index and message.get("role") == "assistant":
+            if index and message.get("role") == "assistant" and index in chosen:
                 try:
                     found.append(self._answer(messages, index, tools, options))
                 except (RequestError, TrainingError) as error:

@@ -12,7 +12,8 @@ from agentrl.base.parts import installed_plugins
 from agentrl.base.processes import log_to_stderr
 from agentrl.config import RunConfig
 from agentrl.store import open_store
-from agentrl.types import ENDED
+from agentrl.store.base import Store
+from agentrl.types import ENDED, RunState
 
 
 def main(config: RunConfig) -> None:
@@ -27,8 +28,13 @@ async def evaluate_upstreams(config: RunConfig) -> None:
     tasks = tasks[: config.eval.tasks or None]
     async with open_store(config.store) as store:
         state = await run_owner.open_as_child(store, config)
-        points = installed_plugins("candidates")
-        given = [await point.load()(store, config, state) for point in points]
-        candidate = next(filter(None, given), None)
+        candidate = await candidate_of(store, config, state)
         await evaluate_heldout(store, config, state.epoch, 0, tasks, candidate)
         await store.log(config.name, 0, {ENDED: 1.0}, epoch=state.epoch)
+
+
+async def candidate_of(store: Store, config: RunConfig, state: RunState) -> str | None:
+    """The texts that rollouts use in the place of the agent's own; None: its own."""
+    points = installed_plugins("candidates")
+    given = [await point.load()(store, config, state) for point in points]
+    return next(filter(None, given), None)

@@ -35,7 +35,7 @@ from agentrl.runners.gateway.refusals import RefusedError, UpstreamError, failur
 from agentrl.runners.gateway.request import forwarded
 from agentrl.runners.gateway.response import read
 from agentrl.store.base import Store
-from agentrl.types import AUXILIARY_ROLE, PolicyVersion, Sampling, Transition
+from agentrl.types import ANY_ROLE, AUXILIARY_ROLE, PolicyVersion, Sampling, Transition
 
 if TYPE_CHECKING:
     from agentrl.runners.gateway.attribution import CallOrigin, CountedCall, ReceivedCall
@@ -113,6 +113,7 @@ class Router:
         self.several = tuple(policies) if len(policies) > 1 else ()
         self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
         self.remote, self._key = remote, key
+        self.any = self.frozen.get(self.roles.get(ANY_ROLE, "")) if remote else None
         self.read = asyncio.Event()  # set after the first read of the policies table
         self._changed = asyncio.Event()  # set and replaced whenever a route may have changed
 
@@ -150,7 +151,7 @@ class Router:
         if not self.several and (self.policies or not self.remote):
             return ""
         served = {policy.model for policy in self.policies.values()}
-        named = model in {*self.several, *self.policies, *self.frozen, *served}
+        named = model in {*self.several, *self.policies, *self.frozen, *served} or self.any
         if named or self.policy_of_role(role, seats) is not None:
             return ""
         around = f", inside of {', '.join(map(repr, inside))}" if inside else ""
@@ -185,7 +186,7 @@ class Router:
         if policy is not None and policy.policy in seats:
             policy = self.policies.get(seats[policy.policy])
         if policy is None or not policy.base_url:
-            return None
+            return self.any
         return Route(policy.policy, policy.version, policy.base_url, policy.model, self._key)
 
     def is_chosen(self, model: str, role: str, seats: Seats) -> bool:

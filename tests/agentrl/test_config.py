@@ -46,6 +46,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[upstreams.judge]\nbase_url = 'http://x'\ntext = 'no'", [], r"either its base_url or"),
         ("[upstreams.judge]\nmodel = 'x'\ntext = ''", [], r"model and key_env are of a base_url"),
         ("[upstreams.policy]\nbase_url = 'http://x'", [], r"has the name of a policy"),
+        ("[roles]\n'*' = 'policy'", [], r'roles\."\*" is for a run without a policy'),
         ("[roles]\ncritic = 'juge'", [], r"roles\.critic = 'juge'; valid: policy"),
         ("[algorithm]\nlrr = 1", [], r"'algorithm\.lrr' in \[algorithm\]; did you mean 'lr'\?"),
         ("[sampling]\ntemp = 1", [], r"'sampling\.temp' in \[sampling\]; valid: .*temperature"),

@@ -21,7 +21,7 @@ from agentrl.runners.features import run_features
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.gateway.upstream import Router
 from agentrl.runners.tracing.roles import NAMES
-from agentrl.types import PolicyVersion
+from agentrl.types import ANY_ROLE, PolicyVersion
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SECRET = "sk-judge-secret"
@@ -516,6 +516,24 @@ async def test_a_run_without_a_policy_waits_for_none(bench: Any) -> None:
     assert "no endpoint plays the role 'planner', which asks for the model 'gpt-4o'" in sentence
     assert "map it to one of 'far' in [roles], or set policy.model" in sentence
     assert list(active.failures.values()) == [sentence]
+
+
+async def test_one_endpoint_may_answer_all_other_roles(bench: Any) -> None:
+    """But not those that are mapped, nor calls that ask for another by its name."""
+    upstreams = {
+        name: UpstreamConfig(base_url=bench.model.base_url, model=name) for name in ("far", "near")
+    }
+    roles = {"critic": "near", ANY_ROLE: "far"}
+    router = Router(bench.store, "alone", upstreams, roles, remote=True)
+    for model, role, player in (
+        ("gpt-4o", "agent", "far"), ("gpt-4o", "planner", "far"), ("", "agent", "far"),
+        ("gpt-4o", "critic", "near"), ("near", "planner", "near"),
+    ):  # fmt: skip
+        route = router.find(model, role)
+        assert route is not None
+        assert route.policy == player
+        assert router.why_unmapped(model, role) == ""
+    assert Router(bench.store, "own", upstreams, roles).find("gpt-4o", "agent") is None
 
 
 async def test_what_no_role_says_is_for_the_policy_and_not_for_its_snapshots(bench: Any) -> None:
