@@ -47,7 +47,8 @@ WORDS = {
     "tekken": (TEKKEN,),
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # known ones are not merged
-ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers': the file's
+# Names of tokens here, and in the file.
+ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 COMPOSED = ("qwen2", "deepseek-r1-qwen")  # texts are normalised to NFC
 
 
