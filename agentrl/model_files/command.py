@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from msgspec import convert
+
+from agentrl.config import RunConfig
 
 DTYPES = ("bfloat16", "float32")
 
@@ -18,13 +21,8 @@ def model() -> None:
 @click.argument("source")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
-@click.option(
-    "--chat-template",
-    "template",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A Jinja file in place of the model's own template.",
-)
-def import_model(source: str, directory: Path, dtype: str, template: Path | None) -> None:
+@click.option("--chat-template", help="A file or name (policy.chat_template), for the model's own.")
+def import_model(source: str, directory: Path, dtype: str, chat_template: str | None) -> None:
     """Make a Hugging Face folder, which can be trained, of a GGUF file. SOURCE is the file, a
     folder with it, or the name of an installed package that carries it."""
     from agentrl.model_files.gguf_file import GgufFile
@@ -37,8 +35,8 @@ def import_model(source: str, directory: Path, dtype: str, template: Path | None
         f"{file.path}: {name}, {file.architecture}, {file.parameters / 1e6:.1f} M parameters, "
         f"licence {licence}"
     )
-    text = template.read_text(encoding="utf-8") if template else None
-    made = import_gguf(file, directory, dtype=dtype, template=text)
+    settings = {"policy": {"chat_template": chat_template}} if chat_template else {}
+    made = import_gguf(file, directory, dtype=dtype, config=convert(settings, RunConfig))
     for warning in made.warnings:
         click.echo(f"WARNING {warning}")
     click.echo(

@@ -14,6 +14,7 @@ from agentrl.algorithms.model.load import DTYPES, Model, Tokenizer, load_model, 
 from agentrl.algorithms.model.text import Codec
 from agentrl.base.failures import one_line
 from agentrl.base.files import atomic_directory
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.model_files.gguf_file import BYTE, CONTROL, USER_DEFINED, GgufFile
 from agentrl.model_files.tokenizer import end_of_turn, ends_of, tokenizer_of
@@ -26,6 +27,7 @@ TEXTS = (
     "it's <b>",
 )
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
+DEFAULTS = RunConfig()
 RARE = 0.01  # a probability of the end of a turn that no model has which was trained with it
 
 
@@ -38,14 +40,15 @@ class Imported(NamedTuple):
 
 
 def import_gguf(
-    file: GgufFile, target: Path, *, dtype: str = "bfloat16", template: str | None = None
+    file: GgufFile, target: Path, *, dtype: str = "bfloat16", config: RunConfig = DEFAULTS
 ) -> Imported:
     """Write model, tokenizer and chat template into `target`, which appears when all is checked.
 
-    template: in place of the file's. Raises ConfigError if `target` has something or no room for
-    it, PolicyError if the file cannot be read, or what was made of it is not a model."""
+    config: whose policy's settings the tokenizer gets. Raises ConfigError if `target` has something
+    or no room for it, PolicyError if the file cannot be read, or what was made of it is no model.
+    """
     _check_target(file, target, DTYPES[dtype].itemsize)
-    tokenizer, warnings = tokenizer_of(file, template)
+    tokenizer, warnings = tokenizer_of(file, config)
     warnings += _unread(file)
     try:
         with no_progress_bars(), atomic_directory(target) as folder:

@@ -16,8 +16,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from agentrl.algorithms.model.chat import template_cure
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.base.failures import one_line
+from agentrl.base.parts import installed_plugins
+from agentrl.config import RunConfig
 from agentrl.errors import PolicyError
 from agentrl.model_files.gguf_file import CONTROL, USER_DEFINED, GgufFile
 
@@ -44,12 +47,14 @@ WORDS = {
     "tekken": (TEKKEN,),
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # known ones are not merged
+# Names of tokens here, and in the file.
+ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 COMPOSED = ("qwen2", "deepseek-r1-qwen")  # texts are normalised to NFC
 
 
-def tokenizer_of(file: GgufFile, template: str | None) -> tuple[Tokenizer, list[str]]:
-    """The tokenizer with its chat template, and warnings. Raises PolicyError if it cannot be made,
-    has no template, or one with an error. template: in place of the file's."""
+def tokenizer_of(file: GgufFile, config: RunConfig) -> tuple[Tokenizer, list[str]]:
+    """The tokenizer with its chat template, and warnings. config: whose policy's settings it gets.
+    Raises PolicyError if it cannot be made, has no template, or one with an error."""
     warnings: list[str] = []
     made = _byte_level(file, warnings) if file.value("tokenizer.ggml.model") == "gpt2" else None
     tokenizer = made or _read_by_transformers(file)
@@ -57,23 +62,29 @@ def tokenizer_of(file: GgufFile, template: str | None) -> tuple[Tokenizer, list[
     for role, key in ROLES.items():
         number = file.token(key)
         setattr(tokenizer, f"{role}_token", None if number is None else file.tokens[number])
-    tokenizer.chat_template = template or file.value("tokenizer.chat_template")
-    if not tokenizer.chat_template:
-        raise PolicyError(
-            f"{file.path}: it has no chat template, so it is not an instruction-tuned model or a "
-            "poor conversion of one; give its template with --chat-template FILE.jinja"
-        )
+    tokenizer.name_or_path = str(file.path)
+    tokenizer.chat_template = file.value("tokenizer.chat_template")
+    if config == RunConfig():
+        _check_template(file, tokenizer)
+    for point in installed_plugins("tokenizers"):
+        point.load()(tokenizer, config)
     if (end := end_of_turn(tokenizer)) is not None:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     if tokenizer.eos_token is None:
         raise PolicyError(
             f"{file.path}: neither its metadata nor its chat template says which token ends a turn;"
-            " give a template that writes it, with --chat-template FILE.jinja"
+            " give a template that writes it, with --chat-template"
         )
     return tokenizer, warnings
 
 
-ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+def _check_template(file: GgufFile, tokenizer: Tokenizer) -> None:
+    if not tokenizer.chat_template:
+        raise PolicyError(
+            f"{file.path}: it has no chat template, so it is not an instruction-tuned model or a "
+            f"poor conversion of one; give --chat-template ({template_cure(tokenizer)})"
+        )
+    end_of_turn(tokenizer)
 
 
 def ends_of(tokenizer: Tokenizer, file: GgufFile) -> list[int]:
@@ -92,7 +103,7 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise PolicyError(
             f"the chat template has an error: {one_line(str(error))}; give one that renders a "
-            "question and an answer, with --chat-template FILE.jinja"
+            "question and an answer, with --chat-template"
         ) from None
     added = tokenizer.added_tokens_decoder
     ids = tokenizer(text.rpartition(said)[2], add_special_tokens=False)["input_ids"]

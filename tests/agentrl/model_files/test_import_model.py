@@ -18,8 +18,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from agentrl import trainer
-from agentrl.algorithms.engines.embedded.server import _end_of_sequence
-from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.load import end_tokens, load_model
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.model.tiny import make_model, make_tokenizer
 from agentrl.cli.main import cli
@@ -116,7 +115,23 @@ def test_the_imported_model_computes_and_writes_what_the_original_does(
     assert tokenizer.chat_template == own.chat_template
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert Codec(tokenizer).encode("<tool_call>") == own.encode("<tool_call>")
-    assert _end_of_sequence(model, tokenizer) == [own.eos_token_id]
+    assert end_tokens(model, tokenizer) == [own.eos_token_id]
+
+
+def test_another_template_comes_by_name_or_from_a_file(write: Write, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("{% for m in messages %}{{ m.role + m.content }}<|endoftext|>{% endfor %}")
+    for given, end in ((str(mine), "<|endoftext|>"), ("chatml", "<|im_end|>")):
+        out = tmp_path / end[2:5]
+        command = ["model", "import", str(write(chat_template=None)), str(out)]
+        result = CliRunner().invoke(cli, command)
+        assert "policy.chat_template = 'chatml'" in str(result.exception)
+        result = CliRunner().invoke(cli, [*command, "--chat-template", given])
+        assert f"ends an answer with {end}" in result.output, result.exception
+        _, tokenizer = load_model(out, device="cpu")
+        assert tokenizer.eos_token == end
+        if given != "chatml":
+            assert tokenizer.chat_template == mine.read_text()
 
 
 @pytest.mark.parametrize("named", [0, 2, None])
@@ -127,15 +142,15 @@ def test_a_turn_ends_with_what_the_template_writes_whatever_the_file_says(
     assert import_gguf(file, tmp_path / "out").end == "<|im_end|>"
     model, tokenizer = load_model(tmp_path / "out", device="cpu")
     ends = {1} if named is None else {1, named}
-    assert set(_end_of_sequence(model, tokenizer)) == ends
+    assert set(end_tokens(model, tokenizer)) == ends
 
 
 def test_without_a_mark_in_the_template_the_files_own_token_ends_a_turn(write: Write) -> None:
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    tokenizer, _ = tokenizer_of(GgufFile(write(chat_template=plain, eos_token_id=2)), None)
+    tokenizer, _ = tokenizer_of(GgufFile(write(chat_template=plain, eos_token_id=2)), RunConfig())
     assert tokenizer.eos_token == "<|endoftext|>"
     with pytest.raises(PolicyError, match="which token ends a turn"):
-        tokenizer_of(GgufFile(write(chat_template=plain, eos_token_id=None)), None)
+        tokenizer_of(GgufFile(write(chat_template=plain, eos_token_id=None)), RunConfig())
 
 
 TEXT = "It's 12345 + 678,\n\n  we'LL see: naïve   Café\t日本\r\n x=1;\n /a"
@@ -160,7 +175,7 @@ def test_words_are_split_as_transformers_own_tokenizers_do(kind: str, pattern: s
 
 def test_each_kind_splits_numbers_in_its_own_way(write: Write) -> None:
     def words(kind: str) -> list[str]:
-        tokenizer, warnings = tokenizer_of(GgufFile(write(tokenizer_pre=kind)), None)
+        tokenizer, warnings = tokenizer_of(GgufFile(write(tokenizer_pre=kind)), RunConfig())
         assert [kind in one for one in warnings] == [True] * (kind == "mine")
         split = tokenizer.backend_tokenizer.pre_tokenizer
         return [word for word, _ in split.pre_tokenize_str("a 12345")]
