@@ -151,7 +151,7 @@ def test_init_of_a_model_that_is_too_large_says_what_it_needs(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimate, "available", lambda config: 1_000_000)
-    with pytest.raises(PolicyError, match=r"needs more memory than there is: .* GiB: weights"):
+    with pytest.raises(PolicyError, match=r"needs more memory than there is: .* GiB: libraries"):
         pretrained.settings(str(tiny_model_dir))
 
 
