@@ -24,9 +24,7 @@ from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.config.base import say_renamed
 from agentrl.config.presets import check_presets, preset_names
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.lab.catalogue import catalogue
 from tests.algorithms.worlds import EVERY_OUTPUT, Call, Play, world
-from tests.spine import of_part
 
 HEAD = "from agentrl.algorithms import Algo, GroupRelative, preset\n"
 
@@ -45,6 +43,7 @@ def built(folder: Path, code: str, suffix: str = "", **options: object) -> Algo:
     return make(f"mine_preset.py:p{suffix}", options, root=folder)
 
 
+@pytest.mark.part
 def test_a_plain_function_takes_modifiers_and_the_shared_reward(tmp_path: Path) -> None:
     code = "def p(reward: str, *, std: bool = True): return Algo(GroupRelative(reward))"
     algo = built(tmp_path, code, "+tis", reward="style", tis_cap=3.0)
@@ -83,7 +82,7 @@ def test_an_installed_package_registers_presets(
     (tmp_path / "their_presets.py").write_text(HEAD + "def p(): return Algo(GroupRelative())")
     monkeypatch.syspath_prepend(tmp_path)
     points.append(EntryPoint("theirs", "their_presets:p", "agentrl.presets"))
-    assert make("theirs+tis", {}).name == "theirs+tis"
+    assert make("theirs+peers", {}).name == "theirs+peers"
     with pytest.raises(ConfigError, match=r"no preset 'theris'; did you mean 'theirs'"):
         make("theris", {})
     points[0] = EntryPoint("grpo", "their_presets:p", "agentrl.presets")
@@ -128,7 +127,7 @@ def test_a_credit_function_takes_the_place_of_a_presets_own(tmp_path: Path) -> N
 
     def algo(name: str) -> Algo:
         options = {"credit": f"mine_credit.py:{name}", "credit_reward": "style"}
-        return make("gspo+credit", options, root=tmp_path)
+        return make("rloo+credit", options, root=tmp_path)
 
     assert algo("twice").rewards == ("style",)
     assert compute_advantages(algo("twice"), batch).tolist() == [2, 2, 6, 6]
@@ -154,7 +153,7 @@ def test_an_installed_package_registers_modifiers(
     points.append(EntryPoint("+theirs", "their_modifiers:m", "agentrl.presets"))
     assert make("grpo+theirs", {}, streams=("old", "sampler", "entropy")).entropy == 0.5
     bonus = {"theirs_bonus": 2.0}
-    assert make("gspo+theirs", bonus, streams=("old", "sampler", "entropy")).entropy == 2.0
+    assert make("rloo+theirs", bonus, streams=("old", "sampler", "entropy")).entropy == 2.0
     check_presets(run_with("grpo+theirs"))
     with pytest.raises(ConfigError, match=r"no modifier \+thiers .*did you mean 'theirs'"):
         make("grpo+thiers", {})
@@ -229,6 +228,12 @@ def test_without_all_parts_the_other_presets_work(without_parts: None) -> None:
         )
     with pytest.raises(ConfigError, match=r"'\+pairs': it belongs to the part 'preferences'"):
         make("grpo+pairs", {"pairs_loss": "simpo"})
+
+
+@pytest.mark.part
+def test_the_catalogue_shows_what_is_installed(without_parts: None) -> None:
+    from agentrl.lab.catalogue import catalogue
+
     lines = "\n".join(catalogue())
     assert " grpo " in lines
     assert "treerl" not in lines
@@ -237,7 +242,7 @@ def test_without_all_parts_the_other_presets_work(without_parts: None) -> None:
 Named = tuple[str, dict[str, Any]]
 NEW_NAMES: list[tuple[Named, Named, str]] = [
     (("gspo-token", {}), ("gspo", {}), "gspo-token is now called gspo"),
-    of_part(("dro+tis", {}), ("kimi+tis", {}), "dro is now called kimi"),
+    (("dro+tis", {}), ("kimi+tis", {}), "dro is now called kimi"),
     (
         ("grpo+fade", {"fade_gamma": 0.5}),
         ("grpo+call-discount", {"call_discount_gamma": 0.5}),
@@ -256,6 +261,7 @@ NEW_NAMES: list[tuple[Named, Named, str]] = [
 ]
 
 
+@pytest.mark.part
 @pytest.mark.parametrize(("old", "new", "said"), NEW_NAMES)
 def test_an_old_name_is_read_and_says_the_new_one(
     old: Named, new: Named, said: str, caplog: pytest.LogCaptureFixture

@@ -37,6 +37,7 @@ from agentrl.types import (
 )
 from tests.algorithms.train.test_policy_set import config as team
 from tests.algorithms.train.test_policy_set import shared
+from tests.spine import of_part
 
 TASKS = [{"input": name} for name in ("easy", "fair", "easy", "hard", "easy", "missing")]
 REWARDS: dict[str, list[float | None]] = {
@@ -302,8 +303,8 @@ def test_replacements_are_the_same_whoever_asks() -> None:
     [
         ("grpo", {}, None),
         ("grpo", {"dynamic_sampling": True}, "outcome"),
-        ("dapo", {}, "outcome"),
-        ("dapo", {"dynamic_sampling": False}, None),
+        of_part("dapo", {}, "outcome"),
+        of_part("dapo", {"dynamic_sampling": False}, None),
     ],
 )
 def test_a_preset_or_the_run_file_asks_for_it(
@@ -312,6 +313,7 @@ def test_a_preset_or_the_run_file_asks_for_it(
     assert resampling_reward(AlgorithmConfig(**settings), make(preset, {})) == expected
 
 
+@pytest.mark.part
 def test_settings_of_what_is_off_are_refused() -> None:
     distill = make("distill", {}, streams=("teacher",))
     with pytest.raises(ConfigError, match=r"algorithm\.max_rounds = 3: dynamic sampling is off"):

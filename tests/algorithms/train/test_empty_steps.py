@@ -185,6 +185,7 @@ async def test_only_the_last_steps_in_a_row_count(store: Store) -> None:
     await check_empty_steps(store, run_config(max_empty_steps=4))
 
 
+@pytest.mark.part
 @pytest.mark.parametrize(
     ("counts", "cause"),
     [

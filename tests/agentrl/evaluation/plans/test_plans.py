@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, resolve
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy, initial_version
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
@@ -155,3 +156,19 @@ def test_the_first_version_is_what_training_began_with(tmp_path: Path) -> None:
     assert (name, player.directory, player.steps) == ("policy@000000", "", 0)
     hub = run_of(tmp_path, policy={"model": "hub/name"})
     assert initial_version(hub, "policy")[1].directory == "hub/name"
+
+
+def test_tasks_are_those_held_out_or_else_those_of_training(tmp_path: Path) -> None:
+    for name in ("train", "heldout"):
+        rows = [json.dumps({"input": f"{name} {number}"}) for number in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    both = {name: f"{name}.jsonl" for name in ("train", "heldout")}
+
+    def inputs(tasks: dict[str, str], limit: int = 0) -> list[object]:
+        config = resolve({"root": str(tmp_path), "tasks": tasks}, source="test")
+        return [task["input"] for task in play.tasks_of(config, limit)]
+
+    assert inputs(both) == ["heldout 0", "heldout 1", "heldout 2"]
+    assert inputs({"train": both["train"]}, 2) == ["train 0", "train 1"]
+    with pytest.raises(ConfigError, match="there is nothing to play"):
+        inputs({})
