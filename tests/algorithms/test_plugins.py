@@ -16,22 +16,19 @@ from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.serving import policy_server
-from agentrl.config import RunConfig, resolve
+from agentrl.config import resolve
 from agentrl.errors import ConfigError
+from tests import factories
 from tests.algorithms.learners.test_learner import make_batch
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
-
-
-def config(root: Path, **tables: Any) -> RunConfig:
-    return resolve({"root": str(root), **tables}, source="run.toml")
 
 
 async def test_an_engine_of_the_users_serves_the_policy(
     tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
-    run = config(EXAMPLES, engine={"kind": "engine.py:patient"})
+    run = factories.config(EXAMPLES, engine={"kind": "engine.py:patient"})
     server = policy_server(run, model, tokenizer, None, "solver")
     await server.start()
     try:
@@ -48,7 +45,7 @@ def test_a_learner_of_the_users_trains_the_policy(tiny_model_dir: Path) -> None:
     moved = []
     for kind, lr in (("torch", 0.5e-2), ("learner.py:half", 1e-2)):
         model, tokenizer = load_model(tiny_model_dir, device="cpu")
-        run = config(EXAMPLES, learner={"kind": kind})
+        run = factories.config(EXAMPLES, learner={"kind": kind})
         learner = make_learner(run, algo, model, tokenizer)
         report = learner.step(batch, lambda now, index: torch.ones_like(now), lr=lr)
         assert report.applied
@@ -68,17 +65,19 @@ def test_a_learner_of_the_users_trains_the_policy(tiny_model_dir: Path) -> None:
 def test_what_cannot_be_called_is_refused_before_a_run(tmp_path: Path, kind: str, why: str) -> None:
     (tmp_path / "mine.py").write_text("def short(config): ...\n\n\nnumber = 3\n")
     with pytest.raises(ConfigError, match=f"^engine.kind.*{why}"):
-        engine_factory(config(tmp_path, engine={"kind": kind}))
+        engine_factory(factories.config(tmp_path, engine={"kind": kind}))
     with pytest.raises(ConfigError, match=f"^learner.kind.*{why}"):
-        learner_factory(config(tmp_path, learner={"kind": kind}))
+        learner_factory(factories.config(tmp_path, learner={"kind": kind}))
 
 
 def test_what_is_made_must_fit_the_protocol(tmp_path: Path, tiny_model_dir: Path) -> None:
     (tmp_path / "unfit.py").write_text("def make(*given):\n    return 5\n")
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     with pytest.raises(ConfigError, match=r"unfit\.py:1\) returned int, which is no PolicyServer"):
-        policy_server(config(tmp_path, engine={"kind": "unfit.py:make"}), model, tokenizer)
-    run = config(tmp_path, learner={"kind": "unfit.py:make"})
+        policy_server(
+            factories.config(tmp_path, engine={"kind": "unfit.py:make"}), model, tokenizer
+        )
+    run = factories.config(tmp_path, learner={"kind": "unfit.py:make"})
     with pytest.raises(ConfigError, match=r"unfit\.py:1\) returned int, which is no Learner"):
         make_learner(run, catalogue.make("grpo", {}), model, tokenizer)
 
@@ -99,7 +98,7 @@ class PoorLearner(HalfLearner):
         print("closed")
 """
     (folder / "poor.py").write_text(source)
-    run = config(folder, learner={"kind": "poor.py:half"})
+    run = factories.config(folder, learner={"kind": "poor.py:half"})
     algo = catalogue.make("grpo", {"kl": 0.1}, streams=("old", "sampler", "reference"))
     return run, algo, *load_model(model, device="cpu")
 

@@ -20,7 +20,7 @@ from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Group, Json, StepCommit, Transition, float32, int32
+from agentrl.types import Group, Json, StepCommit, Transition
 from tests import factories
 
 GIVEN: dict[str, Any] = {
@@ -35,11 +35,12 @@ def settings(**judge: Any) -> RunConfig:
 
 
 def asked_and_answered(text: str, id: str = "c", role: str = "agent") -> Transition:
-    return Transition(
-        id=id, attempt="a", index=0, prompt=int32([1]), completion=int32([2]), role=role,
-        logprobs=float32([-1.0]), messages=[{"role": "user", "content": "2 + 2?"}],
+    return factories.call(
+        id,
+        role=role,
+        messages=[{"role": "user", "content": "2 + 2?"}],
         answer={"role": "assistant", "content": text},
-    )  # fmt: skip
+    )
 
 
 def group(*texts: str) -> Group:
@@ -47,7 +48,7 @@ def group(*texts: str) -> Group:
         factories.rollout(f"r{n}", [asked_and_answered(text, f"c{n}")])
         for n, text in enumerate(texts)
     ]
-    return Group(id="g", run="run", step=0, rollouts=rows)
+    return factories.group(*rows)
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ async def test_the_rollouts_of_several_policies_are_judged(store: Store) -> None
     config = resolve({**GIVEN, "policy": {"model": "m"}, "policies": team}, source="test")
     (row,) = group("it is 4").rollouts
     calls = [replace(call, policy="solver", role="solver") for call in row.transitions]
-    theirs = Group(id="g", run="run", step=0, rollouts=[replace(row, transitions=calls)])
+    theirs = factories.group(replace(row, transitions=calls))
     (rewards,), _, _ = await judged(store, config, theirs)
     assert rewards == {"r0": pytest.approx(0.8)}
 
@@ -125,7 +126,7 @@ async def test_the_rollouts_of_several_policies_are_judged(store: Store) -> None
 async def test_rollouts_that_get_their_ids_later_are_judged_now(store: Store) -> None:
     (row,) = group("it is 4").rollouts
     calls = [replace(call, exact=False) for call in row.transitions]
-    made = Group(id="g", run="run", step=0, rollouts=[replace(row, transitions=calls)])
+    made = factories.group(replace(row, transitions=calls))
     config = resolve(GIVEN | {"algorithm": {"inexact": "retokenize"}}, source="test")
     (rewards,), _, _ = await judged(store, config, made)
     assert rewards == {"r0": pytest.approx(0.8)}

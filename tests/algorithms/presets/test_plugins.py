@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.metadata import EntryPoint, EntryPoints
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from agentrl.config.base import say_renamed
 from agentrl.config.presets import check_presets, preset_names
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.worlds import EVERY_OUTPUT, Call, Play, world
+from tests.factories import Register
 
 HEAD = "from agentrl.algorithms import Algo, GroupRelative, preset\n"
 
@@ -65,27 +66,16 @@ def p(reward: str) -> Algo:
         built(tmp_path, code, clip_hi=inf)
 
 
-@pytest.fixture
-def points(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
-    """The entry points of all packages: none, until a test adds some."""
-    points: list[EntryPoint] = []
-    monkeypatch.setattr(
-        "agentrl.base.parts._entry_points",
-        lambda group, path: EntryPoints(points).select(group=group),
-    )
-    return points
-
-
 def test_an_installed_package_registers_presets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: list[EntryPoint]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: Register
 ) -> None:
     (tmp_path / "their_presets.py").write_text(HEAD + "def p(): return Algo(GroupRelative())")
     monkeypatch.syspath_prepend(tmp_path)
-    points.append(EntryPoint("theirs", "their_presets:p", "agentrl.presets"))
+    register("agentrl.presets", "theirs", "their_presets:p")
     assert make("theirs+peers", {}).name == "theirs+peers"
     with pytest.raises(ConfigError, match=r"no preset 'theris'; did you mean 'theirs'"):
         make("theris", {})
-    points[0] = EntryPoint("grpo", "their_presets:p", "agentrl.presets")
+    register("agentrl.presets", "grpo", "their_presets:p")
     with pytest.raises(ConfigError, match="hides the library's own 'grpo'"):
         make("grpo", {})
 
@@ -142,7 +132,7 @@ def test_a_credit_function_takes_the_place_of_a_presets_own(tmp_path: Path) -> N
 
 
 def test_an_installed_package_registers_modifiers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: list[EntryPoint]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: Register
 ) -> None:
     (tmp_path / "their_modifiers.py").write_text(
         HEAD + "from dataclasses import replace\n"
@@ -150,7 +140,7 @@ def test_an_installed_package_registers_modifiers(
         "    return replace(algo, entropy=theirs_bonus)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    points.append(EntryPoint("+theirs", "their_modifiers:m", "agentrl.presets"))
+    register("agentrl.presets", "+theirs", "their_modifiers:m")
     assert make("grpo+theirs", {}, streams=("old", "sampler", "entropy")).entropy == 0.5
     bonus = {"theirs_bonus": 2.0}
     assert make("rloo+theirs", bonus, streams=("old", "sampler", "entropy")).entropy == 2.0
@@ -160,8 +150,9 @@ def test_an_installed_package_registers_modifiers(
 
 
 @pytest.mark.part
-def test_two_packages_with_one_name_are_refused(points: list[EntryPoint]) -> None:
-    points += [EntryPoint("treerl", f"{x}:treerl", "agentrl.presets") for x in ("ours", "theirs")]
+def test_two_packages_with_one_name_are_refused(register: Register) -> None:
+    for module in ("ours", "theirs"):
+        register("agentrl.presets", "treerl", f"{module}:treerl")
     with pytest.raises(ConfigError, match=r"ours:treerl and theirs:treerl .* have one name"):
         make("treerl", {})
 
@@ -289,17 +280,14 @@ def test_no_two_presets_are_the_same() -> None:
 @pytest.mark.part
 def test_training_needs_no_part() -> None:
     code = """
-import sys
-for part in ("zoo", "multiagent"):
-    sys.modules[f"agentrl.algorithms.{part}"] = None  # importing it raises ImportError
-from importlib.metadata import EntryPoints
-from agentrl.base import parts
-parts._entry_points = lambda group, path: EntryPoints(())
 import agentrl.algorithms.train.main
 from agentrl.algorithms.presets.catalogue import installed, make
 print(make("auto+peers", {}).name, len(installed()[0]))
 """
-    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    without = os.environ | {"WITHOUT_PARTS": "all", "PYTHONPATH": "tests/without"}
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=without, check=True, capture_output=True, text=True
+    )
     assert said.stdout.split() == ["auto+peers", str(len(NAMES.presets.keys() - OF_FAMILIES))]
 
 

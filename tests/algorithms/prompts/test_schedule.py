@@ -16,22 +16,19 @@ from agentrl.algorithms.prompts.schedule import PromptSchedule
 from agentrl.algorithms.prompts.search import candidate_id
 from agentrl.algorithms.sampling.rollouts import CandidateInUse
 from agentrl.algorithms.sampling.task_sampler import TaskDifficulty, TaskSampler, joining_rollout
-from agentrl.config import RunConfig, resolve
+from agentrl.config import RunConfig
 from agentrl.errors import Invalid
 from agentrl.store import open_store
-from agentrl.types import Branch, Group, Reward, StepCommit
+from agentrl.types import Branch, Reward, StepCommit
+from tests import factories
 from tests.factories import rollout
 
 
 def config(folder: Path, **prompts: Any) -> RunConfig:
     (folder / "solver.txt").write_text("Be brief.\n")
     table = {"reflector": "teacher", "budget": 100, "components": {"solver": "solver.txt"}}
-    settings: dict[str, Any] = {
-        "root": str(folder), "output": str(folder / "out"), "steps": 6,
-        "tasks": {"train": "t.py:t"}, "upstreams": {"teacher": {"text": "x"}},
-        "prompts": table | prompts,
-    }  # fmt: skip
-    return resolve(settings, source="test")
+    tables: Any = {"tasks": {"train": "t.py:t"}, "upstreams": {"teacher": {"text": "x"}}}
+    return factories.config(folder, steps=6, prompts=table | prompts, **tables)
 
 
 async def played(
@@ -116,7 +113,7 @@ async def test_a_group_of_two_candidates_is_refused(tmp_path: Path) -> None:
 def test_difficulty_is_that_of_a_task_with_a_candidate() -> None:
     task, difficulty = {"id": "t"}, TaskDifficulty()
     rows = [rollout(f"r{i}", task=task, candidate="c", rewards=[Reward(value=1.0)]) for i in "01"]
-    difficulty.record_outcomes([Group(id="g", run="run", step=0, rollouts=rows)])
+    difficulty.record_outcomes([factories.group(*rows)])
     assert difficulty.weight(task, "c") < difficulty.weight(task, "d") == difficulty.weight(task)
 
 

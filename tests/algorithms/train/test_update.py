@@ -23,14 +23,7 @@ from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.types import (
-    Group,
-    Reward,
-    Rollout,
-    RolloutState,
-    float32,
-    int32,
-)
+from agentrl.types import Group, Reward, Rollout, RolloutState, float32, int32
 from tests import factories
 
 
@@ -108,7 +101,7 @@ def rollout(group: str, index: int, reward: float | None) -> Rollout:
 
 def group(name: str, *rewards: float | None) -> Group:
     rollouts = [rollout(name, index, reward) for index, reward in enumerate(rewards)]
-    return Group(id=name, run="r", step=0, rollouts=rollouts)
+    return factories.group(*rollouts, id=name)
 
 
 def updater(learner: Recorder, seed: int = 0, **settings: object) -> Updater:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.base import parts
 from agentrl.config import resolve
 from agentrl.errors import ConfigError
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.executors.inprocess import InProcessExecutor
 from agentrl.trainer import check
+from tests.factories import Register
 from tests.spine import of_part
 
 PATH = {"path": "contract_agent.py:agent"}
@@ -80,14 +79,11 @@ def example() -> str:
 
 
 async def test_an_executor_from_outside_runs_agents(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: Register
 ) -> None:
     (tmp_path / "outside_executor.py").write_text(example())
     monkeypatch.syspath_prepend(tmp_path)
-    point = EntryPoint("thinking", "outside_executor:Thinking", "agentrl.executors")
-    monkeypatch.setattr(
-        parts, "_entry_points", lambda group, path: EntryPoints([point]).select(group=group)
-    )
+    register("agentrl.executors", "thinking", "outside_executor:Thinking")
     for name in ("outside_executor.py:Thinking", "thinking"):
         config = resolve({"name": "test", "runner": {"executor": name}}, source="test")
         url = bench.gateway.base_url

@@ -17,16 +17,8 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.plans import play
 from agentrl.store import open_store
-from agentrl.types import (
-    ErrorKind,
-    Failure,
-    Outcome,
-    Rollout,
-    Sampling,
-    Transition,
-    float32,
-    int32,
-)
+from agentrl.types import ErrorKind, Failure, Outcome, Rollout, Sampling
+from tests import factories
 from tests.agentrl.games import PLAYERS, checkpoint, run_of
 
 
@@ -134,10 +126,7 @@ async def test_a_role_that_nobody_has_is_told_from_games_that_fail(tmp_path: Pat
         said = "team: every rollout failed, 1 of 1 failed by agent_error: it broke"
         with pytest.raises(AgentRLError, match=said):
             await play._check_heard(store, "team", rows[:1], {"left": "a"})
-        call = Transition(
-            id="call", attempt=second.id, index=0, role="left", prompt=int32([1]),
-            completion=int32([2]), logprobs=float32([-1.0]),
-        )  # fmt: skip
+        call = factories.call("call", attempt=second.id, role="left")
         await store.add_transitions([call])
         await store.finish([Outcome(attempt=second.id, fence=second.fence)])
         rows = await store.rollouts(config.name)

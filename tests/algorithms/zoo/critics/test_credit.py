@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.algorithms.naive import (
-    naive_bi_level,
-)
+from tests.algorithms.naive import naive_bi_level
 from tests.algorithms.presets.plays import CHECKS, GAE, Case, Check, Plays, gae, tokens, white
 
 

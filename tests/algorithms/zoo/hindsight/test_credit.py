@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.algorithms.naive import (
-    naive_hindsight,
-)
+from tests.algorithms.naive import naive_hindsight
 from tests.algorithms.presets.plays import CHECKS, Case, Check, Plays, calls, outcome, tokens, total
 from tests.algorithms.worlds import NAN
 

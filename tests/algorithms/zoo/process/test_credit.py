@@ -6,10 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from tests.algorithms.naive import (
-    returns,
-    rewards_of,
-)
+from tests.algorithms.naive import returns, rewards_of
 from tests.algorithms.presets.plays import (
     CHECKS,
     Case,

@@ -10,10 +10,7 @@ import torch
 
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
-from tests.algorithms.naive import (
-    naive_batch_td,
-    naive_histories,
-)
+from tests.algorithms.naive import naive_batch_td, naive_histories
 from tests.algorithms.presets.plays import CHECKS, Case, Check, tokens
 from tests.algorithms.worlds import Call, Play, world
 from tests.algorithms.zoo.limits import binary

@@ -6,9 +6,7 @@ import pytest
 
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
-from tests.algorithms.naive import (
-    compare,
-)
+from tests.algorithms.naive import compare
 from tests.algorithms.presets.plays import (
     CHECKS,
     Case,
