@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from agentrl.types import (
     Reward,
     Rollout,
     RolloutState,
+    StepCommit,
     Transition,
     float32,
     int32,
@@ -73,6 +74,12 @@ def call(
 
 def group(*rollouts: Rollout, id: str = "g", run: str = "run", step: int = 0) -> Group:
     return Group(id=id, run=run, step=step, rollouts=list(rollouts))
+
+
+def commit(step: int = 0, groups: Sequence[str] = (), **fields: Any) -> StepCommit:
+    """What a step of the run `r` leaves in the store."""
+    known: dict[str, Any] = {"run": "r", "epoch": 1, "versions": {}, "checkpoint": None}
+    return StepCommit(step=step, groups=[*groups], **known | {"metrics": {}} | fields)
 
 
 def config(folder: Path | None = None, **tables: Any) -> RunConfig:

@@ -20,7 +20,7 @@ from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Group, Json, StepCommit, Transition
+from agentrl.types import Group, Json, Transition
 from tests import factories
 
 GIVEN: dict[str, Any] = {
@@ -228,11 +228,8 @@ async def test_a_budget_ends_the_run_and_is_that_of_the_whole_run(store: Store) 
     state = await store.open_run(config.name, {})
     _, metrics, _ = await judged(store, config, group("4", "3"))
     await store.commit_step(
-        StepCommit(
-            run=config.name, epoch=state.epoch, step=0, groups=[], versions={}, checkpoint=None,
-            metrics=metrics,
-        )
-    )  # fmt: skip
+        factories.commit(0, run=config.name, epoch=state.epoch, metrics=metrics)
+    )
     with pytest.raises(TrainingError, match="max_calls = 3 is used up"):
         await judged(store, config, group("4", "3"), group("5", "6"))
 
@@ -255,7 +252,7 @@ async def test_a_busy_endpoint_is_asked_again_and_prices_count(
     serve: Callable[[web.Application], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chat_completion.asyncio, "sleep", _no_sleep)
+    monkeypatch.setattr(chat_completion, "FIRST_WAIT", 0.0)
     monkeypatch.setenv("JUDGE_KEY", "secret")
     seen: list[tuple[str, Json]] = []
 
@@ -297,10 +294,6 @@ async def serve() -> AsyncIterator[Callable[[web.Application], Any]]:
     yield start
     for runner in runners:
         await runner.cleanup()
-
-
-async def _no_sleep(seconds: float) -> None:
-    return None
 
 
 def test_a_record_has_each_conversation_once_sub_agents_too() -> None:

@@ -204,14 +204,8 @@ async def test_freeze_lets_a_prune_remove_the_rollouts(url, tmp_path):
         command(url, "mine", "pairs", "--run", "run")
         state = await store.run("run")
         await store.claim_groups("run", state.epoch, 1)
-        from agentrl.types import StepCommit
 
-        await store.commit_step(
-            StepCommit(
-                run="run", epoch=state.epoch, step=0, groups=["g"], versions={},
-                checkpoint=None, metrics={},
-            )
-        )  # fmt: skip
+        await store.commit_step(factories.commit(0, ["g"], run="run", epoch=state.epoch))
         assert (await store.prune(keep_last=0)).rollouts == 0
         command(url, "freeze", "pairs")
         assert (await store.prune(keep_last=0)).rollouts == 2

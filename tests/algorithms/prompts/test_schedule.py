@@ -19,7 +19,7 @@ from agentrl.algorithms.sampling.task_sampler import TaskDifficulty, TaskSampler
 from agentrl.config import RunConfig
 from agentrl.errors import Invalid
 from agentrl.store import open_store
-from agentrl.types import Branch, Reward, StepCommit
+from agentrl.types import Branch, Reward
 from tests import factories
 from tests.factories import rollout
 
@@ -50,10 +50,7 @@ async def played(
     async with open_store(f"sqlite:///{settings.output}.db") as store:
         state = await store.open_run(settings.name, {})
         for step in range(state.step, start):
-            commit = StepCommit(
-                run=settings.name, epoch=state.epoch, step=step, groups=[], versions={},
-                checkpoint=None, metrics={},
-            )  # fmt: skip
+            commit = factories.commit(step, run=settings.name, epoch=state.epoch)
             await store.commit_step(commit)
         schedule = PromptSchedule(store, settings, replace(state, step=start))
         await schedule.start()

@@ -20,7 +20,8 @@ from agentrl.algorithms.sampling.task_sampler import (
 )
 from agentrl.config import resolve
 from agentrl.store import open_store
-from agentrl.types import Branch, StepCommit
+from agentrl.types import Branch
+from tests import factories
 from tests.algorithms.sampling.test_collect import asked, ids, running
 from tests.algorithms.train.test_update import group
 
@@ -130,11 +131,8 @@ async def test_what_was_asked_for_ahead_stays_what_it_was_after_a_restart(tmp_pa
                     )
                     collected = await collector.collect(step)
                 await store.commit_step(
-                    StepCommit(
-                        run="r", epoch=epoch, step=step, groups=ids(collected.groups), versions={},
-                        checkpoint="c", metrics={},
-                    )
-                )  # fmt: skip
+                    factories.commit(step, ids(collected.groups), epoch=epoch, checkpoint="c")
+                )
                 checkpoint = json.dumps(difficulty.means.dump())
             found.append((await asked(store), checkpoint))
     assert found[0] == found[1]

@@ -28,15 +28,7 @@ from agentrl.errors import ConfigError, TrainingError
 from agentrl.runners.scoring.results import failure_of
 from agentrl.runners.scoring.verifiers import VerifierError, as_rewards
 from agentrl.store import Store, open_store
-from agentrl.types import (
-    ErrorKind,
-    Purpose,
-    Reward,
-    Rollout,
-    RolloutState,
-    Scope,
-    StepCommit,
-)
+from agentrl.types import ErrorKind, Purpose, Reward, Rollout, RolloutState, Scope
 from tests import factories
 
 
@@ -195,12 +187,7 @@ async def test_the_best_checkpoint_is_named_and_kept(store: Store, tmp_path: Pat
     for step, score in enumerate((0.2, 0.5, 0.5), start=1):
         last = folder / f"{step:06d}"
         last.mkdir(parents=True)
-        await store.commit_step(
-            StepCommit(
-                run="r", epoch=1, step=step - 1, groups=[], versions={}, metrics={},
-                checkpoint=f"checkpoints/{last.name}",
-            )
-        )  # fmt: skip
+        await store.commit_step(factories.commit(step - 1, checkpoint=f"checkpoints/{last.name}"))
         prune(folder, keep=1, last=last)
         await store.log("r", step, {"eval/score": score})
         await mark_best(store, config, "")

@@ -165,11 +165,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 async def commit(store: Store, step: int, **metrics: float) -> None:
     named = {name.replace("__", "/"): value for name, value in metrics.items()}
-    await store.commit_step(
-        StepCommit(
-            run="r", epoch=1, step=step, groups=[], versions={}, checkpoint=None, metrics=named
-        )
-    )
+    await store.commit_step(factories.commit(step, metrics=named))
 
 
 async def test_only_the_last_steps_in_a_row_count(store: Store) -> None:

@@ -75,10 +75,12 @@ async def make(bench: Any, docker: Path, kubernetes: Any) -> AsyncIterator[Make]
     """Makes started executors, and closes them."""
     made: list[Executor] = []
 
-    async def start(kind: str, *, config: RunConfig | None = None, **runner: Any) -> Executor:
+    async def start(
+        kind: str, *, config: RunConfig | None = None, root: Path = HERE, **runner: Any
+    ) -> Executor:
         executor = make_executor(
             config or settings(kind, **runner),
-            root=HERE,
+            root=root,
             gateway=bench.gateway.base_url,
             runner="test",
         )

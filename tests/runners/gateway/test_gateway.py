@@ -258,8 +258,15 @@ async def test_models_and_unknown_routes(http: httpx.AsyncClient) -> None:
     assert "/v1/chat/completions" in unknown.json()["error"]["message"]
 
 
+async def loop_of(gateway: Any) -> asyncio.AbstractEventLoop:
+    async def running() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    return await asyncio.wrap_future(gateway.spawn(running()))
+
+
 async def test_models_are_listed_once_they_are_known(bench: Any, http: Any) -> None:
-    router, loop = bench.gateway.router, bench.gateway._loop
+    router, loop = bench.gateway.router, await loop_of(bench.gateway)
     assert (await http.get("/models")).status_code == 200
     served, router.policies = router.policies, {}  # as before the store was asked
     loop.call_soon_threadsafe(router.read.clear)
@@ -776,9 +783,10 @@ async def test_a_retry_gets_the_answer_whose_end_could_not_be_sent(
 ) -> None:
     """The agent had a comment only when its connection broke, which no cancellation tells."""
     write, broken = web.StreamResponse.write, []
+    home = await loop_of(bench.gateway)
 
     async def once_broken(response: web.StreamResponse, data: bytes) -> None:
-        if b"answer 0" in data and asyncio.get_running_loop() is bench.gateway._loop and not broken:
+        if b"answer 0" in data and asyncio.get_running_loop() is home and not broken:
             broken.append(data)
             raise ConnectionResetError
         await write(response, data)

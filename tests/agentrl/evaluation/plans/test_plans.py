@@ -75,7 +75,7 @@ def test_only_a_fresh_start_plays_again(tmp_path: Path, monkeypatch: pytest.Monk
     async def played(config: RunConfig, plan: EvaluationPlan) -> dict[str, list[Rollout]]:
         return {}
 
-    monkeypatch.setattr(play, "_played", played)
+    monkeypatch.setattr(play, "played", played)
     (tmp_path / "tasks.jsonl").write_text('{"input": "x"}\n')
     config = run_of(tmp_path, tasks={"heldout": str(tmp_path / "tasks.jsonl")})
     last = evaluation.checkpoint_at(checkpoint(tmp_path, "000002"))
@@ -96,16 +96,16 @@ async def test_a_plan_has_been_played_when_every_game_has_ended(tmp_path: Path) 
     lineups = {"team": {}, "other": {"left": "a"}}
     plan = EvaluationPlan(players=PLAYERS, lineups=lineups, tasks=tasks, temperature=1.0, steps=2)
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
-        assert await play._ended(store, config, plan) is None
+        assert await play.ended(store, config, plan) is None
         await store.open_run(config.name, {})
         for name, seats in lineups.items():
             await store.enqueue(evaluation_rollouts(config, 0, name, tasks, Sampling(), seats))
         attempts = await store.claim(4, runner="test", lease=60.0)
         assert len(attempts) == 4
         for attempt in attempts:
-            assert await play._ended(store, config, plan) is None
+            assert await play.ended(store, config, plan) is None
             await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence)])
-        found = await play._ended(store, config, plan)
+        found = await play.ended(store, config, plan)
     assert found is not None
     assert {name: [row.task for row in rows] for name, rows in found.items()} == {
         "team": tasks,
@@ -125,14 +125,14 @@ async def test_a_role_that_nobody_has_is_told_from_games_that_fail(tmp_path: Pat
         rows = await store.rollouts(config.name)
         said = "team: every rollout failed, 1 of 1 failed by agent_error: it broke"
         with pytest.raises(AgentRLError, match=said):
-            await play._check_heard(store, "team", rows[:1], {"left": "a"})
+            await play.check_heard(store, "team", rows[:1], {"left": "a"})
         call = factories.call("call", attempt=second.id, role="left")
         await store.add_transitions([call])
         await store.finish([Outcome(attempt=second.id, fence=second.fence)])
         rows = await store.rollouts(config.name)
-        await play._check_heard(store, "team", rows, {"left": "a"})
+        await play.check_heard(store, "team", rows, {"left": "a"})
         with pytest.raises(ConfigError, match="nobody plays the role 'right' in team"):
-            await play._check_heard(store, "team", rows, {"left": "a", "right": "b"})
+            await play.check_heard(store, "team", rows, {"left": "a", "right": "b"})
 
 
 def test_the_first_version_is_what_training_began_with(tmp_path: Path) -> None:
