@@ -18,6 +18,7 @@ from agentrl.store import open_store
 from agentrl.store.sqlite import migrations
 from agentrl.store.sqlite.connection import Location
 from tests import spine
+from tests.factories import Register
 from tests.store import postgres_server
 from tests.system.conftest import run_folder as run_folder
 
@@ -103,6 +104,21 @@ def new_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(migrations, "prepare", copied)
         yield
+
+
+@pytest.fixture
+def register(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Register:
+    """Installs a package, until the test ends, with one entry point: group, name and object."""
+
+    def install(group: str, name: str, target: str) -> None:
+        folder = tmp_path_factory.mktemp("theirs")
+        about = folder / f"{folder.name}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {folder.name}\nVersion: 1\n")
+        (about / "entry_points.txt").write_text(f"[{group}]\n{name} = {target}\n")
+        monkeypatch.syspath_prepend(folder)
+
+    return install
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ from agentrl.types import (
     Reward,
     Rollout,
     RolloutState,
+    StepCommit,
     Transition,
     float32,
     int32,
 )
 
+Register = Callable[[str, str, str], None]  # `conftest.register`
 RUN_FILE = """
 [agent]
 path = "agent.py:agent"
@@ -70,10 +72,17 @@ def call(
     return Transition(id=id, prompt=int32(prompt), completion=said, **known | fields)
 
 
-def group(*rollouts: Rollout, id: str = "g", run: str = "run") -> Group:
-    return Group(id=id, run=run, step=0, rollouts=list(rollouts))
+def group(*rollouts: Rollout, id: str = "g", run: str = "run", step: int = 0) -> Group:
+    return Group(id=id, run=run, step=step, rollouts=list(rollouts))
 
 
-def config(source: str = "run.toml", **tables: Any) -> RunConfig:
-    """A run file with these tables."""
-    return resolve(tables, source=source)
+def commit(step: int = 0, groups: Sequence[str] = (), **fields: Any) -> StepCommit:
+    """What a step of the run `r` leaves in the store."""
+    known: dict[str, Any] = {"run": "r", "epoch": 1, "versions": {}, "checkpoint": None}
+    return StepCommit(step=step, groups=[*groups], **known | {"metrics": {}} | fields)
+
+
+def config(folder: Path | None = None, **tables: Any) -> RunConfig:
+    """The run `r` with these tables; all that it names and writes is in the folder."""
+    own = {} if folder is None else {"root": str(folder), "output": str(folder / "out")}
+    return resolve({"name": "r"} | own | tables, source="run.toml")

@@ -1,12 +1,11 @@
 """Which tests are the spine's: they pass without any part, and `make test-spine` runs them so.
 
 They are those of the folders that mirror the library's, and of whole runs (`tests/system`), but for
-the folders of parts and files that import a part. A single test there that needs a part has the
-mark `part`.
+the folders of parts. A single test there that needs a part has the mark `part`, and imports it
+itself: what its file imports is imported without parts too.
 """
 
 import os
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,11 @@ import pytest
 TESTS = Path(__file__).parent
 WITHOUT_PARTS = os.environ.get("WITHOUT_PARTS") == "all"
 FOLDERS = {"agentrl", "algorithms", "runners", "store", "system"}
-PARTS = [TESTS / "algorithms/zoo"]  # and what is in all of these
-PACKAGES = {"tests.algorithms.zoo"}
-for top in FOLDERS - {"system"}:
-    for file in (TESTS.parent / top).rglob("part.py"):
-        folder = file.parent.relative_to(TESTS.parent)
-        PARTS.append(TESTS / folder)
-        package = ".".join(folder.parts)
-        PACKAGES |= {f"agentrl.{package.removeprefix('agentrl.')}", f"tests.{package}"}
-IMPORTED = re.compile(r"^(?:from|import) ([\w.]+)(?: import \(?([\w, ]+))?", re.MULTILINE)
+PARTS = [TESTS / "algorithms/zoo"] + [
+    TESTS / file.parent.relative_to(TESTS.parent)
+    for top in FOLDERS - {"system"}
+    for file in (TESTS.parent / top).rglob("part.py")
+]
 
 
 @cache
@@ -33,24 +28,7 @@ def tests(path: Path) -> bool:
     if path == TESTS or path in TESTS.parents:
         return True
     top = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
-    if top not in FOLDERS or any(path.is_relative_to(part) for part in PARTS):
-        return False
-    return not imports_a_part(path)
-
-
-@cache
-def imports_a_part(file: Path) -> bool:
-    """Whether a file imports a part when it is imported, or another test that does."""
-    if file.suffix != ".py" or not file.is_file():
-        return False
-    for module, things in IMPORTED.findall(file.read_text(encoding="utf-8")):
-        names = [module, *(f"{module}.{thing.strip()}" for thing in things.split(","))]
-        if any(f"{name}.".startswith(f"{part}.") for name in names for part in PACKAGES):
-            return True
-        other = TESTS.parent.joinpath(*module.split(".")).with_suffix(".py")
-        if module.startswith("tests.") and imports_a_part(other):
-            return True
-    return False
+    return top in FOLDERS and not any(path.is_relative_to(part) for part in PARTS)
 
 
 @cache

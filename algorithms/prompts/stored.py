@@ -144,7 +144,7 @@ class StoredBackend:
         ):
             log.warning("the verifier gives no reasons (Reward.note): the reflector sees numbers")
         self._scored = self._scored or bool(rollout.rewards)
-        examples = {} if trace is None else {t.component: _example(trace, t) for t in texts}
+        examples = {} if trace is None else {t.component: example_of(trace, t) for t in texts}
         shown = {
             name: str(rollout.task[name]) for name in self.settings.show if name in rollout.task
         }
@@ -190,7 +190,7 @@ def candidate_rollouts(
     return [replace(row, **fields) for row in rows]
 
 
-def _example(trace: Trace, text: PromptText) -> dict[str, str]:
+def example_of(trace: Trace, text: PromptText) -> dict[str, str]:
     """The last call whose prompt contains a component, with rewards and failures; empty if there is
     none."""
     # A prompt that was sent as token ids has no messages, so no component is known to be in it.

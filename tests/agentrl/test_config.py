@@ -1,4 +1,3 @@
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 from agentrl.config import RunConfig, differences, from_store, load, resolve, to_toml
 from agentrl.config.base import say_renamed
 from agentrl.errors import ConfigError
+from tests.factories import Register
 from tests.spine import of_part
 
 
@@ -234,12 +234,8 @@ def test_kinds_from_outside_have_free_options(
         resolve({section: {"options": {"x": 1}}}, source="test")
 
 
-def test_a_kind_that_a_package_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("mine", "mine:Own", "agentrl.engines")
-    monkeypatch.setattr(
-        "agentrl.base.parts._entry_points",
-        lambda group, path: EntryPoints([point]).select(group=group),
-    )
+def test_a_kind_that_a_package_registers(register: Register) -> None:
+    register("agentrl.engines", "mine", "mine:Own")
     assert resolve({"engine": {"kind": "mine"}}, source="test").engine.kind == "mine"
     with pytest.raises(ConfigError, match=r"learner\.kind = 'mine'"):
         resolve({"learner": {"kind": "mine"}}, source="test")

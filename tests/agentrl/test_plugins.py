@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +9,7 @@ import pytest
 
 from agentrl import plugins
 from agentrl.errors import ConfigError
+from tests.factories import Register
 
 KEY = "runner.executor"
 
@@ -22,19 +22,11 @@ def load(name: str, root: Path = Path()) -> object:
     return plugins.load_plugin("executors", name, ("async", "threads"), root, key=KEY)
 
 
-def register(monkeypatch: pytest.MonkeyPatch, **points: str) -> None:
-    made = [EntryPoint(name, value, "agentrl.executors") for name, value in points.items()]
-    monkeypatch.setattr(
-        "agentrl.base.parts._entry_points",
-        lambda group, path: EntryPoints(made).select(group=group),
-    )
-
-
 def test_a_file_an_entry_point_and_the_librarys_own_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, register: Register
 ) -> None:
     (tmp_path / "mine_found.py").write_text("def make(): ...")
-    register(monkeypatch, slurm="collections:OrderedDict")
+    register("agentrl.executors", "slurm", "collections:OrderedDict")
     assert load("async") is None
     assert load("mine_found.py:make", tmp_path).__name__ == "make"  # type: ignore[attr-defined]
     assert load("slurm").__name__ == "OrderedDict"  # type: ignore[attr-defined]
@@ -42,15 +34,18 @@ def test_a_file_an_entry_point_and_the_librarys_own_are_found(
         load("slrm")
 
 
-def test_what_hides_the_librarys_own_or_raises_at_import_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register(monkeypatch, **{"async": "theirs:Pool"})
+def test_what_hides_the_librarys_own_is_named(register: Register) -> None:
+    register("agentrl.executors", "async", "theirs:Pool")
     with pytest.raises(ConfigError, match=r"theirs:Pool .* hides the library's own 'async'"):
         load("command")
+
+
+def test_what_raises_at_import_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: Register
+) -> None:
     (tmp_path / "raises_at_import.py").write_text("x = 1\nraise KeyError('no')")
     monkeypatch.syspath_prepend(tmp_path)
-    register(monkeypatch, odd="raises_at_import:make")
+    register("agentrl.executors", "odd", "raises_at_import:make")
     with pytest.raises(ConfigError, match=r"raised KeyError: 'no' .*raises_at_import.py:2\)"):
         load("odd")
     with pytest.raises(ConfigError, match=r"raised KeyError: 'no' .*raises_at_import.py:2\)"):

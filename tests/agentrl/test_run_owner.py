@@ -15,11 +15,12 @@ import pytest
 
 from agentrl import run_owner, trainer
 from agentrl.cli.restart import go_back
-from agentrl.config import RunConfig, resolve
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, Conflict, Unavailable
 from agentrl.run_owner import TakenOver, hold
 from agentrl.store import Store, open_store
 from agentrl.store.sql.runs import LEASE_SLACK
+from tests import factories
 
 LIVE = r"run 'r' is live \(process \d+ on \S+, since \d\d:\d\d .*\): "
 OTHER = """
@@ -52,9 +53,8 @@ def clock() -> Clock:
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     (tmp_path / "t.jsonl").write_text('{"input": "a"}\n')
-    made: dict[str, Any] = {"name": "r", "output": str(tmp_path / "r"), "root": str(tmp_path)}
-    made |= {"policy": {"model": "m"}, "tasks": {"train": "t.jsonl"}}
-    return resolve(made, source="test")
+    own = {"output": str(tmp_path / "r"), "tasks": {"train": "t.jsonl"}}
+    return factories.config(tmp_path, policy={"model": "m"}, **own)
 
 
 @pytest.fixture

@@ -14,26 +14,21 @@ import torch
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.plugins import engine_factory, learner_factory
-from agentrl.algorithms.preferences.table import DataConfig
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.serving import policy_server
-from agentrl.config import RunConfig, resolve
+from agentrl.config import resolve
 from agentrl.errors import ConfigError
+from tests import factories
 from tests.algorithms.learners.test_learner import make_batch
-from tests.spine import of_part
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
-
-
-def config(root: Path, **tables: Any) -> RunConfig:
-    return resolve({"root": str(root), **tables}, source="run.toml")
 
 
 async def test_an_engine_of_the_users_serves_the_policy(
     tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
-    run = config(EXAMPLES, engine={"kind": "engine.py:patient"})
+    run = factories.config(EXAMPLES, engine={"kind": "engine.py:patient"})
     server = policy_server(run, model, tokenizer, None, "solver")
     await server.start()
     try:
@@ -50,7 +45,7 @@ def test_a_learner_of_the_users_trains_the_policy(tiny_model_dir: Path) -> None:
     moved = []
     for kind, lr in (("torch", 0.5e-2), ("learner.py:half", 1e-2)):
         model, tokenizer = load_model(tiny_model_dir, device="cpu")
-        run = config(EXAMPLES, learner={"kind": kind})
+        run = factories.config(EXAMPLES, learner={"kind": kind})
         learner = make_learner(run, algo, model, tokenizer)
         report = learner.step(batch, lambda now, index: torch.ones_like(now), lr=lr)
         assert report.applied
@@ -70,24 +65,26 @@ def test_a_learner_of_the_users_trains_the_policy(tiny_model_dir: Path) -> None:
 def test_what_cannot_be_called_is_refused_before_a_run(tmp_path: Path, kind: str, why: str) -> None:
     (tmp_path / "mine.py").write_text("def short(config): ...\n\n\nnumber = 3\n")
     with pytest.raises(ConfigError, match=f"^engine.kind.*{why}"):
-        engine_factory(config(tmp_path, engine={"kind": kind}))
+        engine_factory(factories.config(tmp_path, engine={"kind": kind}))
     with pytest.raises(ConfigError, match=f"^learner.kind.*{why}"):
-        learner_factory(config(tmp_path, learner={"kind": kind}))
+        learner_factory(factories.config(tmp_path, learner={"kind": kind}))
 
 
 def test_what_is_made_must_fit_the_protocol(tmp_path: Path, tiny_model_dir: Path) -> None:
     (tmp_path / "unfit.py").write_text("def make(*given):\n    return 5\n")
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     with pytest.raises(ConfigError, match=r"unfit\.py:1\) returned int, which is no PolicyServer"):
-        policy_server(config(tmp_path, engine={"kind": "unfit.py:make"}), model, tokenizer)
-    run = config(tmp_path, learner={"kind": "unfit.py:make"})
+        policy_server(
+            factories.config(tmp_path, engine={"kind": "unfit.py:make"}), model, tokenizer
+        )
+    run = factories.config(tmp_path, learner={"kind": "unfit.py:make"})
     with pytest.raises(ConfigError, match=r"unfit\.py:1\) returned int, which is no Learner"):
         make_learner(run, catalogue.make("grpo", {}), model, tokenizer)
 
 
-def test_a_learner_without_what_the_preset_reads_is_refused(
-    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def poor_learner(folder: Path, model: Path) -> tuple[Any, ...]:
+    """A run with a learner that supplies "old" alone, a preset that reads the reference, and what
+    else makes the learner."""
     source = (EXAMPLES / "learner.py").read_text()
     source = source.replace("    return HalfLearner(", "    return PoorLearner(")
     source += """
@@ -100,18 +97,32 @@ class PoorLearner(HalfLearner):
     def close(self):
         print("closed")
 """
-    (tmp_path / "poor.py").write_text(source)
-    model, tokenizer = load_model(tiny_model_dir, device="cpu")
-    run = config(tmp_path, learner={"kind": "poor.py:half"})
+    (folder / "poor.py").write_text(source)
+    run = factories.config(folder, learner={"kind": "poor.py:half"})
     algo = catalogue.make("grpo", {"kl": 0.1}, streams=("old", "sampler", "reference"))
+    return run, algo, *load_model(model, device="cpu")
+
+
+def test_a_learner_without_what_the_preset_reads_is_refused(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match=r"'grpo' reads reference, and the learner supplies old$"):
-        make_learner(run, algo, model, tokenizer)
+        make_learner(*poor_learner(tmp_path, tiny_model_dir))
     assert capsys.readouterr().out == "closed\n"
-    # A run on a data set has the reference's log-probs from the store.
+
+
+@pytest.mark.part
+def test_a_run_on_a_data_set_has_the_references_log_probs_from_the_store(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    from agentrl.algorithms.preferences.table import DataConfig
+
+    run, *more = poor_learner(tmp_path, tiny_model_dir)
     stored = msgspec.structs.replace(run, data=DataConfig(name="pairs"))
-    assert make_learner(stored, algo, model, tokenizer).supplies == {"old"}
+    assert make_learner(stored, *more).supplies == {"old"}
 
 
+@pytest.mark.part
 def test_the_front_checks_a_run_without_torch(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"input": 1}\n')
     run = {"tasks": {"train": "tasks.jsonl"}, "policy": {"model": "m"}, "root": str(tmp_path)}
@@ -123,7 +134,8 @@ def test_the_front_checks_a_run_without_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(("table", "kind"), [of_part("engine", "vlm"), ("learner", "verrl")])
+@pytest.mark.part
+@pytest.mark.parametrize(("table", "kind"), [("engine", "vlm"), ("learner", "verrl")])
 def test_an_unknown_kind_is_refused_with_the_nearest(table: str, kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"run\.toml: {table}\.kind = '{kind}'; did you mean"):
         resolve({table: {"kind": kind}}, source="run.toml")

@@ -28,6 +28,7 @@ def written() -> str:
     return "".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))
 
 
+@pytest.mark.part
 def test_the_algorithm_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```toml\n(\[algorithm\]\n.*?)```", PAGE, flags=re.DOTALL)
     used = [tomllib.loads(text)["algorithm"] for text in blocks if "mine.py" in text]

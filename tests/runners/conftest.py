@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from agentrl.store.base import Store
 from agentrl.types import Attempt, NewRollout, PolicyVersion, Rollout, Sampling
 
 RUN = "test"
+Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 Body = dict[str, Any]
 Handler = Callable[[web.Request, Body], Awaitable[web.StreamResponse | None]]
 
@@ -279,6 +281,25 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         await store.open_run(RUN, {})
         yield store
+
+
+@pytest.fixture
+async def runner(store: Store) -> AsyncIterator[Start]:
+    """Starts runner processes; none is left behind."""
+    started = []
+
+    async def start(
+        run: str = RUN, url: str = store.url, **more: Any
+    ) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-m", "agentrl", "runner", "start", "--store", url, "--run", run]
+        started.append(await asyncio.create_subprocess_exec(*command, **more))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import asyncio
 import os
 import re
 import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,14 @@ import httpx
 import msgspec
 import pytest
 
-from agentrl.config import RunConfig, resolve
+from agentrl.config import RunConfig
 from agentrl.errors import Unavailable
 from agentrl.runners import main
 from agentrl.runners.executors.environment import environment
 from agentrl.runners.main import RunnerThread
 from agentrl.types import ENDED, NewRollout, PolicyVersion, RolloutState
+from tests import factories
+from tests.runners.conftest import Start
 from tests.store.conftest import _serving
 
 RUN = "main"
@@ -42,21 +43,17 @@ def verify(task, result):
 """
 TASK = {"input": "x", "files": {"old": "x"}}
 KEYS = f"admin:admin-secret\nrunner@{RUN}:runner-secret"
-Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     (tmp_path / "main_agent.py").write_text(AGENT)
-    return resolve(
-        {
-            "name": RUN,
-            "root": str(tmp_path),
-            "agent": {"path": "main_agent.py:agent"},
-            "verifier": {"path": "main_agent.py:verify"},
-            "runner": {"lease": 60.0, "drain": 0.1},
-        },
-        source="test",
+    return factories.config(
+        tmp_path,
+        name=RUN,
+        agent={"path": "main_agent.py:agent"},
+        verifier={"path": "main_agent.py:verify"},
+        runner={"lease": 60.0, "drain": 0.1},
     )
 
 
@@ -92,27 +89,6 @@ async def enqueue(store: Any, *names: str) -> None:
     await store.enqueue(rollouts)
 
 
-@pytest.fixture
-async def runner(store: Any) -> AsyncIterator[Start]:
-    """Starts runner processes; none is left behind."""
-    started = []
-
-    async def start(url: str = store.url) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "agentrl", "runner", "start"),
-            *("--store", url, "--run", RUN),
-            stderr=asyncio.subprocess.PIPE,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
 def holds(asked: asyncio.Event) -> Callable[..., Any]:
     """The model call of the next rollout never ends."""
 
@@ -126,7 +102,7 @@ def holds(asked: asyncio.Event) -> Callable[..., Any]:
 async def test_a_process_works_and_drains_on_sigterm(
     store: Any, model: Any, config: RunConfig, runner: Start
 ) -> None:
-    process = await runner()  # before the run exists
+    process = await runner(RUN)  # before the run exists
     await open_run(store, model, config)
     await enqueue(store, "a", "b", "c")
     for name in ("a", "b", "c"):
@@ -154,7 +130,7 @@ async def test_a_process_ends_when_its_run_has_ended(
     await store.log(RUN, 2, {ENDED: 1.0})  # it had fewer steps then
     with _serving(store.url, KEYS) as address:
         url = address.replace("//", "//runner-secret@") if over_http else store.url
-        process = await runner(url)
+        process = await runner(RUN, url)
         await enqueue(store, "a")
         await store.settled("a")
         assert process.returncode is None
@@ -169,12 +145,12 @@ async def test_a_killed_runner_loses_no_rollout(
     await open_run(store, model, msgspec.structs.replace(config, runner=short))
     asked = asyncio.Event()
     model.then(holds(asked))
-    first = await runner()
+    first = await runner(RUN)
     await enqueue(store, "a")
     await asked.wait()
     first.kill()
     await first.wait()
-    await runner()
+    await runner(RUN)
     assert await store.settled("a", timeout=60)
     (rollout,) = await store.rollouts(RUN)
     assert (rollout.state, rollout.attempts) == (RolloutState.SUCCEEDED, 2)
@@ -185,7 +161,7 @@ async def test_what_the_user_can_mend_is_one_sentence(
 ) -> None:
     agent = msgspec.structs.replace(config.agent, path="main_agent.py:agnt")
     await open_run(store, model, msgspec.structs.replace(config, agent=agent))
-    process = await runner()
+    process = await runner(RUN, stderr=asyncio.subprocess.PIPE)
     _, text = await process.communicate()
     assert process.returncode == 2
     assert re.fullmatch(r"agentrl: error: agent\.path = .*did you mean 'agent'\?\n", text.decode())

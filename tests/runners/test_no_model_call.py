@@ -13,8 +13,6 @@ from aiohttp import web
 
 from agentrl.config import AgentConfig
 from agentrl.runners.executors.environment import environment
-from agentrl.runners.processes.pool import PoolExecutor
-from agentrl.runners.processes.table import PoolRunnerConfig
 from agentrl.types import ErrorKind, Rollout, RolloutState
 
 TASK = {"input": "question"}
@@ -95,9 +93,13 @@ def agent(text):
 """
 
 
+@pytest.mark.part
 async def test_a_client_made_at_import_has_the_gateways_key(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from agentrl.runners.processes.pool import PoolExecutor
+    from agentrl.runners.processes.table import PoolRunnerConfig
+
     (tmp_path / "ready_client.py").write_text(CLIENT)
     for name in ("OPENAI_API_KEY", "GEMINI_API_KEY", "TOOL_API_KEY", "OPENAI_ORG_ID"):
         monkeypatch.setenv(name, "the user's own")

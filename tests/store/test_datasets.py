@@ -7,18 +7,17 @@ from msgspec.structs import replace
 
 from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store.records import Item, Judgement, Side, digest_of
-from agentrl.types import Purpose, Transition, float32, int32
+from agentrl.types import Purpose, float32
+from tests import factories
 
 
 def side_of(*tokens: int) -> Side:
     """A side of one call of its own."""
-    call = Transition(
-        id=f"own-{tokens}",
+    call = factories.call(
+        f"own-{tokens}",
+        tokens[:-1],
+        tokens[-1:],
         attempt="own",
-        index=0,
-        prompt=int32(tokens[:-1]),
-        completion=int32(tokens[-1:]),
-        logprobs=float32([-1.0]),
         messages=[{"role": "user", "content": "hi"}],
     )
     return Side(digest=digest_of([call]), own=[call])

@@ -40,10 +40,8 @@ from agentrl.types import (
     Reward,
     StepCommit,
     StepReward,
-    Transition,
-    float32,
-    int32,
 )
+from tests import factories
 
 LEASE = 10.0
 RUNNERS = ("one", "two")
@@ -286,13 +284,8 @@ class Machine(RuleBasedStateMachine):
             one.together = 0
 
     def call(self, one: Try) -> None:
-        call = Transition(
-            id=f"call-{next(self.numbers)}",
-            attempt=one.attempt.id,
-            index=len(one.calls),
-            prompt=int32([1]),
-            completion=int32([2]),
-            logprobs=float32([-1.0]),
+        call = factories.call(
+            f"call-{next(self.numbers)}", attempt=one.attempt.id, index=len(one.calls)
         )
         for _ in range(2):
             assert self.do(self.store.add_transitions([call])) == [self.live(one)]

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from agentrl.store import open_store
 from agentrl.store.rows import digest
 from agentrl.store.sql.tree import TreeNode, deepest_prefix, prefix_digests
-from agentrl.types import NewRollout, Transition, float32, int32
+from agentrl.types import NewRollout, Transition, int32
+from tests import factories
 from tests.store.conftest import BACKENDS
 
 few = st.lists(st.integers(0, 2), max_size=3)
@@ -150,13 +151,13 @@ class Bench:
         await self.store.enqueue([rollout])
         (attempt,) = await self.store.claim(1, runner="test", lease=3600.0)
         sent = [
-            Transition(
-                id=f"{name}/{i}",
+            factories.call(
+                f"{name}/{i}",
+                call.prompt,
+                call.completion,
                 attempt=attempt.id,
                 index=i,
-                prompt=int32(call.prompt),
-                completion=int32(call.completion),
-                logprobs=float32([-0.25] * len(call.completion)),
+                logprob=-0.25,
                 messages=call.messages,
                 answer=call.answer,
                 tools=call.tools,

@@ -27,16 +27,7 @@ from agentrl.config import RunConfig, resolve
 from agentrl.config import policies as team
 from agentrl.errors import PolicyError
 from agentrl.store import open_store
-from agentrl.types import (
-    Attempt,
-    ErrorKind,
-    Failure,
-    Outcome,
-    Reward,
-    Transition,
-    float32,
-    int32,
-)
+from agentrl.types import Attempt, ErrorKind, Failure, Outcome, Reward, Transition, float32, int32
 
 STEPS = 6
 # Before the update, in the middle of it, with the checkpoint on disk, after the commit.
@@ -194,6 +185,27 @@ def strike_at(point: str, number: int, act: Callable[[], None]) -> Strike:
             act()
 
     return strike
+
+
+class Interrupted(Exception):
+    """Stands for anything that ends the process."""
+
+
+def interrupt() -> None:
+    raise Interrupted
+
+
+def break_off(settings: RunConfig, *points: str, number: int = 2) -> None:
+    """A start for each point, which is interrupted as it passes it for the `number`-th time; in the
+    middle of the update of that step, if it is `optimizer`."""
+    for point in points:
+        times = 3 * number if point == "optimizer" else number
+        with pytest.raises(Interrupted):
+            asyncio.run(run(settings, strike_at(point, times, interrupt)))
+
+
+def finish(settings: RunConfig) -> None:
+    asyncio.run(run(settings, lambda point: None))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.types import Attempt, Purpose
 from tests.system import steady
-from tests.system.steady import STEPS, run, strike_at
-from tests.system.test_resume import Interrupted, interrupt
+from tests.system.steady import STEPS
 
 
 def config(folder: Path, model: Path) -> RunConfig:
@@ -71,11 +70,10 @@ def test_training_goes_on_and_a_killed_evaluation_is_ended_by_the_next_process(
     agents = Agents()
     monkeypatch.setattr(steady, "answer", agents)
     settings = config(tmp_path, tiny_model_dir)
-    with pytest.raises(Interrupted):  # while the policy after two steps is scored
-        asyncio.run(run(settings, strike_at("checkpoint", 3, interrupt)))
+    steady.break_off(settings, "checkpoint", number=3)  # as the policy after two steps is scored
     assert set(asyncio.run(scores(tmp_path))) == {0}
     assert [path.name for path in (tmp_path / "out" / "evaluation").iterdir()] == ["000002"]
-    asyncio.run(run(settings, lambda point: None))
+    steady.finish(settings)
     assert set(asyncio.run(scores(tmp_path))) == {0, 2, 4, STEPS}
     assert agents.asked == {0: {""}, 2: {"policy@heldout2"}, 4: {"policy@heldout4"}, STEPS: {""}}
     assert agents.committed_meanwhile[2] > 2

@@ -27,9 +27,18 @@ from agentrl.store.sqlite.connection import StoreFile
 from agentrl.trainer import clear
 from agentrl.types import EMPTY
 from tests.algorithms.train.test_checkpoint import flip
-from tests.system.steady import STEPS, config, failing_config, run, strike_at
+from tests.system.steady import (
+    STEPS,
+    Interrupted,
+    config,
+    failing_config,
+    finish,
+    interrupt,
+    run,
+    strike_at,
+)
 from tests.system.test_kill import wait_for_progress
-from tests.system.test_resume import Interrupted, assert_same, check_store, interrupt, kept
+from tests.system.test_resume import assert_same, check_store, kept
 
 
 def start(
@@ -39,14 +48,11 @@ def start(
     asyncio.run(run(settings, strike_at(at, number, act)))
 
 
-def nothing() -> None: ...
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
     """The folder of a run that nothing happened to."""
     folder = tmp_path_factory.mktemp("whole")
-    start(config(folder, tiny_model_dir), nothing)
+    finish(config(folder, tiny_model_dir))
     return folder
 
 
@@ -164,7 +170,7 @@ def test_a_damaged_last_checkpoint_is_passed_over_and_the_run_ends_the_same(
     whole: Path, broken: RunConfig, how: Callable[[Path], None]
 ) -> None:
     how(checkpoint(broken, 4))
-    start(broken, nothing)
+    finish(broken)
     check_store(folder_of(broken), {STEPS})
     assert_same(folder_of(broken), whole)
 
@@ -176,16 +182,16 @@ def test_a_damaged_checkpoint_before_empty_steps_is_passed_over(
     that are taken back are the empty ones and one that was trained."""
     failing_config(folder_of(broken), tiny_model_dir)
     with pytest.raises(TrainingError, match="in 2 steps in a row"):
-        start(replace(broken, max_empty_steps=2), nothing)
+        finish(replace(broken, max_empty_steps=2))
     assert empty_steps(broken) == [False] * 4 + [True] * 2
     twin = config(shutil.copytree(folder_of(broken), tmp_path / "twin"), tiny_model_dir)
     flip(checkpoint(broken, 4) / "model.safetensors")
     with pytest.raises(TrainingError, match="in 2 steps in a row"):  # the same two
-        start(replace(broken, max_empty_steps=2), nothing)
+        finish(replace(broken, max_empty_steps=2))
     assert empty_steps(broken) == [False] * 4 + [True] * 2
     for settings in (broken, twin):
         config(folder_of(settings), tiny_model_dir)  # whose tasks do not fail
-        start(replace(settings, steps=STEPS + 1), nothing)
+        finish(replace(settings, steps=STEPS + 1))
         assert empty_steps(settings) == [False] * 4 + [True] * 2 + [False]
     assert weights_of(broken).keys() == weights_of(twin).keys()
     for name, tensor in weights_of(broken).items():
@@ -214,7 +220,7 @@ def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
     for steps in (3, 4):
         flip(checkpoint(broken, steps) / "optimizer.safetensors")
     with pytest.raises(DamagedError, match=r"000004: optimizer.*No earlier one is whole.*--from"):
-        start(broken, nothing)
+        finish(broken)
     with pytest.raises(DamagedError, match="000003: optimizer"):
         go_back(broken, "3")
     with pytest.raises(ConfigError, match="no checkpoint after 2 steps"):
@@ -224,7 +230,7 @@ def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
     assert asyncio.run(kept(folder_of(broken)))[0] == [0, 1, 2]
     with pytest.raises(ConfigError, match="has 3 steps, but the checkpoint is from step 4"):
         go_back(broken, str(checkpoint(broken, 4)))
-    start(broken, nothing)
+    finish(broken)
     check_store(folder_of(broken), {STEPS})
     assert_same(folder_of(broken), whole)
 
@@ -233,7 +239,7 @@ def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
 def test_from_the_start_all_steps_are_trained_again(whole: Path, broken: RunConfig) -> None:
     go_back(broken, "0")
     assert asyncio.run(kept(folder_of(broken)))[0] == []
-    start(broken, nothing)
+    finish(broken)
     assert_same(folder_of(broken), whole)
 
 
@@ -254,7 +260,7 @@ def test_a_moved_folder_goes_on_and_ends_the_same(
     if version == "an earlier one":
         as_written_earlier(broken)
     folder_of(broken).rename(tmp_path / "moved")
-    start(config(tmp_path / "moved", tiny_model_dir), nothing)
+    finish(config(tmp_path / "moved", tiny_model_dir))
     assert_same(tmp_path / "moved", whole)
     assert not folder_of(broken).exists()
 

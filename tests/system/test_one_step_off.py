@@ -16,8 +16,8 @@ from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.types import Purpose
 from tests.system import steady
-from tests.system.steady import POINTS, STEPS, Silent, run, strike_at
-from tests.system.test_resume import Interrupted, assert_same, interrupt
+from tests.system.steady import POINTS, STEPS, Silent
+from tests.system.test_resume import assert_same
 
 
 def config(folder: Path, model: Path) -> RunConfig:
@@ -64,11 +64,8 @@ def test_of_the_same_rollouts_a_run_has_bitwise_one_result(
         folder.mkdir()
         monkeypatch.setattr(steady, "answer", agents(random.Random(seed)))
         settings = config(folder, tiny_model_dir)
-        for point in POINTS[1:3] if folder.name == "interrupted" else ():
-            strike = strike_at(point, 6 if point == "optimizer" else 2, interrupt)
-            with pytest.raises(Interrupted):
-                asyncio.run(run(settings, strike))
-        asyncio.run(run(settings, lambda point: None))
+        steady.break_off(settings, *(POINTS[1:3] if folder.name == "interrupted" else ()))
+        steady.finish(settings)
         found = asyncio.run(versions(folder))
         assert {step for step, _ in found} == set(range(STEPS))
         assert all(version == max(0, step - 1) for step, version in found), found

@@ -30,10 +30,11 @@ from tests.system.steady import (
     POINTS,
     STEPS,
     Silent,
+    break_off,
     config,
+    finish,
     run,
     strike_at,
-    team_config,
 )
 
 SHOWN = ("loss", "grad_norm", "lr", "old/kl", "policy/entropy", "logprob_difference/mean")
@@ -78,14 +79,6 @@ def assert_same(folder: Path, other: Path) -> None:
     assert not [name for name, tensor in tensors.items() if not torch.equal(tensor, weights[name])]
 
 
-class Interrupted(Exception):
-    """Stands for anything that ends the process."""
-
-
-def interrupt() -> None:
-    raise Interrupted
-
-
 def die() -> None:
     Silent.gone.set()
 
@@ -100,39 +93,25 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Who
     @cache
     def trained(kind: str = "alone", dtype: str = "float32") -> Path:
         folder = tmp_path_factory.mktemp(kind)
-        asyncio.run(run(KINDS[kind](folder, tiny_model_dir, dtype), lambda point: None))
+        finish(KINDS[kind](folder, tiny_model_dir, dtype))
         return folder
 
     return trained
 
 
-@pytest.mark.part
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("alone", "float32"), ("alone", "bfloat16"), ("team", "float32")]
+)
 def test_interrupted_at_every_step_a_run_ends_bitwise_the_same(
-    whole: Whole, tmp_path: Path, tiny_model_dir: Path, dtype: str
+    whole: Whole, tmp_path: Path, tiny_model_dir: Path, kind: str, dtype: str
 ) -> None:
-    settings = config(tmp_path, tiny_model_dir, dtype)
-    for point in POINTS:  # each start gets one step further than its last commit
-        with pytest.raises(Interrupted):
-            asyncio.run(
-                run(settings, strike_at(point, 6 if point == "optimizer" else 2, interrupt))
-            )
-    asyncio.run(run(settings, lambda point: None))
-    assert_same(tmp_path, whole("alone", dtype))
-    check_export(tmp_path)
+    settings = KINDS[kind](tmp_path, tiny_model_dir, dtype)
+    break_off(settings, *POINTS)  # each start gets one step further than its last commit
+    finish(settings)
+    assert_same(tmp_path, whole(kind, dtype))
 
 
-def test_interrupted_at_every_step_a_team_ends_bitwise_the_same(
-    whole: Whole, tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    settings = team_config(tmp_path, tiny_model_dir)
-    for point in POINTS:
-        with pytest.raises(Interrupted):
-            asyncio.run(
-                run(settings, strike_at(point, 6 if point == "optimizer" else 2, interrupt))
-            )
-    asyncio.run(run(settings, lambda point: None))
-    assert_same(tmp_path, whole("team"))
+def test_every_policy_of_a_team_has_its_weights(whole: Whole) -> None:
     _, tensors = outcome(whole("team"))
     assert {name.partition("/")[0] for name in tensors} == {"planner", "solver"}
 
@@ -153,7 +132,7 @@ def test_an_engine_that_dies_in_a_step_leaves_it_whole_or_undone(
     with pytest.raises(PolicyError, match="the engine"):
         asyncio.run(run(settings, strike_at(where, 3, how)))
     check_store(tmp_path, {2, 3} if where == "checkpoint" else {2} if where == "update" else {3})
-    asyncio.run(run(settings, lambda point: None))
+    finish(settings)
     assert_same(tmp_path, whole())
 
 
@@ -181,9 +160,13 @@ async def kept(folder: Path) -> tuple[list[int], RunState | None]:
         return [row.step for row in rows if row.committed], await store.run("steady")
 
 
-def check_export(folder: Path) -> None:
-    """`agentrl export model` gives what transformers loads, with the last weights."""
-    url, target = f"sqlite:///{folder / 'out' / 'store.db'}", folder / "exported"
+@pytest.mark.part
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_is_exported_as_what_transformers_loads_with_the_last_weights(
+    whole: Whole, tmp_path: Path, dtype: str
+) -> None:
+    folder, target = whole("alone", dtype), tmp_path / "exported"
+    url = f"sqlite:///{folder / 'out' / 'store.db'}"
     arguments = ["model", "--run", "steady", "--store", url, "--to", str(target)]
     result = CliRunner().invoke(export, arguments, catch_exceptions=False)
     assert result.exit_code == 0
@@ -206,7 +189,7 @@ def test_killed_in_an_update_and_before_a_commit_a_run_ends_bitwise_the_same(
     for where in ("optimizer:6", "checkpoint:2"):
         killed = warm.run(*command, where)
         assert killed.returncode == -signal.SIGKILL
-    asyncio.run(run(KINDS[kind](tmp_path, tiny_model_dir), lambda point: None))
+    finish(KINDS[kind](tmp_path, tiny_model_dir))
     assert_same(tmp_path, whole(kind))
 
 

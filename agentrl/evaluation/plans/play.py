@@ -78,7 +78,7 @@ def run_plan(
     trainer.check(own)
     if fresh:
         trainer.clear(own)
-    return run_blocking(_played(own, plan))
+    return run_blocking(played(own, plan))
 
 
 def plan_run(
@@ -105,24 +105,24 @@ def plan_run(
     )
 
 
-async def _played(config: RunConfig, plan: EvaluationPlan) -> LineupRollouts:
+async def played(config: RunConfig, plan: EvaluationPlan) -> LineupRollouts:
     output = make_folder(Path(config.output))
     async with open_store(config.store) as store:
-        found = await _ended(store, config, plan)
+        found = await ended(store, config, plan)
         if found is None:
             file = output / "plan.json"
             file.write_bytes(msgspec.json.encode(plan))
             console = Console(stderr=True)  # stdout is for the result
             await trainer.supervise(store, config, play=file, console=console)
-            found = await _ended(store, config, plan)
+            found = await ended(store, config, plan)
         if found is None:
             raise AgentRLError(f"{output}: games are missing; repeat the command")
         for name, seats in plan.lineups.items():
-            await _check_heard(store, name, found[name], seats)
+            await check_heard(store, name, found[name], seats)
     return found
 
 
-async def _ended(store: Store, config: RunConfig, plan: EvaluationPlan) -> LineupRollouts | None:
+async def ended(store: Store, config: RunConfig, plan: EvaluationPlan) -> LineupRollouts | None:
     """The games of each lineup, if all have ended."""
     found: LineupRollouts = {name: [] for name in plan.lineups}
     if await store.run(config.name) is None:
@@ -135,7 +135,7 @@ async def _ended(store: Store, config: RunConfig, plan: EvaluationPlan) -> Lineu
     return {name: sorted(rows, key=lambda row: row.index) for name, rows in found.items()}
 
 
-async def _check_heard(
+async def check_heard(
     store: Store, lineup: str, rows: Sequence[Rollout], seats: Mapping[str, str]
 ) -> None:
     """Raises ConfigError for a role without a call in any game, which is probably misspelled."""

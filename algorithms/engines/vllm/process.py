@@ -89,7 +89,7 @@ class VllmProcess:
 
     async def probe(self) -> None:
         """Raise PolicyError for `engine.vllm.arguments` that this module sets itself."""
-        command = self._command(ServedModel(Path(), Path()), 0)
+        command = self.command(ServedModel(Path(), Path()), 0)
         arguments = self._engine.vllm.arguments
         for word in arguments:
             name = word.partition("=")[0].replace("_", "-")
@@ -107,11 +107,11 @@ class VllmProcess:
         self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         with self.log.open("ab") as log:
             self._child = await asyncio.create_subprocess_exec(
-                *self._command(serving, port),
+                *self.command(serving, port),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment_without_secrets() | self._environment(),
+                env=environment_without_secrets() | self.environment(),
                 start_new_session=True,  # its own process group, which `stop` ends
             )
         limit = self._engine.vllm.start_timeout
@@ -212,7 +212,7 @@ class VllmProcess:
                             return
                 await asyncio.sleep(START_POLL)
 
-    def _command(self, serving: ServedModel, port: int) -> list[str]:
+    def command(self, serving: ServedModel, port: int) -> list[str]:
         engine, transfer = self._engine, json.dumps({"backend": serving.backend})
         return [
             *(sys.executable, "-m", HoldMiddleware.__module__),
@@ -247,7 +247,7 @@ class VllmProcess:
             *("--max-cpu-loras", str(running + 1)),
         ]
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         chosen = {
             KEY_VARIABLE: self.key,
             CALLERS_VARIABLE: " ".join(self._access.keys),

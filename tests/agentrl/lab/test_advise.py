@@ -15,7 +15,8 @@ from agentrl.config import RunConfig
 from agentrl.errors import StoreError
 from agentrl.lab import advise
 from agentrl.store import open_store
-from agentrl.types import NewRollout, Outcome, Reward, Scope, Transition, float32, int32
+from agentrl.types import NewRollout, Outcome, Reward, Scope
+from tests import factories
 from tests.algorithms.worlds import Call, Play, world
 
 
@@ -130,10 +131,7 @@ async def test_a_run_is_advised_from_its_store(tmp_path: Path) -> None:
             [NewRollout(id=f"r/g/{i}", run="r", group="r/g", index=i, task={}) for i in range(2)]
         )
         for i, attempt in enumerate(await store.claim(2, runner="w", run="r", lease=60)):
-            call = Transition(
-                id=f"c{i}", attempt=attempt.id, index=0, prompt=int32([1]), completion=int32([2]),
-                logprobs=float32([-1.0]),
-            )  # fmt: skip
+            call = factories.call(f"c{i}", attempt=attempt.id)
             await store.add_transitions([call])
             about = {"name": "p", "scope": Scope.TRANSITION, "target": call.id}
             rows = [Reward(value=float(i)), Reward(value=1.0 - i, **about)]

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from agentrl.cli.main import cli
 from agentrl.errors import NotFound
 from agentrl.store import open_store
-from agentrl.types import StepCommit
+from tests import factories
 
 
 @pytest.fixture
@@ -24,15 +24,7 @@ def url(tmp_path: Path) -> str:
         async with open_store(url) as store:
             state = await store.open_run("r", {})
             for step, metrics in enumerate([{"a": 1.0}, {"a": 2.0, "b/[/c]": float("nan")}]):
-                commit = StepCommit(
-                    run="r",
-                    epoch=state.epoch,
-                    step=step,
-                    groups=[],
-                    versions={},
-                    checkpoint="",
-                    metrics=metrics,
-                )
+                commit = factories.commit(step, epoch=state.epoch, checkpoint="", metrics=metrics)
                 await store.commit_step(commit)
             await store.log("r", 2, {"eval/score": 0.5})
 

@@ -21,7 +21,7 @@ from agentrl.teams.rewards import (
     sage_planner,
     sage_solver,
 )
-from agentrl.types import Transition, float32, int32
+from tests import factories
 
 GAME = {"1": 0.2, "12": 0.6, "13": 0.4, "23": 0.0, "123": 1.0}
 
@@ -133,12 +133,8 @@ def test_an_answer_is_worth_the_mean_of_the_joint_answers_it_is_in() -> None:
 
 def test_a_round_is_the_call_number_of_a_role() -> None:
     calls = [
-        Transition(
-            id=str(i), attempt="a", index=i, prompt=int32([1]), completion=int32([2]),
-            logprobs=float32([0.0]), role=role,
-        )
-        for i, role in enumerate("abbab")
-    ]  # fmt: skip
+        factories.call(str(i), index=i, logprob=0.0, role=role) for i, role in enumerate("abbab")
+    ]
     assert rounds(calls) == [0, 0, 1, 1, 2]
 
 

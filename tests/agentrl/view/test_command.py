@@ -21,9 +21,9 @@ from agentrl.types import (
     PolicyVersion,
     Purpose,
     Reward,
-    StepCommit,
     StepRow,
 )
+from tests import factories
 
 METRICS = {
     "reward/mean": 0.5,
@@ -81,11 +81,10 @@ async def short_run(store: Store) -> None:
         await finished(store, [rollout], 1.0)
         (claimed,) = await store.claim_groups("r", state.epoch, 1)
         await store.commit_step(
-            StepCommit(
-                run="r",
+            factories.commit(
+                step,
+                [claimed.id],
                 epoch=state.epoch,
-                step=step,
-                groups=[claimed.id],
                 versions={"policy": step + 1},
                 checkpoint=f"/checkpoints/{step + 1}",
                 metrics=METRICS,

@@ -19,7 +19,6 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.types import Group
 from tests import factories
 from tests.algorithms.naive import naive_auto, naive_peers
 from tests.algorithms.worlds import NAN, Call, Play, random_plays, world
@@ -281,7 +280,7 @@ def remembered(name: str, batches: Sequence[Plays], **options: object) -> Tensor
         batch = world(*plays)
         state = state or AlgorithmState(algo.remembered)
         names = dict.fromkeys(batch.rollouts)
-        groups = [Group(id="g", run="r", step=0, rollouts=[factories.rollout(x) for x in names])]
+        groups = [factories.group(*[factories.rollout(x) for x in names])]
         recall = state.recall(batch, groups)
         found = compute_advantages(algo, dataclasses.replace(batch, remembered=recall.columns))
         state.adopt(recall)

@@ -16,7 +16,8 @@ from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import resolve
 from agentrl.store import open_store
-from agentrl.types import Branch, Group, Reward, StepCommit
+from agentrl.types import Branch, Reward
+from tests import factories
 from tests.algorithms.sampling.test_collect import asked, ids, running
 from tests.algorithms.train.test_update import group
 from tests.factories import rollout
@@ -128,11 +129,8 @@ async def test_what_was_asked_for_ahead_stays_what_it_was_after_a_restart(tmp_pa
                     )
                     collected = await collector.collect(step)
                 await store.commit_step(
-                    StepCommit(
-                        run="r", epoch=epoch, step=step, groups=ids(collected.groups), versions={},
-                        checkpoint="c", metrics={},
-                    )
-                )  # fmt: skip
+                    factories.commit(step, ids(collected.groups), epoch=epoch, checkpoint="c")
+                )
                 checkpoint = json.dumps(difficulty.means.dump())
             found.append((await asked(store), checkpoint))
     assert found[0] == found[1]
@@ -143,5 +141,5 @@ async def test_what_was_asked_for_ahead_stays_what_it_was_after_a_restart(tmp_pa
 def test_difficulty_is_that_of_a_task_with_a_candidate() -> None:
     task, difficulty = {"id": "t"}, TaskDifficulty()
     rows = [rollout(f"r{i}", task=task, candidate="c", rewards=[Reward(value=1.0)]) for i in "01"]
-    difficulty.record_outcomes([Group(id="g", run="run", step=0, rollouts=rows)])
+    difficulty.record_outcomes([factories.group(*rows)])
     assert difficulty.weight(task, "c") < difficulty.weight(task, "d") == difficulty.weight(task)

@@ -55,7 +55,7 @@ def of_role(value: float, target: str, name: str = "tact") -> Reward:
 
 
 def step(*rollouts: Rollout) -> list[Group]:
-    return [Group(id="g", run="r", step=7, rollouts=list(rollouts))]
+    return [factories.group(*rollouts, step=7)]
 
 
 def team() -> list[Group]:

@@ -33,16 +33,7 @@ from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Ratio, Trun
 from agentrl.algorithms.objective.staleness import staleness_metrics
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import resolve
-from agentrl.types import (
-    ErrorKind,
-    Failure,
-    Group,
-    Reward,
-    Rollout,
-    RolloutState,
-    Scope,
-    Transition,
-)
+from agentrl.types import ErrorKind, Failure, Reward, Rollout, RolloutState, Scope, Transition
 from tests import factories
 from tests.algorithms.objective.test_objective import three_rows
 
@@ -68,17 +59,13 @@ def test_counts_of_what_was_collected() -> None:
         "state": RolloutState.FAILED,
         "failure": Failure(kind=ErrorKind.TIMEOUT, message="late"),
     }
-    good = Group(
+    good = factories.group(
+        rollout("a", [outcome(1)], call("a", 2), call("judged", 9, policy="judge")),
+        rollout("b", [outcome(0)], call("b", 4)),
+        rollout("c", [], call("c", 1), **lost),
         id="good",
-        run="r",
-        step=0,
-        rollouts=[
-            rollout("a", [outcome(1)], call("a", 2), call("judged", 9, policy="judge")),
-            rollout("b", [outcome(0)], call("b", 4)),
-            rollout("c", [], call("c", 1), **lost),
-        ],
     )
-    poor = Group(id="poor", run="r", step=0, rollouts=[rollout("d", [outcome(1)], call("d", 5))])
+    poor = factories.group(rollout("d", [outcome(1)], call("d", 5)), id="poor")
     groups = [good, poor]
     metrics = batch_metrics(groups, build_batch(groups, min_group=2))
     expected = {
@@ -110,8 +97,8 @@ def test_a_call_that_a_branch_repeats_is_counted_where_it_was_sampled() -> None:
     first, second = call("a", 2, version=1), call("b", 4, version=2)
     again = call("c", 2, version=1, repeats="a")
     rollouts = [rollout("a", [outcome(1)], first, second), rollout("b", [outcome(0)], again)]
-    own = Group(id="g", run="r", step=2, rollouts=rollouts[:1])
-    both = Group(id="g", run="r", step=2, rollouts=rollouts)
+    own = factories.group(*rollouts[:1], step=2)
+    both = factories.group(*rollouts, step=2)
     alone, together = (
         {**batch_metrics([g], build_batch([g])), **staleness_metrics(2, [g])} for g in (own, both)
     )
@@ -133,7 +120,7 @@ def test_rewards_by_reference_and_by_role() -> None:
         about(Scope.TRANSITION, "c2", 8.0, "process"),
     ]
     calls = [call("c1", 2, role="actor"), call("c2", 6, role="critic", finish="length")]
-    group = Group(id="g", run="r", step=0, rollouts=[rollout("a", rewards, *calls)])
+    group = factories.group(rollout("a", rewards, *calls))
     metrics = batch_metrics([group], build_batch([group]))
     found = {
         name: (metrics[f"{name}/mean"], metrics[f"{name}/std"])
@@ -173,11 +160,11 @@ def test_the_learning_curve_of_each_role() -> None:
     assert by_role(rows[1:2]) == {}
     early = row("d", 2.0, "planner", seats={"planner": "policy", "solver": "policy"})
     assert by_role([early]) == {"role/planner/reward": 2.0, "role/solver/reward": -2.0}
-    assert group_metrics([Group(id="g", run="r", step=0, rollouts=rows)]).items() >= found.items()
+    assert group_metrics([factories.group(*rows)]).items() >= found.items()
 
 
 def test_nothing_collected_is_no_numbers() -> None:
-    group = Group(id="g", run="r", step=0, rollouts=[rollout("a", [], state=RolloutState.FAILED)])
+    group = factories.group(rollout("a", [], state=RolloutState.FAILED))
     metrics = batch_metrics([group], build_batch([group]))
     assert not [name for name in metrics if name.startswith(("reward", "completion"))]
     assert completions([]) == {}
@@ -186,7 +173,7 @@ def test_nothing_collected_is_no_numbers() -> None:
 
 def test_groups_that_teach_nothing() -> None:
     def shares(*args: Any) -> list[float]:
-        group = Group(id="g", run="r", step=0, rollouts=[])
+        group = factories.group()
         metrics = batch_metrics([group], three_rows(*args))
         return [metrics[f"reward/outcome/frac_{n}"] for n in ("solo", "zero_std", "missing")]
 
@@ -202,7 +189,7 @@ def test_the_steps_of_a_group_count_from_the_one_that_it_was_planned_for() -> No
     config = resolve({"name": "r", "algorithm": {"groups": 2}}, source="test")
     asked = TaskSampler(config, [{"id": "t"}]).groups(6, 4)  # of steps 3 and 4
     planned = {row.group: row.step for row in asked}
-    groups = [Group(id=id, run="r", step=step, rollouts=[]) for id, step in planned.items()]
+    groups = [factories.group(id=id, step=step) for id, step in planned.items()]
     for step, mean, most in ((3, -0.5, 0), (4, 0.5, 1), (2, -1.5, -1)):
         found = staleness_metrics(step, groups)
         assert (found["staleness/steps_mean"], found["staleness/steps_max"]) == (mean, most)
@@ -216,7 +203,7 @@ def test_staleness_counts_sampled_tokens() -> None:
         call("c", 9, version=None),
     ]
     old, new = (
-        Group(id=str(step), run="r", step=step, rollouts=[rollout("a", [], *part)])
+        factories.group(rollout("a", [], *part), id=str(step), step=step)
         for step, part in ((3, calls[:1]), (5, calls[1:]))
     )
     lags = [5 - 2, 5 - 4, 5 - 4, 5 - 5]
@@ -320,7 +307,7 @@ def test_without_a_correction_the_weights_are_the_plain_ratios() -> None:
 def test_call_tokens_are_those_of_training_per_call() -> None:
     calls = [call("a", 2), call("b", 4), call("judged", 9, policy="judge")]
     calls.append(call("c", 2, repeats="a"))
-    group = Group(id="g", run="r", step=0, rollouts=[rollout("a", [], *calls)])
+    group = factories.group(rollout("a", [], *calls))
     assert call_tokens([group]) == {"a": 5, "b": 7}
 
 
@@ -387,11 +374,8 @@ def test_agreement_is_the_share_of_pairs_that_a_model_orders_as_the_outcome_does
         return factories.rollout(id, rewards=rewards)
 
     rows = [row("a", 1, 0.9), row("b", 0, 0.9), row("c", 0.5, 0.1), row("d", 0.5, 3.0)]
-    found = group_metrics([Group(id="g", run="r", step=0, rollouts=rows)])
+    found = group_metrics([factories.group(*rows)])
     # a>b tie, a>c right, a>d wrong, c>b wrong, d>b right
     assert found["reward/rm/agreement"] == (0.5 + 1 + 0 + 0 + 1) / 5
     own = [row("a", 1, 0, "verifier"), row("b", 0, 1, "verifier")]
-    assert not any(
-        "agreement" in name
-        for name in group_metrics([Group(id="g", run="r", step=0, rollouts=own)])
-    )
+    assert not any("agreement" in name for name in group_metrics([factories.group(*own)]))

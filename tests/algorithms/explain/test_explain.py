@@ -42,7 +42,6 @@ from agentrl.types import (
     StepCommit,
     Transition,
     float32,
-    int32,
 )
 from tests import factories
 from tests.algorithms.train.test_update import Recorder
@@ -55,12 +54,12 @@ OPTIONS = {
 
 def calls(name: str) -> list[Transition]:
     return [
-        Transition(
-            id=f"{name}/{i}",
+        factories.call(
+            f"{name}/{i}",
+            range(1, 3 + 4 * i),
+            [50 + i, 60],
             attempt=name,
             index=i,
-            prompt=int32(range(1, 3 + 4 * i)),
-            completion=int32([50 + i, 60]),
             logprobs=float32([-0.5, -1.0]),
         )
         for i in range(2)
@@ -77,7 +76,7 @@ def group() -> Group:
         factories.rollout(name, calls(name), rewards(name, 1.0 - i, 0.5), index=i, step=4)
         for i, name in enumerate(("a", "b"))
     ]  # fmt: skip
-    return Group(id="g", run="r", step=4, rollouts=rollouts)
+    return factories.group(*rollouts, step=4)
 
 
 def test_the_versions_of_a_call_are_told() -> None:

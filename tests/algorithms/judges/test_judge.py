@@ -20,7 +20,7 @@ from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Group, Json, StepCommit, Transition, float32, int32
+from agentrl.types import Group, Json, Transition
 from tests import factories
 
 GIVEN: dict[str, Any] = {
@@ -35,11 +35,12 @@ def settings(**judge: Any) -> RunConfig:
 
 
 def asked_and_answered(text: str, id: str = "c", role: str = "agent") -> Transition:
-    return Transition(
-        id=id, attempt="a", index=0, prompt=int32([1]), completion=int32([2]), role=role,
-        logprobs=float32([-1.0]), messages=[{"role": "user", "content": "2 + 2?"}],
+    return factories.call(
+        id,
+        role=role,
+        messages=[{"role": "user", "content": "2 + 2?"}],
         answer={"role": "assistant", "content": text},
-    )  # fmt: skip
+    )
 
 
 def group(*texts: str) -> Group:
@@ -47,7 +48,7 @@ def group(*texts: str) -> Group:
         factories.rollout(f"r{n}", [asked_and_answered(text, f"c{n}")])
         for n, text in enumerate(texts)
     ]
-    return Group(id="g", run="run", step=0, rollouts=rows)
+    return factories.group(*rows)
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ async def test_the_rollouts_of_several_policies_are_judged(store: Store) -> None
     config = resolve({**GIVEN, "policy": {"model": "m"}, "policies": team}, source="test")
     (row,) = group("it is 4").rollouts
     calls = [replace(call, policy="solver", role="solver") for call in row.transitions]
-    theirs = Group(id="g", run="run", step=0, rollouts=[replace(row, transitions=calls)])
+    theirs = factories.group(replace(row, transitions=calls))
     (rewards,), _, _ = await judged(store, config, theirs)
     assert rewards == {"r0": pytest.approx(0.8)}
 
@@ -125,7 +126,7 @@ async def test_the_rollouts_of_several_policies_are_judged(store: Store) -> None
 async def test_rollouts_that_get_their_ids_later_are_judged_now(store: Store) -> None:
     (row,) = group("it is 4").rollouts
     calls = [replace(call, exact=False) for call in row.transitions]
-    made = Group(id="g", run="run", step=0, rollouts=[replace(row, transitions=calls)])
+    made = factories.group(replace(row, transitions=calls))
     config = resolve(GIVEN | {"algorithm": {"inexact": "retokenize"}}, source="test")
     (rewards,), _, _ = await judged(store, config, made)
     assert rewards == {"r0": pytest.approx(0.8)}
@@ -227,11 +228,8 @@ async def test_a_budget_ends_the_run_and_is_that_of_the_whole_run(store: Store) 
     state = await store.open_run(config.name, {})
     _, metrics, _ = await judged(store, config, group("4", "3"))
     await store.commit_step(
-        StepCommit(
-            run=config.name, epoch=state.epoch, step=0, groups=[], versions={}, checkpoint=None,
-            metrics=metrics,
-        )
-    )  # fmt: skip
+        factories.commit(0, run=config.name, epoch=state.epoch, metrics=metrics)
+    )
     with pytest.raises(TrainingError, match="max_calls = 3 is used up"):
         await judged(store, config, group("4", "3"), group("5", "6"))
 
@@ -254,7 +252,7 @@ async def test_a_busy_endpoint_is_asked_again_and_prices_count(
     serve: Callable[[web.Application], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chat_completion.asyncio, "sleep", _no_sleep)
+    monkeypatch.setattr(chat_completion, "FIRST_WAIT", 0.0)
     monkeypatch.setenv("JUDGE_KEY", "secret")
     seen: list[tuple[str, Json]] = []
 
@@ -296,10 +294,6 @@ async def serve() -> AsyncIterator[Callable[[web.Application], Any]]:
     yield start
     for runner in runners:
         await runner.cleanup()
-
-
-async def _no_sleep(seconds: float) -> None:
-    return None
 
 
 def test_a_record_has_each_conversation_once_sub_agents_too() -> None:

@@ -21,7 +21,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import Pack, forward_logprobs, pack_rows
 from agentrl.errors import PolicyError, TrainingError
-from agentrl.types import Group, Rollout, Transition, float32, int32
+from agentrl.types import Rollout, Transition
 from tests import factories
 
 VOCABULARY = 512
@@ -37,19 +37,14 @@ def make_batch(seed: int = 0, rollouts: int = 6, shared: int = 0) -> Batch:
 
     def call(name: str, prompt: list[int]) -> Transition:
         action = tokens(1, 8)
-        return Transition(
-            id=name, attempt="a", index=0, prompt=int32(prompt), completion=int32(action),
-            logprobs=float32([-6.0] * len(action)),
-        )  # fmt: skip
+        return factories.call(name, prompt, action, logprob=-6.0)
 
     def rollout(index: int) -> Rollout:
         first = call(f"{index}/0", [*range(shared), *tokens(1, 20)])
         second = call(f"{index}/1", [*first.prompt, *first.completion, *tokens(0, 10)])
         return factories.rollout(str(index), [first, second], index=index, attempt="a")
 
-    return build_batch(
-        [Group(id="g", run="run", step=0, rollouts=list(map(rollout, range(rollouts))))]
-    )
+    return build_batch([factories.group(*map(rollout, range(rollouts)))])
 
 
 def psi_for(batch: Batch) -> LossCoefficients:

@@ -25,14 +25,7 @@ from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import TrainingError
-from agentrl.types import (
-    Group,
-    Reward,
-    Rollout,
-    Transition,
-    float32,
-    int32,
-)
+from agentrl.types import Group, Reward, Rollout
 from tests import factories
 from tests.algorithms.worlds import EVERY_OUTPUT
 
@@ -72,17 +65,16 @@ def play(
     name: str, calls: list[tuple[list[int], list[int]]], reward: float, logprob: float = -1.0
 ) -> Rollout:
     made = [
-        Transition(
-            id=f"{name}.{number}", attempt=name, index=number, prompt=int32(prompt),
-            completion=int32(completion), logprobs=float32([logprob] * len(completion)),
+        factories.call(
+            f"{name}.{number}", prompt, completion, attempt=name, index=number, logprob=logprob
         )
         for number, (prompt, completion) in enumerate(calls)
-    ]  # fmt: skip
+    ]
     return factories.rollout(name, made, [Reward(value=reward)], group=name[0], index=int(name[1:]))
 
 
 def group(*rollouts: Rollout) -> Group:
-    return Group(id=rollouts[0].group, run="r", step=0, rollouts=list(rollouts))
+    return factories.group(*rollouts, id=rollouts[0].group)
 
 
 def example() -> list[Group]:

@@ -39,7 +39,8 @@ from agentrl.algorithms.model.packing import (
     supported_packing,
 )
 from agentrl.errors import PolicyError
-from agentrl.types import Sampling, Transition, float32, int32
+from agentrl.types import Sampling, Transition
+from tests import factories
 
 VOCABULARY = 32
 SHAPE: dict[str, int] = {
@@ -107,12 +108,15 @@ def calls_of(seed: int, calls: int, longest: int = 8) -> list[Transition]:
         completion = some(1)
         known += [prompt, [*prompt, *completion]]
         made.append(
-            Transition(
-                id="", attempt="", index=0, prompt=int32(prompt), completion=int32(completion),
-                logprobs=float32([0.0] * len(completion)),
+            factories.call(
+                "",
+                prompt,
+                completion,
+                attempt="",
+                logprob=0.0,
                 sampling=Sampling(temperature=dice.choice([0.5, 1.0, 1.5])),
             )
-        )  # fmt: skip
+        )
     return made
 
 

@@ -34,14 +34,7 @@ from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.build import make_state
 from agentrl.config import resolve
 from agentrl.errors import PolicyError, TrainingError
-from agentrl.types import (
-    Group,
-    Reward,
-    Rollout,
-    Transition,
-    float32,
-    int32,
-)
+from agentrl.types import Group, Reward, Rollout
 from tests import factories
 
 CASES = {"coma"}  # presets that are tested here
@@ -196,15 +189,18 @@ SAYS = ("left", " RIGHT ", "what?")
 def rollout(name: str, says: Sequence[int], outcome: float | None) -> Rollout:
     """Calls of planner and solver in turns, which see a number and answer."""
     calls = [
-        Transition(
-            id=f"{name}/{i}", attempt=name, index=i, prompt=int32([i + 1]),
-            completion=int32([5] * (1 + i % 2)), logprobs=float32([-1.0] * (1 + i % 2)),
+        factories.call(
+            f"{name}/{i}",
+            [i + 1],
+            [5] * (1 + i % 2),
+            attempt=name,
+            index=i,
             role=("planner", "solver")[i % 2],
             messages=[{"role": "user", "content": f"see {i} {says[:i]}"}],
             answer={"role": "assistant", "content": SAYS[said]},
         )
         for i, said in enumerate(says)
-    ]  # fmt: skip
+    ]
     return factories.rollout(name, calls, [] if outcome is None else [Reward(value=outcome)])
 
 
@@ -218,7 +214,7 @@ def step_of(seed: int) -> list[Group]:
         )
         for i in range(5)
     ]
-    return [Group(id="g", run="r", step=seed, rollouts=rollouts)]
+    return [factories.group(*rollouts, step=seed)]
 
 
 def taken(algo: Algo, state: AlgorithmState, groups: list[Group]) -> Batch:
@@ -293,7 +289,7 @@ def test_nothing_known_teaches_nothing() -> None:
     algo = make("coma", OPTIONS)
     state = AlgorithmState(algo.remembered)
     before = json.dumps(state.dump())
-    groups = [Group(id="g", run="r", step=0, rollouts=[rollout("x", [0, 1], None)])]
+    groups = [factories.group(rollout("x", [0, 1], None))]
     assert (psi_of(algo, taken(algo, state, groups)) == 0).all()
     assert json.dumps(state.dump()) == before
 

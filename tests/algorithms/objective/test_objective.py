@@ -26,7 +26,6 @@ from agentrl.algorithms.objective.core import (
     weights,
 )
 from agentrl.algorithms.objective.ratios import Clip, GivenLogProbs, Ratio, RatioInRange, Truncate
-from agentrl.algorithms.zoo.baselines.grpo import NonzeroVariance
 from agentrl.errors import TrainingError
 from tests.algorithms.worlds import coefficients_of
 
@@ -109,9 +108,10 @@ def test_a_filter_takes_tokens_from_the_denominator_and_a_flat_group_does_not() 
         rewards={"outcome": torch.tensor([1.0, 0, 0, 0, 1, 1])}, roles=["a"],
         groups=["g", "h"], rollouts=list("abcdef"), transitions=list("abcdef"),
     )  # fmt: skip
+    of_first = torch.tensor([True] * 4 + [False] * 2)
     kept, dropped = (
         loss_terms(Algo(GroupRelative(), agg=Average(("all",)), keep=keep), batch, GivenLogProbs())
-        for keep in (None, NonzeroVariance())
+        for keep in (None, lambda _: of_first)
     )
     assert near(kept.weight, [1 / 6] * 6)
     assert near(dropped.weight, [0.25] * 4 + [0, 0])

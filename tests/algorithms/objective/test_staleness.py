@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.diagnostics.metrics import ratio_metrics
-from agentrl.algorithms.explain.explain import explain
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.objective.staleness import effective_share, old_policy_share
@@ -21,7 +20,8 @@ from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.types import Group
 from tests.algorithms.train.test_update import Recorder, group
-from tests.spine import of_part
+
+pytestmark = pytest.mark.part  # they correct for the sampler by `+tis` and others of the gates
 
 
 def aged(found: Group, *versions: int, spans: Any = ()) -> Group:
@@ -45,9 +45,9 @@ def update(step: int, *groups: Group, preset: str = "grpo+tis", **settings: Any)
     ("settings", "message"),
     [
         ({"preset": "cispo"}, r"max_staleness = 0.5: 'cispo' does not read .* add \+tis"),
-        of_part({"preset": "opo"}, r"'opo' does not read the sampler's log-probs"),
+        ({"preset": "opo"}, r"'opo' does not read the sampler's log-probs"),
         ({"preset": "reinforce+behaviour"}, r"\+behaviour changes token ratios"),
-        of_part({"preset": "dppo-topk+behaviour"}, r"\+behaviour changes token ratios"),
+        ({"preset": "dppo-topk+behaviour"}, r"\+behaviour changes token ratios"),
         ({"preset": "grpo+behaviour+tis"}, r"correct for the sampler twice"),
         (
             {
@@ -64,9 +64,7 @@ def test_what_is_blind_to_older_versions_is_refused(settings: Any, message: str)
         load_algorithm(config)
 
 
-@pytest.mark.parametrize(
-    "preset", ["grpo+tis", "scalerl", of_part("dppo-tv"), of_part("minirl"), "cispo+behaviour"]
-)
+@pytest.mark.parametrize("preset", ["grpo+tis", "scalerl", "dppo-tv", "minirl", "cispo+behaviour"])
 def test_what_reads_the_sampler_may_be_stale(preset: str) -> None:
     load_algorithm(resolve({"algorithm": {"max_staleness": 8, "preset": preset}}, source="test"))
 
@@ -93,6 +91,8 @@ def test_an_older_token_is_withheld_and_its_reward_still_moves_the_baseline() ->
 
 
 def test_explain_tells_what_was_withheld() -> None:
+    from agentrl.algorithms.explain.explain import explain
+
     found = aged(group("a", 1.0, 0.0), 4, 1)
     weight = explain(make("grpo+tis", {}), [found], oldest=2).weight
     assert (weight > 0).tolist() == [True, True, False, False]

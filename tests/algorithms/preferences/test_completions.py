@@ -52,7 +52,7 @@ def pairs(count: int = 3, size: int = 2, prompt: int = 9) -> list[Group]:
             reward = [Reward(value=j / (size - 1))]
             made = factories.rollout(f"{k}/{j}", calls, reward, group=f"g{k}", index=j)
             rollouts.append(made)
-        groups.append(Group(id=f"g{k}", run="run", step=0, rollouts=rollouts))
+        groups.append(factories.group(*rollouts, id=f"g{k}"))
     return groups
 
 

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from agentrl.algorithms.preferences.command import data
 from agentrl.store import Store, open_store
 from agentrl.store.records import Item
-from agentrl.types import Branch, NewRollout, Outcome, Reward, Transition, float32, int32
+from agentrl.types import Branch, NewRollout, Outcome, Reward
+from tests import factories
 
 
 def command(url: Path, *words: str, fails: bool = False) -> str:
@@ -48,13 +49,17 @@ async def play(
         before, made = list(prompt), []
         for index, said in enumerate(calls):
             made.append(
-                Transition(
-                    id=f"{id}/{index}", attempt=attempt.id, index=index, prompt=int32(before),
-                    completion=int32(said), logprobs=float32([-0.5] * len(said)),
+                factories.call(
+                    f"{id}/{index}",
+                    before,
+                    said,
+                    attempt=attempt.id,
+                    index=index,
+                    logprob=-0.5,
                     messages=[{"role": "user", "content": group}],
                     answer={"role": "assistant", "content": f"{said}"},
                 )
-            )  # fmt: skip
+            )
             before += [*said, 9]
         await store.add_transitions(made)
         rewards = [] if reward is None else [Reward(value=reward)]
@@ -137,10 +142,7 @@ async def test_an_expert_of_another_run(url):
             [NewRollout(id="x", run="teacher", group="x", index=0, task={"input": "t"})]
         )
         (attempt,) = await store.claim(1, runner="r", lease=9.0, run="teacher")
-        call = Transition(
-            id="x/0", attempt=attempt.id, index=0, prompt=int32([1, 2]), completion=int32([8]),
-            logprobs=float32([-1.0]),
-        )  # fmt: skip
+        call = factories.call("x/0", [1, 2], [8], attempt=attempt.id)
         await store.add_transitions([call])
         done = Outcome(attempt=attempt.id, fence=attempt.fence, rewards=[Reward(value=1.0)])
         await store.finish([done])
@@ -202,14 +204,8 @@ async def test_freeze_lets_a_prune_remove_the_rollouts(url, tmp_path):
         command(url, "mine", "pairs", "--run", "run")
         state = await store.run("run")
         await store.claim_groups("run", state.epoch, 1)
-        from agentrl.types import StepCommit
 
-        await store.commit_step(
-            StepCommit(
-                run="run", epoch=state.epoch, step=0, groups=["g"], versions={},
-                checkpoint=None, metrics={},
-            )
-        )  # fmt: skip
+        await store.commit_step(factories.commit(0, ["g"], run="run", epoch=state.epoch))
         assert (await store.prune(keep_last=0)).rollouts == 0
         command(url, "freeze", "pairs")
         assert (await store.prune(keep_last=0)).rollouts == 2

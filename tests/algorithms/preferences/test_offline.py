@@ -19,7 +19,8 @@ from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.store.records import Item, Side, digest_of
-from agentrl.types import Transition, float32, int32
+from agentrl.types import Transition, int32
+from tests import factories
 
 
 def settings(folder: Path, model: Path, **more: Any) -> RunConfig:
@@ -37,11 +38,7 @@ def settings(folder: Path, model: Path, **more: Any) -> RunConfig:
 
 def side(dice: torch.Generator, prompt: list[int], size: int) -> Side:
     said = torch.randint(3, 500, (size,), generator=dice).tolist()
-    call = Transition(
-        id=f"c{len(prompt)}{said}", attempt="a", index=0, prompt=int32(prompt),
-        completion=int32(said),
-        logprobs=float32([-1.0] * len(said)),
-    )  # fmt: skip
+    call = factories.call(f"c{len(prompt)}{said}", prompt, said)
     return Side(digest=digest_of([call]), own=[call])
 
 
@@ -116,10 +113,9 @@ async def test_what_cannot_be_trained_whole_is_left_out_and_counted(
     dice = torch.Generator().manual_seed(1)
     long, foreign = side(dice, [5] * 3000, 3), side(dice, [5, 6], 2)
     foreign = Side(digest="f", own=[_with_token(foreign.own[0], 9999)])
-    text = Transition(
-        id="t", attempt="a", index=0, exact=False, prompt=int32(), completion=int32(),
-        logprobs=float32(), messages=[], answer={"role": "assistant", "content": "a"},
-    )  # fmt: skip
+    text = factories.call(
+        "t", (), (), exact=False, messages=[], answer={"role": "assistant", "content": "a"}
+    )
     unknown = Side(digest="u", own=[text])
     good, other = side(dice, [5, 6], 2), side(dice, [5, 6], 3)
     bad = [long, foreign, unknown]

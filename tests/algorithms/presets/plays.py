@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,10 +14,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import loss_coefficients, loss_terms
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
-from tests.algorithms.naive import (
-    compare,
-    naive_gae,
-)
+from tests.algorithms.naive import compare, naive_gae
 from tests.algorithms.worlds import NAN, Play, random_plays, world
 
 Plays = list[Play]
@@ -185,3 +183,14 @@ CHECKS: list[Check] = [
     psi_is_minus_the_gradient_of_the_published_loss,
     hopeless_batches_give_no_nan,
 ]
+
+
+def checked(cases: Mapping[str, Any], checks: Sequence[Callable[[str, Any], None]] = CHECKS) -> Any:
+    """A test of every case by every check."""
+
+    @pytest.mark.parametrize("case", cases)
+    @pytest.mark.parametrize("check", checks, ids=lambda check: check.__name__)
+    def test(case: str, check: Callable[[str, Any], None]) -> None:
+        check(case, cases[case])
+
+    return test

@@ -23,7 +23,6 @@ from tests.algorithms.presets.padded import (
     CUT,
     PPO,
     Case,
-    Check,
     Losses,
     Padded,
     Surrogate,
@@ -46,6 +45,7 @@ from tests.algorithms.presets.padded import (
     whiten,
     zscore,
 )
+from tests.algorithms.presets.plays import checked
 from tests.algorithms.worlds import Call, Play, world
 
 
@@ -172,11 +172,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.part
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_its_loss_is_the_published_one(case: str, check: Check) -> None:
-    check(case, CASES[case])
+test_its_loss_is_the_published_one = pytest.mark.part(checked(CASES, CHECKS))
 
 
 @pytest.mark.part

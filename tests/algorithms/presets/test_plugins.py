@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
-from importlib.metadata import EntryPoint, EntryPoints
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,8 @@ from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.config.base import say_renamed
 from agentrl.config.presets import check_presets, preset_names
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.lab.catalogue import catalogue
-from tests import warm
 from tests.algorithms.worlds import EVERY_OUTPUT, Call, Play, world
-from tests.spine import of_part
+from tests.factories import Register
 
 HEAD = "from agentrl.algorithms import Algo, GroupRelative, preset\n"
 
@@ -44,6 +44,7 @@ def built(folder: Path, code: str, suffix: str = "", **options: object) -> Algo:
     return make(f"mine_preset.py:p{suffix}", options, root=folder)
 
 
+@pytest.mark.part
 def test_a_plain_function_takes_modifiers_and_the_shared_reward(tmp_path: Path) -> None:
     code = "def p(reward: str, *, std: bool = True): return Algo(GroupRelative(reward))"
     algo = built(tmp_path, code, "+tis", reward="style", tis_cap=3.0)
@@ -65,27 +66,16 @@ def p(reward: str) -> Algo:
         built(tmp_path, code, clip_hi=inf)
 
 
-@pytest.fixture
-def points(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
-    """The entry points of all packages: none, until a test adds some."""
-    points: list[EntryPoint] = []
-    monkeypatch.setattr(
-        "agentrl.base.parts._entry_points",
-        lambda group, path: EntryPoints(points).select(group=group),
-    )
-    return points
-
-
 def test_an_installed_package_registers_presets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: list[EntryPoint]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: Register
 ) -> None:
     (tmp_path / "their_presets.py").write_text(HEAD + "def p(): return Algo(GroupRelative())")
     monkeypatch.syspath_prepend(tmp_path)
-    points.append(EntryPoint("theirs", "their_presets:p", "agentrl.presets"))
-    assert make("theirs+tis", {}).name == "theirs+tis"
+    register("agentrl.presets", "theirs", "their_presets:p")
+    assert make("theirs+peers", {}).name == "theirs+peers"
     with pytest.raises(ConfigError, match=r"no preset 'theris'; did you mean 'theirs'"):
         make("theris", {})
-    points[0] = EntryPoint("grpo", "their_presets:p", "agentrl.presets")
+    register("agentrl.presets", "grpo", "their_presets:p")
     with pytest.raises(ConfigError, match="hides the library's own 'grpo'"):
         make("grpo", {})
 
@@ -127,7 +117,7 @@ def test_a_credit_function_takes_the_place_of_a_presets_own(tmp_path: Path) -> N
 
     def algo(name: str) -> Algo:
         options = {"credit": f"mine_credit.py:{name}", "credit_reward": "style"}
-        return make("gspo+credit", options, root=tmp_path)
+        return make("rloo+credit", options, root=tmp_path)
 
     assert algo("twice").rewards == ("style",)
     assert compute_advantages(algo("twice"), batch).tolist() == [2, 2, 6, 6]
@@ -142,7 +132,7 @@ def test_a_credit_function_takes_the_place_of_a_presets_own(tmp_path: Path) -> N
 
 
 def test_an_installed_package_registers_modifiers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: list[EntryPoint]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: Register
 ) -> None:
     (tmp_path / "their_modifiers.py").write_text(
         HEAD + "from dataclasses import replace\n"
@@ -150,18 +140,19 @@ def test_an_installed_package_registers_modifiers(
         "    return replace(algo, entropy=theirs_bonus)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    points.append(EntryPoint("+theirs", "their_modifiers:m", "agentrl.presets"))
+    register("agentrl.presets", "+theirs", "their_modifiers:m")
     assert make("grpo+theirs", {}, streams=("old", "sampler", "entropy")).entropy == 0.5
     bonus = {"theirs_bonus": 2.0}
-    assert make("gspo+theirs", bonus, streams=("old", "sampler", "entropy")).entropy == 2.0
+    assert make("rloo+theirs", bonus, streams=("old", "sampler", "entropy")).entropy == 2.0
     check_presets(run_with("grpo+theirs"))
     with pytest.raises(ConfigError, match=r"no modifier \+thiers .*did you mean 'theirs'"):
         make("grpo+thiers", {})
 
 
 @pytest.mark.part
-def test_two_packages_with_one_name_are_refused(points: list[EntryPoint]) -> None:
-    points += [EntryPoint("treerl", f"{x}:treerl", "agentrl.presets") for x in ("ours", "theirs")]
+def test_two_packages_with_one_name_are_refused(register: Register) -> None:
+    for module in ("ours", "theirs"):
+        register("agentrl.presets", "treerl", f"{module}:treerl")
     with pytest.raises(ConfigError, match=r"ours:treerl and theirs:treerl .* have one name"):
         make("treerl", {})
 
@@ -228,6 +219,12 @@ def test_without_all_parts_the_other_presets_work(without_parts: None) -> None:
         )
     with pytest.raises(ConfigError, match=r"'\+pairs': it belongs to the part 'preferences'"):
         make("grpo+pairs", {"pairs_loss": "simpo"})
+
+
+@pytest.mark.part
+def test_the_catalogue_shows_what_is_installed(without_parts: None) -> None:
+    from agentrl.lab.catalogue import catalogue
+
     lines = "\n".join(catalogue())
     assert " grpo " in lines
     assert "treerl" not in lines
@@ -236,7 +233,7 @@ def test_without_all_parts_the_other_presets_work(without_parts: None) -> None:
 Named = tuple[str, dict[str, Any]]
 NEW_NAMES: list[tuple[Named, Named, str]] = [
     (("gspo-token", {}), ("gspo", {}), "gspo-token is now called gspo"),
-    of_part(("dro+tis", {}), ("kimi+tis", {}), "dro is now called kimi"),
+    (("dro+tis", {}), ("kimi+tis", {}), "dro is now called kimi"),
     (
         ("grpo+fade", {"fade_gamma": 0.5}),
         ("grpo+call-discount", {"call_discount_gamma": 0.5}),
@@ -255,6 +252,7 @@ NEW_NAMES: list[tuple[Named, Named, str]] = [
 ]
 
 
+@pytest.mark.part
 @pytest.mark.parametrize(("old", "new", "said"), NEW_NAMES)
 def test_an_old_name_is_read_and_says_the_new_one(
     old: Named, new: Named, said: str, caplog: pytest.LogCaptureFixture
@@ -282,20 +280,18 @@ def test_no_two_presets_are_the_same() -> None:
 @pytest.mark.part
 def test_training_needs_no_part() -> None:
     code = """
-import sys
-for name in [name for name in sys.modules if f"{name}.".startswith("agentrl.")]:
-    del sys.modules[name]
-for part in ("zoo", "multiagent"):
-    sys.modules[f"agentrl.algorithms.{part}"] = None  # importing it raises ImportError
-from importlib.metadata import EntryPoints
-from agentrl.base import parts
-parts._entry_points = lambda group, path: EntryPoints(())
 import agentrl.algorithms.train.main
 from agentrl.algorithms.presets.catalogue import installed, make
 print(make("auto+peers", {}).name, len(installed()[0]))
 """
-    said = warm.run("-c", code)
-    assert said.returncode == 0, said.stderr
+    without = {"WITHOUT_PARTS": "all", "PYTHONPATH": "tests/without"}
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | without,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert said.stdout.split() == ["auto+peers", str(len(NAMES.presets.keys() - OF_FAMILIES))]
 
 

@@ -22,12 +22,11 @@ from tests.algorithms.naive import (
     rewards_of,
 )
 from tests.algorithms.presets.plays import (
-    CHECKS,
     GAE,
     Case,
-    Check,
     Plays,
     calls,
+    checked,
     copied,
     gae,
     missing,
@@ -190,11 +189,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.part
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_its_loss_is_the_published_one(case: str, check: Check) -> None:
-    check(case, CASES[case])
+test_its_loss_is_the_published_one = pytest.mark.part(checked(CASES))
 
 
 def test_peers_credits_every_call_where_no_state_is_seen_twice() -> None:

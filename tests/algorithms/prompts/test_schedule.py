@@ -17,22 +17,19 @@ from agentrl.algorithms.prompts.search import candidate_id
 from agentrl.algorithms.replays.counterfactuals import joining_rollout
 from agentrl.algorithms.sampling.rollouts import CandidateInUse
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.config import RunConfig, resolve
+from agentrl.config import RunConfig
 from agentrl.errors import Invalid
 from agentrl.store import open_store
-from agentrl.types import Branch, StepCommit
+from agentrl.types import Branch
+from tests import factories
 from tests.factories import rollout
 
 
 def config(folder: Path, **prompts: Any) -> RunConfig:
     (folder / "solver.txt").write_text("Be brief.\n")
     table = {"reflector": "teacher", "budget": 100, "components": {"solver": "solver.txt"}}
-    settings: dict[str, Any] = {
-        "root": str(folder), "output": str(folder / "out"), "steps": 6,
-        "tasks": {"train": "t.py:t"}, "upstreams": {"teacher": {"text": "x"}},
-        "prompts": table | prompts,
-    }  # fmt: skip
-    return resolve(settings, source="test")
+    tables: Any = {"tasks": {"train": "t.py:t"}, "upstreams": {"teacher": {"text": "x"}}}
+    return factories.config(folder, steps=6, prompts=table | prompts, **tables)
 
 
 async def played(
@@ -54,10 +51,7 @@ async def played(
     async with open_store(f"sqlite:///{settings.output}.db") as store:
         state = await store.open_run(settings.name, {})
         for step in range(state.step, start):
-            commit = StepCommit(
-                run=settings.name, epoch=state.epoch, step=step, groups=[], versions={},
-                checkpoint=None, metrics={},
-            )  # fmt: skip
+            commit = factories.commit(step, run=settings.name, epoch=state.epoch)
             await store.commit_step(commit)
         schedule = PromptSchedule(store, settings, replace(state, step=start))
         await schedule.start()

@@ -101,9 +101,9 @@ def test_a_reflector_reads_messages_as_they_were_written() -> None:
         answer={"role": "assistant", "content": None, "tool_calls": [call]}, **base,
     )  # fmt: skip
     bare = Transition(id="t1", index=1, **base)
-    shown = stored._example(
+    shown = stored.example_of(
         Trace(factories.rollout(calls=[spoken, bare]), "a", [spoken, bare], []), TEXT
     )
     assert "Où?" in shown["Read"]
     assert "Zürich" in shown["Said"]
-    assert stored._example(Trace(factories.rollout(calls=[bare]), "a", [bare], []), TEXT) == {}
+    assert stored.example_of(Trace(factories.rollout(calls=[bare]), "a", [bare], []), TEXT) == {}

@@ -13,17 +13,7 @@ from agentrl.algorithms.replays.training import replay_metrics
 from agentrl.algorithms.train.hooks import hooks_of
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
-from agentrl.types import (
-    Branch,
-    Group,
-    Purpose,
-    Reward,
-    Rollout,
-    RolloutState,
-    Sampling,
-    float32,
-    int32,
-)
+from agentrl.types import Branch, Purpose, Reward, Rollout, RolloutState, Sampling, float32, int32
 from tests import factories
 
 
@@ -106,15 +96,15 @@ def test_branches_that_went_astray_are_counted() -> None:
     whole = call(call(rollout("b", 1, 1, 1), 0, repeats="a0"), 1, repeats="a1")
     astray = call(rollout("c", 1, 1), 0, repeats="a0")
     rows = [rollout("a", 1, 1, 1), *(replace(row, branch=branch) for row in (whole, astray))]
-    found = replay_metrics([Group(id="g", run="run", step=0, rollouts=rows)])
+    found = replay_metrics([factories.group(*rows)])
     assert found == {"branches": 2, "branches/diverged": 1, "calls/repeated": 3}
-    assert replay_metrics([Group(id="g", run="run", step=0, rollouts=rows[:1])]) == {}
+    assert replay_metrics([factories.group(*rows[:1])]) == {}
 
 
 async def test_a_step_reports_its_branches() -> None:
     whole = call(call(rollout("b", 1, 1, 1), 0, repeats="a0"), 1, repeats="a1")
     rows = [rollout("a", 1, 1, 1), replace(whole, branch=Branch(rollout="a", calls=2))]
-    groups = [Group(id="g", run="run", step=0, rollouts=rows)]
+    groups = [factories.group(*rows)]
     hooks = hooks_of(resolve({"algorithm": {"branching": {"kind": "mc"}}}, source="test"))
     kept, metrics = await hooks.complete(groups)
     assert kept == groups

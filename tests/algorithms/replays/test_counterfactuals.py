@@ -32,16 +32,7 @@ from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.config import RunConfig, resolve
 from agentrl.config.policies import view
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.types import (
-    Branch,
-    Group,
-    NewRollout,
-    Purpose,
-    Reward,
-    Rollout,
-    RolloutState,
-    Scope,
-)
+from agentrl.types import Branch, Group, NewRollout, Purpose, Reward, Rollout, RolloutState, Scope
 from tests import factories
 from tests.agentrl.test_policies import team as members
 
@@ -84,7 +75,7 @@ def worth(asked: NewRollout) -> float:
 
 
 def complete(config: RunConfig, *rollouts: Rollout, policy: str = "policy") -> Group:
-    group = Group(id="g", run="run", step=3, rollouts=list(rollouts))
+    group = factories.group(*rollouts, step=3)
     return RoleRewards(coalition_formula(config), policy).complete([group])[0]
 
 
@@ -207,7 +198,7 @@ def test_nobody_learns_from_a_replay() -> None:
     rows = [rollout("a"), rollout("b", outcome=0.5)]
     ended = [played(asked, worth(asked)) for asked in counterfactual_rollouts(config, rows)]
     assert not any(map(valid, ended))
-    group = Group(id="g", run="run", step=3, rollouts=[*rows, *ended])
+    group = factories.group(*rows, *ended, step=3)
     preprocessor = Preprocessor((RoleRewards(coalition_formula(config), "policy"),))
     algo = make("difference", {})
     (whole,) = preprocessor.prepare(
@@ -275,9 +266,9 @@ def test_replays_are_counted() -> None:
     calls = [replace(c, repeats=f"a{c.index}") for c in repeated.transitions[1:]]
     repeated = replace(repeated, transitions=[repeated.transitions[0], *calls])
     rows = [rollout("a"), repeated, played(second, nan)]
-    found = replay_metrics([Group(id="g", run="run", step=0, rollouts=rows)])
+    found = replay_metrics([factories.group(*rows)])
     assert found == {"replays": 2, "replays/missing": 1, "calls/repeated": 2}
-    assert replay_metrics([Group(id="g", run="run", step=0, rollouts=rows[:1])]) == {}
+    assert replay_metrics([factories.group(*rows[:1])]) == {}
 
 
 def test_replays_that_nobody_reads_are_refused() -> None:

@@ -12,15 +12,8 @@ import pytest
 import agentrl
 from agentrl.algorithms.data.merge import counterfactual
 from agentrl.algorithms.replays.gateway import recording
-from agentrl.types import (
-    Branch,
-    PolicyVersion,
-    Rollout,
-    RolloutState,
-    Transition,
-    float32,
-    int32,
-)
+from agentrl.types import Branch, PolicyVersion, Rollout, RolloutState, Transition
+from tests import factories
 
 Agent = Callable[[Any], Any]
 
@@ -254,12 +247,9 @@ async def test_a_record_that_is_gone_repeats_nothing(bench: Any) -> None:
 async def test_what_the_agent_did_not_wait_for_is_not_repeated(bench: Any) -> None:
     attempt = await bench.attempt()
     rows = [
-        Transition(
-            id=f"c{i}", attempt=attempt.id, index=i, prompt=int32([1]), completion=int32([2]),
-            logprobs=float32([-0.5]), finish=finish,
-        )
+        factories.call(f"c{i}", attempt=attempt.id, index=i, logprob=-0.5, finish=finish)
         for i, finish in enumerate(["stop", "cut", "stop"])
-    ]  # fmt: skip
+    ]
     await bench.store.add_transitions(rows)
     found = await recording(bench.store, Branch(rollout=attempt.rollout.id, calls=3))
     assert [row.id for row in found.left] == ["c0"]

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.algorithms.naive import (
-    naive_siblings,
-    naive_tree,
-)
-from tests.algorithms.presets.plays import CHECKS, Case, Check, outcome, tokens, total
+from tests.algorithms.naive import naive_siblings, naive_tree
+from tests.algorithms.presets.plays import Case, checked, outcome, tokens, total
 from tests.algorithms.worlds import Play
 
 
@@ -35,7 +30,4 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_its_loss_is_the_published_one(case: str, check: Check) -> None:
-    check(case, CASES[case])
+test_its_loss_is_the_published_one = checked(CASES)

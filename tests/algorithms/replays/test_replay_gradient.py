@@ -14,7 +14,8 @@ from agentrl.algorithms.replays.coalitions import difference
 from agentrl.algorithms.replays.gateway import Recording, recorded_calls
 from agentrl.runners.dialects.base import CHAT
 from agentrl.runners.gateway.request import ModelRequest
-from agentrl.types import Branch, Transition, float32, int32
+from agentrl.types import Branch, Transition
+from tests import factories
 
 ROLES = ("planner", "critic", "solver")
 Ask = Callable[[str, str], bool]
@@ -85,12 +86,16 @@ def played(dice: Dice, recording: Recording) -> Play:
             said = dice.toss(p)
             score[role] += said - p
         record.append(
-            Transition(
-                id=str(len(record)), attempt="a", index=len(record), prompt=int32(), role=role,
-                completion=int32(), logprobs=float32(), messages=messages,
+            factories.call(
+                str(len(record)),
+                (),
+                (),
+                index=len(record),
+                role=role,
+                messages=messages,
                 answer={"content": said},
             )
-        )  # fmt: skip
+        )
         return bool(said)
 
     return Play(team(ask), record, score)

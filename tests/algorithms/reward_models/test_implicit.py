@@ -22,6 +22,7 @@ from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError, TrainingError
 from agentrl.types import Group, Reward
+from tests import factories
 from tests.algorithms.reward_models.test_scorers import call, rollout
 
 Made = tuple[RewardModel, ImplicitTrainer]
@@ -42,7 +43,7 @@ def groups(*outcomes: float | None) -> list[Group]:
         calls = [call(f"{n}/0", [1, 2, 3], [4, 5 + n]), call(f"{n}/1", [1, 2, 3, 4, 5 + n, 6], [7])]
         rewards = [] if outcome is None else [Reward(value=outcome)]
         rows.append(replace(rollout(str(n), calls), rewards=rewards))
-    return [Group(id="g", run="r", step=0, rollouts=rows)]
+    return [factories.group(*rows)]
 
 
 def logprob(model: PreTrainedModel, prompt: list[int], completion: list[int]) -> torch.Tensor:

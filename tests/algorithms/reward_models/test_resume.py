@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.explain.rollouts import explain_rollout
 from agentrl.config import RunConfig, resolve
 from agentrl.store import open_store
-from tests.system.steady import config, run, strike_at
-from tests.system.test_resume import Interrupted, interrupt
+from tests.system.steady import break_off, config, finish
 
 
 def judging(folder: Path, model: Path) -> RunConfig:
@@ -31,12 +29,10 @@ def test_rewards_of_a_model_are_in_the_store_once_and_explained(
     whole, broken = folders = tmp_path / "whole", tmp_path / "broken"
     for folder in folders:
         folder.mkdir()
-    asyncio.run(run(judging(whole, tiny_model_dir), lambda point: None))
+    finish(judging(whole, tiny_model_dir))
     settings = judging(broken, tiny_model_dir)
-    for point in ("optimizer", "checkpoint", "commit"):
-        with pytest.raises(Interrupted):
-            asyncio.run(run(settings, strike_at(point, 1, interrupt)))
-    asyncio.run(run(settings, lambda point: None))
+    break_off(settings, "optimizer", "checkpoint", "commit", number=1)
+    finish(settings)
     for folder in folders:
         asyncio.run(check_rewards(f"sqlite:///{folder / 'out' / 'store.db'}"))
 

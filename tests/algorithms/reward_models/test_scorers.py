@@ -21,14 +21,7 @@ from agentrl.algorithms.reward_models.scorers import (
 )
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, PolicyError, TrainingError
-from agentrl.types import (
-    Group,
-    Reward,
-    Rollout,
-    RolloutState,
-    Scope,
-    Transition,
-)
+from agentrl.types import Group, Reward, Rollout, RolloutState, Scope, Transition
 from tests import factories
 from tests.factories import call
 
@@ -58,7 +51,7 @@ def groups() -> list[Group]:
     failed = rollout("c", [call("c0", [1, 2], [3])], RolloutState.FAILED)
     inexact = rollout("d", [call("d0", [1, 2], [3], exact=False)])
     rows = [rollout("a", first), rollout("b", second), failed, inexact]
-    return [Group(id="g", run="r", step=0, rollouts=rows)]
+    return [factories.group(*rows)]
 
 
 def given(made: list[Group], name: str) -> dict[tuple[str, str | None], float]:
@@ -217,6 +210,6 @@ def test_what_the_model_cannot_read_has_no_score(
         full = [call("a0", [1] * 510, [4, 5])]
         long = [call("b0", [1], [2]), call("b1", [1] * 511, [4, 5])]
         rows = [rollout("a", full), rollout("b", long)]
-        made = model.complete([Group(id="g", run="r", step=0, rollouts=rows)])
+        made = model.complete([factories.group(*rows)])
         whole, calls = {("a", None)}, {("a", "a0"), ("b", "b0")}
         assert set(given(made, "rm")) == (whole if scope == "rollout" else calls)

@@ -20,23 +20,14 @@ from agentrl.algorithms.sampling.collect import (
     unreadable_reason,
 )
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.config import AlgorithmConfig, RunConfig, resolve
+from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.store import Store, open_store
-from agentrl.types import (
-    Group,
-    Outcome,
-    Purpose,
-    Reward,
-    Rollout,
-    RolloutState,
-    StepCommit,
-    Transition,
-    float32,
-    int32,
-)
+from agentrl.types import Group, Outcome, Purpose, Reward, Rollout, RolloutState, StepCommit
+from tests import factories
 from tests.algorithms.train.test_policy_set import config as team
 from tests.algorithms.train.test_policy_set import shared
+from tests.spine import of_part
 
 TASKS = [{"input": name} for name in ("easy", "fair", "easy", "hard", "easy", "missing")]
 REWARDS: dict[str, list[float | None]] = {
@@ -56,7 +47,7 @@ class Killed(Exception):
 
 def config(**algorithm: Any) -> RunConfig:
     settings = {"groups": 3, "group_size": 2, "max_rounds": 3, "dynamic_sampling": True}
-    return resolve({"name": "r", "algorithm": settings | algorithm, "steps": 4}, source="test")
+    return factories.config(steps=4, algorithm=settings | algorithm)
 
 
 def collector(store: Store, epoch: int = 1, tasks: list[Any] = TASKS, **more: Any) -> Collector:
@@ -77,12 +68,15 @@ async def running(store: Store) -> AsyncIterator[None]:
                 values, token = REWARDS[name], 7 if name == "foreign" else 2
                 value = values[attempt.rollout.index % len(values)]
                 calls = [
-                    Transition(
-                        id=f"{attempt.rollout.id}/{index}", attempt=attempt.id, index=index,
-                        prompt=int32([1]), completion=int32([token]), logprobs=float32([-1.0]),
+                    factories.call(
+                        f"{attempt.rollout.id}/{index}",
+                        [1],
+                        [token],
+                        attempt=attempt.id,
+                        index=index,
                     )
                     for index in range(2)
-                ]  # fmt: skip
+                ]
                 await store.add_transitions(calls)
                 rewards = [] if value is None else [Reward(value=value)]
                 outcome = Outcome(attempt=attempt.id, fence=attempt.fence, rewards=rewards)
@@ -176,16 +170,13 @@ async def test_a_group_that_no_model_can_read_is_discarded_and_the_run_goes_on(
 @pytest.mark.parametrize("value", [1e308, -1e16, float("nan")])
 def test_what_an_older_store_did_not_refuse_is_not_learned_from(value: float) -> None:
     def group(reward: float, logprob: float, *, exact: bool = True) -> Group:
-        call = Transition(
-            id="call", attempt="a", index=0, exact=exact,
-            prompt=int32([1]), completion=int32([2]), logprobs=float32([logprob]),
-        )  # fmt: skip
+        call = factories.call("call", exact=exact, logprob=logprob)
         row = Rollout(
             id="g/0", run="r", group="g", index=0, task={}, purpose=Purpose.TRAIN, step=0,
             state=RolloutState.SUCCEEDED, attempts=1, attempt="a", result=None, failure=None,
             rewards=[Reward(value=reward)], transitions=[call],
         )  # fmt: skip
-        return Group(id="g", run="r", step=0, rollouts=[row])
+        return factories.group(row)
 
     good, bad = group(1e15, 1e-6), [group(value, -1.0), group(1.0, 0.5)]
     assert split_unreadable([good, group(1.0, 0.5, exact=False)], {}) == (
@@ -302,8 +293,8 @@ def test_replacements_are_the_same_whoever_asks() -> None:
     [
         ("grpo", {}, None),
         ("grpo", {"dynamic_sampling": True}, "outcome"),
-        ("dapo", {}, "outcome"),
-        ("dapo", {"dynamic_sampling": False}, None),
+        of_part("dapo", {}, "outcome"),
+        of_part("dapo", {"dynamic_sampling": False}, None),
     ],
 )
 def test_a_preset_or_the_run_file_asks_for_it(
@@ -312,6 +303,7 @@ def test_a_preset_or_the_run_file_asks_for_it(
     assert resampling_reward(AlgorithmConfig(**settings), make(preset, {})) == expected
 
 
+@pytest.mark.part
 def test_settings_of_what_is_off_are_refused() -> None:
     distill = make("distill", {}, streams=("teacher",))
     with pytest.raises(ConfigError, match=r"algorithm\.max_rounds = 3: dynamic sampling is off"):

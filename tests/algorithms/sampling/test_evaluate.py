@@ -24,20 +24,11 @@ from agentrl.algorithms.sampling.scores import (
     spread_metrics,
 )
 from agentrl.algorithms.train.checkpoint import mark_best, prune
-from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.runners.scoring.results import failure_of
 from agentrl.runners.scoring.verifiers import VerifierError, as_rewards
 from agentrl.store import Store, open_store
-from agentrl.types import (
-    ErrorKind,
-    Purpose,
-    Reward,
-    Rollout,
-    RolloutState,
-    Scope,
-    StepCommit,
-)
+from agentrl.types import ErrorKind, Purpose, Reward, Rollout, RolloutState, Scope
 from tests import factories
 
 
@@ -71,7 +62,7 @@ def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_a_right_one(
 
 
 def test_samples_of_each_task_give_pass_at_k_and_intervals(tmp_path: Path) -> None:
-    config = run_config(tmp_path, eval={"samples": 3}, tasks={"train": "t.py:t"})
+    config = factories.config(tmp_path, eval={"samples": 3}, tasks={"train": "t.py:t"})
     outcomes = (1.0, 0.0, 0.4, 0.0, 1.0, nan)  # of two tasks: first, second, first ...
     rows = [msgspec.structs.replace(played(x), index=i) for i, x in enumerate(outcomes)]
     found = spread_metrics("sampled", rows, 2, config)
@@ -104,16 +95,11 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
         yield store
 
 
-def run_config(folder: Path, **tables: Any) -> RunConfig:
-    settings = {"name": "r", "root": str(folder), "output": str(folder / "out"), **tables}
-    return resolve(settings, source="test")
-
-
 async def test_only_the_sampled_score_before_and_after_has_several_samples(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
-    config = run_config(tmp_path, steps=9, eval={"every": 5, "samples": 2}, **tasks)
+    config = factories.config(tmp_path, steps=9, eval={"every": 5, "samples": 2}, **tasks)
     counts: list[dict[str, int]] = []
 
     async def play(store: Store, asked: dict[str, list[Any]]) -> dict[str, list[Rollout]]:
@@ -131,14 +117,14 @@ async def test_only_the_sampled_score_before_and_after_has_several_samples(
     assert (first["eval/sampled/pass@2"], first["eval/score_high"]) == (1.0, 1.0)
     assert not any("pass@" in name for name in second)
     with pytest.raises(ConfigError, match=r"eval.samples at temperature 0 are all the same"):
-        run_config(tmp_path, eval={"samples": 2, "sampled": False}, **tasks)
+        factories.config(tmp_path, eval={"samples": 2, "sampled": False}, **tasks)
 
 
 async def test_a_verifier_that_returns_no_number_ends_the_run_before_its_first_step(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}, "verifier": {"path": "v.py:verify"}}
-    config = run_config(tmp_path, steps=9, **tasks)
+    config = factories.config(tmp_path, steps=9, **tasks)
     with pytest.raises(VerifierError) as wrong:
         as_rewards(None)
     failure = failure_of(ErrorKind.VERIFIER, wrong.value)
@@ -179,34 +165,29 @@ async def test_training_ends_when_held_out_scores_stopped_rising(
     assert not has_stalled(scores, patience=0)
     assert not has_stalled({}, patience=2)
     with pytest.raises(ConfigError, match=r"eval.patience counts held-out scores: set eval.every"):
-        run_config(tmp_path, eval={"patience": 2}, **tasks)
+        factories.config(tmp_path, eval={"patience": 2}, **tasks)
 
 
 async def test_scores_of_all_tasks_are_compared_by_the_tasks_that_all_evaluations_have(
     store: Store, tmp_path: Path
 ) -> None:
     tasks = {"tasks": {"train": "t.py:t", "heldout": "t.py:t"}}
-    config = run_config(tmp_path, eval={"every": 10, "curve_tasks": 2}, **tasks)
+    config = factories.config(tmp_path, eval={"every": 10, "curve_tasks": 2}, **tasks)
     rows = [msgspec.structs.replace(played(x), index=i) for i, x in enumerate((1.0, 0.0, 0.0))]
     assert common_score(config, rows, 3) == {"eval/common": 0.5}
     assert common_score(config, rows[:2], 2) == {}
-    assert common_score(run_config(tmp_path, **tasks), rows, 3) == {}  # none in between
+    assert common_score(factories.config(tmp_path, **tasks), rows, 3) == {}  # none in between
     await store.log("r", 10, {"eval/score": 0.5})
     await store.log("r", 20, {"eval/score": 0.9, "eval/common": 0.4})  # more tasks, easier ones
     assert await heldout_scores(store, "r") == {10: 0.5, 20: 0.4}
 
 
 async def test_the_best_checkpoint_is_named_and_kept(store: Store, tmp_path: Path) -> None:
-    config, folder = run_config(tmp_path), tmp_path / "out" / "checkpoints"
+    config, folder = factories.config(tmp_path), tmp_path / "out" / "checkpoints"
     for step, score in enumerate((0.2, 0.5, 0.5), start=1):
         last = folder / f"{step:06d}"
         last.mkdir(parents=True)
-        await store.commit_step(
-            StepCommit(
-                run="r", epoch=1, step=step - 1, groups=[], versions={}, metrics={},
-                checkpoint=f"checkpoints/{last.name}",
-            )
-        )  # fmt: skip
+        await store.commit_step(factories.commit(step - 1, checkpoint=f"checkpoints/{last.name}"))
         prune(folder, keep=1, last=last)
         await store.log("r", step, {"eval/score": score})
         await mark_best(store, config, "")

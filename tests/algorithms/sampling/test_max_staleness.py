@@ -21,7 +21,7 @@ from agentrl.algorithms.objective.staleness import withhold
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.config import RunConfig, resolve
+from agentrl.config import RunConfig
 from agentrl.store.records import GroupRow
 from agentrl.types import (
     Counts,
@@ -32,8 +32,6 @@ from agentrl.types import (
     Rollout,
     RolloutState,
     Transition,
-    float32,
-    int32,
 )
 from tests import factories
 
@@ -82,19 +80,16 @@ class SimulatedStore:
 
     def group(self, id: str) -> Group:
         rows = [self.rollout(row) for row in self.asked[id]]
-        return Group(id=id, run="r", step=rows[0].step, rollouts=rows)
+        return factories.group(*rows, id=id, step=rows[0].step)
 
     def rollout(self, row: NewRollout) -> Rollout:
         until = self.cancelled.get(row.id)
         times = [t for t in self.times[row.id] if t <= (self.now if until is None else until)]
         versions = [sum(came <= t for came in self.served) - 1 for t in times]
         calls = [
-            Transition(
-                id=f"{row.id}/{i}", attempt=row.id, index=i, prompt=int32([1, i]), version=version,
-                completion=int32([2]), logprobs=float32([-1.0]),
-            )
+            factories.call(f"{row.id}/{i}", [1, i], attempt=row.id, index=i, version=version)
             for i, version in enumerate(versions)
-        ]  # fmt: skip
+        ]
         rewards = [] if until is not None else [Reward(value=float(hash(row.id) % 2))]
         state = RolloutState.SUCCEEDED if until is None else RolloutState.CANCELLED
         known = {"group": row.group, "index": row.index, "step": row.step, "state": state}
@@ -131,8 +126,8 @@ class SimulatedStore:
 
 
 def config(**algorithm: Any) -> RunConfig:
-    tables = {"preset": "grpo+tis", "groups": SIZE, "group_size": 2} | algorithm
-    return resolve({"name": "r", "steps": STEPS, "algorithm": tables}, source="test")
+    settings = {"preset": "grpo+tis", "groups": SIZE, "group_size": 2}
+    return factories.config(steps=STEPS, algorithm=settings | algorithm)
 
 
 async def train(store: SimulatedStore, config: RunConfig, resample: str | None) -> list[int]:

@@ -14,15 +14,16 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.sampling import stragglers
 from agentrl.algorithms.sampling.stragglers import cancelled_metrics, close_groups_during
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.config import RunConfig, resolve
+from agentrl.config import RunConfig
 from agentrl.errors import NotFound
 from agentrl.store import Store, open_store
-from agentrl.types import Outcome, Reward, RolloutState, Transition, float32, int32
+from agentrl.types import Outcome, Reward, RolloutState
+from tests import factories
 
 
 def config(**algorithm: Any) -> RunConfig:
-    settings = {"groups": 1, "group_size": 4, "min_group": 2} | algorithm
-    return resolve({"name": "r", "algorithm": settings, "steps": 2}, source="test")
+    settings = {"groups": 1, "group_size": 4, "min_group": 2}
+    return factories.config(steps=2, algorithm=settings | algorithm)
 
 
 @pytest.fixture
@@ -37,10 +38,7 @@ async def end(store: Store, config: RunConfig, n: int) -> None:
     """Run one group, of which `n` rollouts succeed and the others make a call and never end."""
     await store.enqueue(TaskSampler(config, [{"input": "x"}]).rollouts(0))
     for number, attempt in enumerate(await store.claim(4, runner="w", lease=60)):
-        call = Transition(
-            id=attempt.id, attempt=attempt.id, index=0,
-            prompt=int32([1]), completion=int32([2, 3]), logprobs=float32([-1.0, -1.0]),
-        )  # fmt: skip
+        call = factories.call(attempt.id, [1], [2, 3], attempt=attempt.id)
         await store.add_transitions([call])
         if number < n:
             ended = Outcome(attempt=attempt.id, fence=1, rewards=[Reward(value=float(number))])

@@ -24,6 +24,7 @@ from agentrl.algorithms.selfplay.ratings import elo
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import Branch, Group, Reward, Rollout, RolloutState, Scope
+from tests import factories
 from tests.algorithms.train.test_update import group
 
 SEATS = ["player_0", "player_1"]
@@ -64,7 +65,7 @@ def game(returns: list[float], *seats: str, roles: list[str] = SEATS) -> Rollout
 
 
 def groups(*rollouts: Rollout) -> list[Group]:
-    return [Group(id="g", run="r", step=0, rollouts=list(rollouts))]
+    return [factories.group(*rollouts)]
 
 
 def test_alone_it_plays_every_seat() -> None:

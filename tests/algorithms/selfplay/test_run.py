@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from agentrl.config import RunConfig, resolve
 from agentrl.store import open_store
-from agentrl.types import Attempt, Json, Outcome, Reward, Rollout, Scope, Transition, float32, int32
-from tests import warm
+from agentrl.types import Attempt, Json, Outcome, Reward, Rollout, Scope, Transition
+from tests import factories, warm
 from tests.system import steady
 
 SEATS = ["player_0", "player_1"]
@@ -42,13 +42,18 @@ def played(attempt: Attempt, policies: list[str]) -> tuple[list[Transition], Out
     seats = attempt.rollout.seats
     dice = random.Random(f"{attempt.rollout.id} {sorted(seats.items())}")
     calls = [
-        Transition(
-            id=f"{attempt.id}/{index}", attempt=attempt.id, index=index, role=role,
-            policy=seats[role], prompt=int32([dice.randrange(512) for _ in range(4)]),
-            completion=int32([dice.randrange(512)]), logprobs=float32([-6.0]),
+        factories.call(
+            f"{attempt.id}/{index}",
+            [dice.randrange(512) for _ in range(4)],
+            [dice.randrange(512)],
+            attempt=attempt.id,
+            index=index,
+            role=role,
+            policy=seats[role],
+            logprob=-6.0,
         )
         for index, role in enumerate(SEATS)
-    ]  # fmt: skip
+    ]
     won = dice.choice([-1.0, 0.0, 1.0])
     rewards = [
         Reward(value=value, scope=Scope.ROLE, target=role)

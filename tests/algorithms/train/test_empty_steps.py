@@ -21,11 +21,12 @@ from agentrl.algorithms.train.hooks import Hooks, ServedRun, hooks_of
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.prepare import Preprocessor, count_unseen_tools
-from agentrl.config import RunConfig, resolve
+from agentrl.config import resolve
 from agentrl.errors import TrainingError
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import EMPTY, Group, Json, RolloutState, RunState, StepCommit
+from tests import factories
 from tests.algorithms.train.test_hooks import Run
 from tests.algorithms.train.test_policy_set import config as team_config
 from tests.algorithms.train.test_policy_set import recording, shared
@@ -162,29 +163,22 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
         yield store
 
 
-def run_config(**settings: Any) -> RunConfig:
-    return resolve({"name": "r", "steps": 9} | settings, source="test")
-
-
 async def commit(store: Store, step: int, **metrics: float) -> None:
     named = {name.replace("__", "/"): value for name, value in metrics.items()}
-    await store.commit_step(
-        StepCommit(
-            run="r", epoch=1, step=step, groups=[], versions={}, checkpoint=None, metrics=named
-        )
-    )
+    await store.commit_step(factories.commit(step, metrics=named))
 
 
 async def test_only_the_last_steps_in_a_row_count(store: Store) -> None:
     for step, empty in enumerate((True, True, False, True, True)):
         await commit(store, step, **({"rollouts__empty": 8.0} if empty else {"loss": 1.0}))
-        await check_empty_steps(store, run_config())
+        await check_empty_steps(store, factories.config(steps=9))
     await commit(store, 5, rollouts__empty=8.0)
     with pytest.raises(TrainingError, match=r"3 steps in a row.*resumes after step 6"):
-        await check_empty_steps(store, run_config())
-    await check_empty_steps(store, run_config(max_empty_steps=4))
+        await check_empty_steps(store, factories.config(steps=9))
+    await check_empty_steps(store, factories.config(steps=9, max_empty_steps=4))
 
 
+@pytest.mark.part
 @pytest.mark.parametrize(
     ("counts", "cause"),
     [
@@ -198,7 +192,7 @@ async def test_the_cause_where_nothing_failed(
 ) -> None:
     await commit(store, 0, rollouts__empty=4.0, **counts)
     with pytest.raises(TrainingError, match=cause):
-        await check_empty_steps(store, run_config(max_empty_steps=1))
+        await check_empty_steps(store, factories.config(steps=9, max_empty_steps=1))
 
 
 def test_an_empty_step_commits_its_failures_alone() -> None:

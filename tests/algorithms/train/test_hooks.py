@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,14 @@ from agentrl.algorithms.learners.older import current_form
 from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
 from agentrl.algorithms.objective.ratios import Candidates, LogProbs, _say_renamed
 from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.sampling.collect import Collected
 from agentrl.algorithms.train import saving
-from agentrl.algorithms.train.hooks import AllHooks, Hooks, ServedRun, hooks_of
+from agentrl.algorithms.train.hooks import AllHooks, Hooks, hooks_of
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.config import RunConfig, resolve
 from agentrl.plugins import check_protocol
 from agentrl.types import Group, NewRollout, Reward, StepReward
+from tests import factories
+from tests.algorithms.train.test_loop import StandIn
 
 OPTIONAL = {
     "judges", "prompts", "offline", "snapshots", "selfplay", "teacher", "counterfactuals",
@@ -77,9 +77,7 @@ class Noted(Hooks):
 
     async def complete(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
         self.note("complete")
-        return [*groups, Group(id=self.name, run="r", step=0, rollouts=[])], {
-            f"complete/{self.name}": 1.0
-        }
+        return [*groups, factories.group(id=self.name)], {f"complete/{self.name}": 1.0}
 
     async def before_commit(self, steps: int) -> list[StepReward]:
         self.note(f"commit {steps}")
@@ -92,55 +90,19 @@ class Noted(Hooks):
         self.note(f"evaluate {step} {limit}")
 
 
-class Run:
-    """Stands in for all that a loop calls but its parts."""
-
-    epoch, step, identity, checkpoint = 1, 0, ("r", 1), ""
+class Run(StandIn):
+    """Writes down what it trains and commits."""
 
     def __init__(self, seen: list[str]) -> None:
         self.seen = seen
 
     def update(self, step: int, groups: list[Any]) -> Metrics:
         self.seen.append("update " + " ".join(group.id for group in groups))
-        return {"rollouts/usable": 1.0, "rollouts": 1.0, "tokens": 1.0, "tokens/action": 1.0}
-
-    def restore(self, state: dict[str, Any]) -> None: ...
-    def update_references(self, since: int, steps: int) -> None: ...
-
-    def versions(self, steps: int) -> dict[str, int]:
-        return {"policy": steps}
-
-    def dump(self) -> dict[str, Any]:
-        return {}
-
-    def credits(self, step: int) -> list[Any]:
-        return []
-
-    step_rewards = credits
-
-    async def collect(self, step: int) -> Collected:
-        return Collected([], [], {})
+        return super().update(step, groups)
 
     async def commit_step(self, commit: Any) -> None:
         rewarded = " ".join(row.rollout for row in commit.rewards)
         self.seen.append(f"committed {rewarded} {commit.metrics['complete/b']:g}")
-
-    @asynccontextmanager
-    async def updating(self) -> Any:
-        yield
-
-    def idle_seconds(self) -> float:
-        return 0.0
-
-    async def nothing(self, *given: Any) -> Any:
-        return []
-
-    publish = announce = steps = finish = nothing
-
-    async def score(self, step: int) -> bool:
-        return False
-
-    def check(self) -> None: ...
 
 
 async def test_the_loop_calls_every_part_in_order(
@@ -150,11 +112,7 @@ async def test_the_loop_calls_every_part_in_order(
     run: Any = Run(seen)
     monkeypatch.setattr(saving, "save_checkpoint", lambda *given: seen.append("saved"))
     monkeypatch.setattr(saving, "prune", lambda *given, **more: None)
-    tables = {"name": "r", "steps": 1, "output": str(tmp_path), "eval": {"tasks": 7}}
-    live = ServedRun(
-        config=resolve(tables, source="test"), store=run, state=run, lock=run,
-        closing=AsyncExitStack(), models=[], policies=run, serving=run,
-    )  # fmt: skip
+    live = run.served_run(tmp_path, steps=1, eval={"tasks": 7})
     await TrainingLoop(live, run, run, AllHooks(Noted("a", seen), Noted("b", seen))).run()
     assert seen == [
         "evaluate 0 7 a", "evaluate 0 7 b", "before 0 a", "before 0 b", "complete a", "complete b",

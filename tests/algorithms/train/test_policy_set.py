@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.diagnostics.metrics import merge_policies
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
-from agentrl.algorithms.explain.credit_records import CreditRecorder
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train import serving as module
 from agentrl.algorithms.train.build import (
@@ -74,14 +73,16 @@ def test_whose_turn_it_is_depends_on_the_step_alone(
 # -- what ------------------------------------------------------------------------------------------
 
 
-def recording(made: RunConfig) -> tuple[PolicySet, dict[str, Recorder]]:
+def recording(
+    made: RunConfig, recorder: Callable[[str], Any] = lambda policy: None
+) -> tuple[PolicySet, dict[str, Recorder]]:
     learners = {name: Recorder() for name in team.trained_policies(made)}
     updaters = {
         name: Updater(
             team.view(made, name),
             catalogue.make("grpo", {}),
             learner,
-            recorder=CreditRecorder(name),
+            recorder=recorder(name),
             policy=name,
         )
         for name, learner in learners.items()
@@ -127,10 +128,6 @@ def test_each_policy_learns_from_its_own_calls_by_its_own_settings() -> None:
     assert measured["reward/mean"] == 0.5
     assert "planner/reward/mean" not in measured
     assert "loss" not in measured
-    credits = whole.credits(2)
-    assert {(row.transition, row.policy) for row in credits} == {
-        (f"g/{i}-{name}", name) for i in range(2) for name in learners
-    }
 
 
 def test_a_policy_whose_turn_it_is_not_changes_in_nothing() -> None:
@@ -142,10 +139,24 @@ def test_a_policy_whose_turn_it_is_not_changes_in_nothing() -> None:
     assert learners["planner"].rates == [lr / 2, lr]  # the warm-up counts its own steps
     assert learners["solver"].rates == [lr / 2]
     assert whole.versions(3) == {"planner": 2, "solver": 1}
-    assert {row.policy for row in whole.credits(2)} == {"planner"}
     for name, updater in whole.updaters.items():  # the solver's are of an earlier step
         updater.preprocessor.step_rewards[:] = [StepReward(rollout=name, reward=Reward(value=1.0))]
     assert [row.rollout for row in whole.step_rewards(2)] == ["planner"]
+
+
+@pytest.mark.part
+def test_credit_is_kept_of_each_policys_own_calls_and_of_its_turns() -> None:
+    from agentrl.algorithms.explain.credit_records import CreditRecorder
+
+    whole, learners = recording(config(steps=4), CreditRecorder)
+    whole.update(2, [shared("g", 1.0, 0.0)])
+    assert {(row.transition, row.policy) for row in whole.credits(2)} == {
+        (f"g/{i}-{name}", name) for i in range(2) for name in learners
+    }
+    whole, _ = recording(config(team={"schedule": "alternating"}, steps=4), CreditRecorder)
+    for step in range(3):
+        whole.update(step, [shared(f"g{step}", 1.0, 0.0)])
+    assert {row.policy for row in whole.credits(2)} == {"planner"}
 
 
 def test_a_policy_with_nothing_to_learn_is_skipped_and_counted_alone() -> None:
@@ -206,6 +217,7 @@ def test_counts_are_added_and_measurements_kept_apart() -> None:
     }
 
 
+@pytest.mark.part
 def test_algorithms_that_want_other_groups_are_refused() -> None:
     made = config({**TWO, "solver": TWO["solver"] | {"algorithm": {"preset": "dapo"}}})
     with pytest.raises(ConfigError, match=r"policies.planner and policies.solver learn from the"):

@@ -11,28 +11,17 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.train.prepare import Retokenizer
-from agentrl.types import (
-    Group,
-    Reward,
-    RolloutState,
-    Sampling,
-    Transition,
-    float32,
-    int32,
-)
+from agentrl.types import Group, Reward, RolloutState, Sampling, Transition, float32, int32
 from tests import factories
 
 QUESTION = {"role": "user", "content": "What is the team of Ada Berg?"}
 
 
 def inexact(id: str, **more: object) -> Transition:
-    call = Transition(
-        id=id,
-        attempt="a",
-        index=0,
-        prompt=int32(),
-        completion=int32(),
-        logprobs=float32(),
+    call = factories.call(
+        id,
+        (),
+        (),
         sampling=Sampling(temperature=0.7),
         exact=False,
         messages=[QUESTION],

@@ -21,7 +21,6 @@ from agentrl.algorithms.learners import factory
 from agentrl.algorithms.learners.auxiliary import ValueModel
 from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.learners.verl.settings import settings as verl_settings
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.presets import catalogue
@@ -240,6 +239,7 @@ def test_tokens_of_another_sampler_count_as_the_policy_would_sample_them() -> No
     assert found == pytest.approx(list(weights), rel=1e-4)
 
 
+@pytest.mark.part
 def test_tokens_outside_the_loss_do_not_count() -> None:
     class OneRole(Line):
         def logprobs(self, batch: Batch) -> Tensor:
@@ -354,20 +354,6 @@ def test_only_a_part_of_a_large_batch_is_measured(
 
 def test_what_cannot_be_undone_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
     factories.run_folder(tmp_path)
-    with pytest.raises(ConfigError, match=r"algorithm.max_kl: .* 'megatron' undoes no step"):
-        verl_settings(
-            resolve(
-                {
-                    "algorithm": {"max_kl": 0.1},
-                    "learner": {
-                        "kind": "verl",
-                        "verl": {"options": {"engine": {"strategy": "megatron"}}},
-                    },
-                },
-                source="run.toml",
-            ),
-            "model",
-        )
     (tmp_path / "mine.py").write_text(
         "from tests.algorithms.train.test_trust import Line\n"
         "def learner(config, algo, model, tokenizer, adapters, name):\n"

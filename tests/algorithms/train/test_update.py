@@ -15,7 +15,6 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.diagnostics.bad_steps import BadSteps
-from agentrl.algorithms.explain.dump import keep_in, load_dump
 from agentrl.algorithms.learners.base import LearnerDefaults, LossCoefficients, StepReport
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
@@ -24,14 +23,7 @@ from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.types import (
-    Group,
-    Reward,
-    Rollout,
-    RolloutState,
-    float32,
-    int32,
-)
+from agentrl.types import Group, Reward, Rollout, RolloutState, float32, int32
 from tests import factories
 
 
@@ -89,6 +81,7 @@ def test_an_entropy_bonus_weighs_tokens_as_the_loss_does_and_learns_where_credit
     assert learner.etas[1] is None
 
 
+@pytest.mark.part
 def test_an_entropy_bonus_is_refused_where_its_gradient_is_not_to_be_had() -> None:
     settings: dict[str, Any] = {"algorithm": {"options": {"entropy": 0.01}}}
     assert load_algorithm(resolve(settings, source="run.toml")).entropy == 0.01
@@ -108,7 +101,7 @@ def rollout(group: str, index: int, reward: float | None) -> Rollout:
 
 def group(name: str, *rewards: float | None) -> Group:
     rollouts = [rollout(name, index, reward) for index, reward in enumerate(rewards)]
-    return Group(id=name, run="r", step=0, rollouts=rollouts)
+    return factories.group(*rollouts, id=name)
 
 
 def updater(learner: Recorder, seed: int = 0, **settings: object) -> Updater:
@@ -266,7 +259,10 @@ def test_what_the_learner_measures_is_kept() -> None:
     assert metrics["update/early_stop"] == metrics["update/bad"] == 0
 
 
+@pytest.mark.part
 def test_a_step_that_is_not_finite_is_dumped_and_the_run_goes_on(tmp_path: Path) -> None:
+    from agentrl.algorithms.explain.dump import keep_in, load_dump
+
     groups = [group(name, 1.0, 0.0) for name in "ab"]
     learner = Recorder(broken={1, 3, 4})
     bad = BadSteps(limit=2, keep=partial(keep_in, tmp_path / "dumps"))
@@ -370,6 +366,7 @@ def test_a_reward_that_no_rollout_carries_stops_the_run() -> None:
     assert learner.batches == []
 
 
+@pytest.mark.part
 def test_a_filter_sees_the_whole_batch_however_it_is_cut() -> None:
     """No call of the first half is a critic's, which is no mistake in a name."""
     groups = [group(name, 1.0, 0.0) for name in "ab"]

@@ -25,7 +25,8 @@ from agentrl.runners.gateway import response
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
 from agentrl.store.records import Found
-from agentrl.types import EMPTY, ErrorKind, FailureCount, Reward, StepCommit
+from agentrl.types import EMPTY, ErrorKind, FailureCount, Reward
+from tests import factories
 from tests.factories import rollout
 from tests.spine import of_part
 
@@ -176,10 +177,7 @@ def test_the_command_prints_reasons_and_settings(tmp_path: Path) -> None:
             state = await store.open_run("r", msgspec.to_builtins(config))
             for step in range(2):
                 metrics = {"reward/mean": 0.0, "reward/std": 0.0, "rollouts": 4.0}
-                commit = StepCommit(
-                    run="r", epoch=state.epoch, step=step, groups=[], versions={},
-                    checkpoint=None, metrics=metrics,
-                )  # fmt: skip
+                commit = factories.commit(step, epoch=state.epoch, metrics=metrics)
                 await store.commit_step(commit)
 
     asyncio.run(fill())

@@ -25,16 +25,7 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.ratios import GivenLogProbs
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.errors import ConfigError, PolicyError, TrainingError
-from agentrl.types import (
-    Group,
-    Purpose,
-    Reward,
-    Rollout,
-    Scope,
-    Transition,
-    float32,
-    int32,
-)
+from agentrl.types import Group, Purpose, Reward, Rollout, Scope, float32
 from tests import factories
 
 CASES = {
@@ -48,12 +39,12 @@ ROLES = ("black", "white")
 def play(name: str, group: str, outcomes: dict[str, float], game: str, cells: list[int]) -> Rollout:
     """A rollout of one call per cell, by the roles in turn; each call is one state."""
     calls = [
-        Transition(
-            id=f"{name}/{i}",
+        factories.call(
+            f"{name}/{i}",
+            [cell, i],
+            [50, 60][: 1 + cell % 2],
             attempt=name,
             index=i,
-            prompt=int32([cell, i]),
-            completion=int32([50, 60][: 1 + cell % 2]),
             logprobs=float32([-0.5, -1.0][: 1 + cell % 2]),
             role=ROLES[i % 2],
             messages=[{"role": "user", "content": f"cell {cell}"}],
@@ -81,7 +72,7 @@ def step_of(seed: int, step: int) -> list[Group]:
             )
             for i in range(3)
         ]
-        groups.append(Group(id=name, run="r", step=step, rollouts=rollouts))
+        groups.append(factories.group(*rollouts, id=name, step=step))
     return groups
 
 
@@ -107,7 +98,7 @@ def test_the_baseline_of_a_role_is_that_before_its_reward() -> None:
     ours = [play(str(i), "g", {"black": x}, "go", [1, 1]) for i, x in enumerate((1.0, 1.0, -1.0))]
     algo = make("spiral", {})
     state = AlgorithmState(algo.remembered)
-    batch = recalled(algo, state, [Group(id="g", run="r", step=0, rollouts=ours)])
+    batch = recalled(algo, state, [factories.group(*ours)])
     black = [0, 1, 4, 5, 8, 9]  # two tokens of black's call, then two of white's
     advantage = objective.compute_advantages(algo, batch)
     assert advantage[black].tolist() == pytest.approx([1, 1, 0.95, 0.95, -1.0975, -1.0975])
@@ -147,11 +138,10 @@ def test_any_comparison_may_be_with_the_running_mean() -> None:
     algo = make("reinforce+ema", {"ema_decay": 0.5})
     state = AlgorithmState(algo.remembered)
     groups = [
-        Group(
-            id="g", run="r", step=0,
-            rollouts=[play(str(i), "g", {"black": x}, "go", [0]) for i, x in enumerate((1.0, 3.0))],
+        factories.group(
+            *[play(str(i), "g", {"black": x}, "go", [0]) for i, x in enumerate((1.0, 3.0))]
         )
-    ]  # fmt: skip
+    ]
     assert objective.compute_advantages(algo, recalled(algo, state, groups)).tolist() == [1.0, 2.5]
     assert objective.compute_advantages(algo, recalled(algo, state, groups)).tolist() == [
         -0.75,

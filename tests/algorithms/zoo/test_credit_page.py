@@ -23,17 +23,7 @@ from agentrl.algorithms.replays.counterfactuals import (
     coalition_formula,
 )
 from agentrl.config import resolve
-from agentrl.types import (
-    POLICY,
-    Branch,
-    Group,
-    Reward,
-    Rollout,
-    Scope,
-    Transition,
-    float32,
-    int32,
-)
+from agentrl.types import POLICY, Branch, Group, Reward, Rollout, Scope
 from tests import factories
 from tests.algorithms.zoo.limits import learned, limits, summed
 
@@ -53,13 +43,16 @@ def trace(block: str) -> Group:
         for i, call in enumerate(played["calls"]):
             n = call["tokens"]
             calls.append(
-                Transition(
-                    id=f"{name}{i + 1}", attempt=name, index=i, prompt=int32([9, u, i]),
-                    completion=int32(range(n)), logprobs=float32([-1.0] * n),
+                factories.call(
+                    f"{name}{i + 1}",
+                    [9, u, i],
+                    range(n),
+                    attempt=name,
+                    index=i,
                     role=call.get("role", "agent"),
                     messages=[{"role": "user", "content": call["sees"]}],
                 )
-            )  # fmt: skip
+            )
             if "process" in call:
                 rewards.append(
                     Reward(
@@ -69,7 +62,7 @@ def trace(block: str) -> Group:
                 )  # fmt: skip
         whole = factories.rollout(name, calls, rewards, index=u)
         rollouts += [whole, *replayed(whole, played.get("without", {}))]
-    return Group(id="g", run="r", step=0, rollouts=rollouts)
+    return factories.group(*rollouts)
 
 
 def replayed(source: Rollout, outcomes: dict[str, float]) -> Iterator[Rollout]:

@@ -46,17 +46,16 @@ def python(code: str) -> dict[str, Any]:
 
 
 async def test_the_job_of_an_attempt(
-    bench: Any, make: Any, kubernetes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Any, make: Any, kubernetes: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "job.yaml").write_text(TEMPLATE)
-    monkeypatch.setattr("tests.runners.executors.conftest.HERE", tmp_path)
     config = configured(
         tmp_path,
         python("print(1)") | {"env": {"ADDED": "2"}, "folder": "/app"},
         memory_mb=300,
         kubernetes={"template": "job.yaml", "ttl": 60},
     )
-    executor = await make("kubernetes", config=config)
+    executor = await make("kubernetes", config=config, root=tmp_path)
     (rollout,) = await bench.run(executor, {"input": "x"}, timeout=20.0)
     assert rollout.result == 1, rollout.failure
     ((name, job),) = kubernetes.jobs.items()
@@ -84,14 +83,13 @@ async def test_the_job_of_an_attempt(
 
 
 async def test_a_template_may_ask_for_the_token_of_its_account(
-    bench: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Any, make: Any, tmp_path: Path
 ) -> None:
     account = "serviceAccountName: agents"
     asked = TEMPLATE.replace(account, f"{account}\n      automountServiceAccountToken: true")
     (tmp_path / "job.yaml").write_text(asked)
-    monkeypatch.setattr("tests.runners.executors.conftest.HERE", tmp_path)
     config = configured(tmp_path, python(""), kubernetes={"template": "job.yaml"})
-    executor = await make("kubernetes", config=config)
+    executor = await make("kubernetes", config=config, root=tmp_path)
     active = bench.gateway.register(await bench.attempt(), sealed=True)
     job = executor.manifest(active, "0" * 16, b"null")
     assert job["spec"]["template"]["spec"]["automountServiceAccountToken"] is True
@@ -217,13 +215,10 @@ async def test_an_input_that_is_too_large_is_said(bench: Any, make: Any, tmp_pat
         ({"kubernetes": {"image": "a", "context": "other"}}, "no usable kubeconfig"),
     ],
 )
-async def test_what_the_user_can_mend(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Any, says: str
-) -> None:
+async def test_what_the_user_can_mend(make: Any, tmp_path: Path, runner: Any, says: str) -> None:
     (tmp_path / "pod.yaml").write_text(yaml.safe_dump({"kind": "Pod"}))
-    monkeypatch.setattr("tests.runners.executors.conftest.HERE", tmp_path)
     with pytest.raises(ConfigError, match=says):
-        await make("kubernetes", config=configured(tmp_path, python(""), **runner))
+        await make("kubernetes", config=configured(tmp_path, python(""), **runner), root=tmp_path)
 
 
 async def test_a_server_that_refuses_is_one_sentence(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
 import httpx
@@ -12,6 +11,7 @@ from aiohttp import web
 
 from agentrl.runners.dialects import ModelApi, model_apis
 from agentrl.runners.dialects.base import CHAT, Dialect
+from tests.factories import Register
 
 
 class Asked:
@@ -44,12 +44,8 @@ API = ModelApi(answer, ASKING, header="x-asking", models=lambda names: {"data": 
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    own = EntryPoint("/v2/{where}/ask", f"{__name__}:API", "agentrl.dialects")
-    points = EntryPoints([own])
-    monkeypatch.setattr(
-        "agentrl.base.parts._entry_points", lambda group, path: points.select(group=group)
-    )
+def installed(register: Register) -> Iterator[None]:
+    register("agentrl.dialects", "/v2/{where}/ask", f"{__name__}:API")
     model_apis.cache_clear()
     yield
     model_apis.cache_clear()

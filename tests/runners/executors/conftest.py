@@ -15,8 +15,7 @@ import pytest
 from agentrl.config import RunConfig, resolve
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.factory import make_executor
-from tests.runners.containers import fake_docker
-from tests.runners.containers.fake_kubernetes import FakeKubernetes
+from tests.spine import WITHOUT_PARTS
 
 HERE = Path(__file__).parent
 PYTHON = ("async", "threads", "pool")
@@ -48,7 +47,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     program = folder / "docker"
-    script = Path(str(fake_docker.__file__))
+    script = HERE.parent / "containers" / "fake_docker.py"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -S {script} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -57,9 +56,12 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-async def kubernetes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[FakeKubernetes]:
+async def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    if WITHOUT_PARTS:
+        yield None
+        return
+    from tests.runners.containers.fake_kubernetes import FakeKubernetes
+
     fake = FakeKubernetes()
     monkeypatch.setenv("KUBECONFIG", str(await fake.start(tmp_path)))
     location = "kubernetes_asyncio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION"
@@ -69,14 +71,16 @@ async def kubernetes(
 
 
 @pytest.fixture
-async def make(bench: Any, docker: Path, kubernetes: FakeKubernetes) -> AsyncIterator[Make]:
+async def make(bench: Any, docker: Path, kubernetes: Any) -> AsyncIterator[Make]:
     """Makes started executors, and closes them."""
     made: list[Executor] = []
 
-    async def start(kind: str, *, config: RunConfig | None = None, **runner: Any) -> Executor:
+    async def start(
+        kind: str, *, config: RunConfig | None = None, root: Path = HERE, **runner: Any
+    ) -> Executor:
         executor = make_executor(
             config or settings(kind, **runner),
-            root=HERE,
+            root=root,
             gateway=bench.gateway.base_url,
             runner="test",
         )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -14,7 +12,6 @@ from aiohttp import web
 
 from agentrl.runners import executors
 from agentrl.runners.gateway import upstream
-from agentrl.runners.processes import contract
 from agentrl.types import ErrorKind, RolloutState
 from tests.runners.executors.conftest import PYTHON, settings
 
@@ -92,14 +89,6 @@ async def test_a_verifier_sees_the_same_json_in_every_executor(
     for rollout, problem in zip(failed, NO_SHAPES.values(), strict=True):
         assert rollout.failure.kind is ErrorKind.AGENT
         assert problem in rollout.failure.message
-
-
-@pytest.mark.parametrize(
-    ("printed", "result"),
-    [("[7, 1e3]", [7, 1000.0]), (str(2**70), str(2**70)), ('{"n": 1' + "0" * 5000 + "}", None)],
-)
-def test_what_a_program_prints_is_json_or_text(printed: str, result: Any) -> None:
-    assert contract.parse_result(f"{printed}\n") == (printed if result is None else result)
 
 
 @each
@@ -222,45 +211,25 @@ async def test_a_stop_lets_what_is_running_finish(
     assert waiting.state is RolloutState.QUEUED
 
 
-@pytest.fixture
-async def processes(store: Any) -> AsyncIterator[Any]:
-    """Starts runner processes; none is left behind."""
-    started = []
-
-    async def start() -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "agentrl", "runner", "start"),
-            *("--store", store.url, "--run", "test"),
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
 @pytest.mark.parametrize(
     "kind",  # threads are of the runner's process as async agents are, and containers are commands
     [marked(kind, *[pytest.mark.slow] * (kind in ("threads", "container"))) for kind in KINDS],
 )
 async def test_a_killed_runner_loses_no_rollout_and_leaves_nothing(
-    bench: Any, docker: Any, kubernetes: Any, hanging: Any, processes: Any, kind: str
+    bench: Any, docker: Any, kubernetes: Any, hanging: Any, runner: Any, kind: str
 ) -> None:
     config = settings(kind, lease=0.5, concurrency=1)
     await bench.store.open_run("test", msgspec.to_builtins(config))
     await bench.move(bench.model)
     hanging.input |= {"daemon": kind in KEPT, "once": True}
     (name,) = await bench.enqueue({"input": hanging.input}, timeout=60.0)
-    first = await processes()
+    first = await runner()
     assert await hanging.says() == "begun"
     first.kill()
     await first.wait()
     if kind != "kubernetes":  # there the runner of the next attempt ends it
         assert await hanging.left() == []
-    await processes()
+    await runner()
     assert await bench.store.settled(f"g-{name}", timeout=60)
     assert await hanging.left() == []
     (rollout,) = await bench.store.rollouts("test")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.base import parts
 from agentrl.config import resolve
 from agentrl.errors import ConfigError
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.executors.inprocess import InProcessExecutor
-from agentrl.runners.processes.command import CommandExecutor
-from agentrl.runners.processes.pool import PoolExecutor
 from agentrl.trainer import check
+from tests.factories import Register
+from tests.spine import of_part
 
 PATH = {"path": "contract_agent.py:agent"}
 COMMAND = {"command": "node 'my agent.mjs'"}
@@ -33,22 +31,30 @@ def chosen(agent: dict[str, Any], given: object = None, **runner: Any) -> Any:
 def test_the_agent_decides_unless_the_run_file_does() -> None:
     assert isinstance(chosen(PATH), InProcessExecutor)
     assert isinstance(chosen({}, given=lambda text: text), InProcessExecutor)
+    assert (chosen(PATH).threaded, chosen(PATH, executor="threads").threaded) == (False, True)
+
+
+@pytest.mark.part
+def test_a_command_or_a_pool_runs_in_processes() -> None:
+    from agentrl.runners.processes.command import CommandExecutor
+    from agentrl.runners.processes.pool import PoolExecutor
+
     assert isinstance(chosen(COMMAND), CommandExecutor)
     assert chosen(COMMAND).argv == ["node", "my agent.mjs"]
     assert isinstance(chosen(COMMAND, given=PATH["path"]), InProcessExecutor)
     assert isinstance(chosen(PATH, executor="pool"), PoolExecutor)
-    assert (chosen(PATH).threaded, chosen(PATH, executor="threads").threaded) == (False, True)
+    assert chosen(COMMAND, executor="command", host="0.0.0.0")
 
 
 @pytest.mark.parametrize(
     ("agent", "given", "executor", "says"),
     [
         ({}, None, "auto", "agent.path is missing"),
-        ({}, None, "pool", "agent.path is missing"),
-        (PATH | COMMAND, None, "auto", "are both set: leave one out"),
+        of_part({}, None, "pool", "agent.path is missing"),
+        of_part(PATH | COMMAND, None, "auto", "are both set: leave one out"),
         (COMMAND, None, "async", "'async' runs agent.path, not agent.command"),
-        (PATH, None, "command", "give it in the run file as agent.command"),
-        ({}, len, "pool", "give it in the run file as agent.path"),
+        of_part(PATH, None, "command", "give it in the run file as agent.command"),
+        of_part({}, len, "pool", "give it in the run file as agent.path"),
     ],
 )
 def test_what_does_not_fit(agent: Any, given: object, executor: str, says: str) -> None:
@@ -56,11 +62,10 @@ def test_what_does_not_fit(agent: Any, given: object, executor: str, says: str) 
         chosen(agent, given, executor=executor)
 
 
-@pytest.mark.parametrize("executor", ["async", "threads", "pool"])
+@pytest.mark.parametrize("executor", ["async", "threads", of_part("pool")])
 def test_agents_without_a_key_are_not_served_to_the_network(executor: str) -> None:
     with pytest.raises(ConfigError, match="may listen to this machine only"):
         chosen(PATH, executor=executor, host="0.0.0.0")
-    assert chosen(COMMAND, executor="command", host="0.0.0.0")
     for host in ("127.0.0.2", "::1", "localhost"):  # as the gateway itself has it
         assert chosen(PATH, executor=executor, host=host)
 
@@ -74,14 +79,11 @@ def example() -> str:
 
 
 async def test_an_executor_from_outside_runs_agents(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: Register
 ) -> None:
     (tmp_path / "outside_executor.py").write_text(example())
     monkeypatch.syspath_prepend(tmp_path)
-    point = EntryPoint("thinking", "outside_executor:Thinking", "agentrl.executors")
-    monkeypatch.setattr(
-        parts, "_entry_points", lambda group, path: EntryPoints([point]).select(group=group)
-    )
+    register("agentrl.executors", "thinking", "outside_executor:Thinking")
     for name in ("outside_executor.py:Thinking", "thinking"):
         config = resolve({"name": "test", "runner": {"executor": name}}, source="test")
         url = bench.gateway.base_url
@@ -128,8 +130,17 @@ def test_an_executor_from_outside_that_does_not_fit(
         make_executor(config, root=tmp_path, gateway="", runner="r", agent=given)
 
 
-def test_an_unknown_executor_is_refused_before_anything_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        of_part("pol", "did you mean 'pool'"),
+        ("thread", "did you mean 'threads'"),
+        ("mine.py:Mine", "there is no file"),
+    ],
+)
+def test_an_unknown_executor_is_refused_before_anything_starts(
+    tmp_path: Path, name: str, says: str
+) -> None:
     data = {"name": "test", "tasks": {"train": "tasks.jsonl"}, "root": str(tmp_path)}
-    for name, says in (("pol", "did you mean 'pool'"), ("mine.py:Mine", "there is no file")):
-        with pytest.raises(ConfigError, match=f"runner.executor = '{name}'.* {says}"):
-            check(resolve(data | {"runner": {"executor": name}}, source="test"))
+    with pytest.raises(ConfigError, match=f"runner.executor = '{name}'.* {says}"):
+        check(resolve(data | {"runner": {"executor": name}}, source="test"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -124,25 +125,40 @@ async def test_streaming_with_the_openai_sdk(
         assert bytes(row.completion.tolist()).decode() == "echo hello"
 
 
+def hold_commits(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, *, written: bool = False
+) -> tuple[asyncio.Semaphore, asyncio.Event]:
+    """Calls that are stored wait, written or not, until the event; the semaphore counts them."""
+    add, begun = bench.store.add_transitions, asyncio.Semaphore(0)
+    home, release = asyncio.get_running_loop(), asyncio.Event()
+
+    async def held(rows: Any) -> Any:
+        found = await add(rows) if written else None
+        if not release.is_set():
+            home.call_soon_threadsafe(begun.release)
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(release.wait(), home))
+        return found if written else await add(rows)
+
+    monkeypatch.setattr(bench.store, "add_transitions", held)
+    return begun, release
+
+
+def number_answers(bench: Any) -> None:
+    numbers = itertools.count()
+    bench.model.answer = lambda body: {"role": "assistant", "content": f"answer {next(numbers)}"}
+
+
 async def test_the_end_of_a_stream_waits_for_the_store(
     bench: Any, active: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release, asked = asyncio.Event(), asyncio.Event()
-    home, add = asyncio.get_running_loop(), bench.store.add_transitions
-
-    async def slow(rows: Any) -> Any:
-        home.call_soon_threadsafe(asked.set)
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(release.wait(), home))
-        return await add(rows)
-
-    monkeypatch.setattr(bench.store, "add_transitions", slow)
+    asked, release = hold_commits(bench, monkeypatch)
     body = {"model": "m", "messages": MESSAGES, "stream": True}
     seen = b""
     async with http.stream("POST", "/chat/completions", json=body, headers=key(active)) as response:
         chunks = response.aiter_raw()
         while b'"content": "o"' not in seen:  # the last letter comes before anything is stored
             seen += await anext(chunks)
-        await asked.wait()
+        await asked.acquire()
         assert b'finish_reason": "stop' not in seen
         assert b"[DONE]" not in seen
         release.set()
@@ -242,8 +258,15 @@ async def test_models_and_unknown_routes(http: httpx.AsyncClient) -> None:
     assert "/v1/chat/completions" in unknown.json()["error"]["message"]
 
 
+async def loop_of(gateway: Any) -> asyncio.AbstractEventLoop:
+    async def running() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    return await asyncio.wrap_future(gateway.spawn(running()))
+
+
 async def test_models_are_listed_once_they_are_known(bench: Any, http: Any) -> None:
-    router, loop = bench.gateway.router, bench.gateway._loop
+    router, loop = bench.gateway.router, await loop_of(bench.gateway)
     assert (await http.get("/models")).status_code == 200
     served, router.policies = router.policies, {}  # as before the store was asked
     loop.call_soon_threadsafe(router.read.clear)
@@ -516,22 +539,14 @@ async def test_what_an_agent_read_before_it_left_is_kept(
 async def test_a_cut_call_waits_for_the_store_however_often_it_is_cut(
     bench: Any, active: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add, writing = bench.store.add_transitions, asyncio.Event()
-    home, release = asyncio.get_running_loop(), asyncio.Event()
-
-    async def slow(rows: Any) -> Any:
-        home.call_soon_threadsafe(writing.set)
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(release.wait(), home))
-        return await add(rows)
-
-    monkeypatch.setattr(bench.store, "add_transitions", slow)
+    writing, release = hold_commits(bench, monkeypatch)
     bench.model.then(endless)
     body = {"model": "m", "messages": MESSAGES, "stream": True}
     async with http.stream("POST", "/chat/completions", json=body, headers=key(active)) as answer:
         chunks, seen = answer.aiter_raw(), b""
         while b'"a"' not in seen:
             seen += await anext(chunks)
-    await asyncio.wait_for(writing.wait(), 10)
+    await asyncio.wait_for(writing.acquire(), 10)
     over = asyncio.wrap_future(bench.gateway.unregister(active))  # cuts it a second time
     assert not over.done()
     release.set()
@@ -597,19 +612,8 @@ async def test_a_retry_gets_the_answer_that_was_stored_and_not_read(
     bench: Any, active: Any, http: httpx.AsyncClient, api: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that gives up during the commit would leave a call that no agent acted on."""
-    add, done = bench.store.add_transitions, asyncio.Event()
-    home, release = asyncio.get_running_loop(), asyncio.Event()
-
-    async def slow(rows: Any) -> Any:
-        found = await add(rows)
-        if not release.is_set():
-            home.call_soon_threadsafe(done.set)
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(release.wait(), home))
-        return found
-
-    numbers = iter(range(9))
-    bench.model.answer = lambda body: {"role": "assistant", "content": f"answer {next(numbers)}"}
-    monkeypatch.setattr(bench.store, "add_transitions", slow)
+    done, release = hold_commits(bench, monkeypatch, written=True)
+    number_answers(bench)
     path = "/messages" if api == "messages" else "/chat/completions"
     body = {"model": "m", "max_tokens": 5, "messages": MESSAGES}
     if api == "after a comment":
@@ -620,7 +624,7 @@ async def test_a_retry_gets_the_answer_that_was_stored_and_not_read(
         return http.post(path, json=body | more, headers=key(active))
 
     given_up = asyncio.create_task(ask())
-    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.wait_for(done.acquire(), 10)
     given_up.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await given_up
@@ -708,19 +712,8 @@ async def test_a_call_that_a_feature_refuses_fails_until_an_equal_one_succeeds(
 async def test_each_of_two_equal_calls_that_nobody_read_answers_a_retry(
     bench: Any, active: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add, stored = bench.store.add_transitions, asyncio.Semaphore(0)
-    home, release = asyncio.get_running_loop(), asyncio.Event()
-
-    async def slow(rows: Any) -> Any:
-        found = await add(rows)
-        if not release.is_set():
-            home.call_soon_threadsafe(stored.release)
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(release.wait(), home))
-        return found
-
-    numbers = iter(range(9))
-    bench.model.answer = lambda body: {"role": "assistant", "content": f"answer {next(numbers)}"}
-    monkeypatch.setattr(bench.store, "add_transitions", slow)
+    stored, release = hold_commits(bench, monkeypatch, written=True)
+    number_answers(bench)
     given_up = []
     for _ in range(2):
         given_up.append(asyncio.create_task(ask(http, active)))
@@ -752,8 +745,7 @@ async def test_a_retry_gets_an_answer_of_which_the_store_did_not_say_whether_it_
             raise errors.pop()
         return found
 
-    numbers = iter(range(9))
-    bench.model.answer = lambda body: {"role": "assistant", "content": f"answer {next(numbers)}"}
+    number_answers(bench)
     monkeypatch.setattr(bench.store, "add_transitions", broken)
     if stream:
         bench.model.then(pinged)
@@ -780,8 +772,7 @@ async def test_a_retry_is_sampled_if_the_store_refused_the_first_answer(
             raise errors.pop()
         return await add(rows)
 
-    numbers = iter(range(9))
-    bench.model.answer = lambda body: {"role": "assistant", "content": f"answer {next(numbers)}"}
+    number_answers(bench)
     monkeypatch.setattr(bench.store, "add_transitions", refusing)
     assert (await ask(http, active)).status_code == 502
     assert "answer 1" in (await ask(http, active)).text
@@ -792,9 +783,10 @@ async def test_a_retry_gets_the_answer_whose_end_could_not_be_sent(
 ) -> None:
     """The agent had a comment only when its connection broke, which no cancellation tells."""
     write, broken = web.StreamResponse.write, []
+    home = await loop_of(bench.gateway)
 
     async def once_broken(response: web.StreamResponse, data: bytes) -> None:
-        if b"answer 0" in data and asyncio.get_running_loop() is bench.gateway._loop and not broken:
+        if b"answer 0" in data and asyncio.get_running_loop() is home and not broken:
             broken.append(data)
             raise ConnectionResetError
         await write(response, data)

@@ -288,3 +288,11 @@ def test_a_small_task_is_a_variable_and_a_large_one_is_not() -> None:
     text = json.dumps("x" * 10).encode()
     assert contract.task_variable(text) == {"AGENTRL_TASK": text.decode()}
     assert contract.task_variable(b" " * (contract.LARGEST_VARIABLE + 1)) == {}
+
+
+@pytest.mark.parametrize(
+    ("printed", "result"),
+    [("[7, 1e3]", [7, 1000.0]), (str(2**70), str(2**70)), ('{"n": 1' + "0" * 5000 + "}", None)],
+)
+def test_what_a_program_prints_is_json_or_text(printed: str, result: Any) -> None:
+    assert contract.parse_result(f"{printed}\n") == (printed if result is None else result)

@@ -20,14 +20,7 @@ from agentrl import Reward, Scope, Trace
 from agentrl.runners.scoring.rewards import resolve_targets
 from agentrl.runners.scoring.verifiers import VerifierError
 from agentrl.runners.tracing import core as tracing
-from agentrl.types import (
-    ErrorKind,
-    RolloutState,
-    Span,
-    Transition,
-    float32,
-    int32,
-)
+from agentrl.types import ErrorKind, RolloutState, Span
 from tests import factories
 
 TASK = {"input": "x"}
@@ -340,15 +333,7 @@ def test_spans_of_the_users_own_between_call_and_request_are_skipped() -> None:
     """An instrumented client sends the id of a span of its own, a child of the call's."""
     attempt, outer, inner = "ab" * 16, "1" * 16, "2" * 16
     span = Span(id=inner, attempt=attempt, parent=outer, name="x", kind="internal", start=1, end=2)
-    made = Transition(
-        id=f"{attempt}-0",
-        attempt=attempt,
-        index=0,
-        prompt=int32(),
-        completion=int32(),
-        logprobs=float32(),
-        span=inner,
-    )
+    made = factories.call(f"{attempt}-0", (), (), attempt=attempt, span=inner)
     rollout = factories.rollout(task=TASK, state=RolloutState.RUNNING, attempt=attempt)
     trace = Trace(rollout=rollout, attempt=attempt, transitions=[made], spans=[])
     row = Reward(value=1.0, scope=Scope.TRANSITION, target=f"call:{outer}")

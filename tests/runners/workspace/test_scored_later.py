@@ -10,8 +10,8 @@ from typing import Any
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.types import NewRollout, RolloutState
-from tests.runners.test_main import RUN, TASK, Start, open_run
-from tests.runners.test_main import runner as runner
+from tests.runners.conftest import Start
+from tests.runners.test_main import RUN, TASK, open_run
 from tests.runners.workspace.conftest import configured
 
 SCORES = """
@@ -39,9 +39,9 @@ async def test_a_rollout_that_was_being_scored_is_scored_by_the_next_runner(
     )
     await open_run(store, model, config)
     await store.enqueue([NewRollout(id="a", run=RUN, group="a", index=0, task=TASK)])
-    first = await runner()
+    first = await runner(RUN)
     assert await first.wait() == -signal.SIGKILL
-    await runner()
+    await runner(RUN)
     assert await store.settled("a", timeout=60)
     (rollout,) = await store.rollouts(RUN)
     assert (rollout.state, rollout.reward()) == (RolloutState.SUCCEEDED, 1.0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from hashlib import blake2b
 from types import SimpleNamespace
 
@@ -171,15 +173,14 @@ async def test_the_schema_is_applied_once_by_all_who_start_together(server) -> N
 
 async def test_the_schema_is_that_of_sqlite(url: str, tmp_path) -> None:
     assert list(postgres_migrations.SCRIPTS) == list(migrations.SCRIPTS)
-    async with open_store(str(tmp_path / "store.db")) as store:
-        tables = "select name from sqlite_master where type = 'table'"
-        names = await store._readers.read(lambda conn: conn.execute(tables).fetchall())
+    async with open_store(str(tmp_path / "store.db")):
+        pass
+    with closing(sqlite3.connect(tmp_path / "store.db")) as conn:
+        tables = conn.execute("select name from sqlite_master where type = 'table'").fetchall()
         twins = {
             (name, column[1])
-            for (name,) in names
-            for column in await store._readers.read(
-                lambda conn, name=name: conn.execute(f"pragma table_info({name})").fetchall()
-            )
+            for (name,) in tables
+            for column in conn.execute(f"pragma table_info({name})")
             if not name.startswith(("_", "sqlite_"))
         }
     with psycopg.connect(url) as conn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,14 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, resolve
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy, initial_version
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.plans import play
 from agentrl.store import open_store
-from agentrl.types import (
-    ErrorKind,
-    Failure,
-    Outcome,
-    Rollout,
-    Sampling,
-    Transition,
-    float32,
-    int32,
-)
+from agentrl.types import ErrorKind, Failure, Outcome, Rollout, Sampling
+from tests import factories
 from tests.agentrl.games import PLAYERS, checkpoint, run_of
 
 
@@ -82,7 +75,7 @@ def test_only_a_fresh_start_plays_again(tmp_path: Path, monkeypatch: pytest.Monk
     async def played(config: RunConfig, plan: EvaluationPlan) -> dict[str, list[Rollout]]:
         return {}
 
-    monkeypatch.setattr(play, "_played", played)
+    monkeypatch.setattr(play, "played", played)
     (tmp_path / "tasks.jsonl").write_text('{"input": "x"}\n')
     config = run_of(tmp_path, tasks={"heldout": str(tmp_path / "tasks.jsonl")})
     last = evaluation.checkpoint_at(checkpoint(tmp_path, "000002"))
@@ -103,16 +96,16 @@ async def test_a_plan_has_been_played_when_every_game_has_ended(tmp_path: Path) 
     lineups = {"team": {}, "other": {"left": "a"}}
     plan = EvaluationPlan(players=PLAYERS, lineups=lineups, tasks=tasks, temperature=1.0, steps=2)
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
-        assert await play._ended(store, config, plan) is None
+        assert await play.ended(store, config, plan) is None
         await store.open_run(config.name, {})
         for name, seats in lineups.items():
             await store.enqueue(evaluation_rollouts(config, 0, name, tasks, Sampling(), seats))
         attempts = await store.claim(4, runner="test", lease=60.0)
         assert len(attempts) == 4
         for attempt in attempts:
-            assert await play._ended(store, config, plan) is None
+            assert await play.ended(store, config, plan) is None
             await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence)])
-        found = await play._ended(store, config, plan)
+        found = await play.ended(store, config, plan)
     assert found is not None
     assert {name: [row.task for row in rows] for name, rows in found.items()} == {
         "team": tasks,
@@ -132,17 +125,14 @@ async def test_a_role_that_nobody_has_is_told_from_games_that_fail(tmp_path: Pat
         rows = await store.rollouts(config.name)
         said = "team: every rollout failed, 1 of 1 failed by agent_error: it broke"
         with pytest.raises(AgentRLError, match=said):
-            await play._check_heard(store, "team", rows[:1], {"left": "a"})
-        call = Transition(
-            id="call", attempt=second.id, index=0, role="left", prompt=int32([1]),
-            completion=int32([2]), logprobs=float32([-1.0]),
-        )  # fmt: skip
+            await play.check_heard(store, "team", rows[:1], {"left": "a"})
+        call = factories.call("call", attempt=second.id, role="left")
         await store.add_transitions([call])
         await store.finish([Outcome(attempt=second.id, fence=second.fence)])
         rows = await store.rollouts(config.name)
-        await play._check_heard(store, "team", rows, {"left": "a"})
+        await play.check_heard(store, "team", rows, {"left": "a"})
         with pytest.raises(ConfigError, match="nobody plays the role 'right' in team"):
-            await play._check_heard(store, "team", rows, {"left": "a", "right": "b"})
+            await play.check_heard(store, "team", rows, {"left": "a", "right": "b"})
 
 
 def test_the_first_version_is_what_training_began_with(tmp_path: Path) -> None:
@@ -155,3 +145,19 @@ def test_the_first_version_is_what_training_began_with(tmp_path: Path) -> None:
     assert (name, player.directory, player.steps) == ("policy@000000", "", 0)
     hub = run_of(tmp_path, policy={"model": "hub/name"})
     assert initial_version(hub, "policy")[1].directory == "hub/name"
+
+
+def test_tasks_are_those_held_out_or_else_those_of_training(tmp_path: Path) -> None:
+    for name in ("train", "heldout"):
+        rows = [json.dumps({"input": f"{name} {number}"}) for number in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    both = {name: f"{name}.jsonl" for name in ("train", "heldout")}
+
+    def inputs(tasks: dict[str, str], limit: int = 0) -> list[object]:
+        config = resolve({"root": str(tmp_path), "tasks": tasks}, source="test")
+        return [task["input"] for task in play.tasks_of(config, limit)]
+
+    assert inputs(both) == ["heldout 0", "heldout 1", "heldout 2"]
+    assert inputs({"train": both["train"]}, 2) == ["train 0", "train 1"]
+    with pytest.raises(ConfigError, match="there is nothing to play"):
+        inputs({})

@@ -32,7 +32,8 @@ from agentrl.telemetry.sinks.base import (
     save_position,
 )
 from agentrl.telemetry.sinks.table import MetricsConfig
-from agentrl.types import StepCommit, StepRow
+from agentrl.types import StepRow
+from tests import factories
 
 NAN = float("nan")
 OFFLINE = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
@@ -57,12 +58,9 @@ async def train(run: RunConfig, first: int, last: int, evaluation: float | None 
     async with open_store(run.store) as store:
         state = await store.open_run("r", {})
         for step in range(first, last):
-            commit = StepCommit(
-                run="r",
+            commit = factories.commit(
+                step,
                 epoch=state.epoch,
-                step=step,
-                groups=[],
-                versions={},
                 checkpoint="",
                 metrics={
                     "calls": 8.0,

@@ -73,12 +73,12 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Vl
         }
         engine = VllmEngineConfig(vllm=VllmConfig(**own), **given)
         made = VllmProcess(engine, tmp_path / "log", "secret", **learned)
-        command = made._command
+        command = made.command
 
         def instead(serving: ServedModel, port: int) -> list[str]:
             return [sys.executable, "-c", code, *command(serving, port)[3:]]
 
-        monkeypatch.setattr(made, "_command", instead)
+        monkeypatch.setattr(made, "command", instead)
         return made
 
     return make
@@ -144,7 +144,7 @@ async def test_a_taken_port_is_a_sentence(
 
 def test_what_vllm_is_told(process: Callable[..., VllmProcess]) -> None:
     made = process(SERVES, max_context=100, arguments=("--seed", "1"), threads=3)
-    command, environment = made._command(SERVING, 7), made._environment()
+    command, environment = made.command(SERVING, 7), made.environment()
     assert command[-2:] == ["--seed", "1"]
     assert command[command.index("--max-model-len") + 1] == "100"
     assert environment[KEY_VARIABLE] == "secret"
@@ -153,12 +153,12 @@ def test_what_vllm_is_told(process: Callable[..., VllmProcess]) -> None:
     assert "--gpu-memory-utilization" not in command
     assert "--enable-sleep-mode" not in command
     on_gpu = process(SERVES, gpu=True, memory=0.4321, sleep=1)
-    assert "--enable-sleep-mode" in on_gpu._command(SERVING, 7)
-    assert "--gpu-memory-utilization 0.432 " in " ".join(on_gpu._command(SERVING, 7))
+    assert "--enable-sleep-mode" in on_gpu.command(SERVING, 7)
+    assert "--gpu-memory-utilization 0.432 " in " ".join(on_gpu.command(SERVING, 7))
     assert "--enforce-eager" in command
-    assert "--enforce-eager" not in on_gpu._command(SERVING, 7)
-    assert "OMP_NUM_THREADS" not in on_gpu._environment()
-    told = made._command(replace(SERVING, backend="ipc"), 7)
+    assert "--enforce-eager" not in on_gpu.command(SERVING, 7)
+    assert "OMP_NUM_THREADS" not in on_gpu.environment()
+    told = made.command(replace(SERVING, backend="ipc"), 7)
     assert told[told.index("--weight-transfer-config") + 1] == '{"backend": "ipc"}'
 
 
@@ -202,7 +202,7 @@ def test_vllm_is_told_of_adapters_and_room_for_their_rank(
     process: Callable[..., VllmProcess],
 ) -> None:
     made = process(SERVES, adapters=2, rank=9)
-    command = made._command(replace(SERVING, adapters=True), 7)
+    command = made.command(replace(SERVING, adapters=True), 7)
     assert (made.refuses_adapters, made.max_adapters) == ("", 2)
     assert command[command.index("--max-lora-rank") + 1] == "16"
     assert command[command.index("--max-loras") + 1] == "2"
@@ -210,7 +210,7 @@ def test_vllm_is_told_of_adapters_and_room_for_their_rank(
     assert command[command.index("--served-model-name") + 1] == "base"
     assert "a rank of 512 at most" in process(SERVES, adapters=1, rank=1024).refuses_adapters
     assert process(SERVES).refuses_adapters == "all weights are trained"
-    both = process(SERVES, adapters=2, rank=9, side_by_side=True)._command(
+    both = process(SERVES, adapters=2, rank=9, side_by_side=True).command(
         replace(SERVING, adapters=True), 7
     )
     assert both[both.index("--max-loras") + 1] == "4"

@@ -150,9 +150,9 @@ async def control(fleet: VllmFleet, path: str, server: str = "") -> tuple[int, A
 
 
 @pytest.fixture
-async def fleet(fleet_of: Callable[..., VllmFleet]) -> VllmFleet:
-    """One that is up, its gate open."""
-    fleet = fleet_of()
+async def fleet(request: pytest.FixtureRequest, fleet_of: Callable[..., VllmFleet]) -> VllmFleet:
+    """One that is up, its gate open; with the arguments that are the fixture's parameter."""
+    fleet = fleet_of(**getattr(request, "param", {}))
     await fleet.probe()
     await fleet.start(SERVING)
     await control(fleet, f"{OPEN}?=0")
@@ -214,12 +214,12 @@ async def test_when_one_is_gone_the_others_go_on_and_updates_do_not_wait_for_it(
     assert gone.url in fleet.failure_reason()
 
 
+@pytest.mark.parametrize("fleet", [{"timeout": 2.0}], indirect=True)
 @pytest.mark.parametrize("how", ["hangs", "dies of it"])
 async def test_one_that_does_not_take_an_update_is_gone(
     theirs: list[FakeVllm], fleet: VllmFleet, how: str
 ) -> None:
     if how == "hangs":
-        fleet._timeout = 2.0
         theirs[1].hang.clear()
     else:
         theirs[1].status, theirs[1].well = 500, False

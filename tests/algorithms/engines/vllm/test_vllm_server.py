@@ -44,8 +44,12 @@ LEARNED = TrainedModel(
 
 
 @pytest.fixture
-async def server(theirs: list[FakeVllm], tmp_path: Path) -> AsyncIterator[VllmServer]:
-    fleet = VllmFleet([each.url for each in theirs], start_timeout=60.0, timeout=50.0)
+async def server(
+    request: pytest.FixtureRequest, theirs: list[FakeVllm], tmp_path: Path
+) -> AsyncIterator[VllmServer]:
+    """A test may have a time-out of updates as the fixture's parameter."""
+    timeout = getattr(request, "param", 50.0)
+    fleet = VllmFleet([each.url for each in theirs], start_timeout=60.0, timeout=timeout)
     server = VllmServer(LEARNED, fleet, folder=tmp_path / "served")
     await server.start()
     yield server
@@ -149,12 +153,10 @@ async def test_one_of_several_that_dies_costs_no_publish_and_returns_with_the_ne
     assert await asyncio.gather(*calls) == ["2", "2"]
 
 
+@pytest.mark.parametrize("server", [2.0], indirect=True)
 async def test_one_that_hangs_in_an_update_does_not_hold_the_others(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
-    host = server.host
-    assert isinstance(host, VllmFleet)
-    host._timeout = 2.0
     theirs[0].hang.clear()
     await server.publish(1)
     assert await version(server) == "1"
@@ -257,22 +259,20 @@ async def test_calls_stand_still_while_weights_change_in_flight(
     assert await asyncio.gather(*calls, later) == ["0", "0", "1"]
 
 
+@pytest.mark.parametrize("server", [1.0], indirect=True)
 async def test_one_that_dies_before_it_goes_on_is_given_the_weights_and_goes_on_when_it_returns(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
     server.delivery.in_flight = True
     name_versions(theirs, server)
-    host = server.host
-    assert isinstance(host, VllmFleet)
-    host._timeout = 1.0
     theirs[0].updates.clear()
     theirs[1].hang.clear()  # it has paused, and takes nothing more
     await server.publish(1)
     assert await version(server) == "1"
-    assert host.servers == (theirs[0].url,)
+    assert server.host.servers == (theirs[0].url,)
     theirs[1].updates.clear()
     theirs[1].hang.set()
-    await until(lambda: len(host.servers) == 2)
+    await until(lambda: len(server.host.servers) == 2)
     took = [update for update in theirs[1].updates if not update.startswith("/pause")]  # comes late
     assert took[-3:] == ["reload_weights", "/agentrl/spans?base=1&=1", "/resume"]
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PATHS = (HERE, HERE.parents[3])
+PATHS = (HERE, HERE.parents[2] / "system", HERE.parents[3])  # `tests` is also a name of others'
 
 
 def environment(**more: str) -> dict[str, str]:

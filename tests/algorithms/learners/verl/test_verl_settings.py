@@ -280,6 +280,7 @@ def test_megatron_is_configured_by_verls_own_names() -> None:
         ({"policy": {"lora": {"rank": 4}}}, "policy.lora.rank"),
         ({"reference": {"every": 1}}, "reference.every"),
         ({"learner": {"gradient_checkpointing": True}}, "learner.gradient_checkpointing"),
+        ({"algorithm": {"max_kl": 0.1}}, "algorithm.max_kl"),
     ],
 )
 def test_what_megatron_does_not_do_is_refused(sections: dict[str, Any], key: str) -> None:

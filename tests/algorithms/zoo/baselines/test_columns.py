@@ -4,27 +4,53 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 
-from agentrl.algorithms.credit.core import (
-    GroupRelative,
-)
+from agentrl.algorithms.credit.core import AllFilters, GroupRelative
+from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.build import load_algorithm
-from agentrl.algorithms.zoo.baselines.grpo import BestOverSecond, PassAtKReward
+from agentrl.algorithms.zoo.baselines.grpo import (
+    BestOverSecond,
+    NonzeroVariance,
+    NotTruncated,
+    OverlongPenalty,
+    PassAtKReward,
+)
 from agentrl.algorithms.zoo.baselines.reinforce import (
     GreedyBaseline,
     RescaledByValid,
     SampledRewards,
 )
+from agentrl.algorithms.zoo.teams.roles import RoleFilter
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.credit.test_credit import f2, flat, near
-from tests.algorithms.credit.test_outcomes import group, subsets
 from tests.algorithms.worlds import NAN, Call, Play, world
+
+
+def group(*outcomes: float, tokens: Sequence[int] | None = None, greedy: int = -1) -> Batch:
+    sizes = tokens or [1] * len(outcomes)
+    return world(
+        *(
+            Play([Call(tokens=n)], outcome=o, greedy=i == greedy)
+            for i, (o, n) in enumerate(zip(outcomes, sizes, strict=True))
+        )
+    )
+
+
+def subsets(outcomes: Sequence[int], i: int, k: int) -> float:
+    """What the k-subsets with rollout i come to, less k / n of the mean of those without it."""
+    n = len(outcomes)
+    every = list(itertools.combinations(range(n), k))
+    won = {subset: max(outcomes[j] for j in subset) for subset in every}
+    without = [won[subset] for subset in every if i not in subset]
+    return sum(won[s] for s in every if i in s) / len(every) - k / n * fmean(without)
 
 
 def test_gpg_makes_up_for_flat_groups() -> None:
@@ -139,3 +165,31 @@ def test_gaps_to_the_second_do_not_overflow(size: float) -> None:
     x = size * torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
     eps = 2e-6 / max(size, 0.02)
     assert near(BestOverSecond()(flat(x.tolist())), [2 / (1 + eps), 0, 0, 0], within=1e-12)
+
+
+def test_overlong() -> None:
+    """A11: M = 10, c = 4."""
+    lengths = [5, 6, 7, 8, 10, 11]
+    shaped = OverlongPenalty("outcome", 10, 4)(group(*[1.0] * 6, tokens=lengths))
+    assert (shaped - 1).tolist() == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
+
+
+def test_filters() -> None:
+    batch = world(
+        Play([Call(truncated=True), Call(role="b")], outcome=1.0),
+        Play([Call(role="b", truncated=True)], outcome=0.0),
+    )
+    assert NotTruncated()(batch).tolist() == [True, True, False]
+    assert AllFilters((NotTruncated(), RoleFilter(("b",))))(batch).tolist() == [False, True, False]
+
+
+def test_an_overlong_cache_beyond_the_limit_is_all_of_it() -> None:
+    shaped = OverlongPenalty("outcome", 8, 4096)(group(1.0, 1.0, 1.0, tokens=[2, 4, 8]))
+    assert (shaped - 1).tolist() == pytest.approx([-0.25, -0.5, -1])
+
+
+def test_alive_keeps_groups_that_differ() -> None:
+    assert NonzeroVariance()(f2()).tolist() == [True] * 4 + [False] * 2
+    assert NonzeroVariance()(flat([0.7] * 7)).sum() == 0
+    assert NonzeroVariance()(flat([NAN, 1.0, NAN])).sum() == 0
+    assert NonzeroVariance()(flat([NAN, 1.0, 0.0])).sum() == 3

@@ -5,14 +5,11 @@ from __future__ import annotations
 import itertools
 import statistics
 
-import pytest
-
 from tests.algorithms.presets.padded import (
     CHECKS,
     GREEDY,
     PPO,
     Case,
-    Check,
     Padded,
     centred,
     differs,
@@ -26,6 +23,7 @@ from tests.algorithms.presets.padded import (
     whiten,
     zscore,
 )
+from tests.algorithms.presets.plays import checked
 
 
 def length_weighted(data: Padded) -> dict[int, float]:
@@ -119,7 +117,4 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_its_loss_is_the_published_one(case: str, check: Check) -> None:
-    check(case, CASES[case])
+test_its_loss_is_the_published_one = checked(CASES, CHECKS)

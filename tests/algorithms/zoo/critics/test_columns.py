@@ -5,17 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.algorithms.credit.call_credit import (
-    CallRewards,
-)
+from agentrl.algorithms.credit.call_credit import CallRewards
 from agentrl.algorithms.credit.core import CriticValues
 from agentrl.algorithms.zoo.critics.presets import BiLevelGae
 from agentrl.algorithms.zoo.hierarchy.presets import HiperGae
-from tests.algorithms.credit.test_call_credit import SEEDS, agree, near
-from tests.algorithms.naive import (
-    naive_bi_level,
-    naive_hiper,
-)
+from tests.algorithms.credit.test_call_credit import SEEDS, agree, near, steps
+from tests.algorithms.naive import naive_bi_level, naive_hiper
 from tests.algorithms.worlds import NAN, Call, Play, calls_without_tokens, random_plays, world
 
 
@@ -62,3 +57,34 @@ def test_calls_without_tokens_are_no_decisions_of_a_critic() -> None:
     worlds = world(bare, other, values=values), world(joined, other, values=values)
     credit = BiLevelGae(CriticValues(), "transition:p", 1.0)
     near(credit(worlds[0]), credit(worlds[1]).tolist())
+
+
+def test_hiper() -> None:
+    """D20."""
+    high, low = [0.5, NAN, 0.6], [0.4, 0.5, 0.7]
+    batch = world(Play(steps(0, 0, 1, high=high, low=low)))
+    parts = {
+        part: HiperGae(
+            CallRewards("transition:high"), CallRewards("transition:low"), part, "transition:p", 0.9
+        )(batch)
+        for part in ("high", "low")
+    }
+    near(parts["low"], [0.086, 0.04, 0.3])
+    near(parts["high"], [0.31, NAN, 0.4])
+
+
+def test_a_planner_begins_segments_and_takes_no_time() -> None:
+    """As D20, where the subgoals are calls of their own and a third role looks on."""
+    one = {"p": 0.0}
+    calls = [
+        Call(role="planner", rewards=one | {"high": 0.5}),
+        Call(rewards=one | {"low": 0.4}),
+        Call(rewards=one | {"low": 0.5}),
+        Call(role="planner", rewards=one | {"high": 0.6}),
+        Call(rewards={"low": 0.7}),
+        Call(role="judge", rewards={"p": 1.0}),
+    ]
+    batch = world(Play(calls))
+    high, low = CallRewards("transition:high"), CallRewards("transition:low")
+    near(HiperGae(high, low, "low", "transition:p", 0.9)(batch), [NAN, 0.086, 0.04, NAN, 0.3, NAN])
+    near(HiperGae(high, low, "high", "transition:p", 0.9)(batch), [0.31, NAN, NAN, 0.4, NAN, NAN])

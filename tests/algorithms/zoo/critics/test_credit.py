@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.algorithms.naive import (
-    naive_bi_level,
-)
-from tests.algorithms.presets.plays import CHECKS, GAE, Case, Check, Plays, gae, tokens, white
+from tests.algorithms.naive import naive_bi_level
+from tests.algorithms.presets.plays import GAE, Case, Plays, checked, gae, tokens, white
 
 
 def ragen(plays: Plays, values: list[float]) -> list[float]:
@@ -25,7 +21,4 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_its_loss_is_the_published_one(case: str, check: Check) -> None:
-    check(case, CASES[case])
+test_its_loss_is_the_published_one = checked(CASES)

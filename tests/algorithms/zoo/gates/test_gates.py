@@ -11,14 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.objective.ratios import LogProbs
 from agentrl.algorithms.zoo.gates.corrections import OffPolicyMask
 from agentrl.algorithms.zoo.gates.presets import (
     DivergenceGate,
+    NonzeroVarianceReward,
     SoftGate,
     TopKDivergenceGate,
     VespoWeight,
 )
+from tests.algorithms.credit.test_credit import NAN, f2
+from tests.algorithms.credit.test_credit import near as credit_near
 from tests.algorithms.credit.test_laws import are_one_on_policy, law
 from tests.algorithms.objective.test_ratios import RHO, SIGN, near, of_candidates, stay_finite, top
 
@@ -124,3 +128,9 @@ def test_extreme_ratios_stay_finite() -> None:
 def test_every_gate_is_one_on_policy(tokens: list[tuple[float, float]]) -> None:
     divergence = DivergenceGate("tv", 0, 0, 1), DivergenceGate("kl", 0, 0, 1)
     are_one_on_policy([SoftGate(), VespoWeight(), OffPolicyMask(0), *divergence], tokens)
+
+
+@pytest.mark.parametrize(("ddof", "first", "other"), [(0, 1.732051, -0.57735), (1, 1.5, -0.5)])
+def test_batch_deviation_without_flat_groups(ddof: int, first: float, other: float) -> None:
+    scale = GroupRelative(NonzeroVarianceReward(), norm="std", norm_by=("all",), ddof=ddof, eps=0.0)
+    assert credit_near(scale(f2()), [first, other, other, other, NAN, NAN])

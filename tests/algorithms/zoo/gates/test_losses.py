@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,7 +11,6 @@ from tests.algorithms.presets.padded import (
     CHECKS,
     PPO,
     Case,
-    Check,
     Surrogate,
     centred,
     constant,
@@ -25,6 +23,7 @@ from tests.algorithms.presets.padded import (
     whiten,
     zscore,
 )
+from tests.algorithms.presets.plays import checked
 
 
 def sapo(p: Tensor, o: Tensor, b: Tensor, a: float) -> Tensor:
@@ -115,7 +114,4 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_its_loss_is_the_published_one(case: str, check: Check) -> None:
-    check(case, CASES[case])
+test_its_loss_is_the_published_one = checked(CASES, CHECKS)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.algorithms.naive import (
-    naive_hindsight,
-)
-from tests.algorithms.presets.plays import CHECKS, Case, Check, Plays, calls, outcome, tokens, total
+from tests.algorithms.naive import naive_hindsight
+from tests.algorithms.presets.plays import Case, Plays, calls, checked, outcome, tokens, total
 from tests.algorithms.worlds import NAN
 
 
@@ -33,7 +29,4 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_its_loss_is_the_published_one(case: str, check: Check) -> None:
-    check(case, CASES[case])
+test_its_loss_is_the_published_one = checked(CASES)

@@ -18,13 +18,7 @@ from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.algorithms.zoo.hindsight.presets import HINDSIGHT, add_hindsight
 from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.types import (
-    Group,
-    Reward,
-    Transition,
-    float32,
-    int32,
-)
+from agentrl.types import Group, Reward
 from tests import factories
 
 QUESTION = {"role": "user", "content": "What is the team of Ada Berg?"}
@@ -52,15 +46,16 @@ def group(policy: TrainedPolicy, *, told: str = "", rewards: list[Reward]) -> Gr
         text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
         text = text.removesuffix("<|im_end|>\n") + f"{told}<|im_end|>\n<|im_start|>assistant\n"
         calls.append(
-            Transition(
-                id=str(index), attempt="a", index=index, messages=messages,
-                prompt=int32(encode(text, add_special_tokens=False)),
-                completion=int32(encode("sales", add_special_tokens=False)),
-                logprobs=float32([-1.0] * len(encode("sales", add_special_tokens=False))),
+            factories.call(
+                str(index),
+                encode(text, add_special_tokens=False),
+                encode("sales", add_special_tokens=False),
+                index=index,
+                messages=messages,
             )
-        )  # fmt: skip
+        )
     rollout = factories.rollout(attempt="a", calls=calls, rewards=rewards)
-    return Group(id="g", run="run", step=0, rollouts=[rollout])
+    return factories.group(rollout)
 
 
 def scores(groups: list[Group]) -> dict[str | None, float]:

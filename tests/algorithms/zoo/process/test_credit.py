@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from statistics import fmean
 
-import pytest
-
-from tests.algorithms.naive import (
-    returns,
-    rewards_of,
-)
+from tests.algorithms.naive import returns, rewards_of
 from tests.algorithms.presets.plays import (
-    CHECKS,
     Case,
-    Check,
     Plays,
     calls,
+    checked,
     copied,
     outcome,
     process,
@@ -64,7 +58,4 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_its_loss_is_the_published_one(case: str, check: Check) -> None:
-    check(case, CASES[case])
+test_its_loss_is_the_published_one = checked(CASES)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import random
 from statistics import fmean
 
-import pytest
 import torch
 
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
-from tests.algorithms.naive import (
-    naive_batch_td,
-    naive_histories,
-)
-from tests.algorithms.presets.plays import CHECKS, Case, Check, tokens
+from tests.algorithms.naive import naive_batch_td, naive_histories
+from tests.algorithms.presets.plays import Case, checked, tokens
 from tests.algorithms.worlds import Call, Play, world
 from tests.algorithms.zoo.limits import binary
 
@@ -36,10 +32,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_its_loss_is_the_published_one(case: str, check: Check) -> None:
-    check(case, CASES[case])
+test_its_loss_is_the_published_one = checked(CASES)
 
 
 def test_batch_td_is_unbiased_where_states_show_what_matters() -> None:

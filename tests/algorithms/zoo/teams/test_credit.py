@@ -6,15 +6,12 @@ import pytest
 
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
-from tests.algorithms.naive import (
-    compare,
-)
+from tests.algorithms.naive import compare
 from tests.algorithms.presets.plays import (
-    CHECKS,
     Case,
-    Check,
     Plays,
     calls,
+    checked,
     copied,
     missing,
     others,
@@ -132,10 +129,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_its_loss_is_the_published_one(case: str, check: Check) -> None:
-    check(case, CASES[case])
+test_its_loss_is_the_published_one = checked(CASES)
 
 
 def test_an_episode_of_one_answer_may_have_the_reward_of_its_rollout() -> None:
