@@ -29,10 +29,12 @@ from tests.system.steady import (
     KINDS,
     POINTS,
     STEPS,
+    Interrupted,
     Silent,
     break_off,
     config,
     finish,
+    interrupt,
     run,
     strike_at,
 )
@@ -213,7 +215,7 @@ def test_steps_after_the_last_checkpoint_are_trained_again_once(
     for point, number in starts:
         with pytest.raises(Interrupted):
             asyncio.run(run(settings, strike_at(point, number, interrupt)))
-    asyncio.run(run(settings, lambda point: None))
+    finish(settings)
     assert_same(tmp_path, whole())
     check_trained_once(tmp_path, every)
 
