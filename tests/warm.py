@@ -32,9 +32,10 @@ from typing import Any, NoReturn
 
 IMPORTED = (
     "agentrl.cli.main", "agentrl.algorithms.train.main", "agentrl.runners.main", "langchain.agents",
-    "langchain_openai", "langgraph.graph", "matplotlib.figure", "numpy", "openai", "peft",
-    "psycopg_pool", "safetensors.torch", "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2", "tests.system.steady",
+    "langchain_openai", "langgraph.graph", "matplotlib.figure", "numpy", "openai.resources.chat",
+    "peft", "psycopg_pool", "safetensors.torch", "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen2.tokenization_qwen2",
+    "uvloop", "tests.system.steady",
 )  # fmt: skip
 Command = dict[str, Any]  # arguments after `python`, cwd, env, session, spare
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
@@ -95,14 +96,20 @@ class Result(msgspec.Struct, frozen=True):
     version: str  # of this library
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Piece:
     """One run of a bench."""
 
     name: tuple[str, str, float, int]  # task, preset, learning rate, seed
-    config: RunConfig
+    file: Path
+    settings: tuple[str, ...]
     measure: str
     digest: str  # of its settings and the files that they name, but not of this library
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """Loaded where the piece is run: what is done is known by the digest alone."""
+        return load(self.file, self.settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +120,14 @@ class BenchPlan:
     file: Path
     work: Path
     done: dict[str, Result]
+    _loaded: dict[tuple[str, ...], RunConfig] = field(default_factory=dict, repr=False)
 
     def piece(self, pair: Pair, lr: float, seed: int) -> Piece:
         bench, task, preset = self.bench, self.bench.tasks[pair[0]], self.bench.presets[pair[1]]
         path = self.file.parent / task.run
-        settings = [*task.settings, *preset.settings, f"algorithm.lr={lr}", f"seed={seed}"]
-        config = load(path, settings)
+        settings, text = [*task.settings, *preset.settings], path.read_text()
+        config = self._load(path, text, settings)
+        settings += [f"algorithm.lr={lr}", f"seed={seed}"]
         size = config.algorithm.groups * config.algorithm.group_size * preset.cost
         steps = max(1, math.floor((task.rollouts or bench.rollouts) / size))
         settings += [
@@ -129,12 +138,19 @@ class BenchPlan:
         build, agent, verifier = config.policy.build, config.agent.path, config.verifier
         files = [build, agent, config.tasks.train, config.tasks.heldout, verifier.path]
         files += [*verifier.rewards.values(), task.measure]
-        digest = _digest(config, files, path.read_text(), *settings)
+        digest = _digest(config, files, text, *settings)
         settings += [f"name=bench-{digest}", f"output={self.work / digest}"]
         if build:  # one model for all presets
             model = self.work / "models" / _digest(config, [build], build, str(seed))
             settings.append(f"policy.model={model}")
-        return Piece((*pair, lr, seed), load(path, settings), task.measure, digest)
+        return Piece((*pair, lr, seed), path, tuple(settings), task.measure, digest)
+
+    def _load(self, path: Path, text: str, settings: list[str]) -> RunConfig:
+        """Once for all learning rates and seeds. text: of the file at this moment."""
+        name = (str(path), text, *settings)
+        if name not in self._loaded:
+            self._loaded[name] = load(path, settings)
+        return self._loaded[name]
 
     def tuning(self, tasks: Iterable[str]) -> Iterator[Piece]:
         """The runs that choose the learning rates of these tasks; none for a single rate."""

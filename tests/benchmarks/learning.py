@@ -63,10 +63,11 @@ def on_grid(curve: list[tuple[float, float]], budget: float, points: int) -> Arr
     return np.interp(np.linspace(0.0, budget, points), spent, scores)
 
 
-def interquartile_mean(x: Array) -> Array:
-    """Over the first axis: the mean without a quarter, rounded down, at each end."""
-    cut = len(x) // 4
-    middle: Array = np.sort(x, axis=0)[cut : len(x) - cut].mean(axis=0)
+def interquartile_mean(x: Array, axis: int = 0) -> Array:
+    """Over an axis: the mean without a quarter, rounded down, at each end."""
+    cut = x.shape[axis] // 4
+    ordered = np.moveaxis(np.sort(x, axis=axis), axis, 0)
+    middle: Array = ordered[cut : len(ordered) - cut].mean(axis=0)
     return middle
 
 
@@ -82,53 +83,58 @@ def area(curves: Array) -> Array:
     return mean
 
 
-def gained(areas: Array, base: Array) -> float:
-    """By how much areas [seeds] exceed those of the curves [seeds, points] of the other."""
-    return float(interquartile_mean(areas) - interquartile_mean(area(base)))
+def reached(curves: Array, level: Array | float, budget: float) -> Array:
+    """[..., points] -> [...]: rollouts after which a curve first is at its level; inf where it
+    never is."""
+    above = curves >= np.asarray(level)[..., None]
+    at = np.argmax(above, axis=-1, keepdims=True)
+    now, before = (
+        np.take_along_axis(curves, place, axis=-1)[..., 0] for place in (at, np.maximum(at - 1, 0))
+    )
+    share = np.where(at[..., 0] > 0, (level - before) / np.where(now > before, now - before, 1), 1)
+    spent = (at[..., 0] - 1 + share) * budget / (curves.shape[-1] - 1)
+    return np.where(above.any(axis=-1), spent, np.inf)
 
 
-def reached(curve: Array, level: float, budget: float) -> float:
-    """Rollouts after which a curve first is at a level; inf where it never is."""
-    above = np.flatnonzero(curve >= level)
-    if not above.size:
-        return float("inf")
-    at = int(above[0])
-    if at == 0:
-        return 0.0
-    share = (level - curve[at - 1]) / (curve[at] - curve[at - 1])
-    return float((at - 1 + share) * budget / (len(curve) - 1))
-
-
-def bootstrap(estimate: Callable[[NDArray[np.int64]], float], seeds: int) -> list[float]:
-    """The estimate and the ends of its interval. estimate: of drawn seeds, given as indices."""
+def bootstrap(estimate: Callable[[NDArray[np.int64]], Array], seeds: int) -> list[float]:
+    """The estimate and the ends of its interval. estimate: [draws] of drawn seeds, given as indices
+    [draws, seeds]."""
     dice = np.random.default_rng(0)
-    drawn = [estimate(dice.integers(0, seeds, seeds)) for _ in range(SAMPLES if seeds > 1 else 1)]
+    drawn = estimate(dice.integers(0, seeds, (SAMPLES if seeds > 1 else 1, seeds)))
     low, high = np.quantile(drawn, [0.025, 0.975], method="inverted_cdf")
-    return [estimate(np.arange(seeds)), float(low), float(high)]
+    return [float(estimate(np.arange(seeds)[None])[0]), float(low), float(high)]
 
 
 def rollouts_ratio(curves: Array, base: Array, share: float, budget: float) -> list[float]:
     """Rollouts of one preset until `share` of the other's final level, over those of the other
     until there. curves, base: [seeds, points] of the same seeds."""
 
-    def estimate(drawn: NDArray[np.int64]) -> float:
-        ours, theirs = interquartile_mean(curves[drawn]), interquartile_mean(base[drawn])
-        level = share * float(final_level(theirs))
+    def estimate(drawn: NDArray[np.int64]) -> Array:
+        ours, theirs = (interquartile_mean(x[drawn], axis=1) for x in (curves, base))
+        level = share * final_level(theirs)
         spent = reached(theirs, level, budget)
-        return reached(ours, level, budget) / spent if spent else 1.0
+        other = reached(ours, level, budget)
+        return np.where(spent > 0, other / np.where(spent > 0, spent, 1.0), 1.0)
 
     return bootstrap(estimate, len(curves))
 
 
 def summary(curves: Array, base: Array, budget: float) -> dict[str, Any]:
     """Of one preset on one task against the baseline; [seeds, points] each."""
-    areas = area(curves)
+    areas, theirs = area(curves), area(base)
     final = final_level(curves)
+
+    def of_drawn(x: Array) -> list[float]:
+        return bootstrap(lambda drawn: interquartile_mean(x[drawn], axis=1), len(curves))
+
+    def gain(drawn: NDArray[np.int64]) -> Array:
+        return interquartile_mean(areas[drawn], 1) - interquartile_mean(theirs[drawn], 1)
+
     return {
         "seeds": len(curves),
-        "final": bootstrap(lambda drawn: float(interquartile_mean(final[drawn])), len(curves)),
-        "area": bootstrap(lambda drawn: float(interquartile_mean(areas[drawn])), len(curves)),
-        "gain": bootstrap(lambda drawn: gained(areas[drawn], base[drawn]), len(curves)),
+        "final": of_drawn(final),
+        "area": of_drawn(areas),
+        "gain": bootstrap(gain, len(curves)),
         "ratio_90": rollouts_ratio(curves, base, 0.9, budget),
         "ratio": rollouts_ratio(curves, base, 1.0, budget),
         "curve": interquartile_mean(curves).round(4).tolist(),

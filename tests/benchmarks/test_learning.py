@@ -71,9 +71,9 @@ def test_twice_as_fast_is_half_of_the_rollouts() -> None:
 
 
 def test_one_seed_has_no_interval_and_noise_has_a_wide_one() -> None:
-    assert bootstrap(lambda drawn: float(len(drawn)), 1) == [1, 1, 1]
+    assert bootstrap(lambda drawn: np.full(len(drawn), drawn.shape[1]), 1) == [1, 1, 1]
     values = np.array([0.0, 1.0, 0.0, 1.0, 1.0])
-    mean, low, high = bootstrap(lambda drawn: float(values[drawn].mean()), 5)
+    mean, low, high = bootstrap(lambda drawn: values[drawn].mean(axis=1), 5)
     assert mean == pytest.approx(0.6)
     assert low == pytest.approx(0.2)
     assert high == 1.0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,8 +49,17 @@ def parts() -> Iterator[dict[str, ModuleType]]:
         yield found
 
 
-def played(parts: dict[str, ModuleType], name: str, player: str) -> float:
-    """The mean outcome of the task's best player, or of one that does anything possible."""
+Play = Callable[[str, str], tuple[float, set[str]]]
+
+
+@pytest.fixture(scope="module")
+def played(parts: dict[str, ModuleType]) -> Play:
+    """The mean outcome of a task's best player, or of one that does anything possible, and the
+    models that its agent asked."""
+    return cache(partial(play, parts))
+
+
+def play(parts: dict[str, ModuleType], name: str, player: str) -> tuple[float, set[str]]:
     config = PLAN.piece((name, BENCH.presets_of(name)[0]), 1e-3, 0).config
     root = Path(config.root)
     agent, verify = (
@@ -59,29 +69,6 @@ def played(parts: dict[str, ModuleType], name: str, player: str) -> float:
     heldout = load_tasks(config.tasks.heldout, root, key="")
     tasks = [heldout[n % len(heldout)] for n in range(ROLLOUTS)]
     chosen = best if player == "best" else parts["policies"].anything
-    results, _ = parts["policies"].play(agent, chosen, [task["input"] for task in tasks])
-    given: list[dict[str, Any]] = [
-        {"task": t, "result": r} for t, r in zip(tasks, results, strict=True)
-    ]
-    needed = verify.__code__.co_varnames[: verify.__code__.co_argcount]
-    return sum(verify(**{key: one[key] for key in needed}) for one in given) / ROLLOUTS
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_the_best_and_the_random_score_are_known(parts: dict[str, ModuleType], name: str) -> None:
-    task = BENCH.tasks[name]
-    luck = 0.09 if name == "frozenlake" else 0.0  # elsewhere the best player always wins
-    assert played(parts, name, "best") == pytest.approx(task.best, abs=luck)
-    chance = 0.09 * max(1.0, task.best - task.random)
-    assert played(parts, name, "random") == pytest.approx(task.random, abs=chance)
-    assert task.random < task.best
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_roles_that_agents_ask_for_are_known(
-    parts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """A model name is a role where the run knows it, and else every call is of "agent"."""
     asked = set[str]()
     scripted = parts["policies"].Scripted
     complete = scripted.complete
@@ -90,8 +77,30 @@ def test_roles_that_agents_ask_for_are_known(
         asked.add(model)
         return await complete(self, model, *more)
 
-    monkeypatch.setattr(scripted, "complete", noted)
-    played(parts, name, "best")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scripted, "complete", noted)
+        results, _ = parts["policies"].play(agent, chosen, [task["input"] for task in tasks])
+    given: list[dict[str, Any]] = [
+        {"task": t, "result": r} for t, r in zip(tasks, results, strict=True)
+    ]
+    needed = verify.__code__.co_varnames[: verify.__code__.co_argcount]
+    return sum(verify(**{key: one[key] for key in needed}) for one in given) / ROLLOUTS, asked
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_best_and_the_random_score_are_known(played: Play, name: str) -> None:
+    task = BENCH.tasks[name]
+    luck = 0.09 if name == "frozenlake" else 0.0  # elsewhere the best player always wins
+    assert played(name, "best")[0] == pytest.approx(task.best, abs=luck)
+    chance = 0.09 * max(1.0, task.best - task.random)
+    assert played(name, "random")[0] == pytest.approx(task.random, abs=chance)
+    assert task.random < task.best
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_roles_that_agents_ask_for_are_known(played: Play, name: str) -> None:
+    """A model name is a role where the run knows it, and else every call is of "agent"."""
+    _, asked = played(name, "best")
     roles = PLAN.piece((name, BENCH.presets_of(name)[0]), 1e-3, 0).config.roles
     assert asked == (set(roles) or {"policy"})
 
@@ -156,11 +165,11 @@ def test_random_moves_seldom_hold_against_the_perfect_player() -> None:
 def test_every_preset_of_every_task_is_a_run() -> None:
     for task in BENCH.tasks:
         for preset in BENCH.presets_of(task):
-            one = PLAN.piece((task, preset), BENCH.lrs[0], BENCH.seeds[0])
-            check_presets(one.config)
-            played = one.config.algorithm.groups * one.config.algorithm.group_size
+            config = PLAN.piece((task, preset), BENCH.lrs[0], BENCH.seeds[0]).config
+            check_presets(config)
+            played = config.algorithm.groups * config.algorithm.group_size
             budget = BENCH.tasks[task].rollouts or BENCH.rollouts
-            spent = one.config.steps * played * BENCH.presets[preset].cost
+            spent = config.steps * played * BENCH.presets[preset].cost
             assert 0.9 * budget < spent <= budget, (task, preset)
 
 

@@ -20,7 +20,7 @@ Trained = tuple[list[StepRow], list[Rollout], list[Transition]]
 
 def train(output: Path, *settings: str) -> Trained:
     """Committed steps, rollouts, and the calls of the last step."""
-    small = [f"output={output}", "algorithm.group_size=8", "algorithm.groups=6"]
+    small = [f"output={output}", "algorithm.group_size=8"]
     command = ["-m", "agentrl", "train", str(EXAMPLE / "run.toml")]
     trained = warm.run(*command, *small, *settings, timeout=110)
     assert trained.returncode == 0, trained.stderr
@@ -43,7 +43,10 @@ async def read_all(output: Path) -> list[StepRow]:
 
 @pytest.mark.slow
 def test_against_itself_it_begins_to_learn(tmp_path: Path) -> None:
-    output, settings = tmp_path, ("steps=8", "algorithm.schedule=constant", "eval.every=4")
+    output, settings = (
+        tmp_path,
+        ("steps=8", "algorithm.groups=6", "algorithm.schedule=constant", "eval.every=4"),
+    )
     steps, rollouts, calls = train(output, *settings)
     assert {row.state for row in rollouts} == {RolloutState.SUCCEEDED}
     assert {row.seats["player_0"] for row in rollouts} == {"policy"}
@@ -66,7 +69,9 @@ def test_against_itself_it_begins_to_learn(tmp_path: Path) -> None:
 
 def test_snapshots_play_the_other_seat(tmp_path: Path) -> None:
     settings = ["opponents=uniform", "self_share=0.0", "every=1", "pool=2"]
-    steps, rollouts, calls = train(tmp_path, "steps=3", *(f"selfplay.{s}" for s in settings))
+    steps, rollouts, calls = train(
+        tmp_path, "steps=3", "algorithm.groups=2", *(f"selfplay.{s}" for s in settings)
+    )
     assert {row.state for row in rollouts} == {RolloutState.SUCCEEDED}
     seats = {row.id: row.seats for row in rollouts}
     assert all(list(seat.values()).count("policy") == 1 for seat in seats.values())

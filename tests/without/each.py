@@ -22,9 +22,11 @@ from typing import Any
 HERE = Path(__file__).parent
 IMPORTED = (
     "aiohttp.web", "click.testing", "httpx", "jinja2", "matplotlib.figure", "mlflow", "numpy",
-    "openai", "opentelemetry.sdk.trace", "peft", "psycopg_pool", "rich.live", "safetensors.torch",
-    "sqlite_utils", "starlette.applications", "tensorboard.summary.writer.event_file_writer",
-    "trackio", "transformers.models.qwen2.modeling_qwen2", "uvicorn", "wandb",
+    "openai.resources.chat", "opentelemetry.sdk.trace", "peft", "psycopg_pool", "rich.live",
+    "safetensors.torch", "sqlite_utils", "starlette.applications",
+    "tensorboard.summary.writer.event_file_writer", "trackio",
+    "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen2.tokenization_qwen2",
+    "uvicorn", "uvloop", "wandb",
 )  # fmt: skip
 AT_ONCE = 2
 
