@@ -37,7 +37,7 @@ class Break(NamedTuple):
         return "its tool calls" if answer.get("tool_calls") else "its answers"
 
 
-class Templates(Hooks):
+class TemplateChecks(Hooks):
     """Ends a run whose template shows the model no tools, on any engine, and says once what a
     template costs that does not repeat what the model wrote."""
 
@@ -118,4 +118,4 @@ def sentence(found: Sequence[Break], calls: int, tokenizer: Tokenizer) -> str:
 
 
 def join(config: RunConfig) -> Hooks | None:
-    return Templates() if config.plays_rollouts else None
+    return TemplateChecks() if config.plays_rollouts else None

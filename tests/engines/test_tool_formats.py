@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ if find_spec("vllm") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, at vLLM's imports
+    import vllm
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
@@ -45,6 +47,19 @@ def test_vllm_reads_the_same_calls(name: str) -> None:
         compared += 1
         assert by_vllm(name, rendered(name, (content, calls))) == (content, calls)
     assert compared > 8
+
+
+def test_without_tools_chatml_is_vllms_template() -> None:
+    file = Path(vllm.__file__).with_name("transformers_utils") / "chat_templates"
+    published = (file / "template_chatml.jinja").read_text()
+    tokenizer = family_tokenizer("chatml")
+    roles = ("system", "user", "assistant", "user")
+    messages = [{"role": role, "content": f"{role}s words"} for role in roles]
+    for size in (2, 4):
+        options = {"tokenize": False, "add_generation_prompt": True}
+        ours = tokenizer.apply_chat_template(messages[:size], **options)
+        theirs = tokenizer.apply_chat_template(messages[:size], chat_template=published, **options)
+        assert ours == theirs
 
 
 @pytest.mark.parametrize("name", NAMES)

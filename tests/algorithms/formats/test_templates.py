@@ -104,6 +104,15 @@ def test_without_tools_there_is_no_word_of_them(name: str) -> None:
     assert "Be brief." in text_of(tokenizer, told[:1], TOOLS)
 
 
+@pytest.mark.parametrize(
+    "roles", [("user",), ("system", "user"), ("user", "assistant", "user"), ("system",)]
+)
+def test_without_tools_it_is_the_published_template_of_smollm2(roles: tuple[str, ...]) -> None:
+    messages = [{"role": role, "content": f" {role}s \n words"} for role in roles]
+    published = fresh("smollm")
+    assert text_of(family_tokenizer("smollm"), messages) == text_of(published, messages)
+
+
 def text_of(tokenizer: Any, messages: Any, tools: Any = None) -> str:
     copied = json.loads(json.dumps(messages))
     return str(tokenizer.decode(Chat(tokenizer, Codec(tokenizer)).encode(copied, tools)))
