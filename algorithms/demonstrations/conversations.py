@@ -37,12 +37,12 @@ def conversations_of(calls: Iterable[Transition]) -> list[dict[str, Any]]:
 def _continues(call: Transition, conversation: dict[str, Any]) -> bool:
     before: Sequence[Message] = conversation["messages"]
     again = call.messages[: len(before)]
-    same = [*map(_said, again)] == [*map(_said, before)]
+    same = [*map(what_is_said, again)] == [*map(what_is_said, before)]
     return same and len(call.messages) > len(before) and call.tools == conversation["tools"]
 
 
-def _said(message: Message) -> tuple[Json, ...]:
-    """What a message says, however a client writes it."""
+def what_is_said(message: Message) -> tuple[Json, ...]:
+    """What a message says, however a client writes it and whatever ids its calls have."""
     content: Any = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(str(part.get("text", part)) for part in content)

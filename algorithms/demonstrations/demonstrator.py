@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from agentrl import run_owner
-from agentrl.algorithms.demonstrations.conversations import conversations_of
+from agentrl.algorithms.demonstrations.conversations import conversations_of, what_is_said
 from agentrl.algorithms.demonstrations.scripted import load_script, served
 from agentrl.algorithms.sampling.rollouts import evaluation_rollouts
 from agentrl.algorithms.sampling.upstreams import candidate_of
@@ -87,8 +87,9 @@ async def kept_conversations(
                 cut += 1
                 continue
             for one in conversations_of(own):
-                said = {"rollout": row.id, "reward": row.reward()}
-                found.setdefault(msgspec.json.encode(one, order="sorted"), one | said)
+                about = [*map(what_is_said, one["messages"])], one["tools"], one["imitate"]
+                of = {"rollout": row.id, "reward": row.reward()}
+                found.setdefault(msgspec.json.encode(about, order="sorted"), one | of)
     return [*found.values()], _summary(rows, len(good), len(found), cut, least)
 
 

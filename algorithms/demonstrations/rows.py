@@ -36,7 +36,7 @@ class ConversationReader:
         self._end = min(self._ends)
         if tokenizer.eos_token_id in self._ends:
             self._end = tokenizer.eos_token_id
-        self._checked: set[Json] = set()  # roles whose messages the template is known to show
+        self._checked: set[Json] = set()  # roles, and "" for the end, that a warning was about
 
     def rows(self, conversation: Mapping[str, Json]) -> list[TokenRow]:
         """The rows of {"messages": [...], "tools": [...]}. Raises TrainingError, which names the
@@ -90,6 +90,7 @@ class ConversationReader:
             return prompt, said[: end + 1]
         while said and not self._text(said[-1:]).strip():  # between turns
             said.pop()
+        self._say_endless()
         return prompt, [*said, self._end]  # otherwise a policy would never learn to end
 
     def _after(self, prompt: list[int], whole: list[int]) -> list[int]:
@@ -113,6 +114,14 @@ class ConversationReader:
                 tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
+
+    def _say_endless(self) -> None:
+        if "" not in self._checked:
+            self._checked.add("")
+            log.warning(
+                "the chat template ends the assistant's messages with no token that ends a "
+                "completion; the policy learns to end them with %r", self._text([self._end]),
+            )  # fmt: skip
 
     def _check_shown(self, messages: list[Message], tools: Json, options: dict[str, Json]) -> None:
         """Warn once of a role whose messages the template drops."""

@@ -87,6 +87,9 @@ def test_a_script_demonstrates_a_tool_and_the_policy_imitates_it(
     assert again.returncode == 0, again.stderr
     assert (folder / "asked").stat().st_size == calls
     assert len(written(folder)) == 6
+    more = demonstrate(folder, *SCRIPT, "--count", "2", "--samples", "2")
+    assert "4 of 4 rollouts have a reward of at least 1: 2 different" in more.stderr
+    assert questions(written(folder)) == {"What is 0 plus 1?", "What is 1 plus 2?"}
 
     tokenizer = load_model(tiny_model_dir)[1]
     reader = ConversationReader(tokenizer, [tokenizer.eos_token_id])

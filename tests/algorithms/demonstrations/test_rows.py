@@ -143,13 +143,18 @@ def test_a_token_that_spans_prompt_and_answer_is_learned_as_it_is_sampled(tokeni
     assert tokenizer.decode(said) == "In<|im_end|>"
 
 
-def test_a_template_without_an_end_of_turn_is_ended_by_the_tokenizers(tokenizer: Any) -> None:
+def test_a_template_without_an_end_of_turn_is_ended_by_the_tokenizers(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     reader = reader_of(tokenizer)
     tokenizer.chat_template = (
         "{%- for m in messages %}{{- m.role + ': ' + m.content + '\\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
     )
-    assert learned(reader, tokenizer, USER, SAID | {"content": "Oslo"}) == "Oslo<|im_end|>"
+    for _ in range(2):
+        assert learned(reader, tokenizer, USER, SAID | {"content": "Oslo"}) == "Oslo<|im_end|>"
+    (record,) = caplog.records
+    assert "the policy learns to end them with '<|im_end|>'" in record.getMessage()
 
 
 def test_several_ends_end_a_turn(tokenizer: Any) -> None:
