@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentrl.algorithms.engines.embedded import engine
 from agentrl.algorithms.model import estimate
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.algorithms.train.stages import announce, check_vocabulary
@@ -117,3 +120,50 @@ def test_another_models_tokenizer_is_refused_before_a_rollout(
     grown.save_pretrained(tmp_path / "m")
     check_vocabulary(load_policies(run_config(tmp_path / "m"))[0])
     assert "put the tokenizer files of this very model there" in caplog.text
+
+
+@pytest.mark.part
+def test_prompts_are_computed_too(clock: None, tiny_model_dir: Path, tmp_path: Path) -> None:
+    text = "a list of prices " * 20
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"input": text}) + "\n")
+    network = load_policies(run_config(tiny_model_dir))[0].model
+    tokens = len(AutoTokenizer.from_pretrained(tiny_model_dir)(text)["input_ids"])
+    tasks = {"tasks": {"train": "tasks.jsonl"}, "root": str(tmp_path)}
+    (without,) = duration.duration(run_config(tiny_model_dir), network)
+    for packing, prompts in (("trie", 1), ("rows", 4)):
+        config = run_config(tiny_model_dir, learner={"packing": packing}, **tasks)
+        (found,) = duration.duration(config, network)
+        more = prompts * tokens * 3 * 0.001
+        assert seconds(found) == pytest.approx(seconds(without) + more, rel=0.1)
+
+
+@pytest.mark.part
+def test_sampling_is_in_the_time_of_a_decoding_step(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = load_policies(run_config(tiny_model_dir))[0].model
+    slow, found = engine.sample, list[int]()
+
+    def sample(logits: Any, *given: Any) -> Any:
+        found.append(len(logits))
+        time.sleep(0.05)
+        return slow(logits, *given)
+
+    monkeypatch.setattr(engine, "sample", sample)
+    assert 0.05 < duration.seconds_of(network, 5, 1) < 5.0
+    assert set(found) == {5}
+
+
+@pytest.mark.part
+def test_a_model_that_cannot_be_served_is_said(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = load_policies(run_config(tiny_model_dir))[0].model
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(engine, "sample", lambda *_: None)
+    monkeypatch.setattr(engine.Engine, "_forward", fail)
+    with pytest.raises(PolicyError, match="the model failed: DefaultCPUAllocator"):
+        duration.seconds_of(network, 2, 1)
