@@ -6,14 +6,12 @@ from collections.abc import Mapping
 
 from agentrl.algorithms.model import estimate
 from agentrl.algorithms.model.attention import context_length
-from agentrl.algorithms.model.load import vocabulary_size
+from agentrl.algorithms.model.load import vocabulary_gap, vocabulary_size
 from agentrl.algorithms.model.text import Codec
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.config import RunConfig
 from agentrl.doctor import Status
 from agentrl.types import Json
-
-LARGEST_PADDING = 1024  # most rows of an embedding without a token, which pad its size
 
 
 def memory(config: RunConfig, source: str) -> tuple[Status, str]:
@@ -25,10 +23,9 @@ def memory(config: RunConfig, source: str) -> tuple[Status, str]:
 def tokenizer(model: LoadedModel) -> tuple[Status, str]:
     """Whether the vocabulary of the tokenizer matches that of the model."""
     rows, tokens = vocabulary_size(model.model), len(model.tokenizer)
-    sentence = f"{tokens} tokens for {rows} embeddings of {model.source}"
-    if 0 <= rows - tokens <= LARGEST_PADDING:
-        return "ok", sentence
-    return "fail", f"{sentence}; put the tokenizer files of this very model there"
+    if gap := vocabulary_gap(model.model, model.tokenizer):
+        return "fail", f"{model.source}: {gap}"
+    return "ok", f"{tokens} tokens for {rows} embeddings of {model.source}"
 
 
 def context(model: LoadedModel, config: RunConfig, task: Mapping[str, Json]) -> tuple[Status, str]:

@@ -1,18 +1,29 @@
-"""The time of a run before it starts, from forward passes of its model on this machine. Agents are
-not included."""
+"""The time of a run before it starts, measured with its model on this machine: of the policy
+server's decoding with all calls and with one, and of a forward pass. Agents are not included."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import AutoTokenizer
 
+from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
+from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest
 from agentrl.algorithms.model.cpu_threads import computing_with
+from agentrl.base.loading import load_tasks
 from agentrl.config import RunConfig
+from agentrl.errors import PolicyError
 from agentrl.lab.simulation import Simulation, Workload
+from agentrl.types import Sampling
 
+DECODED = 4  # measured decoding steps
 MEASURED_TOKENS = 128  # tokens of the measured forward pass
 # Seconds that client, gateway and store take for a call, measured on two cores.
 HANDLING_SECONDS = 0.006
@@ -33,6 +44,8 @@ def duration(config: RunConfig, network: Any) -> Iterator[str]:
     one, many = seconds_of(network, 1, 1), seconds_of(network, rows, 1)
     per_call = max(0.0, many - one) / (rows - 1)
     passes = algorithm.epochs * (4 if config.learner.gradient_checkpointing else 3)  # with backward
+    # A prompt is computed once for the rollouts of its group, where they are packed as a trie.
+    prompts = algorithm.groups if config.learner.packed == "trie" else rollouts
     work = Workload(
         groups=algorithm.groups,
         group_size=algorithm.group_size,
@@ -45,8 +58,7 @@ def duration(config: RunConfig, network: Any) -> Iterator[str]:
         update=seconds_of(network, 1, MEASURED_TOKENS)
         / MEASURED_TOKENS
         * passes
-        * rollouts
-        * tokens,
+        * (rollouts * tokens + prompts * prompt_tokens(config, network)),
     )
     in_flight = algorithm.samples_during_update
     step = Simulation(work, algorithm.max_staleness, in_flight=in_flight).run(steps=5).seconds
@@ -58,10 +70,22 @@ def duration(config: RunConfig, network: Any) -> Iterator[str]:
     )
 
 
+def prompt_tokens(config: RunConfig, network: Any) -> int:
+    """Tokens of the first training task's input; 0 if there is none."""
+    if not config.tasks.train:
+        return 0
+    task = load_tasks(config.tasks.train, Path(config.root), key="tasks.train")[0]
+    tokenizer = AutoTokenizer.from_pretrained(network.name_or_path)
+    return len(tokenizer(str(task.get("input", "")))["input_ids"])
+
+
 @torch.no_grad()
 def seconds_of(network: Any, rows: int, tokens: int) -> float:
     """Seconds of the fastest of four forward passes, two of them with one thread, which suits small
-    models; of a single one if it takes more than a second."""
+    models; of a single one if it takes more than a second. Of one token: of as many decoding steps
+    of the policy server, with sampling."""
+    if tokens == 1:
+        return decoding(network, rows)
     ids, times = torch.zeros((rows, tokens), dtype=torch.long, device=network.device), []
     for threads in (*(torch.get_num_threads(),) * 2, 1, 1):
         with computing_with(threads):
@@ -71,3 +95,29 @@ def seconds_of(network: Any, rows: int, tokens: int) -> float:
         if times[0] > 1:
             break
     return min(times)
+
+
+def decoding(network: Any, rows: int) -> float:
+    """Seconds of the fastest decoding step of `rows` calls, with one thread. Raises PolicyError for
+    a model that the policy server cannot run."""
+    steps: SimpleQueue[tuple[float, str]] = SimpleQueue()
+
+    def deliver(updates: TokenUpdates) -> None:
+        steps.put((time.perf_counter(), updates[0][1].error))
+
+    engine = Engine(network, eos=[], max_batch=rows, max_context=64, threads=1, deliver=deliver)
+    sampling, prompt = Sampling(max_tokens=1 + DECODED), np.zeros(2, np.int32)
+    for seed in range(rows):  # before the start, so that all begin in one step
+        engine.submit(GenerationRequest(prompt, sampling, seed, lambda update: None, stream=True))
+    threads, ended = torch.get_num_threads(), list[float]()
+    engine.start()
+    try:
+        while len(ended) <= DECODED:
+            at, error = steps.get()
+            if error:
+                raise PolicyError(f"{network.name_or_path}: {error}")
+            ended.append(at)
+    finally:
+        engine.close()
+        torch.set_num_threads(threads)  # the engine sets them for the process
+    return min(after - before for before, after in pairwise(ended))

@@ -76,11 +76,11 @@ def adapter_weights(config: RunConfig, network: Any) -> int:
     return int(config.policy.lora.rank * sum(m.in_features + m.out_features for m in linear))
 
 
-def layer_bytes(config: RunConfig, shape: Any) -> float:
+def layer_bytes(config: RunConfig, shape: Any) -> int:
     """Bytes that a layer saves for the backward pass, per token: of a Llama-like one. Two norms
     (with their float32 input), queries, keys, values and their result, and the MLP's four."""
-    width, hidden = bytes_of_weight(config), shape.hidden_size
-    inner = getattr(shape, "intermediate_size", None) or 4 * hidden
+    width, hidden = bytes_of_weight(config), int(shape.hidden_size)
+    inner = int(getattr(shape, "intermediate_size", None) or 4 * hidden)
     attended = width * (3 * hidden + 2 * _key_size(shape))
     if not config.policy.lora.rank:
         return (2 * WIDE + 4 * width) * hidden + attended + 4 * width * inner

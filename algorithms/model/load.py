@@ -32,6 +32,7 @@ Model = torch.nn.Module
 Tokenizer = Any  # transformers' tokenizers share no typed base class
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+LARGEST_PADDING = 1024  # most rows of an embedding without a token, which pad its size
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -161,6 +162,17 @@ def vocabulary_size(model: Model) -> int:
     """The number of token ids that a model has an embedding for."""
     network: Any = model
     return int(network.get_input_embeddings().weight.shape[0])
+
+
+def vocabulary_gap(model: Model, tokenizer: Tokenizer) -> str:
+    """A sentence if the vocabularies of model and tokenizer do not belong together; else ""."""
+    rows, tokens = vocabulary_size(model), len(tokenizer)
+    if 0 <= rows - tokens <= LARGEST_PADDING:
+        return ""
+    return (
+        f"its tokenizer has {tokens} tokens, and the model embeddings for {rows}; put the tokenizer"
+        " files of this very model there"
+    )
 
 
 def end_tokens(model: Model, tokenizer: Tokenizer) -> list[int]:

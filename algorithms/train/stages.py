@@ -17,6 +17,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentrl import run_owner
 from agentrl.algorithms.model import estimate
+from agentrl.algorithms.model.attention import context_length
+from agentrl.algorithms.model.load import vocabulary_gap, vocabulary_size
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.train import build
 from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
@@ -27,8 +29,9 @@ from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.base import folder_lock
 from agentrl.base.processes import PHASE
 from agentrl.config import RunConfig
+from agentrl.config.infrastructure import EngineConfig
 from agentrl.config.policies import FrozenPolicy, trained_policies, view
-from agentrl.errors import DamagedError
+from agentrl.errors import DamagedError, PolicyError
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import EMPTY, RunState
@@ -51,6 +54,8 @@ async def load_run(opened: OpenRun, algos: Mapping[str, Algo], hooks: Hooks) -> 
     if any(model.built for model in models):
         took = {"time/build": time.monotonic() - started}
         await opened.store.log(config.name, 0, took)
+    for model in models:
+        check_vocabulary(model)
     announce(config, models)
     config = build.with_proven_packing(config, models)
     policies = build.make_policies(config, algos, models, opened.closing, hooks)
@@ -66,10 +71,25 @@ def announce(config: RunConfig, models: Sequence[LoadedModel]) -> None:
     learning = trained_policies(config) if config.steps and config.learner.kind == "torch" else []
     for model in (each for each in models if set(each.policies).intersection(learning)):
         own = view(config, next(name for name in model.policies if name in learning))
+        longest, asked = context_length(model.model), own.engine.max_context
+        if longest and asked > longest and asked != EngineConfig().max_context:
+            log.warning(
+                "engine.max_context = %d is more than the model's context: calls have at most %d "
+                "tokens, of prompt and answer", asked, longest,
+            )  # fmt: skip
         fits, sentence = estimate.memory(own, model.model)
         log.log(PHASE if fits else logging.WARNING, f"memory: about {sentence}")
         for line in estimate.others(own, model.model):
             log.log(PHASE, line)
+
+
+def check_vocabulary(loaded: LoadedModel) -> None:
+    """Raise PolicyError for a tokenizer with tokens that its model cannot read, and log that it has
+    far fewer than the model."""
+    if gap := vocabulary_gap(loaded.model, loaded.tokenizer):
+        if len(loaded.tokenizer) > vocabulary_size(loaded.model):
+            raise PolicyError(f"model {loaded.source!r}: {gap}")
+        log.warning("model %r: %s", loaded.source, gap)
 
 
 async def serve_run(loaded: LoadedRun, models: Sequence[LoadedModel]) -> ServedRun:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentrl.algorithms.engines.embedded import engine
 from agentrl.algorithms.model import estimate
 from agentrl.algorithms.train.load_policies import load_policies
-from agentrl.algorithms.train.stages import announce
+from agentrl.algorithms.train.stages import announce, check_vocabulary
 from agentrl.base.processes import PHASE
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
+from agentrl.errors import PolicyError
 from agentrl.lab import duration
 
 
@@ -85,3 +90,80 @@ def test_a_dry_run_says_it_in_comments_of_its_run_file(
     words = ["train", str(file), "policy.model=no/such", "--dry-run"]
     result = CliRunner().invoke(cli, words, catch_exceptions=False)
     assert result.output.startswith("# memory and time of no/such are unknown; agentrl doctor")
+
+
+def test_a_context_longer_than_the_models_is_said(
+    tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for asked, said in ((2048, 0), (4000, 1)):  # the default is only a limit
+        config = run_config(tiny_model_dir, engine={"max_context": asked})
+        models = load_policies(config)
+        longest = models[0].model.config.max_position_embeddings
+        assert longest < 2048
+        caplog.clear()
+        announce(config, models)
+        lines = [line for line in caplog.messages if f"calls have at most {longest}" in line]
+        assert len(lines) == said
+
+
+def test_another_models_tokenizer_is_refused_before_a_rollout(
+    tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(tiny_model_dir, tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    tokenizer.add_tokens([f"<more{n}>" for n in range(600)])
+    tokenizer.save_pretrained(tmp_path / "m")
+    with pytest.raises(PolicyError, match=r"tokenizer has .* tokens, and the model embeddings for"):
+        check_vocabulary(load_policies(run_config(tmp_path / "m"))[0])
+    grown = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    grown.resize_token_embeddings(4000)
+    grown.save_pretrained(tmp_path / "m")
+    check_vocabulary(load_policies(run_config(tmp_path / "m"))[0])
+    assert "put the tokenizer files of this very model there" in caplog.text
+
+
+@pytest.mark.part
+def test_prompts_are_computed_too(clock: None, tiny_model_dir: Path, tmp_path: Path) -> None:
+    text = "a list of prices " * 20
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"input": text}) + "\n")
+    network = load_policies(run_config(tiny_model_dir))[0].model
+    tokens = len(AutoTokenizer.from_pretrained(tiny_model_dir)(text)["input_ids"])
+    tasks = {"tasks": {"train": "tasks.jsonl"}, "root": str(tmp_path)}
+    (without,) = duration.duration(run_config(tiny_model_dir), network)
+    for packing, prompts in (("trie", 1), ("rows", 4)):
+        config = run_config(tiny_model_dir, learner={"packing": packing}, **tasks)
+        (found,) = duration.duration(config, network)
+        more = prompts * tokens * 3 * 0.001
+        assert seconds(found) == pytest.approx(seconds(without) + more, rel=0.1)
+
+
+@pytest.mark.part
+def test_sampling_is_in_the_time_of_a_decoding_step(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = load_policies(run_config(tiny_model_dir))[0].model
+    slow, found = engine.sample, list[int]()
+
+    def sample(logits: Any, *given: Any) -> Any:
+        found.append(len(logits))
+        time.sleep(0.05)
+        return slow(logits, *given)
+
+    monkeypatch.setattr(engine, "sample", sample)
+    assert 0.05 < duration.seconds_of(network, 5, 1) < 5.0
+    assert set(found) == {5}
+
+
+@pytest.mark.part
+def test_a_model_that_cannot_be_served_is_said(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = load_policies(run_config(tiny_model_dir))[0].model
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(engine, "sample", lambda *_: None)
+    monkeypatch.setattr(engine.Engine, "_forward", fail)
+    with pytest.raises(PolicyError, match="the model failed: DefaultCPUAllocator"):
+        duration.seconds_of(network, 2, 1)
