@@ -13,7 +13,9 @@ from tests.benchmarks.cpu_speed import ANSWER, PROMPTS, ROWS, measure, prompts, 
 def test_all_figures_of_a_tiny_model(tiny_model_dir: Path) -> None:
     found = measure(str(tiny_model_dir), dtype="float32", tries=1)
     speeds = {f"{name}_{rows}" for name in ("decode", "cached_decode") for rows in ROWS}
-    updates = {f"update_{kind}_{part}_cpu_s" for kind in ("full", "lora") for part in ("pass", "step")}
+    updates = {
+        f"update_{kind}_{part}_cpu_s" for kind in ("full", "lora") for part in ("pass", "step")
+    }
     assert set(found) == speeds | {f"{name}_lora" for name in speeds} | updates | {"update_tokens"}
     assert min(found.values()) > 0
 

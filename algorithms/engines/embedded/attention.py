@@ -89,7 +89,7 @@ class StepPlan:
 
 
 def few_rows(dtype: torch.dtype) -> int:
-    """The least number of rows of a product on a CPU whose results do not depend on their number."""
+    """The least number of rows for which a product on a CPU adds in the order of larger ones."""
     return 2 if dtype.itemsize == 2 else FEW_ROWS
 
 
@@ -151,9 +151,7 @@ def _narrow_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) ->
     scores = torch.bmm(query.reshape(batch * shared, -1, dim), keys.transpose(1, 2))
     # [batch, heads, size, context], to which the mask broadcasts
     weights = torch.softmax(scores.view(batch, heads, size, context).add_(mask), dim=-1)
-    return torch.bmm(weights.view(batch * shared, -1, context), values).view(
-        batch, heads, size, -1
-    )
+    return torch.bmm(weights.view(batch * shared, -1, context), values).view(batch, heads, size, -1)
 
 
 def install(model: Model) -> None:

@@ -60,8 +60,9 @@ class EmbeddedServer:
         """port: 0: any free one. max_context: most tokens of prompt and completion, capped by the
         model's positions. threads: 0: see `engine.threads`. defaults: sampling of requests that
         do not set it. keys: whether running calls recompute or keep their cached keys when weights
-        change; None: weights do not change while calls run. Recomputed keys give every token the log-prob of the version it names; kept
-        ones give that of a mixture, from which it was sampled. access: who may call.
+        change; None: weights do not change while calls run. Recomputed keys give every token the
+        log-prob of the version it names; kept ones give that of a mixture, from which it was
+        sampled. access: who may call.
 
         Serves every adapter that exists now under its name, and the model without adapters as
         `name`, if no adapter has that name. Requests without a model name get `name`.

@@ -87,9 +87,7 @@ def test_rows_with_different_settings_do_not_mix() -> None:
 
 @pytest.mark.parametrize("vocabulary", [2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 77])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 7}])
-def test_two_levels_find_the_token_of_one_sum(
-    vocabulary: int, settings: dict[str, float]
-) -> None:
+def test_two_levels_find_the_token_of_one_sum(vocabulary: int, settings: dict[str, float]) -> None:
     torch.manual_seed(vocabulary)
     logits = (4 * torch.randn(1, vocabulary)).bfloat16()
     n, temperature = 3000, settings.get("temperature", 1.0)
