@@ -90,7 +90,9 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     ssl_keyfile: str = ""  # PEM key of that certificate
     max_batch: Count = 64  # calls decoded together
     max_context: Count = 2048  # tokens of prompt and completion
-    threads: Count = 1  # CPU threads of the embedded engine
+    # CPU threads of the embedded engine. 0: one for a model of at most 5 million parameters, else
+    # the largest power of two of the cores, at most 8.
+    threads: Natural = 0
     # KV cache of calls that run during an update, with algorithm.overlap = "in_flight". recompute:
     # log-probs are exactly those of one version. keep: faster.
     kv_on_update: Literal["recompute", "keep"] = "recompute"

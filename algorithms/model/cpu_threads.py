@@ -19,6 +19,7 @@ import torch
 
 log = logging.getLogger("agentrl.algorithm")
 SMALL_MODEL = 5_000_000  # parameters; synchronisation is negligible in larger models
+MOST_SAMPLING = 8  # threads that a decoding step, whose products are small, can use
 CALLS_BETWEEN_TRIALS = 150  # calls between trials
 PAIRS_PER_TRIAL = 3  # pairs of calls per trial: one thread, all threads
 MUCH_SLOWER = 2.0  # time ratio all / one above which a trial ends after its first pair
@@ -79,6 +80,13 @@ def thread_tuner(parameters: int, name: str, otherwise: int) -> ThreadTuner:
     if parameters > SMALL_MODEL or not strict or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return ThreadTuner(otherwise)
     return ThreadTuner(most, most, name)
+
+
+def sampling_threads(parameters: int) -> int:
+    """The number of threads that sample from a model, if no number is set."""
+    if parameters <= SMALL_MODEL:
+        return 1
+    return largest_power_of_two(min(os.cpu_count() or 1, MOST_SAMPLING))
 
 
 def largest_power_of_two(most: int) -> int:

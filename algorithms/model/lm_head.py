@@ -1,6 +1,6 @@
 """The language-model head on action positions: log-probs without a [T, V] tensor of logits.
 
-Invariant: at most two tensors of MAX_LOGITS elements exist at a time, forward or backward, for any
+Invariant: at most two tensors of a chunk's elements exist at a time, forward or backward, for any
 batch. The backward pass recomputes a chunk's logits from the saved hidden states and log-normaliser
 and computes the gradients of hidden states and weight directly; a frozen weight (LoRA, a shared
 base) costs nothing. Cut Cross-Entropy, arXiv 2411.09009, does the same in one kernel.
@@ -20,7 +20,10 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 LEAST_LOGPROB = -100.0  # nats, the smallest log-prob that `other_logprobs` returns
-MAX_LOGITS = 2**24  # elements of one chunk of logits: 64 MiB in float32
+# Elements of one chunk of logits, 32 MiB in float32: a CPU takes longer for larger ones, which miss
+# its cache, and for smaller ones, whose products are narrow. A GPU has GPU_CHUNKS times as many.
+MAX_LOGITS = 2**23
+GPU_CHUNKS = 2
 
 
 def action_logprobs(
@@ -114,7 +117,8 @@ class _Head(torch.autograd.Function):
         fp32: bool,
         learn_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.chunk = max(1, MAX_LOGITS // len(weight_VH))
+        most = MAX_LOGITS * (GPU_CHUNKS if weight_VH.is_cuda else 1)
+        ctx.chunk = max(1, most // len(weight_VH))
         ctx.fp32 = fp32
         ctx.set_materialize_grads(False)
         weight, bias = _operands(weight_VH, bias_V, fp32)

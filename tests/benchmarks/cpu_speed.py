@@ -1,13 +1,13 @@
 """What sampling and updating a real model takes of a CPU.
 
-python -m tests.benchmarks.cpu_speed --model DIR --json [--dtype float32] [--threads 2] [--only PART]
+python -m tests.benchmarks.cpu_speed --model DIR --json [--dtype float32] [--only PART]
 
-CPU seconds of this process (`time.process_time`), which other programs on the machine change little,
-and of several tries the fewest. Sampling: the embedded engine answers eight short prompts about
-prices with 16 tokens each: 64 requests (eight of each prompt), 8 (one of each), and 1; once with
-nothing cached and once with cached prompts. Update: 64 rollouts with 16 tokens each on the same
-prompts, packed as a trie: `pass` is forward and backward, `step` is `Learner.step` with clipping and
-AdamW. `lora`: with an adapter of rank 16 on all linear layers.
+CPU seconds of this process (`time.process_time`), of several tries the fewest: where others use the
+caches and memory bandwidth of the machine, it takes up to half more. Sampling: the embedded engine
+answers eight short prompts about prices with 16 tokens each: 64 requests (eight of each prompt),
+8 (one of each), and 1; once with nothing cached and once with cached prompts. Update: 64 rollouts
+with 16 tokens each on the same prompts, packed as a trie: `pass` is forward and backward, `step`
+is `Learner.step` with clipping and AdamW. `lora`: with an adapter of rank 16 on all linear layers.
 """
 
 from __future__ import annotations
@@ -38,20 +38,7 @@ from tests.benchmarks.learner import batch_of, update
 ROWS = (1, 8, 64)
 ANSWER = 16  # tokens
 SYSTEM = "Answer briefly, like this: The sofa costs 77 dollars."
-NAMES = [
-    "lamp",
-    "chair",
-    "desk",
-    "clock",
-    "mirror",
-    "carpet",
-    "vase",
-    "kettle",
-    "basket",
-    "towel",
-    "pillow",
-    "bench",
-]
+NAMES = ("lamp", "chair", "desk", "clock", "mirror", "carpet", "vase", "kettle", "basket", "towel")
 PROMPTS = 8
 TARGETS = {"decode_64": 350.0, "decode_1": 30.0, "update_full_pass_cpu_s": 7.0}
 
@@ -101,15 +88,10 @@ class Sampler:
             self.engine.swap().result()
         self.left = len(asked)
         self.done.clear()
+        sampling = Sampling(max_tokens=ANSWER)
         for seed, prompt in enumerate(asked):
-            self.engine.submit(
-                GenerationRequest(
-                    prompt=np.asarray(prompt, np.int32),
-                    sampling=Sampling(max_tokens=ANSWER),
-                    seed=seed,
-                    receive=lambda update: None,
-                )  # fmt: skip
-            )
+            tokens = np.asarray(prompt, np.int32)
+            self.engine.submit(GenerationRequest(tokens, sampling, seed, lambda update: None))
         self.done.wait()
 
 

@@ -88,7 +88,7 @@ class StepPlan:
 
 
 def few_rows(dtype: torch.dtype) -> int:
-    """The least number of rows of a product on a CPU whose results do not depend on their number."""
+    """The least number of rows for which a product on a CPU adds in the order of larger ones."""
     return 2 if dtype.itemsize == 2 else FEW_ROWS
 
 

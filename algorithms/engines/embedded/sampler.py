@@ -2,7 +2,7 @@
 
 A token is the inverse of the cumulative distribution at one uniform number, which depends only on
 the call's seed and its number of tokens: other calls of the batch cannot influence it. The inverse
-is found in two levels, because a sum in float64 over a large vocabulary costs more than its softmax.
+is found in two levels: a sum in float64 over a large vocabulary costs more than its softmax.
 """
 
 from __future__ import annotations

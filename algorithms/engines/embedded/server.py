@@ -25,6 +25,7 @@ from agentrl.algorithms.engines.embedded.engine import Engine
 from agentrl.algorithms.engines.embedded.routes import Routes
 from agentrl.algorithms.model.attention import context_length
 from agentrl.algorithms.model.chat import Chat
+from agentrl.algorithms.model.cpu_threads import sampling_threads
 from agentrl.algorithms.model.load import Model, Tokenizer, end_tokens
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.text import Codec
@@ -51,16 +52,17 @@ class EmbeddedServer:
         adapters: Adapters | None = None,
         max_batch: int = 64,
         max_context: int = 2048,
-        threads: int = 1,
+        threads: int = 0,
         defaults: Sampling = NO_DEFAULTS,
         keys: Literal["recompute", "keep"] | None = None,
         access: Access = ANYBODY,
     ) -> None:
         """port: 0: any free one. max_context: most tokens of prompt and completion, capped by the
-        model's positions. defaults: sampling of requests that do not set it. keys: whether running
-        calls recompute or keep their cached keys when weights change; None: weights do not change
-        while calls run. Recomputed keys give every token the log-prob of the version it names; kept
-        ones give that of a mixture, from which it was sampled. access: who may call.
+        model's positions. threads: 0: see `engine.threads`. defaults: sampling of requests that
+        do not set it. keys: whether running calls recompute or keep their cached keys when weights
+        change; None: weights do not change while calls run. Recomputed keys give every token the
+        log-prob of the version it names; kept ones give that of a mixture, from which it was
+        sampled. access: who may call.
 
         Serves every adapter that exists now under its name, and the model without adapters as
         `name`, if no adapter has that name. Requests without a model name get `name`.
@@ -87,7 +89,7 @@ class EmbeddedServer:
             eos=end_tokens(model, tokenizer),
             max_batch=max_batch,
             max_context=min(max_context, context_length(model) or max_context),
-            threads=threads,
+            threads=threads or sampling_threads(sum(p.numel() for p in model.parameters())),
             deliver=lambda updates: self._http.post(deliver, updates),
             adapters=adapters,
             policies=list(policies.values()),

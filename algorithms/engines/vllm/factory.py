@@ -49,7 +49,7 @@ def vllm_server(
     """The server for vLLM, as a child process or at `engine.vllm.urls`. Every publish sends it the
     weights of `model` or its adapters."""
     engine, dtype = vllm_of(config), config.policy.dtype
-    learned = _trained_model(model, tokenizer, adapters, engine.threads)
+    learned = _trained_model(model, tokenizer, adapters, engine.threads or 1)
     in_flight = config.algorithm.samples_during_update
     folder = Path(config.output, "vllm").absolute()
     folder.mkdir(parents=True, exist_ok=True)

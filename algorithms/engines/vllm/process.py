@@ -258,7 +258,7 @@ class VllmProcess:
             "VLLM_NO_USAGE_STATS": "1",
         }
         if not self.gpus:
-            chosen["OMP_NUM_THREADS"] = str(self._engine.threads)
+            chosen["OMP_NUM_THREADS"] = str(self._engine.threads or 1)
             # By default every child would bind its threads to the same cores.
             chosen["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             chosen["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")

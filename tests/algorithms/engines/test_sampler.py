@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentrl.algorithms.engines.embedded.sampler import sample, uniforms
+from agentrl.algorithms.engines.embedded.sampler import BLOCK, likeliest, sample, uniforms
 
 
 def draw(logits: torch.Tensor, n: int, **settings: float) -> tuple[np.ndarray, np.ndarray]:
@@ -82,3 +83,55 @@ def test_rows_with_different_settings_do_not_mix() -> None:
         np.array([0.01, 0.01, 0.01]),
     )
     assert tokens.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("vocabulary", [2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 77])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 7}])
+def test_two_levels_find_the_token_of_one_sum(vocabulary: int, settings: dict[str, float]) -> None:
+    torch.manual_seed(vocabulary)
+    logits = (4 * torch.randn(1, vocabulary)).bfloat16()
+    n, temperature = 3000, settings.get("temperature", 1.0)
+    found, logprobs = draw(logits, n, **settings)
+    exact = torch.log_softmax(logits[0].double() / temperature, -1)
+    weights, order = exact.exp().sort(descending=True, stable=True)
+    cumulative = weights.cumsum(0)
+    weights[cumulative - weights >= settings.get("top_p", 1.0) * cumulative[-1]] = 0
+    weights[int(settings.get("top_k", vocabulary)) :] = 0
+    kept = torch.zeros_like(exact).scatter_(0, order, weights).cumsum(0)
+    uniform = uniforms(np.arange(n, dtype=np.uint64), np.zeros(n, np.int64))
+    expected = torch.searchsorted(kept, torch.from_numpy(uniform) * kept[-1], right=True)
+    assert (found != expected.numpy()).sum() <= 1  # float32 moves a bound by 1e-7 of the sum
+    np.testing.assert_allclose(logprobs, exact.numpy()[found], atol=2e-6)
+
+
+def test_the_ends_of_the_interval_never_take_an_impossible_token() -> None:
+    logits = torch.full((2, 3 * BLOCK + 5), float("-inf"))
+    logits[:, [BLOCK + 3, 2 * BLOCK + 9]] = 0
+    one = np.ones(2)
+    last = np.array([0.0, 1 - 2.0**-53])
+    tokens, logprobs = sample(logits, one, one, np.zeros(2, np.int64), last)
+    assert tokens.tolist() == [BLOCK + 3, 2 * BLOCK + 9]
+    np.testing.assert_allclose(logprobs.numpy(), np.log(0.5), rtol=1e-6)
+
+
+def test_no_float64_of_the_vocabulary_is_made() -> None:
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor) and made.dtype == torch.float64:
+                sizes.append(made.numel())
+            return made
+
+    with Watch():
+        draw(torch.randn(1, 100 * BLOCK), 4)
+    assert 0 < max(sizes) <= 4 * BLOCK
+
+
+def test_the_likeliest_tokens_have_the_log_probs_of_sampled_ones() -> None:
+    logits, one = torch.randn(3, 1000), np.ones(3)
+    tokens, logprobs = sample(logits, 0 * one, one, np.zeros(3, np.int64), 0.5 * one)
+    found = likeliest(logits, 0 * one, np.full(3, 2))
+    assert [pairs[0][0] for pairs in found] == tokens.tolist()
+    np.testing.assert_allclose([pairs[0][1] for pairs in found], logprobs.numpy(), atol=1e-6)

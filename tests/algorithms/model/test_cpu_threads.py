@@ -17,6 +17,7 @@ from agentrl.algorithms.model.cpu_threads import (
     PAIRS_PER_TRIAL,
     ThreadTuner,
     largest_power_of_two,
+    sampling_threads,
     thread_tuner,
 )
 from agentrl.base.processes import environment
@@ -119,6 +120,15 @@ def test_the_largest_power_of_two(cores: int, power: int) -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch multiplies without MKL")
+@pytest.mark.parametrize(("cores", "number"), [(1, 1), (2, 2), (3, 2), (8, 8), (96, 8)])
+def test_a_real_model_samples_with_the_cores_and_a_tiny_one_with_one(
+    monkeypatch: pytest.MonkeyPatch, cores: int, number: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert sampling_threads(cpu_threads.SMALL_MODEL) == 1
+    assert sampling_threads(cpu_threads.SMALL_MODEL + 1) == number
+
+
 def test_a_child_computes_the_same_bits_with_any_power_of_two() -> None:
     command = [sys.executable, "-c", STEP]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)

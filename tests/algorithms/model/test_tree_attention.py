@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -124,6 +125,24 @@ def test_low_precision_is_as_good_as_that_of_a_dense_mask(
     ):
         assert ours.dtype is dtype
         torch.testing.assert_close(ours.double(), theirs, atol=5 * error, rtol=5 * error)
+
+
+def test_on_a_cpu_the_kernel_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = set()
+
+    def noted(kernel: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **options: object) -> object:
+            given.update(each.dtype for each in args if isinstance(each, Tensor))
+            return kernel(*args, **options)
+
+        return call
+
+    for name in ("_flash", "_flash_backward"):
+        monkeypatch.setattr(attention, name, noted(getattr(attention, name)))
+    plan = plan_of(forest_of(12, 30, seed=1))
+    tensors = inputs(len(plan.end), torch.bfloat16)
+    plan.attend(*tensors, 0.3, None).sum().backward()
+    assert given == {torch.float32}
 
 
 def test_inputs_whose_last_axis_is_not_dense() -> None:
