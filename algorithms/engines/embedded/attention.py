@@ -21,7 +21,8 @@ from agentrl.algorithms.model.load import Model
 from agentrl.errors import PolicyError
 
 KEY_BLOCK = 256  # keys
-FEW_ROWS = 4  # rows of a product that MKL computes in the order of larger ones
+NARROW_BLOCK = 64  # keys that are read in whole blocks by products in 16 bits
+FEW_ROWS = 4  # rows of a product that MKL, for 32 bits, computes in the order of larger ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +83,19 @@ class StepPlan:
         if key not in self.masks:
             end = chunk.context
             at = torch.arange(end - chunk.size, end, device=query.device)
-            width = end if query.is_cuda else whole_blocks(end)
+            width = end if query.is_cuda else whole_blocks(end, query.dtype)
             self.masks[key] = _mask(at, width, window, query.dtype)
         return self.masks[key]
 
 
-def whole_blocks(context: int) -> int:
-    return -(-context // KEY_BLOCK) * KEY_BLOCK
+def few_rows(dtype: torch.dtype) -> int:
+    """The least number of rows of a product on a CPU whose results do not depend on their number."""
+    return 2 if dtype.itemsize == 2 else FEW_ROWS
+
+
+def whole_blocks(context: int, dtype: torch.dtype) -> int:
+    block = NARROW_BLOCK if dtype.itemsize == 2 else KEY_BLOCK
+    return -(-context // block) * block
 
 
 def _mask(at: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -115,6 +122,8 @@ def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: fl
     than FEW rows, or of another number of keys, would add in another order, so it gets more rows,
     and keys are added in blocks of one size."""
     (batch, heads, size, dim), shared = query.shape, key.shape[1]
+    if query.dtype.itemsize == 2 and not query.is_cuda:
+        return _narrow_products(query * scale, key, value, mask)
     # Query heads that share a key head are one dimension of a product. SDPA would copy every key
     # once per query head: thirty times slower at seven heads per key.
     queries = (query * scale).reshape(batch, shared, -1, dim)
@@ -131,6 +140,20 @@ def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: fl
         block = slice(start, start + step)
         output += torch.matmul(weights[..., block], value[:, :, block])
     return output[:, :, :rows].reshape(batch, heads, size, -1)
+
+
+def _narrow_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """`_products` of scaled queries in 16 bits on a CPU, whose kernels add in float32 and in one
+    order for any number of rows and keys."""
+    (batch, heads, size, dim), (_, shared, context, _) = query.shape, key.shape
+    # The kernels take several times as long for keys with gaps between heads.
+    keys, values = (x.contiguous().view(batch * shared, context, -1) for x in (key, value))
+    scores = torch.bmm(query.reshape(batch * shared, -1, dim), keys.transpose(1, 2))
+    # [batch, heads, size, context], to which the mask broadcasts
+    weights = torch.softmax(scores.view(batch, heads, size, context).add_(mask), dim=-1)
+    return torch.bmm(weights.view(batch * shared, -1, context), values).view(
+        batch, heads, size, -1
+    )
 
 
 def install(model: Model) -> None:

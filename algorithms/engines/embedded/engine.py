@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrl.algorithms.engines.embedded import attention
+from agentrl.algorithms.engines.embedded import attention, packed
 from agentrl.algorithms.engines.embedded.attention import PrefillChunk, StepPlan
 from agentrl.algorithms.engines.embedded.kv_cache import (
     GenerationRequest,
@@ -64,6 +64,7 @@ class Engine:
         adapter of each policy by number; None: the model without adapters. dropped: called on the
         engine's thread with the adapter of a retired policy once no request uses it."""
         attention.install(model)
+        packed.install(model)
         config: Any = model.config
         self.model, self.deliver, self.threads, self.adapters = model, deliver, threads, adapters
         self.dropped = dropped
@@ -71,7 +72,8 @@ class Engine:
         self.policies = dict(enumerate(policies))  # by number
         self.versions = dict.fromkeys(self.policies, 0)
         self.retired: set[int] = set()  # policies to drop after their last request
-        self.device = next(model.parameters()).device
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
         self.rows = RowTable(max_batch, idle=2 * max_batch, context=max_context)
         self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch + 1)
         self.eos = np.zeros(config.get_text_config().vocab_size, np.bool_)
@@ -220,7 +222,8 @@ class Engine:
                 start += size
         last = lengths + before
         # A smaller step would add in another order; the padding writes to a row of its own.
-        padding = max(attention.FEW_ROWS - start - n, 0)
+        few = attention.few_rows(self.dtype)
+        padding = max(few - start - n, 0)
         source = np.concatenate([order[:1].repeat(padding), *fed_rows, order])
         positions = np.concatenate([np.zeros(padding, np.int64), *fed_positions, last])
         tokens, at = rows.tokens[source, positions], source.copy()
@@ -230,6 +233,7 @@ class Engine:
             for values in (tokens.astype(np.int64), at, positions)
         )
         pool.set_write_positions(at_N, positions_N)
+        context = attention.whole_blocks(int(last.max()) + 1, self.dtype)
         with self._adapted(rows.policy[source]):
             logits: Tensor = self.model(
                 input_ids=ids_N[None],
@@ -237,10 +241,8 @@ class Engine:
                 attention_mask=UNUSED,
                 past_key_values=pool,
                 use_cache=True,
-                logits_to_keep=max(n, attention.FEW_ROWS),
-                plan=StepPlan(
-                    chunks, positions_N[-n:], attention.whole_blocks(int(last.max()) + 1), padding
-                ),
+                logits_to_keep=max(n, few),
+                plan=StepPlan(chunks, positions_N[-n:], context, padding),
             ).logits[0, -n:]
         rows.length[:n] = last + 1
         return logits
@@ -310,6 +312,8 @@ class Engine:
         except RuntimeError as error:
             done.set_exception(error)
             return
+        if self.policies.get(policy) is None:  # an adapter leaves the model's weights alone
+            packed.forget(self.model)
         self.rows.change_version(policy, self.versions[policy], version, keep=keep)
         self.versions[policy] = version
         done.set_result(time.perf_counter() - started)

@@ -1,7 +1,8 @@
 """Sampling from many distributions at once, by pure functions.
 
 A token is the inverse of the cumulative distribution at one uniform number, which depends only on
-the call's seed and its number of tokens: other calls of the batch cannot influence it.
+the call's seed and its number of tokens: other calls of the batch cannot influence it. The inverse
+is found in two levels, because a sum in float64 over a large vocabulary costs more than its softmax.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+BLOCK = 256  # tokens of the vocabulary whose weights are summed before the first level
 IMPOSSIBLE = -9999.0  # in place of minus infinity, which JSON does not have
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -31,37 +33,57 @@ def sample(
 
     Temperature 0 takes the most likely token. Log-probs are those of the distribution at the
     temperature (at 1 if it is 0), before top-k (0: all) and top-p."""
-    device = logits_BV.device
     greedy = temperature == 0
-    logprobs = _logprobs(logits_BV, temperature)
+    weights = torch.softmax(_scaled(logits_BV, temperature), dim=-1, dtype=torch.float32)
     if greedy.all():
-        tokens = logprobs.argmax(dim=-1)
+        tokens = weights.argmax(dim=-1)
     else:
-        weights = _filtered(logprobs.exp(), top_p, top_k)
-        # float64: the cumulative sum of a large vocabulary in float32 loses its rare tokens
-        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-        target = torch.from_numpy(uniform).to(device)[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
-        tokens = tokens.clamp_(max=logprobs.shape[-1] - 1)
+        tokens = _inverse(_filtered(weights, top_p, top_k), torch.from_numpy(uniform))
         if greedy.any():
-            mask = torch.from_numpy(greedy).to(device)
-            tokens = torch.where(mask, logprobs.argmax(dim=-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+            mask = torch.from_numpy(greedy).to(tokens.device)
+            tokens = torch.where(mask, weights.argmax(dim=-1), tokens)
+    return tokens, weights.gather(1, tokens[:, None])[:, 0].log()
 
 
 def likeliest(logits_BV: Tensor, temperature: Floats, top: Ints) -> list[list[tuple[int, float]]]:
     """The `top` most likely tokens of each row and their log-probs, as those of `sample`."""
-    values, tokens = _logprobs(logits_BV, temperature).topk(int(top.max()), dim=-1)
+    logprobs = torch.log_softmax(_scaled(logits_BV, temperature), dim=-1, dtype=torch.float32)
+    values, tokens = logprobs.topk(int(top.max()), dim=-1)
     rows = zip(tokens.tolist(), values.clamp(min=IMPOSSIBLE).tolist(), top.tolist(), strict=True)
     return [list(zip(ids, found, strict=True))[:count] for ids, found, count in rows]
 
 
-def _logprobs(logits_BV: Tensor, temperature: Floats) -> Tensor:
-    scaled = logits_BV.float()
-    if (temperature != 1).any():
-        scale = np.where(temperature == 0, 1.0, temperature).astype(np.float32)
-        scaled = scaled / torch.from_numpy(scale).to(logits_BV.device)[:, None]
-    return torch.log_softmax(scaled, dim=-1)
+def _scaled(logits_BV: Tensor, temperature: Floats) -> Tensor:
+    """The logits divided by the temperature, in float32; at 1 as they are."""
+    if (temperature == 1).all():
+        return logits_BV
+    scale = np.where(temperature == 0, 1.0, temperature).astype(np.float32)
+    return logits_BV.float() / torch.from_numpy(scale).to(logits_BV.device)[:, None]
+
+
+def _inverse(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """Each row's token at which its cumulative weights pass this share of their sum, int64 [B]."""
+    device, vocabulary = weights_BV.device, weights_BV.shape[-1]
+    whole, rest = weights_BV.split([vocabulary // BLOCK * BLOCK, vocabulary % BLOCK], dim=-1)
+    blocks = torch.cat([whole.unflatten(-1, (-1, BLOCK)).sum(-1), rest.sum(-1, keepdim=True)], -1)
+    block, share = _passed(blocks, uniform_B.to(device)[:, None])
+    places = block * BLOCK + torch.arange(BLOCK, device=device)
+    inside = weights_BV.gather(1, places.clamp(max=vocabulary - 1))
+    inside[places >= vocabulary] = 0
+    return (block * BLOCK + _passed(inside, share)[0])[:, 0].clamp_(max=vocabulary - 1)
+
+
+def _passed(weights_BN: Tensor, share_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """The index at which cumulative weights pass a share of their sum, int64 [B, 1], and the share
+    of that weight which is before this point, float64 [B, 1]."""
+    # float64: in float32 the cumulative sum would lose rare tokens
+    cumulative = weights_BN.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # A product that is rounded up to the sum would pass no weight.
+    goal = torch.minimum(share_B1 * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cumulative, goal, right=True).clamp_(max=weights_BN.shape[-1] - 1)
+    weight = weights_BN.gather(1, index).double()
+    return index, (goal - cumulative.gather(1, index) + weight).div_(weight).clamp_(0, 1)
 
 
 def _filtered(weights_BV: Tensor, top_p: Floats, top_k: Ints) -> Tensor:
